@@ -1,0 +1,185 @@
+"""The architecture of one model: everything a checkpoint needs, and nothing about how it is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Attention = Literal["sliding_chunk", "chunk", "sliding_window"]
+Memory = Literal["adaptive", "linear", "none"]
+CEMASkip = Literal["identity", "learned"]
+
+
+@dataclass(frozen=True)
+class GeckoConfig:
+    """Architecture of a Gecko or of one of its relatives (Megalodon is a preset).
+
+    Widths are totals over heads. ``docs/notation.md`` maps every field to the paper and to the
+    reference release.
+    """
+
+    vocab_size: int
+    num_layers: int
+    model_dim: int
+    key_dim: int
+    """Width of the shared query / key projection, all heads together (Z)."""
+    value_dim: int
+    num_heads: int
+    ffn_dim: int
+    cema_modes: int = 16
+    """Complex modes per channel of the moving average (N)."""
+    chunk_size: int = 2048
+    """Tokens in an attention chunk (c); the window of ``sliding_window`` attention."""
+    attention: Attention = "sliding_chunk"
+    memory: Memory = "adaptive"
+    """What happens to tokens that left the window: adaptive (AWM), linear (Infini-attention), none."""
+    timestep_betas: tuple[float, float] | None = (0.999, 0.9999)
+    """Decays of mean and variance of the timestep norm; None is the cumulative norm of Megalodon."""
+    timestep_groups: int = 64
+    norm_groups: int = 1
+    """Groups of the RMS norm after CEMA and of the layer norm before the feed-forward."""
+    norm_eps: float = 1e-5
+    norm_affine: bool = True
+    rope_base: float = 500_000.0
+    rope_heads: int | None = None
+    """Heads whose attention queries and keys are rotated: None is all, 0 is none."""
+    cema_skip: CEMASkip = "identity"
+    """``identity``: CEMA(x) + x. ``learned``: Megalodon's CEMA(x) + ω x, with γ scaled by 1/√N."""
+    swiglu: bool = True
+    ffn_scale: bool = False
+    """Multiply the feed-forward's output by a learned vector."""
+    scale_embedding: bool = False
+    tie_embedding: bool = False
+    two_hop_residual: bool = False
+    """Add the block's input, not the mixer's output, to the feed-forward's output."""
+
+    def __post_init__(self) -> None:
+        if self.timestep_betas is not None:
+            object.__setattr__(self, "timestep_betas", tuple(self.timestep_betas))
+        self._check_positive()
+        self._check_choices()
+        self._check_divisible()
+        self._check_ranges()
+
+    @property
+    def key_head_dim(self) -> int:
+        return self.key_dim // self.num_heads
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.value_dim // self.num_heads
+
+    @property
+    def num_rope_heads(self) -> int:
+        return self.num_heads if self.rope_heads is None else self.rope_heads
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> GeckoConfig:
+        """The named architecture, with single fields changed by keyword."""
+        if name not in PRESETS:
+            raise ValueError(unknown_name("preset", name, PRESETS))
+        return dataclasses.replace(PRESETS[name], **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> GeckoConfig:
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in fields:
+            if name not in known:
+                raise ValueError(unknown_name("config field", name, known))
+        missing = [f.name for f in dataclasses.fields(cls) if f.name not in fields and f.default is dataclasses.MISSING]
+        if missing:
+            raise ValueError(f"a config needs the fields {missing}, which this one lacks; got {sorted(fields)}.")
+        return cls(**fields)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> GeckoConfig:
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} must hold a model config as JSON; {error}.") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path} must hold a JSON object with config fields; got a {type(fields).__name__}.")
+        return cls.from_dict(fields)
+
+    def _check_positive(self) -> None:
+        for name in ("vocab_size", "num_layers", "model_dim", "key_dim", "value_dim", "num_heads", "ffn_dim",
+                     "cema_modes", "chunk_size", "timestep_groups", "norm_groups"):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
+
+    def _check_choices(self) -> None:
+        for name, choices in (("attention", Attention), ("memory", Memory), ("cema_skip", CEMASkip)):
+            value, allowed = getattr(self, name), get_args(choices)
+            if value not in allowed:
+                raise ValueError(unknown_name(name, value, allowed))
+
+    def _check_divisible(self) -> None:
+        for whole, part in (("key_dim", "num_heads"), ("value_dim", "num_heads"),
+                            ("model_dim", "timestep_groups"), ("model_dim", "norm_groups")):  # fmt: skip
+            total, count = getattr(self, whole), getattr(self, part)
+            if total % count:
+                fits = [n for n in range(1, total + 1) if total % n == 0]
+                near = min(fits, key=lambda n: abs(n - count))
+                raise ValueError(f"{part} must divide {whole}; got {count} and {total}. Try {part}={near}.")
+
+    def _check_ranges(self) -> None:
+        if not 0 <= self.num_rope_heads <= self.num_heads:
+            raise ValueError(f"rope_heads must lie in 0..num_heads={self.num_heads}; got {self.rope_heads}.")
+        if self.num_rope_heads and self.key_head_dim % 2:
+            raise ValueError(f"rotary embedding turns pairs of features, so key_dim / num_heads must be even; "
+                             f"got {self.key_head_dim}. Change key_dim, or set rope_heads=0.")  # fmt: skip
+        if self.timestep_betas is not None and (
+            len(self.timestep_betas) != 2 or not all(0 <= beta < 1 for beta in self.timestep_betas)
+        ):
+            raise ValueError(f"timestep_betas must be two decays in [0, 1), or None; got {self.timestep_betas}.")
+        if not self.norm_eps > 0:
+            raise ValueError(f"norm_eps must be positive; got {self.norm_eps}.")
+        if not self.rope_base > 1:
+            raise ValueError(f"rope_base must be above 1; got {self.rope_base}.")
+
+
+def unknown_name(kind: str, name: object, known: Any) -> str:
+    """The message for a name that is none of the known ones, with the nearest of them."""
+    choices = sorted(map(str, known))
+    near = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{kind} must be one of {', '.join(choices)}; got {str(name)!r}.{hint}"
+
+
+_GECKO_7B = GeckoConfig(
+    vocab_size=32_000, num_layers=32, model_dim=4096, key_dim=1024, value_dim=8192, num_heads=4, ffn_dim=8192,
+)  # fmt: skip
+
+PRESETS: dict[str, GeckoConfig] = {
+    "gecko-7b": _GECKO_7B,
+    "gecko-1b": GeckoConfig(
+        vocab_size=50_304, num_layers=16, model_dim=2048, key_dim=512, value_dim=4096, num_heads=2, ffn_dim=6144,
+    ),
+    "gecko-125m": GeckoConfig(
+        vocab_size=50_304, num_layers=12, model_dim=768, key_dim=384, value_dim=1536, num_heads=4, ffn_dim=1152,
+        chunk_size=512, timestep_groups=24, tie_embedding=True,
+    ),
+    "gecko-15m": GeckoConfig(
+        vocab_size=264, num_layers=8, model_dim=384, key_dim=192, value_dim=768, num_heads=4, ffn_dim=768,
+        chunk_size=256, timestep_groups=12,
+    ),
+    "tiny": GeckoConfig(
+        vocab_size=264, num_layers=4, model_dim=128, key_dim=64, value_dim=256, num_heads=2, ffn_dim=256,
+        chunk_size=64, timestep_groups=4,
+    ),
+    "megalodon-7b": dataclasses.replace(
+        _GECKO_7B, ffn_dim=11_264, swiglu=False, chunk_size=4096, rope_base=100_000.0, attention="chunk",
+        memory="none", timestep_betas=None, cema_skip="learned", two_hop_residual=True,
+    ),
+}  # fmt: skip

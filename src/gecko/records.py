@@ -1,0 +1,47 @@
+"""Nested records of tensors, the stuff that states are made of: values that are returned and never mutated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+from torch import Tensor
+
+
+class TensorRecord:
+    """Frozen dataclass whose fields are tensors, other records, tuples of records, or None."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """A copy with ``function`` applied to every tensor."""
+        changes = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            changes[field.name] = _map_value(getattr(self, field.name), function)
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Every tensor by its dotted path."""
+        found: dict[str, Tensor] = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            found.update(_collect(getattr(self, field.name), f"{prefix}{field.name}"))
+        return found
+
+
+def _map_value(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, TensorRecord):
+        return value.map(function)
+    if isinstance(value, tuple):
+        return tuple(_map_value(item, function) for item in value)
+    return value
+
+
+def _collect(value: Any, path: str) -> dict[str, Tensor]:
+    if isinstance(value, Tensor):
+        return {path: value}
+    if isinstance(value, TensorRecord):
+        return value.tensors(f"{path}.")
+    if isinstance(value, tuple):
+        return {name: tensor for i, item in enumerate(value) for name, tensor in _collect(item, f"{path}.{i}").items()}
+    return {}

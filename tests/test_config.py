@@ -1,0 +1,127 @@
+"""The config says what must hold, survives JSON, and knows its presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from cases import SMALL, VARIANTS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gecko import Gecko, GeckoConfig
+from gecko.config import PRESETS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers must be a whole number of at least 1; got 0"),
+        ({"model_dim": -32}, "model_dim must be a whole number of at least 1; got -32"),
+        ({"chunk_size": 8.0}, "chunk_size must be a whole number of at least 1; got 8.0"),
+        ({"vocab_size": "64"}, "vocab_size must be a whole number of at least 1; got '64'"),
+        ({"cema_modes": True}, "cema_modes must be a whole number of at least 1; got True"),
+        ({"attention": "sliding"}, "attention must be one of .*got 'sliding'. Did you mean 'sliding_chunk'"),
+        ({"memory": "adaptve"}, "memory must be one of adaptive, linear, none; got 'adaptve'. Did you mean 'adaptive'"),
+        ({"cema_skip": None}, "cema_skip must be one of identity, learned; got 'None'"),
+        ({"num_heads": 5}, "num_heads must divide key_dim; got 5 and 16. Try num_heads=4"),
+        ({"value_dim": 25}, "num_heads must divide value_dim; got 2 and 25. Try num_heads=1"),
+        ({"timestep_groups": 5}, "timestep_groups must divide model_dim; got 5 and 32. Try timestep_groups=4"),
+        ({"norm_groups": 3}, "norm_groups must divide model_dim; got 3 and 32"),
+        ({"rope_heads": 3}, "rope_heads must lie in 0..num_heads=2; got 3"),
+        ({"rope_heads": -1}, "rope_heads must lie in 0..num_heads=2; got -1"),
+        ({"key_dim": 6}, r"key_dim / num_heads must be even; got 3. Change key_dim, or set rope_heads=0"),
+        ({"timestep_betas": (0.9, 1.0)}, r"timestep_betas must be two decays in \[0, 1\), or None; got \(0.9, 1.0\)"),
+        ({"timestep_betas": (0.9,)}, "timestep_betas must be two decays"),
+        ({"norm_eps": 0.0}, "norm_eps must be positive; got 0.0"),
+        ({"norm_eps": float("nan")}, "norm_eps must be positive; got nan"),
+        ({"rope_base": 1.0}, "rope_base must be above 1; got 1.0"),
+    ],
+)
+def test_contradictions_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **changes)
+
+
+def test_odd_heads_may_go_unrotated():
+    assert dataclasses.replace(SMALL, key_dim=6, rope_heads=0).key_head_dim == 3
+
+
+@pytest.mark.parametrize("config", [*PRESETS.values(), *(dataclasses.replace(SMALL, **v) for v in VARIANTS.values())])
+def test_json_round_trip(config, tmp_path):
+    config.save(tmp_path / "config.json")
+    assert GeckoConfig.load(tmp_path / "config.json") == config
+    assert GeckoConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@given(betas=st.none() | st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)), eps=st.floats(1e-12, 1.0))
+def test_numbers_survive_json_exactly(betas, eps):
+    config = dataclasses.replace(SMALL, timestep_betas=betas, norm_eps=eps)
+    assert GeckoConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_presets():
+    assert GeckoConfig.preset("tiny", chunk_size=32) == dataclasses.replace(PRESETS["tiny"], chunk_size=32)
+    large = GeckoConfig.preset("gecko-7b")
+    assert (large.key_head_dim, large.value_head_dim, large.num_rope_heads) == (256, 2048, 4)
+    assert GeckoConfig.preset("megalodon-7b").memory == "none"
+    for config in PRESETS.values():
+        assert config.key_head_dim >= 32
+
+
+@pytest.mark.parametrize(
+    ("preset", "low", "high"),
+    [
+        ("gecko-7b", 7_385_817_088, 7_385_817_088),
+        ("gecko-1b", 1.25e9, 1.40e9),
+        ("gecko-125m", 1.1e8, 1.5e8),
+        ("gecko-15m", 1.2e7, 1.8e7),
+        ("tiny", 0.8e6, 1.2e6),
+        ("megalodon-7b", 6.5e9, 8.5e9),
+    ],
+)
+def test_parameter_count(preset, low, high):
+    with torch.device("meta"):
+        model = Gecko(GeckoConfig.preset(preset))
+    assert low <= sum(parameter.numel() for parameter in model.parameters()) <= high
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("gecko7b", "gecko-7b"), ("Tiny", "tiny"), ("megalodon", "megalodon-7b")]
+)
+def test_unknown_preset_suggests_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=rf"preset must be one of .*got '{name}'. Did you mean '{nearest}'\?"):
+        GeckoConfig.preset(name)
+
+
+def test_unknown_field_suggests_the_nearest():
+    with pytest.raises(ValueError, match=r"got 'chunk_sizes'. Did you mean 'chunk_size'\?"):
+        GeckoConfig.from_dict(SMALL.to_dict() | {"chunk_sizes": 8})
+
+
+def test_missing_fields_are_named():
+    fields = SMALL.to_dict()
+    del fields["ffn_dim"], fields["num_heads"]
+    with pytest.raises(ValueError, match=r"needs the fields \['num_heads', 'ffn_dim'\]"):
+        GeckoConfig.from_dict(fields)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"not json"])
+def test_files_that_are_no_json(content, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config.json must hold a model config as JSON"):
+        GeckoConfig.load(tmp_path / "config.json")
+
+
+def test_json_that_is_no_object(tmp_path):
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="must hold a JSON object with config fields; got a list"):
+        GeckoConfig.load(tmp_path / "config.json")
+
+
+def test_configs_are_values():
+    assert hash(SMALL) == hash(dataclasses.replace(SMALL))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SMALL.chunk_size = 9

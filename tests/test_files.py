@@ -1,0 +1,219 @@
+"""Tensor and model files: written whole or not at all, and read back only if no byte has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from cases import SMALL, tokens
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import gecko
+from gecko.files import load_tensors, save_tensors, whole_file
+
+
+def content() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "float": torch.randn(5, 3, generator=generator),
+        "double": torch.randn(2, 2, generator=generator).double(),
+        "half": torch.randn(7, generator=generator).bfloat16(),
+        "whole": torch.tensor([1, -(2**40)]),
+        "flag": torch.tensor([True, False]),
+        "scalar": torch.tensor(3.5),
+        "none": torch.zeros(0, 4),
+    }
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("files") / "a.safetensors"
+    save_tensors(path, content(), {"format": "test", "note": 'λ\n"quoted"'})
+    return path
+
+
+def test_round_trip(file):
+    tensors, metadata = load_tensors(file)
+    assert metadata == {"format": "test", "note": 'λ\n"quoted"'}
+    assert tensors.keys() == content().keys()
+    for name, tensor in content().items():
+        assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name])
+
+
+def test_views_and_shared_memory_are_saved_as_they_look(tmp_path):
+    base = torch.arange(12.0).view(3, 4)
+    save_tensors(tmp_path / "views", {"turned": base.t(), "part": base[1:, ::2], "same": base}, {})
+    tensors, _ = load_tensors(tmp_path / "views")
+    assert torch.equal(tensors["turned"], base.t()) and torch.equal(tensors["part"], base[1:, ::2])
+
+
+@settings(max_examples=150)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), front=st.booleans())
+@example(place=0.0, bit=7, front=True)
+def test_any_flipped_bit_is_found(file, place, bit, front):
+    """Half of the flips in the first 600 bytes, which hold the header."""
+    data = bytearray(file.read_bytes())
+    data[int(place * (min(600, len(data)) if front else len(data)))] ^= 1 << bit
+    damaged = file.with_name("damaged")
+    damaged.write_bytes(data)
+    with pytest.raises(ValueError, match="damaged"):
+        load_tensors(damaged)
+
+
+@settings(max_examples=40)
+@given(place=st.floats(0, 1, exclude_max=True))
+@example(place=0.0)
+def test_any_truncation_is_found(file, place):
+    data = file.read_bytes()
+    damaged = file.with_name("short")
+    damaged.write_bytes(data[: int(place * len(data))])
+    with pytest.raises(ValueError, match="short must be a complete safetensors file; it is not"):
+        load_tensors(damaged)
+
+
+def test_appended_bytes_are_found(file):
+    damaged = file.with_name("long")
+    damaged.write_bytes(file.read_bytes() + b"more")
+    with pytest.raises(ValueError, match="long"):
+        load_tensors(damaged)
+
+
+def test_foreign_files(tmp_path):
+    (tmp_path / "text").write_text("It was the best of times. " * 50)
+    with pytest.raises(ValueError, match="text must be a complete safetensors file"):
+        load_tensors(tmp_path / "text")
+    save_file({"x": torch.zeros(3)}, tmp_path / "other", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="other must have been written by gecko; it carries no sha256"):
+        load_tensors(tmp_path / "other")
+    for missing in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(FileNotFoundError, match="must be a file written by gecko; there is none"):
+            load_tensors(missing)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "folder" / "file"
+    with whole_file(path) as temporary:
+        temporary.write_text("old")
+    for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), whole_file(path) as temporary:
+            temporary.write_text("new")
+            raise error
+        assert path.read_text() == "old"
+        assert os.listdir(path.parent) == ["file"]
+
+
+FULL_DISK = """
+import resource, sys, torch
+import gecko
+model = gecko.load(sys.argv[1])
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.add_(1)
+    _, state = model(torch.ones(1, 5, dtype=torch.int64))
+limit = int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+for save, path in ((model.save, sys.argv[1]), (state.save, sys.argv[2])):
+    try:
+        save(path)
+    except OSError as error:
+        print(error)
+    else:
+        print("wrote")
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 9000])
+def test_a_full_disk_keeps_what_was_there(tmp_path, limit):
+    model, text = cases.model("gecko", torch.float32), tokens(1, 20)
+    with torch.no_grad():
+        model.save(tmp_path / "model")
+        logits, state = model(text)
+    state.save(tmp_path / "state")
+    environment = {**os.environ, "PYTHONPATH": str(Path(gecko.__file__).parents[1])}
+    arguments = [sys.executable, "-c", FULL_DISK, tmp_path / "model", tmp_path / "state", str(limit)]
+    ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    for line, what in zip(ran.stdout.splitlines(), ("model.safetensors", "state"), strict=True):
+        assert f"could not write {tmp_path}" in line and what in line
+        assert "what was there before is unchanged. Free some space" in line
+    with torch.no_grad():
+        assert torch.equal(gecko.load(tmp_path / "model")(text)[0], logits)
+    assert gecko.GeckoState.load(tmp_path / "state").position == [20]
+    left = sorted(p.name for p in tmp_path.rglob("*"))
+    assert left == ["config.json", "model", "model.safetensors", "state"]
+
+
+# Models
+
+
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+@torch.no_grad()
+def test_model_round_trip(variant, tmp_path):
+    model = cases.model(variant, torch.float32)
+    model.save(tmp_path / "model")
+    loaded, text = gecko.load(tmp_path / "model"), tokens(2, 20)
+    assert loaded.config == model.config
+    assert torch.equal(loaded(text)[0], model(text)[0])
+    assert sorted(os.listdir(tmp_path / "model")) == ["config.json", "model.safetensors"]
+
+
+def test_tied_embedding_stays_tied(tmp_path):
+    model = cases.model("linear-memory", torch.float32)
+    model.save(tmp_path)
+    loaded = gecko.load(tmp_path)
+    assert loaded.head.weight is loaded.embedding.weight
+
+
+def test_double_weights_stay_double(tmp_path):
+    cases.model("gecko").save(tmp_path)
+    assert gecko.load(tmp_path).embedding.weight.dtype == torch.float64
+
+
+def test_model_folders_that_are_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"must be a model's folder with config.json and model.safetensors"):
+        gecko.load(tmp_path / "nothing")
+    cases.model("gecko").save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors must be a file written by gecko"):
+        gecko.load(tmp_path)
+
+
+def test_config_of_another_model(tmp_path):
+    cases.model("gecko").save(tmp_path)
+    dataclasses.replace(SMALL, norm_eps=1e-3, chunk_size=16).save(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"must describe one model; they differ in \['chunk_size', 'norm_eps'\]"):
+        gecko.load(tmp_path)
+
+
+@torch.no_grad()
+def test_a_state_is_no_model(tmp_path):
+    model = cases.model("gecko", torch.float32)
+    model.save(tmp_path)
+    model(tokens(1, 5))[1].save(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.safetensors"):
+        gecko.load(tmp_path)
+
+
+def test_other_tensors_are_no_model(tmp_path):
+    model = cases.model("gecko", torch.float32)
+    model.save(tmp_path)
+    save_tensors(tmp_path / "model.safetensors", content(), {"format": "test"})
+    with pytest.raises(ValueError, match=r"model.safetensors"):
+        gecko.load(tmp_path)
+
+
+def test_damaged_model(tmp_path):
+    cases.model("gecko", torch.float32).save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"is damaged: its content does not match its sha256 checksum. Restore it"):
+        gecko.load(tmp_path)
