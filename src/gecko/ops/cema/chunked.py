@@ -1,0 +1,84 @@
+"""CEMA by matrix products: a Toeplitz matrix inside a chunk, an N-mode state across chunks.
+
+With impulse response k[j] = Re Σ_n γ_n p_n q_n^j, a chunk of C steps is
+    y = T x + W h,    h' = q^C h + G x
+with T[t, s] = k[t − s], G[n, s] = p_n q_n^(C−1−s) and W[t, n] = γ_n q_n^(t+1). For each channel the
+chunks of all rows and documents are one product; only h walks from chunk to chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gecko.ops.cema.coefficients import CEMACoefficients
+from gecko.ops.scan import chunk_states
+from gecko.ops.scan_plan import ScanPlan
+from gecko.segments import Segments
+
+
+def cema_chunked(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Same contract as ``cema_reference``."""
+    plan = ScanPlan.of(segments)
+    chunk, gamma = plan.chunk, torch.view_as_complex(coefficients.output)
+    powers = coefficients.powers(chunk + 1)
+    driven = coefficients.input.unsqueeze(-1) * powers[..., :chunk]
+    # Modes become (real, imaginary) neighbours; the conjugate turns a sum of products of such pairs into
+    # the real part of the complex product.
+    into_state = torch.view_as_real(driven.flip(-1).transpose(1, 2)).flatten(-2)
+    from_state = torch.view_as_real((gamma.unsqueeze(-1) * powers[..., 1:]).conj().resolve_conj())
+    from_state = from_state.transpose(2, 3).flatten(1, 2)
+    response = torch.einsum("dn,dnc->dc", gamma, driven).real
+
+    folded = plan.fold(x)
+    updates = torch.view_as_complex(torch.bmm(folded, into_state).unflatten(-1, (-1, 2)))
+    initial = torch.view_as_complex(plan.initial(state).transpose(0, 1).contiguous())
+    states = chunk_states(updates, powers[..., chunk], initial, plan)
+    y = torch.bmm(folded, _Toeplitz.apply(response))
+    y = torch.baddbmm(y, torch.view_as_real(states).flatten(-2), from_state)
+    return plan.unfold(y), _final_state(x, coefficients, states, into_state, segments)
+
+
+def cema_step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """The recurrence for one token, x of shape (B, 1, D)."""
+    q, gamma = coefficients.decay(), torch.view_as_complex(coefficients.output)
+    h = torch.view_as_complex(state)
+    if segments.starts is not None:
+        h = h * segments.continues.unsqueeze(-1)
+    h = q * h + coefficients.input * x[:, 0].unsqueeze(-1)
+    return (gamma * h).real.sum(-1).unsqueeze(1), torch.view_as_real(h)
+
+
+def _final_state(
+    x: Tensor, coefficients: CEMACoefficients, states: Tensor, into_state: Tensor, segments: Segments
+) -> Tensor:
+    """The state after each row's last token: its last chunk, which may be short, aligned to the chunk's end."""
+    plan = ScanPlan.of(segments)
+    added = torch.bmm(plan.tail(x).permute(2, 0, 1).contiguous(), into_state).unflatten(-1, (-1, 2)).transpose(0, 1)
+    decay = coefficients.decay(plan.last_length.view(-1, 1, 1))
+    carried = decay * states.index_select(1, plan.last_chunk).transpose(0, 1)
+    return torch.view_as_real(carried) + added
+
+
+class _Toeplitz(torch.autograd.Function):
+    """(D, C) to the transposed Toeplitz matrices (D, C, C): M[s, t] = k[t − s] for t ≥ s, else 0."""
+
+    @staticmethod
+    def forward(ctx: Any, response: Tensor) -> Tensor:
+        channels, chunk = response.shape
+        steps = torch.arange(chunk, device=response.device)
+        lag = steps - steps.unsqueeze(1)
+        padded = torch.cat([response, response.new_zeros(channels, 1)], dim=1)
+        return padded.index_select(1, torch.where(lag >= 0, lag, chunk).flatten()).view(channels, chunk, chunk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        channels, chunk, _ = grad.shape
+        # Rows one element longer than the padded ones shift row s by s: each lag becomes a column.
+        flat = F.pad(F.pad(grad, (0, chunk)).flatten(1), (0, chunk))
+        return flat.view(channels, chunk, 2 * chunk + 1)[..., :chunk].sum(1)

@@ -1,0 +1,157 @@
+"""Chunk attention over whole chunks, rows in step.
+
+Scores and softmax of one head at a time in a scratch that is reused, then one product with the values.
+The weights are computed again in backward: keeping them would cost T · 2c · H numbers a layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gecko.ops.chunk_attention.pattern import Pattern
+from gecko.ops.phases import common_phase, padded
+from gecko.segments import Segments
+
+if TYPE_CHECKING:
+    from gecko.ops.chunk_attention import AttentionState
+
+
+def attend_chunks(
+    pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
+) -> tuple[Tensor, AttentionState]:
+    """``chunk_attention`` for rows that agree on position mod 2c.
+
+    The call is laid on a grid of n chunks, the first of which holds ``phase`` tokens read before.
+    """
+    q, k, v = inputs
+    chunk, length = pattern.chunk_size, q.shape[2]
+    ring_start = common_phase(segments, 2 * chunk)
+    assert ring_start is not None, "rows must agree on their phase"
+    phase = ring_start % chunk
+    chunks = -(-(phase + length) // chunk)
+    place = (phase + torch.arange(length)) % chunk
+    empty = chunks * chunk - phase - length
+
+    before_keys, before_values = (_in_order(x, ring_start, 2 * chunk) for x in (state.keys, state.values))
+    unseen = 2 * chunk - pattern.lookback * chunk - phase
+    keys = torch.cat([before_keys[:, :, unseen:], pattern.rotate(k, place)], dim=2)
+    values = torch.cat([before_values[:, :, unseen:], v], dim=2)
+    table, entry = segments.shared(("bias", pattern, q.dtype), lambda: _bias(pattern, segments, phase, chunks, q.dtype))
+    out = _WindowAttention.apply(
+        padded(pattern.rotate(q, place), phase, empty + pattern.lookback * chunk).reshape(-1, chunk, q.shape[-1]),
+        _windows(padded(keys, 0, empty), pattern).flatten(0, 2),
+        padded(values, 0, empty).flatten(0, 2),
+        table,
+        entry.unsqueeze(1).expand(-1, q.shape[1], -1).reshape(-1),
+    )
+    kept = min(length, 2 * chunk)
+    recent = (
+        torch.cat([old[:, :, kept:], new[:, :, new.shape[2] - kept :]], dim=2)
+        for old, new in ((before_keys, keys), (before_values, values))
+    )
+    after = type(state)(*(_in_order(x, -(ring_start + length), 2 * chunk) for x in recent))
+    laid = out.view(*q.shape[:2], -1, v.shape[-1])
+    return laid[:, :, phase : phase + length], after
+
+
+def _in_order(ring: Tensor, start: int, size: int) -> Tensor:
+    """The ring's slots rotated so that slot ``start`` comes first."""
+    return ring if start % size == 0 else torch.roll(ring, -start, dims=2)
+
+
+def _windows(keys: Tensor, pattern: Pattern) -> Tensor:
+    """(B, H, n + lookback, w, d): each chunk's keys after those of the chunk before, turned by −c. Where windows
+    look back, a block of padding follows, so that the windows of all heads and rows lie at equal distances."""
+    own = keys.unflatten(2, (-1, pattern.chunk_size))
+    if pattern.lookback == 0:
+        return own
+    previous = pattern.rotate(keys, torch.tensor([-pattern.chunk_size])).unflatten(2, (-1, pattern.chunk_size))
+    return torch.cat([previous, F.pad(own[:, :, 1:], (0, 0, 0, 0, 0, 1))], dim=3)
+
+
+def _bias(pattern: Pattern, segments: Segments, phase: int, chunks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Additive masks: a table (masks, c, window) whose entry 0 is the pattern itself, and each block's
+    entry (B, n + lookback). Only blocks in whose window a document starts need one of their own."""
+    chunk, (batch, length) = pattern.chunk_size, (segments.batch, segments.length)
+    place = torch.arange(chunk)
+    chunk_start = torch.arange(chunks)[:, None] * chunk
+    base = segments.clock.position - phase
+    starts = F.pad(segments.document_starts - base[:, None], (phase, chunks * chunk - phase - length), value=-(2**62))
+    first = starts.unflatten(1, (chunks, chunk)) - chunk_start + pattern.lookback * chunk
+    first = torch.maximum(first, pattern.first_slot(place))
+    own = (first > pattern.first_slot(place)).any(-1)
+    firsts = torch.cat([pattern.first_slot(place).unsqueeze(0), first[own]])
+    slots = torch.arange(pattern.window)
+    visible = (slots >= firsts.unsqueeze(-1)) & (slots <= pattern.last_slot(place).unsqueeze(-1))
+    table = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    entry = torch.zeros(batch, chunks + pattern.lookback, dtype=torch.int64)
+    entry[:, :chunks][own] = torch.arange(1, len(firsts))
+    return table.to(segments.device), entry.to(segments.device)
+
+
+_SCRATCH = 2**20
+"""Scores held at a time: what fits a core's cache."""
+
+
+class _WindowAttention(torch.autograd.Function):
+    """softmax(q kᵀ + bias) v for all blocks of all heads and rows as one list.
+
+    q: (blocks, c, d); k: (blocks, w, d); v: (blocks · c, e), of which block i sees w rows from i · c on;
+    table: (masks, c, w); entry: (blocks,). Where windows look back, the last block has no full window: it
+    must be padding, and its output is zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor, entry: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, table, entry)
+        out = v.new_empty(*q.shape[:2], v.shape[-1])
+        windows = _windows_of(v, k.shape[0], k.shape[1], q.shape[1])
+        out[len(windows) :] = 0
+        for piece in _pieces(len(windows), table[0].numel()):
+            weights = _weights(q[piece], k[piece], table, entry[piece]).to(v.dtype)
+            torch.bmm(weights, windows[piece], out=out[piece])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, table, entry = ctx.saved_tensors
+        grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        grad = grad.contiguous()
+        windows = _windows_of(v, k.shape[0], k.shape[1], q.shape[1])
+        for piece in _pieces(len(windows), table[0].numel()):
+            weights = _weights(q[piece], k[piece], table, entry[piece])
+            _add_value_grad(weights.to(v.dtype), grad[piece], grad_v.view(-1, *grad.shape[1:]), piece.start)
+            grad_weights = torch.bmm(grad[piece], windows[piece].mT).to(q.dtype)
+            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
+            torch.bmm(grad_scores, k[piece], out=grad_q[piece])
+            torch.bmm(grad_scores.mT, q[piece], out=grad_k[piece])
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _pieces(blocks: int, scores: int) -> list[slice]:
+    size = max(1, _SCRATCH // scores)
+    return [slice(begin, min(begin + size, blocks)) for begin in range(0, blocks, size)]
+
+
+def _weights(q: Tensor, k: Tensor, table: Tensor, entry: Tensor) -> Tensor:
+    return table.index_select(0, entry).baddbmm_(q, k.mT).softmax(-1)
+
+
+def _windows_of(v: Tensor, blocks: int, window: int, chunk: int) -> Tensor:
+    """(full windows, w, e): overlapping views of v (blocks · c, e), which is contiguous."""
+    width = v.shape[1]
+    return v.as_strided((blocks + 1 - window // chunk, window, width), (chunk * width, width, 1))
+
+
+def _add_value_grad(weights: Tensor, grad_out: Tensor, grad_v: Tensor, first: int) -> None:
+    """Each chunk of values, grad_v (blocks, c, e), collects from every window it is part of."""
+    count, chunk = grad_out.shape[:2]
+    for part in range(weights.shape[2] // chunk):
+        seen = weights[:, :, part * chunk : (part + 1) * chunk]
+        grad_v[first + part : first + part + count].baddbmm_(seen.mT, grad_out)

@@ -1,0 +1,21 @@
+"""The checks and dtype rules that every operator shares."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Statistics and states are float32, or float64 for float64 inputs: never the activation's 16 bits."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def full_precision(x: Tensor) -> torch.autocast:
+    """A context in which autocast does not touch an operator's own products: what may be 16 bits, it decides."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{name} must have shape {expected}; got {tuple(tensor.shape)}.")

@@ -1,0 +1,56 @@
+"""Norms over the features of one step. Weights are stored as offsets from 1, so that 0 is identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gecko.ops.dtypes import compute_dtype
+
+
+def group_rms_norm(x: Tensor, weight: Tensor | None, groups: int, eps: float) -> Tensor:
+    """x / √(mean(x²) + ε) · (1 + weight), the mean over each of ``groups`` equal slices of the features.
+
+    Args:
+        x: (…, D); weight: (D,) or None. Statistics are float32 or wider; the result has the dtype of x.
+    """
+    wide = x.to(compute_dtype(x)).unflatten(-1, (groups, -1))
+    y = _RMSNormalise.apply(wide, eps).flatten(-2)
+    return (y if weight is None else y * (1 + weight)).to(x.dtype)
+
+
+class _RMSNormalise(torch.autograd.Function):
+    """x / √(mean(x²) + ε) over the last dimension; the output and one number a slice are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
+        rstd = torch.rsqrt(square + eps)
+        y = x * rstd
+        ctx.save_for_backward(y, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        y, rstd = ctx.saved_tensors
+        along = (grad * y).mean(-1, keepdim=True)
+        return torch.addcmul(grad, y, along, value=-1).mul_(rstd), None
+
+
+def group_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
+    """(x − mean) / √(var + ε) · (1 + weight) + bias, mean and biased variance over each group of features.
+
+    Args:
+        x: (…, D); weight, bias: (D,) or None. Statistics are float32 or wider; the result has the dtype of x.
+    """
+    wide = x.to(compute_dtype(x))
+    if groups == 1:
+        scale = None if weight is None else 1 + weight
+        return F.layer_norm(wide, (x.shape[-1],), scale, bias, eps).to(x.dtype)
+    y = F.layer_norm(wide.unflatten(-1, (groups, -1)), (x.shape[-1] // groups,), eps=eps).flatten(-2)
+    return (y if weight is None or bias is None else torch.addcmul(bias, y, 1 + weight)).to(x.dtype)

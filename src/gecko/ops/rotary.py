@@ -1,0 +1,35 @@
+"""Rotary position embedding by local position.
+
+Scores depend only on differences of positions, and a query sees at most the previous chunk. So keys
+are turned by their position inside their own chunk, and again by −c where they are seen from the next
+one: angles never exceed 2c, and scores are exact at any position of the stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary_phases(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """exp(i · position · base^(−2j / head_dim)) as complex numbers (…, head_dim / 2), for positions (…).
+
+    Angles are formed in float64 and only the results are rounded to ``dtype``.
+    """
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = positions.to("cpu", torch.float64).unsqueeze(-1) * frequencies
+    phases = torch.polar(torch.ones_like(angles), angles)
+    return phases.to(device, torch.complex128 if dtype == torch.float64 else torch.complex64)
+
+
+def rotate(x: Tensor, phases: Tensor, heads: int) -> Tensor:
+    """Turn the interleaved pairs (2j, 2j + 1), as complex numbers, of the first ``heads`` heads.
+
+    Args:
+        x: (B, H, T, head_dim), float32 or float64; phases broadcast against (B, H, T, head_dim / 2).
+    """
+    if heads == 0:
+        return x
+    pairs = torch.view_as_complex(x[:, :heads].unflatten(-1, (-1, 2)))
+    turned = torch.view_as_real(pairs * phases).flatten(-2)
+    return turned if heads == x.shape[1] else torch.cat([turned, x[:, heads:]], dim=1)

@@ -1,0 +1,81 @@
+"""Timestep normalisation: by decaying statistics (paper Eq. 6) or by cumulative ones (Megalodon)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
+from gecko.ops.timestep_norm.chunked import cumulative_statistics, decayed_statistics, standardise
+from gecko.ops.timestep_norm.reference import timestep_norm_reference
+from gecko.records import TensorRecord
+from gecko.segments import Segments
+
+__all__ = ["TimestepNormState", "timestep_norm", "timestep_norm_reference"]
+
+
+@dataclass(frozen=True)
+class TimestepNormState(TensorRecord):
+    """Statistics of the document being read.
+
+    count: (B,) int64, steps of the document so far.
+    mean, variance: (B, G), float32 or wider. Decaying: without bias correction. Cumulative: as they are.
+    """
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, groups: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> TimestepNormState:
+        zeros = torch.zeros(batch, groups, dtype=dtype, device=device)
+        return cls(torch.zeros(batch, dtype=torch.int64, device=device), zeros, zeros)
+
+
+def timestep_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    betas: tuple[float, float] | None,
+    eps: float,
+    state: TimestepNormState | None = None,
+    *,
+    segments: Segments | None = None,
+) -> tuple[Tensor, TimestepNormState]:
+    """y_t = (x_t − m̂_t) / √(v̂_t + ε) · (1 + weight) + bias, the current step included (paper Eq. 6–7).
+
+    Decaying (``betas``): m ← β₁ m + (1 − β₁) μ_t and v ← β₂ v + (1 − β₂) σ²_t over the steps of the
+    document, μ_t and σ²_t over the features of a group, m̂ = m / (1 − β₁ⁿ), v̂ = v / (1 − β₂ⁿ).
+    Cumulative (``betas`` None): mean and total variance over all features of all steps so far.
+
+    Args:
+        x: (B, T, D), any float dtype; statistics are float32 or wider.
+        weight, bias: (D,), or None for no affine part. weight is stored as an offset from 1.
+
+    Returns:
+        y (B, T, D) in the dtype of x, and the state after the last step.
+
+    Raises:
+        ValueError: the shapes do not fit, or ``groups`` does not divide D.
+    """
+    batch, length, features = x.shape
+    if features % groups:
+        raise ValueError(f"groups must divide the features of x; got {groups} and {features}.")
+    if weight is not None:
+        check_shape("weight", weight, (features,))
+    dtype = compute_dtype(x)
+    state = TimestepNormState.empty(batch, groups, dtype, x.device) if state is None else state
+    check_shape("state.mean", state.mean, (batch, groups))
+    segments = segments or Segments.build(batch, length, device=x.device)
+    wide = x.to(dtype)
+    with full_precision(x):
+        if betas is None:
+            mean, variance, state = cumulative_statistics(wide, groups, state, segments)
+        else:
+            mean, variance, state = decayed_statistics(wide, groups, betas, state, segments)
+        return standardise(wide, mean, variance, weight, bias, eps).to(x.dtype), state

@@ -1,0 +1,100 @@
+"""Working memory: what left the attention window, in a matrix of constant size (paper Eq. 9–16)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
+from gecko.ops.phases import common_phase, run_by_phase
+from gecko.ops.working_memory.chunked import remember_chunks
+from gecko.ops.working_memory.decode import remember_token
+from gecko.ops.working_memory.reference import working_memory_reference
+from gecko.ops.working_memory.rules import RULES, ChunkSummary, empty_summary
+from gecko.records import TensorRecord
+from gecko.segments import Segments
+
+__all__ = ["ChunkSummary", "WorkingMemoryState", "working_memory", "working_memory_reference"]
+
+
+@dataclass(frozen=True)
+class WorkingMemoryState(TensorRecord):
+    """The memory and what is about to enter it; float32 or wider.
+
+    A token enters when its chunk leaves the attention window, two chunks later. Until then its chunk is
+    kept as a summary, so that the state is the same however the text was cut into calls.
+    """
+
+    memory: Tensor
+    """M after the chunks up to u − 2, u being the chunk of the next token, (B, H, key_head_dim, value_head_dim)."""
+    normaliser: Tensor
+    """(B, H, key_head_dim): log z of the adaptive rule, τ of the linear one."""
+    previous: ChunkSummary
+    """Chunk u − 1."""
+    current: ChunkSummary
+    """The tokens of chunk u so far, of the document being read."""
+    previous_resets: Tensor
+    """(B,) bool: the document at the end of chunk u − 1 began in it, so that entering it forgets all before."""
+
+    @classmethod
+    def empty(
+        cls, rule: Literal["adaptive", "linear"], batch: int, heads: int, key_dim: int, value_dim: int,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    ) -> WorkingMemoryState:  # fmt: skip
+        nothing = empty_summary(RULES[rule], (batch, heads), key_dim, value_dim, dtype, torch.device(device))
+        memory = torch.zeros(batch, heads, key_dim, value_dim, dtype=dtype, device=device)
+        resets = torch.zeros(batch, dtype=torch.bool, device=device)
+        return cls(memory, nothing.weight, nothing, nothing, resets)
+
+
+def working_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk_size: int,
+    *,
+    rule: Literal["adaptive", "linear"] = "adaptive",
+    state: WorkingMemoryState | None = None,
+    segments: Segments | None = None,
+) -> tuple[Tensor, WorkingMemoryState]:
+    """Read the memory of everything before the attention window, and write what leaves it.
+
+    Adaptive (paper Eq. 16): with w the sum of exp(k) over a chunk, z that over the document,
+    ρ = w / z, φ the softmax of k over the chunk's time and ψ over its features,
+        M ← (1 − ρ) ⊙ M + ρ ⊙ Σ_j φ_j (v_j − ψ(k_j) M)ᵀ,   read: ψ(q)ᵀ M.
+    Linear (Infini-attention, paper Eq. 9–11): with ψ = elu + 1 and τ the sum of ψ(k) over the document,
+        M ← M + Σ_j ψ(k_j) (v_j − ψ(k_j) M / ψ(k_j) τ)ᵀ,   read: ψ(q)ᵀ M / ψ(q) τ.
+    A query of chunk u reads the memory after chunk u − 2, or zero if that ends in another document.
+    Only the tokens of a chunk's last document enter.
+
+    Args:
+        q, k: (B, H, T, key_head_dim), not rotated; v: (B, H, T, value_head_dim). Arithmetic is float32 or wider.
+
+    Returns:
+        (B, H, T, value_head_dim) in the dtype of v, and the state after the last token.
+
+    Raises:
+        ValueError: the shapes do not fit each other.
+    """
+    batch, heads, length, key_dim = q.shape
+    check_shape("k", k, (batch, heads, length, key_dim))
+    check_shape("v", v, (batch, heads, length, v.shape[-1]))
+    dtype = compute_dtype(q)
+    if state is None:
+        state = WorkingMemoryState.empty(rule, batch, heads, key_dim, v.shape[-1], dtype, q.device)
+    check_shape("state.memory", state.memory, (batch, heads, key_dim, v.shape[-1]))
+    segments = segments or Segments.build(batch, length, device=q.device)
+    inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
+    with full_precision(q):
+        if length == 1:
+            out, state = remember_token(RULES[rule], chunk_size, inputs, state, segments)
+        elif common_phase(segments, chunk_size) is None:
+            form = partial(remember_chunks, RULES[rule], chunk_size)
+            out, state = run_by_phase(form, inputs, state, segments, chunk_size)
+        else:
+            out, state = remember_chunks(RULES[rule], chunk_size, inputs, state, segments)
+    return out.to(v.dtype), state

@@ -1,0 +1,71 @@
+"""Working memory over whole chunks, rows in step: summaries in parallel, a short chain, one batched read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gecko.ops.phases import common_phase
+from gecko.ops.working_memory.chain import affine_chain, segmented_scan
+from gecko.ops.working_memory.grid import Grid
+from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary
+from gecko.segments import Segments
+
+if TYPE_CHECKING:
+    from gecko.ops.working_memory import WorkingMemoryState
+
+
+def remember_chunks(
+    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+) -> tuple[Tensor, WorkingMemoryState]:
+    """``working_memory`` for rows that agree on position mod c.
+
+    The chain enters the previous chunk first, then those of the grid but the last: a chunk is read two
+    chunks later. ``entered[i]`` is the i-th of them; ``memories[i]`` what chunk i of the grid reads.
+    """
+    phase = common_phase(segments, chunk_size)
+    assert phase is not None, "rows must agree on their phase"
+    grid = segments.shared(("memory", chunk_size), lambda: Grid.build(segments, phase, chunk_size))
+    q, k, v = (grid.lay(x) for x in inputs)
+
+    nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
+    current = state.current.where(grid.continues, nothing)
+    weights = rule.weigh(k, grid.counted)
+    whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
+    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
+    normalisers = _normalisers(rule, state, whole, resets)
+    before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
+    entered = _enter(rule, state.previous, current, rule.summarise(k, v, grid.counted, weights, before))
+
+    a, b = rule.affine(_slice(entered, slice(0, grid.chunks)), normalisers[:, :, 1:-1])
+    a = a.masked_fill(resets[:, None, :-1, None, None], 0)
+    memories = affine_chain(a, b, state.memory)
+    out = rule.read(q, grid.allowed, memories[:, :, :-1], normalisers[:, :, :-2])
+
+    end = (phase + segments.length) // chunk_size
+    after = type(state)(
+        memories[:, :, end], normalisers[:, :, end], _slice(entered, end),
+        _slice(entered, end + 1) if end < grid.chunks else nothing, resets[:, end],
+    )  # fmt: skip
+    return out.flatten(2, 3)[:, :, phase : phase + segments.length], after
+
+
+def _normalisers(rule: Rule, state: WorkingMemoryState, weights: Tensor, resets: Tensor) -> Tensor:
+    """(B, H, n + 2, key): before the previous chunk, after it, and after each chunk of the grid."""
+    all_weights = torch.cat([state.normaliser.unsqueeze(2), state.previous.weight.unsqueeze(2), weights], dim=2)
+    index = torch.arange(1, all_weights.shape[2], device=resets.device)
+    first = torch.where(resets, index, 0).cummax(dim=1).values
+    return segmented_scan(rule.accumulate, all_weights, torch.cat([torch.zeros_like(first[:, :1]), first], dim=1))
+
+
+def _enter(rule: Rule, previous: ChunkSummary, current: ChunkSummary, chunks: ChunkSummary) -> ChunkSummary:
+    """(B, H, n + 1, …): the previous chunk, then the grid's, the first completed by its earlier tokens."""
+    first = rule.merge(current, _slice(chunks, 0))
+    parts = zip(previous.tensors().values(), first.tensors().values(), chunks.tensors().values(), strict=True)
+    return ChunkSummary(*(torch.cat([p.unsqueeze(2), f.unsqueeze(2), c[:, :, 1:]], dim=2) for p, f, c in parts))
+
+
+def _slice(summary: ChunkSummary, index: int | slice) -> ChunkSummary:
+    return summary.map(lambda x: x[:, :, index])

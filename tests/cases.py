@@ -1,0 +1,328 @@
+"""What the laws are tried on: every operator behind one face, and cases of how much is read and how.
+
+A new operator adds an ``Operator`` and a list of cases, no test code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gecko
+from gecko.ops.cema import CEMACoefficients, cema, cema_reference, empty_cema_state
+from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, chunk_attention_reference
+from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_reference
+from gecko.ops.working_memory import WorkingMemoryState, working_memory, working_memory_reference
+from gecko.records import TensorRecord
+from gecko.segments import Clock, Segments
+
+CHUNK = 8
+"""Attention chunk of all cases."""
+
+Form = Callable[[list[Tensor], list[Tensor], Any, Segments], tuple[Tensor, Any]]
+"""(parameters, inputs, state, segments) to (output, state after the last step)."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator in one configuration.
+
+    draw_parameters: generator to parameters. draw_inputs: (batch, length, generator) to inputs, all float64.
+    empty: (batch, dtype) to the state before anything was read. ``time`` is the axis of inputs and output.
+    """
+
+    name: str
+    time: int
+    draw_parameters: Callable[[torch.Generator], list[Tensor]]
+    draw_inputs: Callable[[int, int, torch.Generator], list[Tensor]]
+    empty: Callable[[int, torch.dtype], Any]
+    fast: Form
+    reference: Form
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Case:
+    """How much is read, cut into documents how, after how many tokens that rows have read before.
+
+    Rows take ``read`` in turn; what they have read holds the start of the document they are in.
+    """
+
+    length: int
+    layout: str = "one"
+    read: tuple[int, ...] = (0,)
+    batch: int = 2
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        after = "" if not any(self.read) else "-after" + "+".join(map(str, self.read))
+        single = "-float32" if self.dtype == torch.float32 else ""
+        return f"B{self.batch}-T{self.length}-{self.layout}{after}{single}"
+
+    @property
+    def positions(self) -> list[int]:
+        return [self.read[row % len(self.read)] for row in range(self.batch)]
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One operator on one case: all that is needed to call it. ``state`` and ``clock`` are None in a fresh stream."""
+
+    operator: Operator
+    parameters: list[Tensor]
+    inputs: list[Tensor]
+    state: Any
+    clock: Clock | None
+    ids: Tensor | None
+
+    @property
+    def batch(self) -> int:
+        return self.inputs[0].shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.inputs[0].shape[self.operator.time]
+
+    def double(self) -> Problem:
+        return dataclasses.replace(
+            self, parameters=[x.double() for x in self.parameters], inputs=[x.double() for x in self.inputs],
+            state=map_state(self.state, lambda x: x.double() if x.is_floating_point() else x),
+        )  # fmt: skip
+
+
+def map_state(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if state is None:
+        return None
+    return state.map(function) if isinstance(state, TensorRecord) else function(state)
+
+
+def tensors(state: Any) -> dict[str, Tensor]:
+    return state.tensors() if isinstance(state, TensorRecord) else {"state": state}
+
+
+def document_starts(layout: str, length: int, position: int, generator: torch.Generator) -> Tensor:
+    """(length,) bool, where documents start in a row whose first token stands at ``position``."""
+    places = position + torch.arange(length)
+    starts = torch.zeros(length, dtype=torch.bool)
+    match layout:
+        case "one":
+            pass
+        case "first":
+            starts[0] = True
+        case "last":
+            starts[-1] = True
+        case "edges":  # at chunk edges, two or three chunks apart: documents that reach the memory
+            starts = (places % (5 * CHUNK) == 0) | (places % (5 * CHUNK) == 2 * CHUNK)
+        case "singles":  # documents of one token, more than a chunk of them, then a longer one
+            starts[: min(length, max(1, min(length // 2, CHUNK + 3)))] = True
+        case "packed":  # anywhere, about four
+            starts = torch.rand(length, generator=generator) < min(0.5, 4 / length)
+        case _:
+            raise ValueError(layout)
+    return starts
+
+
+LAYOUTS = ("one", "first", "last", "edges", "singles", "packed")
+
+
+def problem(operator: Operator, case: Case) -> Problem:
+    """The numbers of a case; the state is what the reference makes of the tokens read before."""
+    generator = case.generator()
+    parameters = [_rounded(x, case.dtype) for x in operator.draw_parameters(generator)]
+    inputs = [_rounded(x, case.dtype) for x in operator.draw_inputs(case.batch, case.length, generator)]
+    state, clock, ids = None, None, None
+    if any(case.read):
+        state, clock = _read_before(operator, [x.double() for x in parameters], case, generator)
+        state = map_state(state, lambda x: x.to(case.dtype) if x.is_floating_point() else x)
+    if case.layout != "one":
+        rows = [document_starts(case.layout, case.length, p, generator) for p in case.positions]
+        ids = torch.stack(rows).long().cumsum(1) + 1
+    return Problem(operator, parameters, inputs, state, clock, ids)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.float().to(dtype)
+
+
+def _read_before(
+    operator: Operator, parameters: list[Tensor], case: Case, generator: torch.Generator
+) -> tuple[Any, Clock]:
+    """State and clock, row by row by the reference; the document being read, of id 1, is two thirds of it."""
+    rows = []
+    for position in case.positions:
+        state, clock = operator.empty(1, torch.float64), Clock.start(1)
+        if position:
+            ids = (torch.arange(position) >= position // 3).long().unsqueeze(0)
+            segments = Segments.build(1, position, segment_ids=ids, clock=clock)
+            inputs = operator.draw_inputs(1, position, generator)
+            _, state = operator.reference(parameters, inputs, state, segments)
+            clock = segments.end
+        rows.append((state, Clock(clock.position, clock.document_start, torch.ones(1, dtype=torch.int64))))
+    return stack([state for state, _ in rows]), stack([clock for _, clock in rows])
+
+
+def stack(states: list[Any]) -> Any:
+    """Rows of several states as one batch."""
+    parts = [iter(tensors(state).values()) for state in states]
+    return map_state(states[0], lambda _: torch.cat([next(part) for part in parts]))
+
+
+# Operators. Sizes are small and differ from one another, so that swapped axes show.
+
+
+def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _coefficients(parameters: list[Tensor]) -> CEMACoefficients:
+    return CEMACoefficients.from_parameters(*parameters)
+
+
+CEMA = Operator(
+    "cema", 1,
+    lambda g: [_normal(g, 5, 3), _normal(g, 5, 3), _normal(g, 5, scale=2.0), _normal(g, 5, 3, 2)],
+    lambda b, t, g: [_normal(g, b, t, 5)],
+    lambda b, dtype: empty_cema_state(b, 5, 3, dtype),
+    lambda p, x, state, segments: cema(x[0], _coefficients(p), state, segments=segments),
+    lambda p, x, state, segments: cema_reference(x[0], _coefficients(p), state, segments),
+)  # fmt: skip
+
+
+def _timestep_norm(betas: tuple[float, float] | None) -> Operator:
+    fixed = (2, betas, 1e-3)
+    return Operator(
+        "timestep-norm-" + ("cumulative" if betas is None else f"decay{betas[0]}"), 1,
+        lambda g: [_normal(g, 6), _normal(g, 6)],
+        lambda b, t, g: [_normal(g, b, t, 6) + 3 * _normal(g, b, 1, 6)],
+        lambda b, dtype: TimestepNormState.empty(b, 2, dtype),
+        lambda p, x, state, segments: timestep_norm(x[0], *p, *fixed, state, segments=segments),
+        lambda p, x, state, segments: timestep_norm_reference(x[0], *p, *fixed, state, segments=segments),
+    )  # fmt: skip
+
+
+TIMESTEP_NORMS = [_timestep_norm((0.999, 0.9999)), _timestep_norm((0.7, 0.9)), _timestep_norm(None)]
+
+
+def _attention(pattern: Pattern) -> Operator:
+    def fast(p: list[Tensor], x: list[Tensor], state: Any, segments: Segments) -> tuple[Tensor, Any]:
+        return chunk_attention(
+            *x, pattern.chunk_size, attention=pattern.attention, rope_base=pattern.rope_base,
+            rope_heads=pattern.rope_heads, state=state, segments=segments,
+        )  # fmt: skip
+
+    def reference(p: list[Tensor], x: list[Tensor], state: Any, segments: Segments) -> tuple[Tensor, Any]:
+        return chunk_attention_reference((x[0], x[1], x[2]), pattern, state, segments)
+
+    return Operator(
+        f"{pattern.attention}-rope{pattern.rope_heads}", 2,
+        lambda g: [],
+        lambda b, t, g: [_normal(g, b, 2, t, 4), _normal(g, b, 2, t, 4), _normal(g, b, 2, t, 3)],
+        lambda b, dtype: AttentionState.empty(b, 2, pattern.chunk_size, 4, 3, dtype),
+        fast, reference,
+    )  # fmt: skip
+
+
+ATTENTIONS = [
+    _attention(Pattern(CHUNK, attention, 100.0, heads))
+    for attention in ("sliding_chunk", "chunk", "sliding_window")
+    for heads in (2, 1, 0)
+]
+
+
+def _memory(rule: str) -> Operator:
+    return Operator(
+        f"memory-{rule}", 2,
+        lambda g: [],
+        lambda b, t, g: [_normal(g, b, 2, t, 3), _normal(g, b, 2, t, 3), _normal(g, b, 2, t, 4)],
+        lambda b, dtype: WorkingMemoryState.empty(rule, b, 2, 3, 4, dtype),
+        lambda p, x, state, segments: working_memory(*x, CHUNK, rule=rule, state=state, segments=segments),
+        lambda p, x, state, segments: working_memory_reference((x[0], x[1], x[2]), CHUNK, rule, state, segments),
+    )  # fmt: skip
+
+
+MEMORIES = [_memory("adaptive"), _memory("linear")]
+
+# Models. Every value of every field that changes the path through the code is in several variants.
+
+SMALL = gecko.GeckoConfig(
+    vocab_size=37, num_layers=2, model_dim=32, key_dim=16, value_dim=24, num_heads=2, ffn_dim=40, cema_modes=4,
+    chunk_size=CHUNK, timestep_groups=4,
+)  # fmt: skip
+
+VARIANTS = {
+    "gecko": {},
+    "chunk": {"attention": "chunk", "rope_heads": 1, "scale_embedding": True},
+    "window": {"attention": "sliding_window", "two_hop_residual": True, "ffn_scale": True},
+    "linear-memory": {"memory": "linear", "tie_embedding": True, "rope_heads": 0},
+    "no-memory": {"memory": "none", "norm_groups": 4, "norm_affine": False},
+    "cumulative": {"timestep_betas": None, "swiglu": False},
+    "learned-skip": {"cema_skip": "learned", "timestep_betas": (0.9, 0.97), "tie_embedding": True},
+    "window-linear": {"attention": "sliding_window", "memory": "linear", "timestep_betas": None, "rope_heads": 1},
+    "chunk-linear": {"attention": "chunk", "memory": "linear", "cema_skip": "learned", "two_hop_residual": True},
+    "megalodon": {
+        "attention": "chunk", "memory": "none", "timestep_betas": None, "cema_skip": "learned",
+        "two_hop_residual": True, "swiglu": False, "rope_base": 100_000.0,
+    },
+}  # fmt: skip
+
+
+def model(variant: str, dtype: torch.dtype = torch.float64) -> gecko.Gecko:
+    """A small model, none of whose parameters is at its special initial value (zero, or identity)."""
+    torch.manual_seed(zlib.crc32(variant.encode()))
+    made = gecko.Gecko(dataclasses.replace(SMALL, **VARIANTS[variant])).to(dtype)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return made
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(SMALL.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+# Cases. Lengths lie around the attention chunk (8) and the scan chunk (64).
+
+COMMON = [
+    *(Case(length) for length in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 63, 65, 127)),
+    Case(200, batch=1),
+    *(Case(length, "packed") for length in (2, 9, 65, 127)),
+    Case(200, "packed", batch=1),
+    Case(63, "singles"),
+    Case(50, "edges"),
+    *(Case(length, "one", (5, 22)) for length in (1, 2, 30)),
+    *(Case(length, "first", (17, 17)) for length in (1, 12, 30)),
+    *(Case(length, "packed", (23, 16)) for length in (1, 40)),
+    *(Case(40, layout, (13,)) for layout in ("one", "packed", "edges", "singles", "last")),
+    Case(50, "packed", (0, 3, 19, 16), batch=4),
+    Case(1, "one", (0, 7, 8, 31), batch=4),
+    Case(1, "packed", (15, 16, 23, 24), batch=4),
+    Case(66, dtype=torch.float32),
+    Case(90, "packed", (21,), dtype=torch.float32),
+]
+"""For every operator."""
+
+ONE_CONFIGURATION = [case for case in COMMON if case.length in (1, 9, 40, 50)]
+"""For further configurations of one operator."""
+
+TINY = [Case(10, "one", (19,), batch=1), Case(10, "packed", (19,), batch=1), Case(1, "one", (19,), batch=1)]
+"""For numerical gradients; they end inside a chunk and start with every part of the state in use."""
+
+anything = st.builds(
+    Case,
+    length=st.integers(1, 45),
+    layout=st.sampled_from(LAYOUTS),
+    read=st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple),
+    batch=st.integers(1, 3),
+)

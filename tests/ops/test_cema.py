@@ -1,0 +1,71 @@
+"""The moving average keeps the laws."""
+
+from __future__ import annotations
+
+import cases
+import laws
+import pytest
+import torch
+from hypothesis import given, settings
+
+from gecko.ops.cema import CEMACoefficients, cema
+
+
+@pytest.mark.parametrize(("law", "case"), laws.over(cases.COMMON))
+def test_cema(law, case):
+    law(cases.CEMA, case)
+
+
+@settings(max_examples=15)
+@given(case=cases.anything)
+def test_cema_anywhere(case):
+    laws.check_all(cases.CEMA, case)
+
+
+@pytest.mark.parametrize("case", cases.TINY, ids=str)
+def test_cema_gradients_are_numerical(case):
+    laws.gradients_are_numerical(cases.CEMA, case)
+
+
+def test_cema_coefficients_are_the_equations():
+    generator = torch.Generator().manual_seed(1)
+    alpha, delta = torch.randn(2, 5, 4, generator=generator, dtype=torch.float64)
+    theta, gamma = torch.randn(5, generator=generator, dtype=torch.float64), torch.ones(5, 4, 2, dtype=torch.float64)
+    found = CEMACoefficients.from_parameters(alpha, delta, theta, gamma)
+    k = torch.arange(1, 5).double()
+    angle = k * (2 * torch.pi / 4) * theta.sigmoid()[:, None]
+    q = (1 - alpha.sigmoid() * delta.sigmoid()) * torch.exp(1j * angle)
+    torch.testing.assert_close(found.decay(), q)
+    torch.testing.assert_close(found.input, alpha.sigmoid())
+    torch.testing.assert_close(found.decay(3), q**3)
+
+
+def test_cema_of_an_impulse_is_the_filter():
+    """One mode: y_t = Re(γ p q^t), without conjugate, factor 2 or 1/√N."""
+    p, q, gamma = 0.5, 0.9 * torch.exp(torch.tensor(0.7j, dtype=torch.complex128)), 2.0 - 1.5j
+    coefficients = CEMACoefficients(
+        torch.tensor([[p]]).double(), q.abs().log().view(1, 1), q.angle().view(1, 1),
+        torch.tensor([[[2.0, -1.5]]]).double(),
+    )  # fmt: skip
+    x = torch.zeros(1, 70, 1, dtype=torch.float64)
+    x[0, 0] = 1
+    y, _ = cema(x, coefficients)
+    torch.testing.assert_close(y[0, :, 0], (gamma * p * q ** torch.arange(70)).real)
+
+
+def test_cema_stays_accurate_in_float32_over_long_texts():
+    generator = torch.Generator().manual_seed(2)
+    parameters = cases.CEMA.draw_parameters(generator)
+    parameters[1] = parameters[1] - 6  # slow decay
+    x = cases.CEMA.draw_inputs(1, 1500, generator)[0]
+    exact, _ = cema(x, CEMACoefficients.from_parameters(*parameters))
+    single, _ = cema(x.float(), CEMACoefficients.from_parameters(*(p.float() for p in parameters)))
+    assert (single - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+def test_cema_refuses_shapes_that_do_not_fit():
+    coefficients = CEMACoefficients.from_parameters(*cases.CEMA.draw_parameters(torch.Generator()))
+    with pytest.raises(ValueError, match=r"coefficients.input must have shape \(6, 3\); got \(5, 3\)"):
+        cema(torch.zeros(2, 4, 6), coefficients)
+    with pytest.raises(ValueError, match=r"state must have shape \(2, 5, 3, 2\); got \(1, 5, 3, 2\)"):
+        cema(torch.zeros(2, 4, 5), coefficients, torch.zeros(1, 5, 3, 2))

@@ -1,0 +1,141 @@
+"""Chunk attention in its three patterns keeps the laws."""
+
+from __future__ import annotations
+
+import cases
+import laws
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gecko.ops.chunk_attention import AttentionState, chunk_attention
+from gecko.segments import Segments
+
+C = cases.CHUNK
+ALL_HEADS = [operator for operator in cases.ATTENTIONS if operator.name.endswith("rope2")]
+OTHERS = [operator for operator in cases.ATTENTIONS if operator not in ALL_HEADS]
+
+
+@pytest.mark.parametrize(("law", "case"), laws.over(cases.COMMON))
+@pytest.mark.parametrize("operator", ALL_HEADS, ids=str)
+def test_chunk_attention(operator, law, case):
+    law(operator, case)
+
+
+@pytest.mark.parametrize(("law", "case"), laws.over(cases.ONE_CONFIGURATION))
+@pytest.mark.parametrize("operator", OTHERS, ids=str)
+def test_chunk_attention_with_fewer_rotated_heads(operator, law, case):
+    law(operator, case)
+
+
+@settings(max_examples=30)
+@given(operator=st.sampled_from(cases.ATTENTIONS), case=cases.anything)
+def test_chunk_attention_anywhere(operator, case):
+    laws.check_all(operator, case)
+
+
+@pytest.mark.parametrize("case", cases.TINY, ids=str)
+@pytest.mark.parametrize("operator", ALL_HEADS, ids=str)
+def test_chunk_attention_gradients_are_numerical(operator, case):
+    laws.gradients_are_numerical(operator, case)
+
+
+def _inputs(length: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(1, 2, length, d, generator=generator, dtype=torch.float64) for d in (4, 4, 3)]
+
+
+def _sees(attention: str, query: int, key: int) -> bool:
+    if key > query:
+        return False
+    match attention:
+        case "sliding_chunk":
+            return query // C - key // C <= 1
+        case "chunk":
+            return query // C == key // C
+        case _:
+            return query - key < C
+
+
+@pytest.mark.parametrize("attention", ["sliding_chunk", "chunk", "sliding_window"])
+def test_window_is_exactly_the_pattern(attention):
+    """A query's output has a gradient by the value of a key if and only if the pattern lets it see the key."""
+    q, k, v = _inputs(37)
+    v.requires_grad_()
+    out, _ = chunk_attention(q, k, v, C, attention=attention)
+    for query in range(37):
+        (grad,) = torch.autograd.grad(out[:, :, query].sum(), v, retain_graph=True)
+        seen = (grad != 0).any(-1).all(1)[0].tolist()
+        assert seen == [_sees(attention, query, key) for key in range(37)]
+
+
+def test_one_token_sees_itself():
+    q, k, v = _inputs(1)
+    torch.testing.assert_close(chunk_attention(q, k, v, C)[0], v)
+
+
+@pytest.mark.parametrize("attention", ["sliding_chunk", "chunk", "sliding_window"])
+def test_chunk_attention_is_dense_attention_with_absolute_rotation(attention):
+    """Rotation by local position gives the scores of rotation by absolute position."""
+    q, k, v = _inputs(37)
+    position = torch.arange(37)
+    turn = torch.exp(1j * position[:, None] * 500_000.0 ** -(torch.arange(0, 4, 2) / 4).double())
+
+    def rotated(x):
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
+
+    mask = torch.tensor([[_sees(attention, query, key) for key in range(37)] for query in range(37)])
+    scores = (rotated(q) @ rotated(k).mT).masked_fill(~mask, -torch.inf)
+    out, _ = chunk_attention(q, k, v, C, attention=attention)
+    torch.testing.assert_close(out, scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("attention", ["sliding_chunk", "chunk", "sliding_window"])
+def test_chunks_as_large_as_in_practice(attention):
+    """Large enough for whatever is worked through in pieces to take several of them, in both directions."""
+    chunk, length = 512, 2100
+    generator = torch.Generator().manual_seed(10)
+    q, k, v = (torch.randn(2, 1, length, 2, generator=generator).double().requires_grad_() for _ in range(3))
+    ids = (torch.arange(length) >= torch.tensor([[0], [700]])).long()
+    segments = Segments.build(2, length, segment_ids=ids)
+    out, _ = chunk_attention(q, k, v, chunk, attention=attention, rope_heads=0, segments=segments)
+
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    lag = query // chunk - key // chunk
+    near = {"sliding_chunk": lag <= 1, "chunk": lag == 0, "sliding_window": query - key < chunk}[attention]
+    mask = (near & (key <= query)) & (ids[:, :, None] == ids[:, None])
+    expected = (q @ k.mT).masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v
+    weights = torch.randn(out.shape, generator=generator).double()
+    found, wanted = (torch.autograd.grad(x, (q, k, v), weights) for x in (out, expected))
+    torch.testing.assert_close(out, expected)
+    for got, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+def test_attention_gives_finite_gradients_for_huge_scores():
+    q, k, v = (x.float().requires_grad_() for x in _inputs(20))
+    out, _ = chunk_attention(1e3 * q, 1e3 * k, v, C)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_sixteen_bit_values_use_float32_scores(length):
+    q, k, v = _inputs(length)
+    out, state = chunk_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), C)
+    exact, _ = chunk_attention(q.bfloat16().double(), k.bfloat16().double(), v.bfloat16().double(), C)
+    assert out.dtype == state.values.dtype == torch.bfloat16
+    assert (out.double() - exact).abs().max() < 0.05
+
+
+def test_chunk_attention_refuses_shapes_that_do_not_fit():
+    q, k, v = _inputs(5)
+    with pytest.raises(ValueError, match=r"k must have shape \(1, 2, 5, 4\); got \(1, 2, 4, 4\)"):
+        chunk_attention(q, k[:, :, 1:], v, C)
+    with pytest.raises(ValueError, match=r"v must have shape \(1, 2, 5, 3\); got \(1, 1, 5, 3\)"):
+        chunk_attention(q, k, v[:, :1], C)
+    with pytest.raises(ValueError, match=r"state.keys must have shape \(1, 2, 16, 4\)"):
+        state = AttentionState.empty(1, 2, C + 1, 4, 3, torch.float64)
+        chunk_attention(q, k, v, C, state=state, segments=Segments.build(1, 5))
