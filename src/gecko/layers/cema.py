@@ -1,0 +1,48 @@
+"""The moving average as a layer: its parameters, and the skip connection around it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from gecko.config import CEMASkip
+from gecko.ops.cema import CEMACoefficients, cema
+from gecko.segments import Segments
+
+
+class CEMA(nn.Module):
+    """CEMA(x) + x, or Megalodon's CEMA(x) + ω x with γ scaled by 1/√N (``skip="learned"``).
+
+    γ is stored as (real, imaginary) pairs: optimizers and sharding know real tensors.
+    """
+
+    def __init__(self, model_dim: int, modes: int, skip: CEMASkip) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(model_dim, modes))
+        self.delta = nn.Parameter(torch.empty(model_dim, modes))
+        self.theta = nn.Parameter(torch.empty(model_dim))
+        self.gamma = nn.Parameter(torch.empty(model_dim, modes, 2))
+        self.omega = nn.Parameter(torch.empty(model_dim)) if skip == "learned" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """α, δ ~ N(0, 0.2²); σ(θ) the powers D^(−i/D) in random order; γ real, variance 1/N where it acts."""
+        model_dim, modes = self.alpha.shape
+        nn.init.normal_(self.alpha, std=0.2)
+        nn.init.normal_(self.delta, std=0.2)
+        steps = torch.randperm(model_dim) + 1
+        with torch.no_grad():
+            self.theta.copy_(torch.logit(float(model_dim) ** (-steps.double() / model_dim)))
+        nn.init.zeros_(self.gamma)
+        nn.init.normal_(self.gamma[..., 0], std=1.0 if self.omega is not None else 1 / math.sqrt(modes))
+        if self.omega is not None:
+            nn.init.trunc_normal_(self.omega, std=0.25, a=-1.0, b=1.0)
+
+    def forward(self, x: Tensor, state: Tensor | None, segments: Segments) -> tuple[Tensor, Tensor]:
+        """x (B, T, D) to the same shape, and the state (B, D, N, 2)."""
+        gamma = self.gamma if self.omega is None else self.gamma / math.sqrt(self.gamma.shape[1])
+        coefficients = CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)
+        y, state = cema(x, coefficients, state, segments=segments)
+        return (y + x if self.omega is None else torch.addcmul(y, x, self.omega.to(x.dtype))), state

@@ -1,0 +1,94 @@
+"""The mixer: moving-average gated attention with a working memory (paper Eq. 5–8, 16)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gecko.config import GeckoConfig
+from gecko.layers.cema import CEMA
+from gecko.layers.initialise import linear
+from gecko.layers.norm import RMSNorm, TimestepNorm
+from gecko.ops.chunk_attention import AttentionState, chunk_attention
+from gecko.ops.norms import group_rms_norm
+from gecko.ops.timestep_norm import TimestepNormState
+from gecko.ops.working_memory import WorkingMemoryState, working_memory
+from gecko.records import TensorRecord
+from gecko.segments import Segments
+
+
+@dataclass(frozen=True)
+class MixerState(TensorRecord):
+    """What one mixer remembers of a text; ``memory`` is None in architectures that have none."""
+
+    norm: TimestepNormState
+    cema: Tensor
+    attention: AttentionState
+    memory: WorkingMemoryState | None
+
+
+class GatedAttention(nn.Module):
+    """x + (W_h1 mx + b) + W_h2 (attention(q, k, v) · r + memory(qm, km, v)).
+
+    mx = RMSNorm(CEMA(xn)) of xn = TimestepNorm(x); q, k, qm, km are scalings of one unit vector per head.
+    """
+
+    def __init__(self, config: GeckoConfig) -> None:
+        super().__init__()
+        self.config = config
+        model_dim, key_dim, value_dim = config.model_dim, config.key_dim, config.value_dim
+        self.norm = TimestepNorm(config)
+        self.cema = CEMA(model_dim, config.cema_modes, config.cema_skip)
+        self.cema_norm = RMSNorm(config)
+        self.to_shared = linear(model_dim, key_dim, bias=True)
+        self.to_value = linear(model_dim, value_dim, bias=True)
+        self.to_gate = linear(model_dim, value_dim, bias=True)
+        self.to_hidden = linear(model_dim, model_dim, bias=True)
+        self.to_output = linear(value_dim, model_dim, bias=False)
+        rows = 2 if config.memory == "none" else 4
+        self.scale = nn.Parameter(torch.zeros(rows, key_dim))
+        self.offset = nn.Parameter(torch.zeros(rows, key_dim))
+
+    def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
+        """x (B, T, D) to the same shape, and the state after the last token."""
+        xn, norm = self.norm(x, None if state is None else state.norm, segments)
+        averaged, moving = self.cema(xn, None if state is None else state.cema, segments)
+        mx = self.cema_norm(averaged)
+        v = F.silu(self._by_head(self.to_value(xn)))
+        gate = F.silu(self._by_head(self.to_gate(mx)))
+        out, attention, memory = self._mix(self._queries_and_keys(mx), v, gate, state, segments)
+        y = x + self.to_hidden(mx) + self.to_output(out.transpose(1, 2).flatten(2))
+        return y, MixerState(norm, moving, attention, memory)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """(B, T, H · d) to (B, H, T, d)."""
+        return x.unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2).contiguous()
+
+    def _queries_and_keys(self, mx: Tensor) -> tuple[Tensor, ...]:
+        """q, k (and qm, km), each (B, H, T, key_head_dim): (1 + γ_i) / √zh · z + β_i, z of unit RMS per head."""
+        heads, head_dim = self.config.num_heads, self.config.key_head_dim
+        z = group_rms_norm(self.to_shared(mx).to(self.scale.dtype), None, heads, self.config.norm_eps)
+        rows = torch.addcmul(self.offset, z.unsqueeze(2), (1 + self.scale) / math.sqrt(head_dim))
+        return rows.unflatten(-1, (heads, head_dim)).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
+
+    def _mix(
+        self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor, state: MixerState | None, segments: Segments
+    ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:
+        """Gated attention plus memory, (B, H, T, value_head_dim), and their states."""
+        config = self.config
+        attended, attention = chunk_attention(
+            projections[0], projections[1], v, config.chunk_size, attention=config.attention,
+            rope_base=config.rope_base, rope_heads=config.rope_heads,
+            state=None if state is None else state.attention, segments=segments,
+        )  # fmt: skip
+        if config.memory == "none":
+            return attended * gate, attention, None
+        recalled, memory = working_memory(
+            projections[2], projections[3], v, config.chunk_size, rule=config.memory,
+            state=None if state is None else state.memory, segments=segments,
+        )  # fmt: skip
+        return torch.addcmul(recalled, attended, gate), attention, memory

@@ -1,0 +1,133 @@
+"""The reading state of a text: all that Gecko remembers of it, constant in size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gecko.config import GeckoConfig
+from gecko.files import load_tensors, save_tensors
+from gecko.layers.gated_attention import MixerState
+from gecko.ops.chunk_attention import AttentionState
+from gecko.ops.timestep_norm import TimestepNormState
+from gecko.ops.working_memory import WorkingMemoryState
+from gecko.records import TensorRecord
+from gecko.segments import Clock
+
+FORMAT = "gecko-state-1"
+
+
+@dataclass(frozen=True)
+class GeckoState(TensorRecord):
+    """A value: calls return a new one, and the old one stays what it was.
+
+    ``model`` names the weights that read the text; "" where gradients were wanted.
+    """
+
+    config: GeckoConfig
+    model: str
+    clock: Clock
+    mixers: tuple[MixerState, ...]
+    final_norm: TimestepNormState
+
+    @classmethod
+    def empty(
+        cls, config: GeckoConfig, batch: int = 1, *, model: str = "",
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    ) -> GeckoState:  # fmt: skip
+        """Nothing read yet."""
+        mixer = _empty_mixer(config, batch, dtype, device)
+        norm = TimestepNormState.empty(batch, config.timestep_groups, dtype, device)
+        return cls(config, model, Clock.start(batch), (mixer,) * config.num_layers, norm)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.clock.position)
+
+    @property
+    def position(self) -> list[int]:
+        """Tokens read so far, by row."""
+        return self.clock.position.tolist()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory; it does not depend on how much was read."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def rows(self, index: Sequence[int]) -> GeckoState:
+        """Some rows, in the order asked for; a row may be taken more than once."""
+        return self.map(lambda x: x.index_select(0, torch.tensor(list(index), device=x.device)))
+
+    @staticmethod
+    def stack(states: Sequence[GeckoState]) -> GeckoState:
+        """Rows of several states as one batch; they may stand at different positions.
+
+        Raises:
+            ValueError: the states are of different models.
+        """
+        for state in states[1:]:
+            if (state.config, state.model) != (states[0].config, states[0].model):
+                raise ValueError("states that become one batch must be of one model; got states of different ones.")
+        parts = [iter(state.tensors().values()) for state in states]
+        return states[0].map(lambda _: torch.cat([next(part) for part in parts]))
+
+    def at_position(self, position: int) -> GeckoState:
+        """The same state with every row's clock moved, as if so many tokens had been read before.
+
+        Raises:
+            ValueError: the move is not a multiple of 2c, so that tokens would change their place in the window.
+        """
+        moves = position - self.clock.position
+        if bool((moves % (2 * self.config.chunk_size)).any()):
+            raise ValueError(
+                f"a clock moves by multiples of 2 · chunk_size = {2 * self.config.chunk_size}; "
+                f"got {moves.tolist()} from positions {self.position} to {position}."
+            )
+        clock = Clock(self.clock.position + moves, self.clock.document_start + moves, self.clock.segment_id)
+        return GeckoState(self.config, self.model, clock, self.mixers, self.final_norm)
+
+    def save(self, path: str | Path) -> None:
+        """Write to one file, whole or not at all."""
+        metadata = {"format": FORMAT, "config": json.dumps(self.config.to_dict()), "model": self.model}
+        save_tensors(path, self.tensors(), metadata)
+
+    @classmethod
+    def load(cls, path: str | Path) -> GeckoState:
+        """Read a file written by ``save``.
+
+        Raises:
+            FileNotFoundError, ValueError: there is none, it is damaged, or it holds something else.
+        """
+        tensors, metadata = load_tensors(path)
+        if metadata.get("format") != FORMAT:
+            raise ValueError(
+                f"{path} must hold a reading state ({FORMAT}); it holds {metadata.get('format', 'another file')}."
+            )
+        config = GeckoConfig.from_dict(json.loads(metadata["config"]))
+        blank = cls.empty(config, model=metadata["model"])
+        if blank.tensors().keys() != tensors.keys():
+            raise ValueError(f"{path} must hold the tensors of a state of its config; another version wrote it.")
+        filled = (tensors[name] for name in blank.tensors())
+        return blank.map(lambda _: next(filled))
+
+    def to(self, device: torch.device | str) -> GeckoState:
+        """On a device; the clock stays on the host."""
+        moved = self.map(lambda x: x.to(device))
+        return GeckoState(self.config, self.model, self.clock, moved.mixers, moved.final_norm)
+
+
+def _empty_mixer(config: GeckoConfig, batch: int, dtype: torch.dtype, device: torch.device | str) -> MixerState:
+    heads, key_dim, value_dim = config.num_heads, config.key_head_dim, config.value_head_dim
+    memory = None
+    if config.memory != "none":
+        memory = WorkingMemoryState.empty(config.memory, batch, heads, key_dim, value_dim, dtype, device)
+    return MixerState(
+        TimestepNormState.empty(batch, config.timestep_groups, dtype, device),
+        torch.zeros(batch, config.model_dim, config.cema_modes, 2, dtype=dtype, device=device),
+        AttentionState.empty(batch, heads, config.chunk_size, key_dim, value_dim, dtype, device),
+        memory,
+    )

@@ -1,0 +1,392 @@
+"""What the model keeps to: calls of any size, rows of any position, packing, and its size."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CHUNK, SMALL, VARIANTS, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gecko
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+variants = pytest.mark.parametrize("variant", VARIANTS)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Relative to the largest number."""
+    difference = (actual - expected).abs().max() / expected.abs().max()
+    assert difference <= TOLERANCE[actual.dtype], f"relative difference {difference:.2e}"
+
+
+def read(model: gecko.Gecko, text: Tensor, cuts=(), ids: Tensor | None = None, state: gecko.GeckoState | None = None):
+    """Logits and state of a text read in several calls."""
+    logits = []
+    for part, part_ids in zip(
+        text.tensor_split(list(cuts), dim=1), [None] * 999 if ids is None else ids.tensor_split(list(cuts), dim=1),
+        strict=False,
+    ):  # fmt: skip
+        out, state = model(part, part_ids, state)
+        logits.append(out)
+    return torch.cat(logits, dim=1), state
+
+
+def assert_same_state(actual: gecko.GeckoState, expected: gecko.GeckoState) -> None:
+    for (name, got), wanted in zip(actual.tensors().items(), expected.tensors().values(), strict=True):
+        if wanted.is_floating_point():
+            torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
+        else:
+            assert torch.equal(got, wanted), name
+
+
+texts = st.fixed_dictionaries({
+    "batch": st.integers(1, 3),
+    "length": st.integers(2, 60),
+    "seed": st.integers(0, 9),
+})  # fmt: skip
+
+
+def documents(batch: int, length: int, seed: int) -> Tensor:
+    """Ids of documents that start anywhere, about one in ten tokens, some rows with none."""
+    generator = torch.Generator().manual_seed(seed)
+    rate = torch.tensor([0.0, 0.1, 0.4])[torch.randint(3, (batch, 1), generator=generator)]
+    return (torch.rand(batch, length, generator=generator) < rate).long().cumsum(1)
+
+
+@variants
+@settings(max_examples=6)
+@given(data=st.data())
+def test_any_split_gives_the_same_logits(variant, data):
+    text = data.draw(texts)
+    cuts = data.draw(st.sets(st.integers(1, text["length"] - 1), max_size=8).map(sorted))
+    ids = data.draw(st.sampled_from([None, documents(**text)]))
+    with torch.no_grad():
+        model = cases.model(variant)
+        whole, state = read(model, tokens(**text), ids=ids)
+        parts, parts_state = read(model, tokens(**text), cuts, ids)
+    assert_same(parts, whole)
+    assert_same_state(parts_state, state)
+
+
+@variants
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+@torch.no_grad()
+def test_token_by_token_gives_the_same_logits_in_float32(variant, packed):
+    model, text = cases.model(variant, torch.float32), tokens(2, 45)
+    ids = documents(2, 45, seed=3) if packed else None
+    assert_same(read(model, text, range(1, 45), ids)[0], read(model, text, ids=ids)[0])
+
+
+@variants
+def test_split_gives_the_same_gradients(variant):
+    """Through the states as well: truncating there is the caller's choice, by detaching them."""
+    text, ids, gradients = tokens(2, 41), documents(2, 41, seed=4), []
+    for cuts in ((), (1, 9, 10, 30)):
+        model = cases.model(variant)
+        logits, _ = read(model, text, cuts, ids)
+        F.cross_entropy(logits.flatten(0, 1), text.flatten()).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-10)
+
+
+@variants
+@settings(max_examples=5)
+@given(positions=st.lists(st.integers(0, 40), min_size=2, max_size=4), length=st.integers(1, 20), ids=st.booleans())
+def test_rows_at_different_positions(variant, positions, length, ids):
+    """A batch of rows that stand anywhere gives each row what it gets alone."""
+    with torch.no_grad():
+        model = cases.model(variant)
+        states = [
+            read(model, tokens(1, position, row))[1] if position else model.empty_state()
+            for row, position in enumerate(positions)
+        ]
+        text = tokens(len(positions), length, seed=99)
+        segments = documents(len(positions), length, seed=length) if ids else None
+        batch, after = read(model, text, ids=segments, state=gecko.GeckoState.stack(states))
+        for row, state in enumerate(states):
+            one = slice(row, row + 1)
+            single, single_after = read(model, text[one], ids=None if segments is None else segments[one], state=state)
+            assert_same(batch[one], single)
+            assert_same_state(after.rows([row]), single_after)
+    assert after.position == [position + length for position in positions]
+
+
+@variants
+@torch.no_grad()
+def test_a_row_of_a_batch_is_the_row_alone(variant):
+    model, text, ids = cases.model(variant), tokens(3, 50), documents(3, 50, seed=5)
+    batch, _ = model(text, ids)
+    for row in range(3):
+        assert_same(batch[row : row + 1], model(text[row : row + 1], ids[row : row + 1])[0])
+
+
+@variants
+@torch.no_grad()
+def test_packed_documents_are_alone(variant):
+    """Documents that start at multiples of c give exactly what they give alone, those between from their phase."""
+    model, text = cases.model(variant), tokens(1, 90)
+    borders = [0, 3, 2 * CHUNK, 5 * CHUNK, 5 * CHUNK + 1, 8 * CHUNK, 90]
+    ids = torch.tensor([[sum(t >= border for border in borders) for t in range(90)]])
+    packed, _ = model(text, ids)
+    for begin, end in pairwise(borders):
+        # What fills the chunk before the document only sets its phase.
+        phase = begin % CHUNK
+        filled = torch.cat([tokens(1, phase, seed=7), text[:, begin:end]], dim=1)
+        alone, _ = model(filled, (torch.arange(filled.shape[1]) >= phase).long().unsqueeze(0))
+        assert_same(packed[:, begin:end], alone[:, phase:])
+        if phase == 0:
+            assert_same(packed[:, begin:end], model(text[:, begin:end])[0])
+
+
+@variants
+@torch.no_grad()
+def test_memory_reaches_past_the_window(variant):
+    """The tests above see every part: a token long past changes the logits, by what the variant has for it."""
+    model, text = cases.model(variant, torch.float64), tokens(1, 60)
+    other = text.clone()
+    other[0, 5] = (other[0, 5] + 1) % SMALL.vocab_size
+    difference = (model(text)[0] - model(other)[0]).abs().amax(-1)[0]
+    assert (difference[:5] == 0).all()
+    assert (difference[5:] > 1e-9).all()
+
+
+# The state
+
+
+@variants
+@pytest.mark.parametrize("position", [10_000_000 + 5, 2**31 + 5, 2**40 + 5])
+@torch.no_grad()
+def test_streams_the_same_at_any_position(variant, position):
+    model = cases.model(variant)
+    _, state = model(tokens(2, 3 * 2 * CHUNK + 5))
+    far = state.at_position(position)
+    assert far.position == [position] * 2
+    text, ids = tokens(2, 40, seed=1), documents(2, 40, seed=6) + 3
+    for cuts, segments in (((), None), ((1, 2, 20), None), ((1, 2, 20), ids)):
+        here, after = read(model, text, cuts, segments, state)
+        there, far_after = read(model, text, cuts, segments, far)
+        assert torch.equal(here, there)
+        assert_same_state(far_after.at_position(after.position[0]), after)
+
+
+@torch.no_grad()
+def test_clock_moves_by_whole_windows_only():
+    _, state = cases.model("gecko")(tokens(1, 21))
+    with pytest.raises(ValueError, match=r"multiples of 2 · chunk_size = 16; got \[8\] from positions \[21\] to 29"):
+        state.at_position(29)
+
+
+@variants
+@torch.no_grad()
+def test_state_has_constant_size(variant):
+    model = cases.model(variant)
+    sizes, state = {model.empty_state(2).num_bytes}, None
+    for length in (1, 7, 1, 30, 90):
+        _, state = model(tokens(2, length), None, state)
+        sizes.add(state.num_bytes)
+    assert len(sizes) == 1
+
+
+@variants
+@pytest.mark.parametrize("length", [1, 5, 30])
+@torch.no_grad()
+def test_states_are_values(variant, length):
+    """A call changes neither the state it is given nor, by way of it, what the state gave before."""
+    model = cases.model(variant)
+    _, state = model(tokens(2, 23))
+    before = state.map(torch.clone)
+    first, after = model(tokens(2, length), None, state)
+    kept = after.map(torch.clone)
+    second, again = model(tokens(2, length), None, state)
+    model(tokens(2, length), None, after)
+    assert torch.equal(first, second)
+    for got, wanted in ((state, before), (after, kept), (again, kept)):
+        for name, tensor in got.tensors().items():
+            assert torch.equal(tensor, wanted.tensors()[name]), name
+
+
+@variants
+@torch.no_grad()
+def test_empty_state_is_no_state(variant):
+    model, text = cases.model(variant), tokens(2, 30)
+    assert_same(model(text, None, model.empty_state(2))[0], model(text)[0])
+
+
+# Training
+
+
+@variants
+def test_checkpointed_blocks_give_the_same_gradients(variant):
+    model, text = cases.model(variant), tokens(2, 30)
+    ids, gradients = documents(2, 30, seed=8), []
+    for model.checkpoint_blocks in (False, True):
+        model.zero_grad()
+        model.loss(text, text.roll(-1, 1), ids).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(checkpointed, plain, rtol=1e-12, atol=1e-12)
+
+
+@variants
+def test_every_parameter_is_trained(variant):
+    model, text = cases.model(variant), tokens(2, 40)
+    model.loss(text, text.roll(-1, 1)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+def test_loss_is_cross_entropy_of_the_logits(packed):
+    model, text = cases.model("gecko"), tokens(2, 40)
+    ids, targets = (documents(2, 40, seed=3) if packed else None), text.roll(-1, 1)
+    targets[0, 3:9] = -100
+    counted = targets.clone()
+    if ids is not None:
+        assert (ids[:, 1:] != ids[:, :-1]).any()
+        counted[:, :-1][ids[:, 1:] != ids[:, :-1]] = -100
+    expected = F.cross_entropy(model(text, ids)[0].flatten(0, 1), counted.flatten())
+    loss = model.loss(text, targets, ids)
+    torch.testing.assert_close(loss, expected)
+    for got, wanted in zip(*(torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected)), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-10)
+    each, _ = model.token_losses(text, targets, ids)
+    assert ((each == 0) == (counted == -100)).all()
+    torch.testing.assert_close(each.sum() / (counted != -100).sum(), expected.detach())
+
+
+@variants
+@pytest.mark.parametrize("cuts", [(), (1, 2, 20)], ids=["whole", "split"])
+def test_bfloat16_autocast(variant, cuts):
+    """Products in 16 bits, near the float32 ones; what the state accumulates stays float32."""
+    model, text = cases.model(variant, torch.float32), tokens(2, 40)
+    exact, _ = read(model, text)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, state = read(model, text, cuts)
+        loss = model.loss(text, text.roll(-1, 1))
+    loss.backward()
+    assert logits.isfinite().all() and loss.dtype == torch.float32
+    assert ((logits - exact).norm() / exact.norm()) < 0.2
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    for name, tensor in state.tensors().items():
+        if tensor.is_floating_point() and ".attention." not in name:
+            assert tensor.dtype == torch.float32, name
+
+
+@pytest.mark.parametrize("length", [1, 20])
+@torch.no_grad()
+def test_precision_may_change_between_calls(length):
+    """A prompt read under autocast goes on in float32, and the other way round."""
+    model, text = cases.model("gecko", torch.float32), tokens(2, length)
+    _, plain = model(tokens(2, 21))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, mixed = model(tokens(2, 21))
+        assert model(text, None, plain)[0].isfinite().all()
+        assert model(text, None, model.empty_state(2))[0].isfinite().all()
+    assert model(text, None, mixed)[0].isfinite().all()
+
+
+# Parameters
+
+
+def test_initialisation():
+    """Architecture §8, on a model wide enough for its statistics to show."""
+    torch.manual_seed(0)
+    config = gecko.GeckoConfig.preset("tiny", model_dim=256, num_layers=1, ffn_scale=True)
+    parameters = dict(gecko.Gecko(config).named_parameters())
+
+    def std(name):
+        return parameters[name].std().item()
+
+    embedding = parameters["embedding.weight"]
+    assert embedding.abs().max() <= 3 / 16
+    assert std("embedding.weight") == pytest.approx(1 / 16, rel=0.03)
+    assert std("blocks.0.mixer.to_value.weight") == pytest.approx((3 * 256) ** -0.5, rel=0.03)
+    assert std("blocks.0.feed_forward.fc2.weight") == pytest.approx((3 * config.ffn_dim) ** -0.5, rel=0.03)
+    assert std("blocks.0.mixer.cema.alpha") == pytest.approx(0.2, rel=0.05)
+    assert std("blocks.0.mixer.cema.delta") == pytest.approx(0.2, rel=0.05)
+    gamma = parameters["blocks.0.mixer.cema.gamma"]
+    assert gamma[..., 0].std().item() == pytest.approx(config.cema_modes**-0.5, rel=0.05)
+    assert not gamma[..., 1].any()
+    frequencies = parameters["blocks.0.mixer.cema.theta"].double().sigmoid().sort(descending=True).values
+    expected = 256.0 ** (-torch.arange(1, 257).double() / 256)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-4, atol=1e-6)
+    assert (parameters["blocks.0.feed_forward.scale"] == 0.1).all()
+    for name, parameter in parameters.items():
+        if "norm" in name or name.endswith(("bias", "mixer.scale", "mixer.offset")):
+            assert not parameter.any(), name
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (torch.zeros(1, 4), TypeError, r"tokens must be integers; got torch.float32. Use tokens.long\(\)"),
+        (torch.zeros(4, dtype=torch.int64), ValueError, r"shape \(batch, length\).*got \(4,\)"),
+        (torch.zeros(1, 0, dtype=torch.int64), ValueError, r"length of at least 1; got \(1, 0\)"),
+        (torch.tensor([[1, 37]]), ValueError, r"tokens must be ids in 0..36; got 37. Check that the tokenizer"),
+        (torch.tensor([[-1, 3]]), ValueError, r"tokens must be ids in 0..36; got -1"),
+    ],
+)
+def test_wrong_tokens(text, error, message):
+    with pytest.raises(error, match=message):
+        cases.model("gecko")(text)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@torch.no_grad()
+def test_narrow_token_types(dtype):
+    model, text = cases.model("gecko"), tokens(2, 9)
+    assert torch.equal(model(text.to(dtype))[0], model(text)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_narrow_token_types_train(dtype):
+    model, text = cases.model("gecko"), tokens(2, 9)
+    assert torch.equal(model.loss(text.to(dtype), text.to(dtype)), model.loss(text, text))
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "message"),
+    [
+        (torch.zeros(2, 8, dtype=torch.int64), ValueError, r"the tokens' shape \(2, 9\); got \(2, 8\)"),
+        (torch.zeros(2, 9), TypeError, "targets must be integers; got torch.float32"),
+        (torch.full((2, 9), 37), ValueError, r"targets must be ids in 0..36; got 37"),
+        (torch.full((2, 9), -1), ValueError, r"targets must be ids in 0..36; got -1"),
+    ],
+)
+def test_wrong_targets(targets, error, message):
+    with pytest.raises(error, match=message):
+        cases.model("gecko").loss(tokens(2, 9), targets)
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 9)])
+def test_wrong_segment_ids(ids):
+    with pytest.raises(ValueError, match=r"segment_ids must be integers of the tokens' shape \(2, 9\); got"):
+        cases.model("gecko")(tokens(2, 9), ids)
+
+
+@torch.no_grad()
+def test_wrong_states():
+    model = cases.model("gecko")
+    _, state = model(tokens(2, 9))
+    with pytest.raises(ValueError, match="the tokens' 3 rows; it holds 2"):
+        model(tokens(3, 9), None, state)
+    with pytest.raises(ValueError, match="the state must come from a model of this config"):
+        cases.model("chunk")(tokens(2, 9), None, state)
+    other = cases.model("gecko")
+    other.embedding.weight.mul_(1.1)
+    with pytest.raises(ValueError, match="the state was made by other weights of the same config"):
+        other(tokens(2, 9), None, state)
+    with pytest.raises(ValueError, match="states of different ones"):
+        gecko.GeckoState.stack([state, other(tokens(2, 9))[1]])

@@ -1,0 +1,129 @@
+"""The reading state is a value: it is saved, loaded, cut into rows and stacked without a change."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from cases import CHUNK, VARIANTS, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gecko
+from gecko.files import load_tensors, save_tensors
+
+variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def reading(variant: str = "gecko", dtype: torch.dtype = torch.float32, batch: int = 2):
+    """A model, and its state after 29 tokens, of which the last 18 are one document."""
+    model = cases.model(variant, dtype)
+    with torch.no_grad():
+        return model, model(tokens(batch, 29), torch.arange(29).ge(11).long().expand(batch, -1))[1]
+
+
+def assert_equal(one: gecko.GeckoState, other: gecko.GeckoState) -> None:
+    assert (one.config, one.model) == (other.config, other.model)
+    assert one.tensors().keys() == other.tensors().keys()
+    for name, tensor in one.tensors().items():
+        assert tensor.dtype == other.tensors()[name].dtype and torch.equal(tensor, other.tensors()[name]), name
+
+
+@variants
+@pytest.mark.parametrize(("dtype", "batch"), [(torch.float32, 1), (torch.float64, 2)], ids=["float32", "float64"])
+def test_saved_state_goes_on_where_it_stood(variant, dtype, batch, tmp_path):
+    model, state = reading(variant, dtype, batch)
+    state.save(tmp_path / "book.state")
+    loaded = gecko.GeckoState.load(tmp_path / "book.state")
+    assert_equal(loaded, state)
+    with torch.no_grad():
+        assert torch.equal(model(tokens(batch, 30), None, loaded)[0], model(tokens(batch, 30), None, state)[0])
+
+
+def test_state_survives_its_model_s_folder(tmp_path):
+    """A state fits the model that was saved and loaded again, and no other."""
+    model, state = reading()
+    model.save(tmp_path / "model")
+    state.save(tmp_path / "state")
+    loaded = gecko.load(tmp_path / "model")
+    with torch.no_grad():
+        loaded(tokens(2, 3), None, gecko.GeckoState.load(tmp_path / "state"))
+        loaded.blocks[1].mixer.to_output.weight[0, 0] += 1
+        with pytest.raises(ValueError, match="made by other weights of the same config"):
+            loaded(tokens(2, 3), None, state)
+
+
+@settings(max_examples=10)
+@given(rows=st.lists(st.integers(0, 3), min_size=1, max_size=6))
+def test_rows_and_stack_are_inverse(rows):
+    model, state = reading()
+    with torch.no_grad():
+        state = gecko.GeckoState.stack([state, model(tokens(2, 5))[1]])
+    assert state.batch_size == 4 and state.position == [29, 29, 5, 5]
+    chosen = state.rows(rows)
+    assert chosen.position == [state.position[row] for row in rows]
+    assert_equal(gecko.GeckoState.stack([state.rows([row]) for row in rows]), chosen)
+
+
+def test_size_is_what_the_config_says():
+    """Per layer: window, memory with two summaries, moving average, norm; once: norm and clock. Float32."""
+    model, state = reading()
+    c = model.config
+    heads, key, value = c.num_heads, c.key_head_dim, c.value_head_dim
+    window = heads * 2 * CHUNK * (key + value)
+    norm = 2 * c.timestep_groups
+    largest_memory = heads * (3 * key * value + 2 * key * key + 3 * key)
+    per_layer = window + largest_memory + 2 * c.model_dim * c.cema_modes + norm
+    bytes_a_row = 4 * (c.num_layers * per_layer + norm) + 200
+    assert state.num_bytes <= 2 * bytes_a_row
+    assert state.rows([0]).num_bytes * 2 == state.num_bytes
+
+
+def test_state_moves_to_a_device_and_keeps_its_clock_on_the_host():
+    _, state = reading()
+    moved = state.to("meta")
+    assert moved.position == state.position
+    assert all(x.device.type == "meta" for name, x in moved.tensors().items() if not name.startswith("clock."))
+
+
+def test_at_position_moves_document_starts_along():
+    _, state = reading()
+    moved = state.at_position(29 + 32)
+    assert moved.position == [61, 61]
+    assert (moved.clock.document_start == state.clock.document_start + 32).all()
+    assert_equal(moved.at_position(29), state)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("saved") / "book.state"
+    reading()[1].save(path)
+    return path.read_bytes()
+
+
+@settings(max_examples=100)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_found(saved, tmp_path_factory, place, bit):
+    path = tmp_path_factory.getbasetemp() / "flipped.state"
+    data = bytearray(saved)
+    data[int(place * len(data))] ^= 1 << bit
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"flipped.state"):
+        gecko.GeckoState.load(path)
+
+
+def test_files_that_hold_no_state(tmp_path):
+    model, state = reading()
+    with pytest.raises(FileNotFoundError, match=r"book.state must be a file written by gecko; there is none"):
+        gecko.GeckoState.load(tmp_path / "book.state")
+    model.save(tmp_path)
+    with pytest.raises(ValueError, match=r"must hold a reading state \(gecko-state-1\).*gecko-model-1"):
+        gecko.GeckoState.load(tmp_path / "model.safetensors")
+    save_tensors(tmp_path / "tensors", {"x": torch.zeros(3)}, {})
+    with pytest.raises(ValueError, match=r"must hold a reading state"):
+        gecko.GeckoState.load(tmp_path / "tensors")
+    state.save(tmp_path / "state")
+    tensors = {name: x for name, x in state.tensors().items() if "memory" not in name}
+    save_tensors(tmp_path / "old", tensors, load_tensors(tmp_path / "state")[1])
+    with pytest.raises(ValueError, match="must hold the tensors of a state of its config"):
+        gecko.GeckoState.load(tmp_path / "old")
