@@ -1,0 +1,146 @@
+"""A corpus as token ids: every document in one flat array."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gecko.data.tokenizers import Tokenizer
+
+BATCH_CHARACTERS = 1 << 20
+SPLIT_STREAM = 0
+"""The random stream of the split; epoch e takes stream e + 1."""
+
+
+@dataclass(frozen=True)
+class TokenizedCorpus:
+    """Documents as ids, each with its border tokens: document_start, text, document_end.
+
+    Parts of a corpus share its ``tokens``.
+    """
+
+    tokens: NDArray[np.unsignedinteger]
+    """(tokens of all documents,), uint16 where the vocabulary fits."""
+    offsets: NDArray[np.int64]
+    """(documents,) where in ``tokens`` each document begins."""
+    lengths: NDArray[np.int64]
+    """(documents,) tokens of each document, border tokens included."""
+    text_bytes: NDArray[np.int64]
+    """(documents,) bytes of each document's text in UTF-8."""
+
+    @classmethod
+    def build(cls, texts: Iterable[str], tokenizer: Tokenizer) -> TokenizedCorpus:
+        """Tokenize ``texts``; those that have no tokens are dropped.
+
+        Raises:
+            ValueError: there is no text at all.
+        """
+        dtype: type[np.uint16 | np.uint32] = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+        tokens, lengths, text_bytes = bytearray(), array("q"), array("q")
+        start = np.array([tokenizer.document_start], dtype).tobytes()
+        end = np.array([tokenizer.document_end], dtype).tobytes()
+        for batch in _batches(texts):
+            for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+                if len(ids):
+                    tokens += start + ids.astype(dtype).tobytes() + end
+                    lengths.append(len(ids) + 2)
+                    text_bytes.append(len(text.encode("utf-8")))
+        if not lengths:
+            raise ValueError("a corpus must hold at least one document with text; got none.")
+        sizes = np.array(lengths, np.int64)
+        return cls(np.frombuffer(tokens, dtype), np.cumsum(sizes) - sizes, sizes, np.array(text_bytes, np.int64))
+
+    def __len__(self) -> int:
+        """Documents."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, border tokens included."""
+        return int(self.lengths.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all documents' text in UTF-8."""
+        return int(self.text_bytes.sum())
+
+    def document(self, index: int) -> NDArray[np.int64]:
+        """Ids of one document, border tokens included."""
+        begin = self.offsets[index]
+        return self.tokens[begin : begin + self.lengths[index]].astype(np.int64)
+
+    def split(self, validation_fraction: float, seed: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
+        """Training and validation documents: a random fraction of the documents, at least one, and the rest.
+
+        Validation documents come in random order, so that any first part is a sample of all.
+
+        Raises:
+            ValueError: fewer than two documents, or a fraction outside (0, 1).
+        """
+        if not 0 < validation_fraction < 1:
+            raise ValueError(f"validation_fraction must lie between 0 and 1; got {validation_fraction}. Try 0.05.")
+        if len(self) < 2:
+            raise ValueError(
+                f"a corpus must hold at least 2 documents to be split into training and validation; got {len(self)}. "
+                f"A text file is one document: name more files, or use .jsonl with one document a line."
+            )
+        order = permutation(len(self), seed, SPLIT_STREAM)
+        count = min(max(round(validation_fraction * len(self)), 1), len(self) - 1)
+        return self._select(np.sort(order[count:])), self._select(order[:count])
+
+    def head(self, max_tokens: int) -> TokenizedCorpus:
+        """The corpus' first ``max_tokens`` tokens; the last document may be cut.
+
+        ``text_bytes`` of a cut document is in proportion to its text tokens: exact when they are bytes.
+
+        Raises:
+            ValueError: ``max_tokens`` is too small for a document's first text token.
+        """
+        if max_tokens < 2:
+            raise ValueError(f"max_tokens must be at least 2, a document's start and one more token; got {max_tokens}.")
+        before = np.cumsum(self.lengths) - self.lengths
+        lengths = np.minimum(self.lengths, max_tokens - before)
+        # A document cut down to its first border token has nothing to predict.
+        count = np.count_nonzero(lengths > 1)
+        lengths = lengths[:count]
+        share = np.minimum(lengths - 1, self.lengths[:count] - 2) / (self.lengths[:count] - 2)
+        text_bytes = np.rint(self.text_bytes[:count] * share).astype(np.int64)
+        return TokenizedCorpus(self.tokens, self.offsets[:count], lengths, text_bytes)
+
+    def _select(self, documents: NDArray[np.int64]) -> TokenizedCorpus:
+        return TokenizedCorpus(
+            self.tokens, self.offsets[documents], self.lengths[documents], self.text_bytes[documents]
+        )
+
+
+def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
+    """A random order of ``range(count)`` that depends on nothing but the arguments; streams are independent.
+
+    Sorted raw draws, because NumPy promises those for all its versions, and ``permutation`` not.
+
+    Raises:
+        ValueError: ``seed`` is negative.
+    """
+    if seed < 0:
+        raise ValueError(f"seed must be a whole number of at least 0; got {seed}.")
+    draws = np.random.PCG64((seed, stream)).random_raw(count)
+    return np.argsort(draws, kind="stable")
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        if not text:
+            continue
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

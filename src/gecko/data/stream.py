@@ -1,0 +1,44 @@
+"""Token ids to text as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gecko.data.tokenizers import Tokenizer, text_ids
+
+REPLACEMENT = "\ufffd"
+
+
+class StreamDecoder:
+    """Turns ids into text piece by piece; the pieces join to ``tokenizer.decode`` of all the ids.
+
+    Text is held back while it ends in an incomplete UTF-8 character. Decoding costs the same
+    for every id, however long the stream is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that ``ids`` complete, possibly none."""
+        pieces = []
+        for index in text_ids(self._tokenizer, ids):
+            self._pending.append(index)
+            pieces.append(self._release(final=False))
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        """The text held back, at the end of the stream; U+FFFD for the incomplete character."""
+        return self._release(final=True)
+
+    def _release(self, *, final: bool) -> str:
+        # Tokens before these decide how they are written: SentencePiece drops the space before a
+        # text's first word only. So decode with the last piece that was given out, and cut it off.
+        before = self._tokenizer.decode(self._context)
+        text: str = self._tokenizer.decode(self._context + self._pending)[len(before) :]
+        if not text or (text.endswith(REPLACEMENT) and not final):
+            return ""
+        self._context, self._pending = self._pending, []
+        return text

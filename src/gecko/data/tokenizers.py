@@ -1,0 +1,274 @@
+"""Text to token ids and back: bytes, Hugging Face ``tokenizer.json``, SentencePiece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gecko.extras import require
+
+TokenIds = NDArray[np.int64]
+
+START_TOKENS = ("<s>", "<bos>", "<|begin_of_text|>")
+END_TOKENS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
+"""Names that tokenizers without a configuration give to the document borders, most telling first."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """What ``load_tokenizer`` makes this tokenizer from, wherever it is called."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def document_start(self) -> int:
+        """Id put before every document."""
+
+    @property
+    def document_end(self) -> int:
+        """Id put after every document; may be the same."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text, the document borders among them; text never encodes to one."""
+
+    def encode(self, text: str) -> TokenIds:
+        """Ids of ``text``, (length,) int64, without document borders."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """``encode`` of every text, on all processor cores where the library can."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ``ids``; special ids and ids beyond the vocabulary stand for none.
+
+        Bytes that are not UTF-8 become U+FFFD.
+        """
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of UTF-8 text; 256 starts and ends a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    document_start = 256
+    document_end = 256
+    special_ids = frozenset({256})
+
+    def encode(self, text: str) -> TokenIds:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(text_ids(self, ids)).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` read by the ``tokenizers`` library.
+
+    Args:
+        path: the ``tokenizer.json``.
+        name: see ``Tokenizer.name``.
+        config: the ``tokenizer_config.json`` that names the document borders, if there is one.
+    """
+
+    def __init__(self, path: Path, name: str, config: Path | None) -> None:
+        library = require("tokenizers", "tokenizers")
+        try:
+            self._tokenizer = library.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise _unreadable(path, "a tokenizer.json of the tokenizers library", error) from error
+        # Without this, a document that quotes "<|endoftext|>" would be cut in two by it.
+        self._tokenizer.encode_special_tokens = True
+        self.name = name
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.document_start, self.document_end = _find_borders(vocabulary, _read_config(config), name)
+        added = self._tokenizer.get_added_tokens_decoder()
+        marked = {index for index, token in added.items() if token.special}
+        self.special_ids = frozenset(marked | {self.document_start, self.document_end})
+
+    def encode(self, text: str) -> TokenIds:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._tokenizer.decode(text_ids(self, ids), skip_special_tokens=False)
+        return text
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece ``.model`` file."""
+
+    def __init__(self, path: Path) -> None:
+        library = require("sentencepiece", "tokenizers")
+        try:
+            self._processor = library.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise _unreadable(path, "a SentencePiece model", error) from error
+        self.name = str(path.resolve())
+        self.vocab_size = int(self._processor.get_piece_size())
+        self.document_start, self.document_end = _pair(
+            _valid(self._processor.bos_id()), _valid(self._processor.eos_id()), self.name
+        )
+        control = {index for index in range(self.vocab_size) if self._processor.is_control(index)}
+        self.special_ids = frozenset(control)
+
+    def encode(self, text: str) -> TokenIds:
+        return np.array(self._processor.encode(text), dtype=np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        return [np.array(ids, dtype=np.int64) for ids in self._processor.encode(list(texts), num_threads=-1)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._processor.decode(text_ids(self, ids))
+        return text
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that ``spec`` names.
+
+    Args:
+        spec: ``bytes``; the path of a ``tokenizer.json``, of a folder that holds one, or of a
+            SentencePiece ``.model``; or a name on the Hugging Face hub.
+
+    Raises:
+        FileNotFoundError: a path leads nowhere, or the name cannot be fetched.
+        ValueError: the file is no tokenizer, or has no token for the end of a document.
+    """
+    if spec == ByteTokenizer.name:
+        return ByteTokenizer()
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _from_folder(path)
+    if path.is_file():
+        return SentencePieceTokenizer(path) if path.suffix == ".model" else _from_json(path)
+    if path.is_absolute() or path.suffix in (".json", ".model") or spec.startswith((".", "~")) or len(path.parts) > 2:
+        raise FileNotFoundError(f"{_choices()}; got {spec!r}, which does not exist.")
+    return _from_hub(spec)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that a model of ``vocab_size`` rows cannot embed.
+
+    Raises:
+        ValueError: the tokenizer's vocabulary is larger than the model's.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the model's vocabulary must hold every id of the tokenizer; got vocab_size={vocab_size} and the "
+            f"tokenizer {tokenizer.name!r} with {tokenizer.vocab_size} ids. "
+            f"Set vocab_size={-(-tokenizer.vocab_size // 64) * 64}, or take a smaller tokenizer."
+        )
+
+
+def text_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
+    """Those of ``ids`` that stand for text.
+
+    Raises:
+        ValueError: an id is negative.
+    """
+    special, limit = tokenizer.special_ids, tokenizer.vocab_size
+    kept = [index for index in map(int, ids) if index < limit and index not in special]
+    if kept and min(kept) < 0:
+        raise ValueError(f"token ids must be at least 0; got {min(kept)}.")
+    return kept
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    if (folder / "tokenizer.json").is_file():
+        return _from_json(folder / "tokenizer.json")
+    if (folder / "tokenizer.model").is_file():
+        return SentencePieceTokenizer(folder / "tokenizer.model")
+    found = sorted(entry.name for entry in folder.iterdir())
+    raise FileNotFoundError(f"a tokenizer's folder must hold tokenizer.json or tokenizer.model; {folder} has {found}.")
+
+
+def _from_json(path: Path) -> Tokenizer:
+    config = path.with_name("tokenizer_config.json")
+    return HuggingFaceTokenizer(path, str(path.resolve()), config if config.is_file() else None)
+
+
+def _from_hub(name: str) -> Tokenizer:
+    hub = require("huggingface_hub", "tokenizers")
+    errors = require("huggingface_hub.errors", "tokenizers")
+    try:
+        path = Path(hub.hf_hub_download(name, "tokenizer.json"))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"{_choices()}; got {name!r}, which could not be fetched: {error}") from error
+    try:
+        config = Path(hub.hf_hub_download(name, "tokenizer_config.json"))
+    except errors.EntryNotFoundError:
+        return HuggingFaceTokenizer(path, name, None)
+    return HuggingFaceTokenizer(path, name, config)
+
+
+def _choices() -> str:
+    return (
+        f"a tokenizer must be {ByteTokenizer.name!r}, the path of a tokenizer.json, of its folder or of a "
+        f"SentencePiece .model, or a name on the Hugging Face hub"
+    )
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> ValueError:
+    return ValueError(f"{path} must be {kind}; it could not be read: {error}")
+
+
+def _read_config(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _unreadable(path, "a tokenizer's configuration in JSON", error) from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object; got a {type(config).__name__}.")
+    return config
+
+
+def _find_borders(vocabulary: dict[str, int], config: dict[str, Any], name: str) -> tuple[int, int]:
+    """Ids of the document borders: those the configuration names, else those with a well-known name."""
+    named = [_token_text(config.get(key)) for key in ("bos_token", "eos_token")]
+    if any(token in vocabulary for token in named):
+        start, end = (None if token is None else vocabulary.get(token) for token in named)
+    else:
+        start, end = (
+            next((vocabulary[token] for token in known if token in vocabulary), None)
+            for known in (START_TOKENS, END_TOKENS)
+        )
+    return _pair(start, end, name)
+
+
+def _token_text(token: Any) -> str | None:
+    """A configuration writes a token as its text or as an object that holds it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _valid(index: int) -> int | None:
+    return index if index >= 0 else None
+
+
+def _pair(start: int | None, end: int | None, name: str) -> tuple[int, int]:
+    """Both borders; one stands in for the other where only one is known."""
+    known = end if end is not None else start
+    if known is None:
+        raise ValueError(
+            f"a tokenizer must have a token for the end of a document; {name} names none. Put a "
+            f"tokenizer_config.json with 'eos_token' beside it (known without one: {', '.join(END_TOKENS)})."
+        )
+    return (known if start is None else start), known

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gecko.data import load_documents
+from gecko.extras import require
+
+documents = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30), min_size=1, max_size=6)
+
+
+def json_lines(texts: list[str], field: str = "text") -> bytes:
+    return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
+
+
+def write_parquet(path: Path, texts: Sequence[str | None], field: str = "text") -> None:
+    parquet, pyarrow = require("pyarrow.parquet", "data"), require("pyarrow", "data")
+    parquet.write_table(pyarrow.table({"id": range(len(texts)), field: texts}), path)
+
+
+def frames(content: bytes) -> bytes:
+    """A file of two zstd frames, as parallel compressors write."""
+    middle = len(content) // 2
+    return b"".join(zstandard.ZstdCompressor().compress(part) for part in (content[:middle], content[middle:]))
+
+
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": frames}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("formats")
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+@settings(max_examples=30, deadline=None)
+@given(texts=documents)
+def test_json_lines(folder: Path, suffix: str, texts: list[str]) -> None:
+    path = folder / f"records.jsonl{suffix}"
+    path.write_bytes(COMPRESSIONS[suffix](json_lines(texts, "body") + b"\n"))
+    assert list(load_documents(str(path), field="body")) == texts
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+@settings(max_examples=30, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"), min_size=1))
+def test_text_keeps_every_character(folder: Path, suffix: str, text: str) -> None:
+    path = folder / f"book.txt{suffix}"
+    path.write_bytes(COMPRESSIONS[suffix](text.encode()))
+    assert list(load_documents(path)) == [text]
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=documents)
+def test_parquet(folder: Path, texts: list[str]) -> None:
+    write_parquet(folder / "rows.parquet", texts, "body")
+    assert list(load_documents(str(folder / "rows.parquet"), field="body")) == texts
+
+
+def test_parquet_of_many_batches(tmp_path: Path) -> None:
+    texts = [f"row {row}" for row in range(3000)]
+    write_parquet(tmp_path / "rows.parquet", texts)
+    assert list(load_documents(tmp_path / "rows.parquet")) == texts
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_lines_across_pieces(tmp_path: Path, suffix: str) -> None:
+    texts = [str(size) * size for size in (3_000_000, 1, 1_500_000, 7)]
+    path = tmp_path / f"long.jsonl{suffix}"
+    path.write_bytes(COMPRESSIONS[suffix](json_lines(texts)))
+    assert list(load_documents(path)) == texts
+
+
+def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + json_lines(["two"]))
+    assert list(load_documents(tmp_path)) == ["one", "two"]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Files whose names sort otherwise than they were made, with hidden and empty ones between."""
+    for name in (
+        "y/a.txt",
+        "b/z.txt",
+        "b/a.txt",
+        "a.txt",
+        "c.jsonl",
+        ".hidden.txt",
+        ".git/config",
+        "b/empty.txt",
+        "B.txt",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(json_lines(["c1", "", "c2"]) if name == "c.jsonl" else name.encode())
+    (tmp_path / "b/empty.txt").write_bytes(b"")
+    return tmp_path
+
+
+def test_folder_is_read_at_any_depth_in_order_of_paths(tree: Path) -> None:
+    assert list(load_documents(str(tree))) == ["B.txt", "a.txt", "b/a.txt", "b/z.txt", "c1", "c2", "y/a.txt"]
+
+
+def test_glob(tree: Path) -> None:
+    assert list(load_documents(f"{tree}/**/*.txt")) == ["B.txt", "a.txt", "b/a.txt", "b/z.txt", "y/a.txt"]
+    assert list(load_documents(f"{tree}/[ab].*")) == ["a.txt"]
+
+
+def test_file_whose_name_is_like_a_glob(tree: Path) -> None:
+    (tree / "[ab].txt").write_text("brackets")
+    assert list(load_documents(f"{tree}/[ab].txt")) == ["brackets"]
+
+
+def test_home_folder(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tree))
+    assert list(load_documents(["~/a.txt", "~/b/*.txt"])) == ["a.txt", "b/a.txt", "b/z.txt"]
+
+
+def test_list_keeps_its_order_and_reads_no_file_twice(tree: Path) -> None:
+    sources = [f"{tree}/b/z.txt", f"{tree}/b", f"{tree}/a.txt", f"{tree}/b/../a.txt"]
+    assert list(load_documents(sources)) == ["b/z.txt", "b/a.txt", "a.txt"]
+
+
+def test_stdlib_is_large_and_always_the_same() -> None:
+    first, second = list(load_documents("stdlib")), list(load_documents("stdlib"))
+    assert first == second
+    assert sum(map(len, first)) > 5_000_000
+    assert any("class JSONDecoder" in text for text in first)
+    assert not any("class TestCase(unittest" in text for text in first)
+
+
+def test_stdlib_leaves_tests_and_other_encodings_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["os.py", "a/b.py", "test/x.py", "json/tests/x.py", "site-packages/x.py", "_sysconfigdata_x.py", "x.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "latin.py").write_bytes(b"caf\xe9")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert list(load_documents("stdlib")) == ["a/b.py", "os.py"]
+
+
+def test_stdlib_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"needs the standard library's \.py files"):
+        load_documents("stdlib")
+
+
+@pytest.mark.parametrize("split", ["", ":train"])
+def test_hugging_face_data_set(tmp_path: Path, split: str) -> None:
+    (tmp_path / "train.jsonl").write_bytes(json_lines(["one", "two"]))
+    assert list(load_documents(f"hf:{tmp_path}{split}")) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments"),
+    [("hf:a/b", ("a/b", None, "train")), ("hf:a:test", ("a", None, "test")), ("hf:a:cfg:test", ("a", "cfg", "test"))],
+)
+def test_hugging_face_name(spec: str, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, str]]:
+        assert (name, config, split) == arguments and streaming
+        return [{"text": "one"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert list(load_documents(spec)) == ["one"]
+
+
+# What must be refused, and the words that say why and where.
+
+
+def refuse(source: str | Path | list[str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        list(load_documents(source))
+
+
+@pytest.mark.parametrize("source", ["", [], ["a.txt", ""]])
+def test_no_source(source: str | list[str]) -> None:
+    refuse(source, ValueError, "a source of documents must be named")
+
+
+def test_missing_path_is_refused_at_once_with_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "books.txt").write_text("x")
+    with pytest.raises(FileNotFoundError, match=r"book\.txt', which does not exist\. Did you mean .*books\.txt'"):
+        load_documents(str(tmp_path / "book.txt"))
+    with pytest.raises(FileNotFoundError, match=r"Did you mean 'stdlib'"):
+        load_documents("stdlb")
+
+
+def test_nothing_found(tmp_path: Path) -> None:
+    refuse(tmp_path, FileNotFoundError, "must hold at least one file")
+    refuse(f"{tmp_path}/*.txt", FileNotFoundError, r"a glob must match at least one file; got .*\*\.txt")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "a.txt.zst"])
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_no_text(tmp_path: Path, name: str, whole_folder: bool) -> None:
+    (tmp_path / name).write_bytes(COMPRESSIONS.get(Path(name).suffix, bytes)(b""))
+    refuse(tmp_path if whole_folder else tmp_path / name, ValueError, "which is empty")
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst"])
+def test_compressed_file_of_no_bytes(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    refuse(tmp_path / name, ValueError, "which is empty")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"ab\0cd", "a NUL byte at byte offset 2"), (b"abc\xff", "the invalid byte 0xff at byte offset 3")],
+)
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_binary_file(tmp_path: Path, content: bytes, message: str, suffix: str) -> None:
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(COMPRESSIONS[suffix](content))
+    refuse(path, ValueError, f"{re.escape(str(path))} must be UTF-8 text; got {message}")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("keep", [0.1, 0.4, 0.99])
+def test_truncated_compressed_file(tmp_path: Path, suffix: str, keep: float) -> None:
+    content = COMPRESSIONS[suffix](bytes(range(32, 127)) * 300)
+    path = tmp_path / f"x.txt{suffix}"
+    path.write_bytes(content[: int(len(content) * keep)])
+    refuse(path, ValueError, f"{re.escape(str(path))} must be a whole (gzip|zstd) file.*truncated or damaged")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_damaged_compressed_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x.txt{suffix}"
+    path.write_bytes(b"this was never compressed")
+    refuse(path, ValueError, "must be a whole (gzip|zstd) file")
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"x", lambda content: b""])
+def test_truncated_parquet(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "rows.parquet"
+    write_parquet(path, ["a", "b"])
+    path.write_bytes(damage(path.read_bytes()))
+    refuse(path, ValueError, r"rows\.parquet must be a whole Parquet file; got one that is truncated")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', "must hold one JSON object; got invalid JSON"),
+        (b"[1]", "must hold one JSON object; got a list"),
+        (b'{"body": "a", "id": 1}', r"must have the field 'text' .* got the fields \['body', 'id'\]"),
+        (b'{"text": 5}', "must hold a string in its field 'text'; got a int"),
+        (b'{"text": null}', "must hold a string in its field 'text'; got null"),
+        (b'{"text": "\xff"}', "must be UTF-8 text; got the invalid byte 0xff at byte offset 10"),
+        (b'{"text": "\\ud800"}', "must hold text that UTF-8 can write; got half a surrogate pair"),
+    ],
+)
+def test_json_line_names_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(json_lines(["fine"]) + b"\n" + line + b"\n")
+    refuse(path, ValueError, f"{re.escape(str(path))}, line 3, {message}")
+
+
+def test_parquet_without_the_column_or_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(path, ["a", None])
+    refuse(path, ValueError, "row 2, must hold a string in its field 'text'; got null")
+    write_parquet(path, ["a"], "body")
+    refuse(path, ValueError, r"must have the column 'text' .* got the columns \['id', 'body'\]")
+
+
+@pytest.mark.parametrize("spec", ["hf:", "hf:a:", "hf:a:b:c:d"])
+def test_malformed_data_set_name(spec: str) -> None:
+    refuse(spec, ValueError, r"must be named as hf:NAME\[:split\]")
+
+
+def test_data_set_that_cannot_be_reached(tmp_path: Path) -> None:
+    refuse(f"hf:{tmp_path}/missing", ValueError, "must be one that can be reached")
+
+
+def test_data_set_without_the_field(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(json_lines(["one"], "body"))
+    refuse(f"hf:{tmp_path}", ValueError, "record 0, must have the field 'text'")

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gecko.data import ByteTokenizer, TokenizedCorpus, Tokenizer
+from gecko.data.packing import permutation
+from gecko.data.tokenizers import TokenIds
+
+texts = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), max_size=12).filter(any)
+any_case = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@any_case
+@given(texts=texts)
+def test_documents_are_kept_between_their_borders(tokenizer: Tokenizer, texts: list[str]) -> None:
+    corpus = TokenizedCorpus.build(iter(texts), tokenizer)
+    expected = [
+        [tokenizer.document_start, *tokenizer.encode(text).tolist(), tokenizer.document_end] for text in texts if text
+    ]
+    assert [corpus.document(index).tolist() for index in range(len(corpus))] == expected
+    assert corpus.num_tokens == sum(map(len, expected)) == len(corpus.tokens)
+    assert corpus.text_bytes.tolist() == [len(text.encode()) for text in texts if text]
+    assert corpus.num_bytes == len("".join(texts).encode())
+
+
+def test_text_without_tokens_is_no_document() -> None:
+    class Stripping(ByteTokenizer):
+        def encode(self, text: str) -> TokenIds:
+            return super().encode(text.strip())
+
+    corpus = TokenizedCorpus.build(["  ", "a", "\n"], Stripping())
+    assert (len(corpus), corpus.num_bytes) == (1, 1)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
+def test_ids_are_stored_in_the_smallest_type(vocab_size: int, dtype: type) -> None:
+    class Wide(ByteTokenizer):
+        document_start = document_end = vocab_size - 1
+
+    Wide.vocab_size = vocab_size
+    corpus = TokenizedCorpus.build(["ab"], Wide())
+    assert corpus.tokens.dtype == dtype
+    assert corpus.document(0).tolist() == [vocab_size - 1, 97, 98, vocab_size - 1]
+
+
+@any_case
+@given(count=st.integers(2, 40), fraction=st.floats(0.001, 0.999), seed=st.integers(0, 2**40))
+def test_split_is_disjoint_complete_and_repeatable(count: int, fraction: float, seed: int) -> None:
+    corpus = TokenizedCorpus.build((f"document {index}" for index in range(count)), ByteTokenizer())
+    train, validation = corpus.split(fraction, seed)
+    offsets = [part.offsets.tolist() for part in (train, validation)]
+    assert len(train) >= 1 and len(validation) >= 1
+    assert sorted(offsets[0] + offsets[1]) == corpus.offsets.tolist()
+    assert train.num_bytes + validation.num_bytes == corpus.num_bytes
+    assert abs(len(validation) - fraction * count) <= 1
+    assert [part.offsets.tolist() for part in corpus.split(fraction, seed)] == offsets
+
+
+def test_split_depends_on_the_seed() -> None:
+    corpus = TokenizedCorpus.build((f"document {index}" for index in range(50)), ByteTokenizer())
+    assert len({tuple(corpus.split(0.2, seed)[1].offsets.tolist()) for seed in range(10)}) == 10
+
+
+@any_case
+@given(texts=texts, max_tokens=st.integers(2, 100))
+def test_head_is_the_first_tokens(texts: list[str], max_tokens: int) -> None:
+    corpus = TokenizedCorpus.build(texts, ByteTokenizer())
+    head = corpus.head(max_tokens)
+    whole = np.concatenate([corpus.document(index) for index in range(len(corpus))])
+    kept = np.concatenate([head.document(index) for index in range(len(head))])
+    assert kept.tolist() == whole[: len(kept)].tolist()
+    # A lone border token at the cut is dropped: it would be a document with nothing to predict.
+    assert min(max_tokens, len(whole)) - len(kept) in (0, 1)
+    assert head.lengths.min() >= 2
+    assert head.num_bytes == int((kept != 256).sum())
+
+
+def test_permutation_never_changes() -> None:
+    """These numbers hold for every version of NumPy; a change breaks the resumption of old runs."""
+    assert permutation(8, 1, 2).tolist() == PERMUTATION
+    assert sorted(permutation(100, 3, 4).tolist()) == list(range(100))
+
+
+PERMUTATION = [5, 6, 3, 2, 1, 0, 4, 7]
+
+
+@pytest.mark.parametrize("texts", [[], ["", ""]])
+def test_no_text(texts: list[str]) -> None:
+    with pytest.raises(ValueError, match="a corpus must hold at least one document with text; got none"):
+        TokenizedCorpus.build(texts, ByteTokenizer())
+
+
+def test_split_of_one_document() -> None:
+    with pytest.raises(ValueError, match=r"at least 2 documents .* got 1"):
+        TokenizedCorpus.build(["alone"], ByteTokenizer()).split(0.1, 0)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
+def test_fraction_out_of_range(fraction: float) -> None:
+    with pytest.raises(ValueError, match="validation_fraction must lie between 0 and 1"):
+        TokenizedCorpus.build(["a", "b"], ByteTokenizer()).split(fraction, 0)
+
+
+def test_negative_seed_and_empty_head() -> None:
+    corpus = TokenizedCorpus.build(["a", "b"], ByteTokenizer())
+    with pytest.raises(ValueError, match="seed must be a whole number of at least 0; got -1"):
+        corpus.split(0.5, -1)
+    with pytest.raises(ValueError, match="max_tokens must be at least 2"):
+        corpus.head(1)

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from gecko.data import ByteTokenizer, StreamDecoder, Tokenizer, check_vocabulary, load_tokenizer
+from gecko.data.tokenizers import END_TOKENS
+
+any_case = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+# SentencePiece and Llama's BPE write the space as "▁", so text that holds that sign comes back with a space.
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
+
+
+@any_case
+@given(text=texts)
+@example(text="  the <|endoftext|></s><s> <|pad|> café 你好🎉\r\n\t \ufffd\x00")
+def test_decode_inverts_encode(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int64
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.special_ids.isdisjoint(ids.tolist())
+    assert all(0 <= index < tokenizer.vocab_size for index in ids)
+
+
+@any_case
+@given(batch=st.lists(texts, max_size=5))
+def test_encode_batch_is_encode_of_each(tokenizer: Tokenizer, batch: list[str]) -> None:
+    together = tokenizer.encode_batch(batch)
+    assert [ids.tolist() for ids in together] == [tokenizer.encode(text).tolist() for text in batch]
+
+
+def test_special_ids_and_those_beyond_the_vocabulary_stand_for_no_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the fox").tolist()
+    borders = [tokenizer.document_start, *ids, tokenizer.document_end, tokenizer.vocab_size + 3]
+    assert tokenizer.decode(borders) == "the fox"
+    assert {tokenizer.document_start, tokenizer.document_end} <= tokenizer.special_ids
+
+
+def test_name_reloads_the_tokenizer_from_any_folder(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    again = load_tokenizer(tokenizer.name)
+    assert again.encode("the café").tolist() == tokenizer.encode("the café").tolist()
+    assert again.document_end == tokenizer.document_end
+
+
+@any_case
+@given(data=st.data())
+def test_stream_joins_to_the_whole_for_any_split(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    text = data.draw(texts)
+    specials = st.sampled_from(sorted(tokenizer.special_ids))
+    ids = [
+        index
+        for token in tokenizer.encode(text).tolist()
+        for index in (token, *data.draw(st.lists(specials, max_size=1)))
+    ]
+    decoder, emitted, begin = StreamDecoder(tokenizer), "", 0
+    while begin < len(ids):
+        size = data.draw(st.integers(1, 4))
+        emitted += decoder.push(ids[begin : begin + size])
+        assert text.startswith(emitted), "half a character, or text that was taken back"
+        begin += size
+    assert emitted + decoder.flush() == tokenizer.decode(ids) == text
+
+
+@any_case
+@given(data=st.data())
+def test_stream_of_ids_that_are_no_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    if "fallback" in tokenizer.name:
+        pytest.skip("the library spoils whole characters before a bad byte, which a stream has given out by then")
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 4), max_size=20))
+    decoder = StreamDecoder(tokenizer)
+    streamed = "".join(decoder.push([index]) for index in ids) + decoder.flush()
+    assert streamed == tokenizer.decode(ids)
+
+
+def test_stream_holds_half_a_character_back() -> None:
+    decoder = StreamDecoder(ByteTokenizer())
+    assert [decoder.push([byte]) for byte in "é🎉".encode()] == ["", "é", "", "", "", "🎉"]
+    assert decoder.push([0xE2]) == ""
+    assert decoder.flush() == "\ufffd"
+    assert decoder.flush() == ""
+
+
+def test_stream_costs_the_same_however_long() -> None:
+    class Recording(ByteTokenizer):
+        longest = 0
+
+        def decode(self, ids: Iterable[int]) -> str:
+            ids = list(ids)
+            self.longest = max(self.longest, len(ids))
+            return super().decode(ids)
+
+    tokenizer = Recording()
+    decoder = StreamDecoder(tokenizer)
+    emitted = [decoder.push([index]) for index in [*([256] * 50), *"é🎉a".encode() * 50]]
+    assert "".join(emitted) == "é🎉a" * 50
+    assert tokenizer.longest <= 8
+
+
+def test_bytes_are_the_ids() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
+    assert (tokenizer.vocab_size, tokenizer.document_start, tokenizer.document_end) == (257, 256, 256)
+    assert tokenizer.decode([97, 0xC3, 98]) == "a\ufffdb"
+
+
+def test_borders_have_well_known_names(bpe_folder: Path, byte_fallback_file: Path) -> None:
+    bpe, fallback = load_tokenizer(str(bpe_folder)), load_tokenizer(str(byte_fallback_file))
+    assert bpe.document_start == bpe.document_end == 0
+    assert (fallback.document_start, fallback.document_end) == (1, 2)
+    assert (bpe.special_ids, fallback.special_ids) == (frozenset({0, 1}), frozenset({0, 1, 2}))
+
+
+@pytest.mark.parametrize(
+    ("config", "borders"),
+    [
+        ({"eos_token": "<|pad|>", "bos_token": None}, (1, 1)),
+        ({"bos_token": {"content": "<|pad|>"}, "eos_token": "<|endoftext|>"}, (1, 0)),
+        ({"eos_token": "<not there>"}, (0, 0)),
+    ],
+)
+def test_borders_are_those_of_the_configuration(
+    write_config: Callable[[object], Path], config: object, borders: tuple[int, int]
+) -> None:
+    tokenizer = load_tokenizer(str(write_config(config)))
+    assert (tokenizer.document_start, tokenizer.document_end) == borders
+
+
+def test_name_on_the_hub(bpe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import EntryNotFoundError
+
+    def download(name: str, file: str) -> str:
+        if name != "someone/model":
+            raise OSError("no connection")
+        if file == "tokenizer_config.json":
+            raise EntryNotFoundError("no such file")
+        return str(bpe_folder / file)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
+    tokenizer = load_tokenizer("someone/model")
+    assert tokenizer.name == "someone/model"
+    assert tokenizer.decode(tokenizer.encode("fox")) == "fox"
+    with pytest.raises(FileNotFoundError, match=r"must be 'bytes', the path .* got 'byte', which could not be fetched"):
+        load_tokenizer("byte")
+
+
+def test_vocabulary_larger_than_the_models(tokenizer: Tokenizer) -> None:
+    check_vocabulary(tokenizer, tokenizer.vocab_size)
+    expected = f"got vocab_size={tokenizer.vocab_size - 1} and the tokenizer {tokenizer.name!r}"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        check_vocabulary(tokenizer, tokenizer.vocab_size - 1)
+
+
+@pytest.mark.parametrize("spec", ["missing/tokenizer.json", "./missing", "a/b/c", "missing.model", "/missing"])
+def test_missing_path(spec: str) -> None:
+    with pytest.raises(FileNotFoundError, match=re.escape(f"got {spec!r}, which does not exist")):
+        load_tokenizer(spec)
+
+
+def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold tokenizer\.json or tokenizer\.model; .* has \['notes.txt'\]"
+    ):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tokenizer.json", "a tokenizer.json"), ("x.model", "a SentencePiece")])
+def test_damaged_file(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_text('{"version": ')
+    with pytest.raises(ValueError, match=f"{re.escape(name)} must be {kind}.*could not be read"):
+        load_tokenizer(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_damaged_configuration(write_config: Callable[[object], Path], content: str) -> None:
+    folder = write_config({})
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json must"):
+        load_tokenizer(str(folder))
+
+
+def test_tokenizer_without_a_document_end(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models
+
+    Library(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="must have a token for the end of a document.*" + re.escape(END_TOKENS[0])):
+        load_tokenizer(str(tmp_path))
+
+
+def test_sentencepiece_without_one_border(tmp_path: Path) -> None:
+    import sentencepiece
+
+    prefix = tmp_path / "no_start"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the fox"] * 9), model_prefix=str(prefix), vocab_size=16, bos_id=-1, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(f"{prefix}.model")
+    assert tokenizer.document_start == tokenizer.document_end >= 0
+
+
+def test_negative_id(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="at least 0; got -1"):
+        tokenizer.decode([5, -1])
