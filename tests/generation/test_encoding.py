@@ -1,0 +1,79 @@
+"""A text encoded piece by piece has the ids of the whole text."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gecko.data import ByteTokenizer, Tokenizer
+from gecko.generation import encode_stream
+
+WORDS = st.sampled_from(["the", "quick", "jumps", "naïve", "你好", "🎉", "x", "\n", "\n\n", "  ", "lazy dog", "qqqq"])
+
+
+def joined(tokenizer: Tokenizer, content: bytes, cuts: list[int], block: int) -> list[int]:
+    borders = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
+    pieces = [content[a:b] for a, b in itertools.pairwise(borders)]
+    parts = list(encode_stream(tokenizer, pieces, "the text", block=block))
+    assert all(part.dtype == torch.int64 and part.dim() == 1 for part in parts)
+    return torch.cat(parts).tolist() if parts else []
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    words=st.lists(WORDS, max_size=400), cuts=st.lists(st.integers(0, 3000), max_size=4), block=st.integers(300, 900)
+)
+def test_pieces_join_to_the_whole(tokenizer: Tokenizer, words: list[str], cuts: list[int], block: int) -> None:
+    text = " ".join(words)
+    assert joined(tokenizer, text.encode(), cuts, block) == tokenizer.encode(text).tolist()
+
+
+def test_a_text_of_one_long_word_is_read_too(tokenizer: Tokenizer) -> None:
+    text = "quick" * 500
+    ids = joined(tokenizer, text.encode(), [], 300)
+    assert tokenizer.decode(ids) == text
+
+
+def test_only_a_block_is_held(tokenizer: Tokenizer) -> None:
+    taken = 0
+
+    def pieces() -> object:
+        nonlocal taken
+        for _ in range(50):
+            taken += 1
+            yield b"the lazy dog jumps " * 10
+
+    ids = encode_stream(tokenizer, pieces(), "the text", block=512)  # type: ignore[arg-type]
+    next(ids)
+    assert taken < 10
+
+
+def test_bytes_take_anything() -> None:
+    content = bytes(range(256)) * 3
+    assert joined(ByteTokenizer(), content, [1, 500], 300) == list(content)
+
+
+@pytest.mark.parametrize("cuts", [[], [3], [5, 6], [1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize(
+    ("content", "offset"),
+    [("naïv".encode() + b"\xffabc", 5), ("aä".encode() + b"\xe4\xbdA", 3), (b"abc\0def", 3), (b"abcde\xe4\xbd", 5)],
+)
+def test_what_is_no_text_is_refused_with_its_place(
+    tokenizer: Tokenizer, content: bytes, offset: int, cuts: list[int]
+) -> None:
+    if isinstance(tokenizer, ByteTokenizer):
+        pytest.skip("takes anything")
+    with pytest.raises(ValueError, match=f"the text must be UTF-8.*byte offset {offset}\\."):
+        joined(tokenizer, content, cuts, 300)
+
+
+def test_a_byte_order_mark_is_no_text(tokenizer: Tokenizer) -> None:
+    if isinstance(tokenizer, ByteTokenizer):
+        pytest.skip("takes anything")
+    ids = joined(tokenizer, "\ufeffthe dog".encode(), [1, 2], 300)
+    np.testing.assert_array_equal(ids, tokenizer.encode("the dog"))

@@ -1,0 +1,216 @@
+"""Laws of generate and stream on a model with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gecko
+from gecko.generation import NewToken, stream
+
+PROMPTS = st.lists(st.lists(st.integers(0, 263), min_size=1, max_size=40), min_size=1, max_size=5)
+SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}, {"top_k": 20, "top_p": 0.8}]
+
+
+@settings(max_examples=30)
+@given(prompts=PROMPTS, sampling=st.sampled_from(SAMPLINGS), seed=st.integers(0, 99), stop=st.integers(0, 263))
+def test_a_batch_gives_each_row_what_it_would_get_alone(
+    model: gecko.Gecko, prompts: list[list[int]], sampling: dict[str, Any], seed: int, stop: int
+) -> None:
+    # A fifth of all ids stop, so that rows leave the batch at different steps.
+    options = {"max_new_tokens": 12, "seed": seed, "stop_tokens": range(stop // 5, 264, 5), **sampling}
+    together = gecko.generate(model, prompts, **options)
+    for row, prompt in enumerate(prompts):
+        alone = gecko.generate(model, prompt, **options)
+        assert together.tokens[row] == alone.tokens[0]
+        assert together.finish_reasons[row] == alone.finish_reasons[0]
+        assert together.state.position[row] == len(prompt) + len(alone.tokens[0])
+        state = together.state.rows([row]).tensors()
+        for name, tensor in alone.state.tensors().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_streaming_gives_the_same_tokens(model: gecko.Gecko, sampling: dict[str, Any]) -> None:
+    prompts = [[1], [2, 3] * 20]
+    whole = gecko.generate(model, prompts, max_new_tokens=9, seed=4, **sampling)
+    tokens = stream(model, prompts, max_new_tokens=9, seed=4, **sampling)
+    pairs = list(tokens)
+    assert pairs == [NewToken(row, whole.tokens[row][step]) for step in range(9) for row in (0, 1)]
+    assert tokens.finish_reasons == whole.finish_reasons == ["length", "length"]
+
+
+def test_a_token_is_made_when_it_is_asked_for(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    hidden = model.hidden
+
+    def counted(*args: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return hidden(*args, **more)
+
+    monkeypatch.setattr(model, "hidden", counted)
+    tokens = iter(stream(model, [1, 2], max_new_tokens=5))
+    seen = []
+    for _ in range(5):
+        next(tokens)
+        seen.append(calls)
+    assert seen == [1, 2, 3, 4, 5]
+
+
+@settings(max_examples=20)
+@given(first=st.integers(1, 40), made=st.integers(0, 20), more=st.integers(1, 20), data=st.data())
+def test_a_text_goes_on_from_its_state_as_if_never_interrupted(
+    model: gecko.Gecko, first: int, made: int, more: int, data: st.DataObject
+) -> None:
+    prompt, question = (torch.randint(0, 264, (n,), generator=torch.Generator().manual_seed(n)) for n in (first, more))
+    before = gecko.generate(model, prompt, max_new_tokens=made, temperature=0)
+    after = gecko.generate(model, question, max_new_tokens=8, temperature=0, state=before.state)
+    text = [*prompt.tolist(), *before.tokens[0], *question.tolist()]
+    assert before.state.position == [first + made]
+    assert after.tokens == gecko.generate(model, text, max_new_tokens=8, temperature=0).tokens
+
+
+def test_a_state_in_the_middle_of_a_stream_has_read_what_came_out(model: gecko.Gecko) -> None:
+    tokens = stream(model, [5, 6], max_new_tokens=10, temperature=0)
+    begun = [token for _, token in zip(range(4), tokens, strict=False)]
+    state = tokens.state
+    rest = [token.token for token in tokens]
+    text = [5, 6, *(token.token for token in begun)]
+    assert state.position == [6]
+    torch.testing.assert_close(
+        state.final_norm.mean, gecko.generate(model, text, max_new_tokens=0).state.final_norm.mean
+    )
+    assert len(rest) == 6
+
+
+def test_stopping_a_row_leaves_the_others_alone(model: gecko.Gecko) -> None:
+    prompts = [[1], [2], [3]]
+    whole = gecko.generate(model, prompts, max_new_tokens=6, temperature=0)
+    tokens = stream(model, prompts, max_new_tokens=6, temperature=0)
+    made: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for row, token in tokens:
+        made[row].append(token)
+        if row == 2 and len(made[2]) == 2:
+            tokens.stop(1)
+    assert made[0] == whole.tokens[0]
+    assert made[1] == whole.tokens[1][:2]
+    assert made[2] == whole.tokens[2]
+    assert tokens.finish_reasons == ["length", "stop", "length"]
+    assert tokens.state.position == [7, 3, 7]
+
+
+def test_a_row_may_be_stopped_before_its_first_token(model: gecko.Gecko) -> None:
+    whole = gecko.generate(model, [[1], [2]], max_new_tokens=4, temperature=0)
+    tokens = stream(model, [[1], [2]], max_new_tokens=4, temperature=0)
+    tokens.stop(0)
+    assert [token for row, token in tokens if row == 1] == whole.tokens[1]
+    assert tokens.finish_reasons == ["stop", "length"]
+    assert tokens.state.position == [1, 5]
+
+
+def test_a_stop_token_is_neither_returned_nor_read(model: gecko.Gecko) -> None:
+    free = gecko.generate(model, [7], max_new_tokens=10, temperature=0).tokens[0]
+    stop = free[4]
+    out = gecko.generate(model, [7], max_new_tokens=10, temperature=0, stop_tokens=[stop])
+    assert out.tokens[0] == free[: free.index(stop)]
+    assert out.finish_reasons == ["stop"]
+    assert out.state.position == [1 + free.index(stop)]
+
+
+def test_a_seed_decides_and_none_follows_pytorch(model: gecko.Gecko) -> None:
+    def tokens(seed: Any, prompts: Any = ([1, 2],)) -> list[list[int]]:
+        return gecko.generate(model, list(prompts), max_new_tokens=12, seed=seed).tokens
+
+    assert tokens(3) == tokens(3) != tokens(4)
+    same, other = tokens(None, [[1, 2], [1, 2]])
+    assert same != other
+    assert tokens([3, 4], [[1, 2], [1, 2]]) == [*tokens(3), *tokens(4)]
+    torch.manual_seed(5)
+    first = tokens(None)
+    torch.manual_seed(5)
+    assert tokens(None) == first
+
+
+def test_generation_leaves_pytorchs_random_numbers_alone(model: gecko.Gecko) -> None:
+    before = torch.get_rng_state()
+    gecko.generate(model, [1], max_new_tokens=3, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, np.array, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32)]
+)
+def test_every_kind_of_prompt(model: gecko.Gecko, kind: Any) -> None:
+    expected = gecko.generate(model, [1, 2, 3], max_new_tokens=4, temperature=0).tokens
+    assert gecko.generate(model, kind([1, 2, 3]), max_new_tokens=4, temperature=0).tokens == expected
+    assert gecko.generate(model, [kind([1, 2, 3])] * 2, max_new_tokens=4, temperature=0).tokens == expected * 2
+
+
+def test_rows_of_a_tensor_are_prompts(model: gecko.Gecko) -> None:
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    out = gecko.generate(model, prompts, max_new_tokens=3, temperature=0)
+    assert out.tokens == gecko.generate(model, list(prompts), max_new_tokens=3, temperature=0).tokens
+
+
+def test_several_prompts_continue_one_state_or_one_each(model: gecko.Gecko) -> None:
+    book = gecko.generate(model, list(range(50)), max_new_tokens=0).state
+    questions = [[1], [2, 3]]
+    out = gecko.generate(model, questions, max_new_tokens=5, temperature=0, state=book)
+    for row, question in enumerate(questions):
+        text = [*range(50), *question]
+        assert out.tokens[row] == gecko.generate(model, text, max_new_tokens=5, temperature=0).tokens[0]
+    swapped = gecko.generate(model, [[9], [9]], max_new_tokens=5, temperature=0, state=out.state.rows([1, 0]))
+    ordered = gecko.generate(model, [[9], [9]], max_new_tokens=5, temperature=0, state=out.state)
+    assert swapped.tokens == ordered.tokens[::-1]
+
+
+def test_the_state_may_be_used_where_gradients_flow(model: gecko.Gecko) -> None:
+    state = gecko.generate(model, [1, 2], max_new_tokens=2).state
+    assert not any(tensor.is_inference() for tensor in state.tensors().values())
+    logits, _ = model(torch.tensor([[3, 4]]), state=state)
+    logits.sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def test_weights_that_are_not_finite_are_named(model: gecko.Gecko) -> None:
+    broken = gecko.Gecko(model.config)
+    with torch.no_grad():
+        broken.head.weight[3] = torch.nan
+    with pytest.raises(ValueError, match="finite"):
+        gecko.generate(broken, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_new_tokens": -1}, ValueError, "max_new_tokens must be at least 0"),
+        ({"temperature": -1.0}, ValueError, "temperature"),
+        ({"top_k": 0}, ValueError, "top_k"),
+        ({"top_p": 2.0}, ValueError, "top_p"),
+        ({"seed": [1, 2, 3]}, ValueError, "one for each of the 2 prompts; got 3"),
+        ({"prompt_tokens": []}, ValueError, "at least one token"),
+        ({"prompt_tokens": [[1], []]}, ValueError, "at least one token"),
+        ({"prompt_tokens": [1, 264]}, ValueError, "0..263; got 264"),
+        ({"prompt_tokens": [1.5]}, TypeError, "integers"),
+        ({"prompt_tokens": "text"}, TypeError, "token ids; got text"),
+        ({"prompt_tokens": ["text"]}, TypeError, "token ids; got text"),
+        ({"prompt_tokens": torch.zeros(1, 1, 1, dtype=torch.int64)}, ValueError, "1-D"),
+    ],
+)
+def test_wrong_arguments(model: gecko.Gecko, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    prompt = options.pop("prompt_tokens", [[1], [2]])
+    with pytest.raises(error, match=message):
+        gecko.generate(model, prompt, **options)
+
+
+def test_states_of_others_are_refused(model: gecko.Gecko) -> None:
+    with pytest.raises(ValueError, match="one row, which every prompt continues, or one for each of the 3"):
+        gecko.generate(model, [[1], [2], [3]], state=model.empty_state(2))
+    with pytest.raises(ValueError, match="weights"):
+        gecko.generate(model, [1], state=gecko.Gecko(model.config).empty_state())
