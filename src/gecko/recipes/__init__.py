@@ -1,0 +1,41 @@
+"""Runs by name. A recipe is a function that returns a complete :class:`gecko.train.Run`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from gecko.config import unknown_name
+from gecko.recipes.gecko_15m import gecko_15m
+from gecko.recipes.gecko_125m import gecko_125m
+from gecko.recipes.overrides import apply_overrides
+from gecko.recipes.tiny import tiny
+from gecko.train import Run
+
+RECIPES: dict[str, Callable[[], Run]] = {
+    "tiny": tiny,
+    "gecko_15m": gecko_15m,
+    "gecko_125m": gecko_125m,
+}
+
+__all__ = ["RECIPES", "apply_overrides", "get_recipe"]
+
+
+def get_recipe(name: str) -> Run:
+    """The run of that name, or the one in a ``recipe.json`` that an earlier run wrote.
+
+    ValueError for an unknown name, with the nearest one; FileNotFoundError for a missing file.
+    """
+    if name.endswith(".json"):
+        return Run.load(name) if Path(name).exists() else _missing(name)
+    known = name.replace("-", "_")
+    if known not in RECIPES:
+        raise ValueError(unknown_name("recipe", name, RECIPES))
+    return dataclasses.replace(RECIPES[known](), recipe=known)
+
+
+def _missing(name: str) -> Run:
+    raise FileNotFoundError(
+        f"{name} must be a recipe file that a run wrote; there is none. Recipes by name: {', '.join(RECIPES)}."
+    )

@@ -1,0 +1,41 @@
+"""``key=value`` changes to a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from gecko.config import unknown_name
+from gecko.train import Run
+from gecko.train.fields import flatten
+
+_ORIGIN = ("recipe", "overrides")
+
+
+def apply_overrides(run: Run, overrides: Sequence[str]) -> Run:
+    """``run`` with each ``key=value`` applied, as ``optimizer.learning_rate=3e-3``; the last of two wins.
+
+    Values are read as the field's annotation asks. The changes apply together, so that fields which must
+    agree can change in any order. ValueError for an unknown key (with the nearest) or a value that does not fit.
+    """
+    values = run.to_dict()
+    known = [name for name in flatten(values) if name not in _ORIGIN]
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ValueError(f"an override must read key=value, for example steps=100; got {override!r}.")
+        if key not in known:
+            raise ValueError(unknown_name("override", key, known))
+        _set(values, key, value)
+    changed = Run.from_dict(values)
+    # Of two values for a key the command needs the last one only.
+    latest = {override.partition("=")[0]: override for override in (*run.overrides, *overrides)}
+    return dataclasses.replace(changed, overrides=tuple(latest.values()))
+
+
+def _set(values: dict[str, Any], key: str, value: str) -> None:
+    *path, name = key.split(".")
+    for part in path:
+        values = values[part]
+    values[name] = value

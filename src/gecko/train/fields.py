@@ -1,0 +1,98 @@
+"""Build a dataclass from text or JSON values, each converted to what the field's annotation asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from gecko.config import unknown_name
+
+T = TypeVar("T")
+
+_WORDS: dict[str, bool] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
+    """An instance of the dataclass ``cls``; nested dataclasses take nested mappings.
+
+    Raises ValueError that names the field (with its dotted path) when a name is unknown, a required
+    field is missing, or a value does not fit the annotation.
+    """
+    hints = get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in fields:
+            raise ValueError(unknown_name("field", prefix + name, [prefix + known for known in fields]))
+    missing = [name for name, field in fields.items() if name not in values and _required(field)]
+    if missing:
+        raise ValueError(f"{cls.__name__} needs the fields {', '.join(prefix + name for name in missing)}.")
+    return cls(**{name: convert(value, hints[name], prefix + name) for name, value in values.items()})
+
+
+def convert(value: Any, annotation: Any, name: str) -> Any:
+    """``value`` (text or a JSON value) as ``annotation``; ``name`` is the field in error messages."""
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} has fields of its own, so set one of them, as {name}.field=value; got {value!r}.")
+        return build(annotation, value, f"{name}.")
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return _optional(value, annotation, name)
+    if origin is Literal:
+        choices = {str(choice): choice for choice in get_args(annotation)}
+        if str(value) not in choices:
+            raise ValueError(unknown_name(name, value, choices))
+        return choices[str(value)]
+    if origin is tuple:
+        return _tuple(value, get_args(annotation), name)
+    return _scalar(value, annotation, name)
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _optional(value: Any, annotation: Any, name: str) -> Any:
+    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+        return None
+    (inner,) = (option for option in get_args(annotation) if option is not type(None))
+    return convert(value, inner, name)
+
+
+def _tuple(value: Any, inner: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    items = [part.strip() for part in value.strip("()[] ").split(",")] if isinstance(value, str) else list(value)
+    if len(inner) == 2 and inner[1] is Ellipsis:
+        return tuple(convert(item, inner[0], name) for item in items)
+    if len(items) != len(inner):
+        raise ValueError(f"{name} takes {len(inner)} values separated by commas; got {value!r}.")
+    return tuple(convert(item, one, name) for item, one in zip(items, inner, strict=True))
+
+
+def _scalar(value: Any, kind: type, name: str) -> Any:
+    if kind is str and isinstance(value, str):
+        return value
+    text = str(value).strip().replace("_", "")
+    try:
+        if kind is bool:
+            return _WORDS[text.lower()]
+        if kind is int and not isinstance(value, bool):
+            return int(text)
+        if kind is float and not isinstance(value, bool):
+            return float(text)
+    except (KeyError, ValueError):
+        pass
+    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+    raise ValueError(f"{name} must be {expected}; got {value!r}.")
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat

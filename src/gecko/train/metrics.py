@@ -1,0 +1,87 @@
+"""The numbers of a run: one JSON object a line, each step once, and the same to TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from gecko.files import whole_file
+
+Kind = Literal["train", "validation"]
+Record = dict[str, Any]
+
+
+class MetricsWriter:
+    """Appends records to ``metrics.jsonl``.
+
+    Resumed at ``step``, it first drops what later steps had written; a new run, with ``step`` None, starts
+    a new file. So the curve of an interrupted run has every step once. Non-finite numbers are written as null.
+    """
+
+    def __init__(self, folder: Path, step: int | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        truncate_metrics(path, -1 if step is None else step)
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _tensorboard(folder / "tensorboard", 0 if step is None else step + 1)
+
+    def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+        """One record. ``step`` counts finished optimizer steps."""
+        record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in values.items()}}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All records, in order. A last line cut short by a killed process is left out."""
+    records: list[Record] = []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}, must be a JSON object; {error}.") from error
+    return records
+
+
+def truncate_metrics(path: Path, step: int) -> None:
+    """Drop the records after ``step``."""
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    with whole_file(path) as replacement:
+        replacement.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return [_finite(item) for item in value] if isinstance(value, list) else value
+
+
+def _tensorboard(folder: Path, first_step: int) -> Any | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=first_step)

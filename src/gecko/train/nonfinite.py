@@ -1,0 +1,89 @@
+"""Find where a NaN or infinity comes from, and give up when they do not stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gecko.train.optimizer import named_parameters
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class SkipCounter:
+    """Counts skipped steps; ``consecutive`` is part of what a checkpoint keeps."""
+
+    def __init__(self, limit: int, consecutive: int = 0) -> None:
+        self.limit = limit
+        self.consecutive = consecutive
+
+    def record(self, step: int, cause: str | None) -> None:
+        """``cause`` is None for a step that was taken. NonFiniteError at the limit."""
+        self.consecutive = 0 if cause is None else self.consecutive + 1
+        if self.consecutive >= self.limit:
+            first = step - self.consecutive + 1
+            raise NonFiniteError(
+                f"steps {first} to {step} all had a non-finite loss or gradient, and max_skips={self.limit}; "
+                f"the last: {cause}. The last checkpoint is untouched. Try a lower optimizer.learning_rate, "
+                "a longer schedule.warmup or precision=float32, and continue with --resume."
+            )
+
+
+def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
+    """Run ``compute`` (loss and gradients of the batch) again and say what first was not finite.
+
+    In this order: a parameter; the output of a module (the innermost, in order of the forward pass);
+    the loss; the gradient of a parameter (in order of the backward pass). Gradients are cleared.
+    """
+    for name, parameter in model.named_parameters():
+        if not _is_finite(parameter):
+            return f"the parameter {name} is not finite"
+    found: list[str] = []
+    handles = list(_watch(model, found))
+    model.zero_grad(set_to_none=True)
+    try:
+        loss = compute()
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+    outputs = [event for event in found if event.startswith("the output")]
+    if outputs:
+        return outputs[0]
+    if not _is_finite(loss):
+        return "the loss is not finite, though every module's output is"
+    return found[0] if found else "the gradient's norm overflowed, or the step's numbers do not repeat"
+
+
+def _watch(model: nn.Module, found: list[str]) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    """Hooks that add one line to ``found`` for each non-finite module output and parameter gradient."""
+    for name, module in model.named_modules():
+        label = f"the output of {name or 'the model'} ({type(module).__name__}) is not finite"
+        yield module.register_forward_hook(partial(_check_output, found, label))
+    for name, parameter in named_parameters(model):
+        label = f"the gradient of {name} is not finite"
+        hooked: Any = parameter  # the method has no annotations
+        yield hooked.register_post_accumulate_grad_hook(partial(_check_gradient, found, label))
+
+
+def _check_output(found: list[str], label: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    # A streaming state may hold -inf on purpose (an empty memory's log weight): only an output's first tensor counts.
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if tensors and not _is_finite(tensors[0]):
+        found.append(label)
+
+
+def _check_gradient(found: list[str], label: str, parameter: Tensor) -> None:
+    if parameter.grad is not None and not _is_finite(parameter.grad):
+        found.append(label)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

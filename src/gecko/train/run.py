@@ -1,0 +1,220 @@
+"""One training run as one frozen value: everything that decides what is trained, and where it is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gecko.config import GeckoConfig
+from gecko.train.fields import build
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    source: str = "stdlib"
+    """What ``gecko.data.load_documents`` takes: ``stdlib``, a file, a folder, a glob, a data set."""
+    tokenizer: str = "bytes"
+    validation_fraction: float = 0.05
+    """Part of the documents held out."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    learning_rate: float = 3e-3
+    """Peak rate; the schedule multiplies it."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay: Literal["all", "matrices"] = "all"
+    """Which parameters decay. Norm weights are offsets from 1, so decaying ``all`` pulls them to the identity."""
+    clip: float = 1.0
+    """Largest gradient norm; a larger gradient is scaled down to it."""
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """Learning rate over the run. Lengths are fractions of all steps."""
+
+    kind: Literal["cosine", "wsd"] = "cosine"
+    """``cosine``: warm-up, then a cosine. ``wsd``: warm-up, stable, then a straight line down."""
+    warmup: float = 0.02
+    decay: float = 0.2
+    """Part of the run that the ``wsd`` schedule decays in."""
+    final: float = 0.0
+    """What is left of the peak rate at the end."""
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    every: int = 100
+    """Steps between two held-out losses."""
+    rows: int = 64
+    """Held-out rows for each of them: always the same ones, spread over the rows of the final loss."""
+    final_rows: int = 1024
+    """Held-out rows, at most, for the loss of the finished model."""
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    every: int = 500
+    """Steps between two checkpoints; one more is written at the end."""
+    keep: int = 2
+    """How many of the newest checkpoints stay."""
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """The text written at the end of a run."""
+
+    prompt: str = "The "
+    tokens: int = 600
+    temperature: float = 0.7
+
+
+@dataclass(frozen=True)
+class Run:
+    """A complete training run. Recipes return one; ``key=value`` overrides change one."""
+
+    model: GeckoConfig
+    output: str
+    """Folder of the checkpoints, the metrics and the report."""
+    data: DataSettings = field(default_factory=DataSettings)
+    batch_size: int = 8
+    """Rows of one optimizer step."""
+    sequence_length: int = 1024
+    """Tokens of a row."""
+    accumulation: int = 1
+    """Equal parts a batch is computed in, one after the other; saves memory and changes no number but rounding."""
+    steps: int | None = None
+    """Optimizer steps. None: as many as fit into ``minutes``, measured once when the run starts."""
+    minutes: float | None = None
+    """Time for training with its evaluations; used only where ``steps`` is None."""
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    precision: Precision = "float32"
+    """``bfloat16``: products in bf16 under autocast; parameters, optimizer and statistics stay float32.
+    ``auto``: that where the device multiplies bf16 natively, chosen once when the run starts."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
+    max_skips: int = 10
+    """Steps in a row that may be skipped for a non-finite loss or gradient before the run gives up."""
+    seed: int = 0
+    device: str = "auto"
+    """``auto`` (CUDA where there is one), ``cpu``, ``cuda``, ``cuda:1``."""
+    threads: int | None = None
+    """CPU threads; None leaves PyTorch's choice."""
+    recipe: str = ""
+    """Where this run came from: the recipe's name, and the overrides applied to it."""
+    overrides: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_length()
+        self._check_ranges()
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    @property
+    def rows_at_once(self) -> int:
+        return self.batch_size // self.accumulation
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output)
+
+    def command(self) -> str:
+        """The command that trains this run again."""
+        source = self.recipe or str(self.folder / "recipe.json")
+        return shlex.join(["gecko", "train", source, *self.overrides])
+
+    def with_steps(self, steps: int) -> Run:
+        """The run with its number of steps fixed, also in its command."""
+        return dataclasses.replace(self, steps=steps, overrides=(*self.overrides, f"steps={steps}"))
+
+    def with_precision(self, precision: Precision) -> Run:
+        """The run with its precision fixed, also in its command."""
+        return dataclasses.replace(self, precision=precision, overrides=(*self.overrides, f"precision={precision}"))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Run:
+        return build(cls, values)
+
+    def save(self, path: str | Path) -> None:
+        """Write the run as JSON, with the command to run it again."""
+        content = {"command": self.command(), **self.to_dict()}
+        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Run:
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} must hold a recipe as JSON; {error}.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold a JSON object with the fields of a run; got a {type(values).__name__}.")
+        values.pop("command", None)
+        return cls.from_dict(values)
+
+    def _check_counts(self) -> None:
+        counts = {
+            "batch_size": self.batch_size,
+            "sequence_length": self.sequence_length,
+            "accumulation": self.accumulation,
+            "max_skips": self.max_skips,
+            "evaluation.every": self.evaluation.every,
+            "evaluation.rows": self.evaluation.rows,
+            "evaluation.final_rows": self.evaluation.final_rows,
+            "checkpoint.every": self.checkpoint.every,
+            "checkpoint.keep": self.checkpoint.keep,
+            "threads": 1 if self.threads is None else self.threads,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1; got {count}.")
+        if self.batch_size % self.accumulation:
+            raise ValueError(
+                f"accumulation must divide batch_size; got {self.accumulation} and {self.batch_size}. "
+                f"Try accumulation={self.batch_size}, one row at a time."
+            )
+
+    def _check_length(self) -> None:
+        if self.steps is None and self.minutes is None:
+            raise ValueError("a run needs an end: set steps, for example steps=1000, or minutes=5.")
+        for name, length in (("steps", self.steps), ("minutes", self.minutes)):
+            if length is not None and length <= 0:
+                raise ValueError(f"{name} must be above 0; got {length}.")
+
+    def _check_ranges(self) -> None:
+        fractions = {
+            "schedule.warmup": self.schedule.warmup,
+            "schedule.decay": self.schedule.decay,
+            "schedule.final": self.schedule.final,
+        }
+        if not 0 < self.data.validation_fraction < 1:
+            raise ValueError(f"data.validation_fraction must lie between 0 and 1; got {self.data.validation_fraction}.")
+        for name, value in fractions.items():
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} is a fraction and must lie in 0..1; got {value}.")
+        if self.schedule.kind == "wsd" and self.schedule.warmup + self.schedule.decay > 1:
+            raise ValueError(
+                f"schedule.warmup and schedule.decay are parts of one run, so their sum must be at most 1; "
+                f"got {self.schedule.warmup} + {self.schedule.decay}."
+            )
+        for name in ("learning_rate", "eps", "clip"):
+            value = getattr(self.optimizer, name)
+            if not value > 0:
+                raise ValueError(f"optimizer.{name} must be above 0; got {value}.")

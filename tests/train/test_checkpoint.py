@@ -1,0 +1,165 @@
+"""Checkpoints are there whole or not at all, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gecko.train import Run, train
+from gecko.train.checkpoint import (
+    MANIFEST,
+    checkpoint_path,
+    keep_newest,
+    latest_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+    write_checkpoint,
+)
+
+
+def write(folder: Path, step: int, content: bytes = b"weights") -> Path:
+    def files(target: Path) -> None:
+        (target / "model.bin").write_bytes(content)
+        (target / "state.json").write_text(json.dumps({"step": step}))
+
+    return write_checkpoint(folder, step, files)
+
+
+def test_written_checkpoint_is_sound_and_the_newest_is_found(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    for step in (2, 10, 9):
+        verify_checkpoint(write(tmp_path, step))
+    assert latest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 10)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000010", "step-00000009", "step-00000002"]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in range(5):
+        write(tmp_path, step)
+    keep_newest(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000004"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_is_found_and_names_the_file(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("flip")
+    sound, damaged = write(folder, 1), write(folder, 2)
+    file = data.draw(st.sampled_from([damaged / "model.bin", damaged / "state.json"]))
+    content = bytearray(file.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=file.name):
+        verify_checkpoint(damaged)
+    with pytest.warns(UserWarning, match="step-00000002.*" + file.name):
+        assert latest_checkpoint(folder) == sound
+
+
+@pytest.mark.parametrize("name", ["model.bin", MANIFEST])
+@pytest.mark.parametrize("change", ["missing", "cut"])
+def test_incomplete_checkpoints_are_skipped(tmp_path: Path, name: str, change: str) -> None:
+    sound, damaged = write(tmp_path, 1), write(tmp_path, 2)
+    if change == "missing":
+        (damaged / name).unlink()
+    else:
+        os.truncate(damaged / name, 5)
+    with pytest.warns(UserWarning, match=name):
+        assert latest_checkpoint(tmp_path) == sound
+
+
+def test_all_damaged_is_an_error_not_a_new_start(tmp_path: Path) -> None:
+    (write(tmp_path, 1) / "model.bin").write_bytes(b"WEIGHTS")
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="step-00000001 are damaged"):
+        latest_checkpoint(tmp_path)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing past ``size`` bytes of any file fails, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path: Path) -> None:
+    previous = write(tmp_path, 1)
+    with (
+        files_of_at_most(1000),
+        pytest.raises(OSError, match=r"step 2 could not be.*step-00000001, is intact.*--resume"),
+    ):
+        write(tmp_path, 2, b"x" * 10_000)
+    assert os.listdir(tmp_path) == [previous.name]
+    verify_checkpoint(previous)
+
+
+def test_full_disk_while_a_model_is_saved(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run stops with a clear error, and goes on from the checkpoint before once there is room."""
+    from gecko.model import Gecko
+
+    save, saves = Gecko.save, []
+
+    def save_until_full(self: Gecko, folder: Path) -> None:
+        saves.append(folder)
+        with files_of_at_most(10_000 if len(saves) == 2 else resource.RLIM_INFINITY):
+            save(self, folder)
+
+    monkeypatch.setattr(Gecko, "save", save_until_full)
+    with pytest.raises(OSError, match="step 8 could not be written"):
+        train(small_run)
+    assert [path.name for path in list_checkpoints(small_run.folder / "checkpoints")] == ["step-00000004"]
+    assert train(small_run, resume=True).finished
+
+
+_WRITER = """
+import os, sys
+from pathlib import Path
+from gecko.train.checkpoint import write_checkpoint, keep_newest
+folder = Path(sys.argv[1])
+for step in range(10**6):
+    write_checkpoint(folder, step, lambda target: [(target / n).write_bytes(os.urandom(200_000)) for n in "abc"])
+    keep_newest(folder, 2)
+"""
+
+
+def test_kill_while_saving_never_leaves_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """A process that does nothing but save is killed at a moment that has nothing to do with it."""
+    process = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)])
+    _wait_until(lambda: len(list_checkpoints(tmp_path)) == 2)
+    for moment in range(12):
+        time.sleep(0.013 + 0.003 * moment)
+        process.send_signal(signal.SIGSTOP)
+        found = list_checkpoints(tmp_path)
+        assert found
+        for path in found:
+            verify_checkpoint(path)
+        process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.wait()
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    write(tmp_path, 10**7)
+    assert not list(tmp_path.glob(".partial-*"))
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.005)

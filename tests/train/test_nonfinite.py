@@ -1,0 +1,90 @@
+"""What is not finite is found where it began."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gecko.train.nonfinite import NonFiniteError, SkipCounter, find_nonfinite
+
+
+class Bad(nn.Module):
+    """Identity with a number put in, in the forward or in the backward pass."""
+
+    def __init__(self, forward: float = 0.0, backward: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.forward_extra, self.backward_extra = forward, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight + self.forward_extra
+        y.register_hook(lambda grad: grad + self.backward_extra)
+        return y
+
+
+def chain(**positions: Bad) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Linear, a, Linear, b, Linear, and a way to compute loss and gradients."""
+    torch.manual_seed(0)
+    names: dict[str, nn.Module] = {"first": nn.Linear(4, 4), "a": Bad(), "middle": nn.Linear(4, 4), "b": Bad()}
+    model = nn.Sequential()
+    for name, module in {**names, **positions, "last": nn.Linear(4, 4)}.items():
+        model.add_module(name, module)
+
+    def compute() -> Tensor:
+        loss: Tensor = model(torch.ones(2, 4)).square().mean()
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    return model, compute
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_the_first_module_is_named(name: str, value: float) -> None:
+    model, compute = chain(**{name: Bad(forward=value)})
+    assert find_nonfinite(model, compute) == f"the output of {name} (Bad) is not finite"
+
+
+def test_of_two_the_first_in_the_forward_pass_is_named() -> None:
+    model, compute = chain(a=Bad(forward=float("inf")), b=Bad(forward=float("nan")))
+    assert "output of a " in find_nonfinite(model, compute)
+
+
+def test_a_gradient_is_named_by_its_parameter_in_backward_order() -> None:
+    model, compute = chain(b=Bad(backward=float("nan")))
+    assert find_nonfinite(model, compute) == "the gradient of b.weight is not finite"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_parameter_is_named_before_what_it_spoils() -> None:
+    model, compute = chain()
+    with torch.no_grad():
+        model.get_parameter("middle.bias")[0] = float("nan")
+    assert find_nonfinite(model, compute) == "the parameter middle.bias is not finite"
+
+
+def test_a_loss_alone_is_named() -> None:
+    model, compute = chain()
+    assert "loss" in find_nonfinite(model, lambda: compute() * float("nan"))
+
+
+def test_no_hook_stays_behind() -> None:
+    model, compute = chain(a=Bad(forward=float("nan")))
+    find_nonfinite(model, compute)
+    hooks: list[Any] = [module._forward_hooks for module in model.modules()]
+    assert not any(hooks)
+
+
+def test_only_skips_in_a_row_count() -> None:
+    counter = SkipCounter(limit=3)
+    for step, cause in enumerate(["nan", "nan", None, "nan", "nan", None]):
+        counter.record(step, cause)
+    counter.record(6, "nan")
+    assert SkipCounter(3, counter.consecutive).consecutive == 1
+    counter.record(7, "nan")
+    with pytest.raises(NonFiniteError, match=r"steps 6 to 8 .*max_skips=3.*the cause"):
+        counter.record(8, "the cause")

@@ -1,0 +1,90 @@
+"""AdamW: which parameters decay, and its state as named tensors."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gecko.config import GeckoConfig
+from gecko.model import Gecko
+from gecko.train import OptimizerSettings, Run
+from gecko.train.optimizer import build_optimizer, load_optimizer_tensors, named_parameters, optimizer_tensors
+
+
+def decayed_names(model: nn.Module, settings: OptimizerSettings) -> set[str]:
+    names = {parameter: name for name, parameter in named_parameters(model)}
+    groups = build_optimizer(model, settings).param_groups
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    return {names[p] for group in groups if group["weight_decay"] == settings.weight_decay for p in group["params"]}
+
+
+def test_all_parameters_decay_by_default(small_run: Run) -> None:
+    model = Gecko(small_run.model)
+    assert decayed_names(model, OptimizerSettings()) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_option_spares_norms_biases_and_moving_averages(small_run: Run, tied: bool) -> None:
+    model = Gecko(replace(small_run.model, tie_embedding=tied))
+    decayed = decayed_names(model, OptimizerSettings(decay="matrices"))
+    assert {"embedding.weight", "blocks.0.mixer.to_value.weight", "blocks.1.feed_forward.fc2.weight"} <= decayed
+    assert ("head.weight" in decayed) is not tied
+    spared = {name for name, _ in model.named_parameters()} - decayed
+    assert all("norm" in name or "bias" in name or "cema" in name or "mixer.scale" in name or "mixer.offset" in name
+               for name in spared)  # fmt: skip
+    assert not any("norm" in name or "cema" in name for name in decayed)
+
+
+def test_decay_without_gradient_shrinks_only_the_decayed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    nn.init.ones_(model[0].bias)  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, OptimizerSettings(learning_rate=0.5, weight_decay=0.1, decay="matrices"))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if name == "0.weight" else 1.0))
+
+
+def test_state_goes_through_tensors_unchanged(small_run: Run) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 257, (2, 17))
+
+    def step(model: Gecko, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(model.loss(tokens[:, :-1], tokens[:, 1:]))
+        optimizer.step()
+
+    model = Gecko(small_run.model)
+    optimizer = build_optimizer(model, small_run.optimizer)
+    step(model, optimizer)
+    step(model, optimizer)
+    other = copy.deepcopy(model)
+    restored = build_optimizer(other, small_run.optimizer)
+    load_optimizer_tensors(other, restored, copy.deepcopy(optimizer_tensors(model, optimizer)))
+    step(model, optimizer)
+    step(other, restored)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_state_of_another_model_is_refused(small_run: Run) -> None:
+    model = Gecko(small_run.model)
+    optimizer = build_optimizer(model, small_run.optimizer)
+    with pytest.raises(ValueError, match="nowhere/exp_avg"):
+        load_optimizer_tensors(model, optimizer, {"nowhere/exp_avg": torch.zeros(3)})
+    with pytest.raises(ValueError, match="shape"):
+        load_optimizer_tensors(model, optimizer, {"embedding.weight/exp_avg": torch.zeros(3)})
+
+
+def test_presets_have_a_matrix_for_most_parameters() -> None:
+    with torch.device("meta"):
+        model = Gecko(GeckoConfig.preset("tiny"))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert sum(sizes[name] for name in decayed_names(model, OptimizerSettings(decay="matrices"))) > 0.9 * sum(
+        sizes.values()
+    )

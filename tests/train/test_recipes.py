@@ -1,0 +1,111 @@
+"""Recipes by name, and ``key=value`` changes to them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gecko.recipes import RECIPES, apply_overrides, get_recipe
+from gecko.train import Run
+from gecko.train.fields import flatten
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_complete_and_survive_json(name: str, tmp_path: Path) -> None:
+    run = get_recipe(name)
+    run.save(tmp_path / "recipe.json")
+    assert Run.load(tmp_path / "recipe.json") == run
+    assert get_recipe(str(tmp_path / "recipe.json")) == run
+
+
+def test_nearest_recipe_is_suggested() -> None:
+    assert get_recipe("gecko-15m") == get_recipe("gecko_15m")
+    with pytest.raises(ValueError, match="Did you mean 'gecko_125m'"):
+        get_recipe("geko_125m")
+    with pytest.raises(FileNotFoundError, match=r"missing\.json"):
+        get_recipe("missing.json")
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("steps=1_000", "steps", 1000),
+        ("steps=none", "steps", None),
+        ("minutes=0.5", "minutes", 0.5),
+        ("optimizer.learning_rate=3e-3", "optimizer.learning_rate", 3e-3),
+        ("optimizer.betas=0.8,0.9", "optimizer.betas", (0.8, 0.9)),
+        ("optimizer.decay=matrices", "optimizer.decay", "matrices"),
+        ("model.num_layers=2", "model.num_layers", 2),
+        ("model.timestep_betas=none", "model.timestep_betas", None),
+        ("model.norm_affine=false", "model.norm_affine", False),
+        ("data.source=a=b, c", "data.source", "a=b, c"),
+        ("output=123", "output", "123"),
+        ("precision=bfloat16", "precision", "bfloat16"),
+    ],
+)
+def test_values_are_read_as_the_field_asks(override: str, path: str, value: Any) -> None:
+    changed = flatten(apply_overrides(get_recipe("tiny"), [override]).to_dict())
+    assert changed[path] == value
+    assert type(changed[path]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stps=3", "Did you mean 'steps'"),
+        ("optimizer.learning_rat=1", "Did you mean 'optimizer.learning_rate'"),
+        ("optimizer=1", "override must be one of"),
+        ("overrides=x", "override must be one of"),
+        ("steps", "key=value"),
+        ("steps=many", "steps must be a whole number; got 'many'"),
+        ("steps=1.5", "steps must be a whole number"),
+        ("minutes=soon", "minutes must be a number"),
+        ("model.norm_affine=maybe", "model.norm_affine must be true or false"),
+        ("precision=bfloat", "Did you mean 'bfloat16'"),
+        ("optimizer.betas=0.9", "optimizer.betas takes 2 values"),
+        ("accumulation=3", "accumulation must divide batch_size"),
+        ("steps=0", "steps must be above 0"),
+        ("minutes=none", "set steps"),
+        ("model.num_heads=3", "must divide"),
+        ("evaluation.every=0", "evaluation.every must be at least 1"),
+        ("data.validation_fraction=1", "data.validation_fraction"),
+        ("schedule.warmup=2", "schedule.warmup is a fraction"),
+    ],
+)
+def test_errors_name_the_key_and_what_to_do(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        apply_overrides(get_recipe("tiny"), [override])
+
+
+def test_fields_that_must_agree_change_together() -> None:
+    run = apply_overrides(get_recipe("tiny"), ["model.num_heads=3", "model.key_dim=96", "model.value_dim=192"])
+    assert (run.model.num_heads, run.model.key_dim) == (3, 96)
+
+
+@given(st.lists(st.sampled_from(["steps=7", "steps=9", "data.source=my books", "seed=3"])))
+def test_the_command_gives_the_same_run(overrides: list[str]) -> None:
+    run = apply_overrides(get_recipe("tiny"), overrides)
+    program, verb, recipe, *rest = shlex.split(run.command())
+    assert (program, verb) == ("gecko", "train")
+    assert apply_overrides(get_recipe(recipe), rest) == run
+
+
+def test_a_hand_written_file_with_a_wrong_value_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    for changes, message in [
+        ({"steps": "ten"}, "steps"),
+        ({"modle": {}}, "Did you mean 'model'"),
+        ({"model": 3}, "model"),
+    ]:
+        path.write_text(json.dumps({**get_recipe("tiny").to_dict(), **changes}))
+        with pytest.raises(ValueError, match=message):
+            Run.load(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="JSON"):
+        Run.load(path)

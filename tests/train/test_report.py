@@ -1,0 +1,59 @@
+"""The report is one page that needs nothing else and shows text as text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from gecko.train import Run, SampleSettings
+from gecko.train.evaluate import Evaluation
+from gecko.train.figures import chunk_borders
+from gecko.train.metrics import MetricsWriter
+from gecko.train.report import RunFacts, write_report
+
+
+@pytest.fixture
+def page(small_run: Run) -> str:
+    run = replace(small_run, sample=SampleSettings(prompt="<script>alert(1)</script>"))
+    with MetricsWriter(run.folder, None) as metrics:
+        metrics.write("validation", 0, {"loss": 5.5})
+        for step in range(1, 13):
+            loss = float("nan") if step == 3 else 5.0 / step
+            skipped = {"skipped": "the output of x"} if step == 3 else {}
+            metrics.write("train", step, {"loss": loss, "seconds": step, "tokens_per_second": 48.0, **skipped})
+        metrics.write("validation", 12, {"loss": float("nan")})
+    evaluation = Evaluation(2.5, 1.25, [None, *([2.5] * 23)], 1, 100)
+    facts = RunFacts(1234, evaluation, "</pre><img src=x>&", {"Processor": "<b>fast</b>"})
+    return write_report(run, facts).read_text(encoding="utf-8")
+
+
+def test_loads_nothing_from_elsewhere(page: str) -> None:
+    assert not re.search(r"(src|href)\s*=\s*[\"']?(?!#)[^\"'#>\s]", re.sub(r"&\w+;|xlink:href=\"#", "", page)
+                         .replace("src=x", ""))  # fmt: skip
+    assert "<script" not in page
+    assert "@import" not in page
+
+
+def test_text_is_escaped(page: str) -> None:
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "&lt;/pre&gt;&lt;img src=x&gt;&amp;" in page
+    assert "&lt;b&gt;fast&lt;/b&gt;" in page
+
+
+def test_holds_pictures_numbers_settings_and_commands(page: str) -> None:
+    assert page.count("<svg") == 2
+    for text in ("1.2500 nats a byte", "skipped as not finite: 1", "optimizer.learning_rate", "gecko train", "1,234"):
+        assert text in page
+
+
+@pytest.mark.parametrize(("length", "borders"), [(24, [8, 16]), (8, []), (25, [8, 16, 24])])
+def test_chunk_borders(length: int, borders: list[int]) -> None:
+    assert chunk_borders(length, 8) == borders
+
+
+def test_many_chunk_borders_are_thinned() -> None:
+    borders = chunk_borders(32_768, 64)
+    assert 20 < len(borders) <= 40
+    assert all(border % 64 == 0 for border in borders)

@@ -1,0 +1,234 @@
+"""Whole runs: an interrupted run is the uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gecko.config import GeckoConfig
+from gecko.model import load
+from gecko.train import CheckpointSettings, Run, TrainResult, train
+from gecko.train.loop import Trainer
+from gecko.train.metrics import read_metrics
+from gecko.train.nonfinite import NonFiniteError
+
+_TIMES = ("seconds", "tokens_per_second")
+
+
+def curve(run: Run) -> list[dict[str, Any]]:
+    records = read_metrics(run.folder / "metrics.jsonl")
+    return [{name: value for name, value in record.items() if name not in _TIMES} for record in records]
+
+
+def same_end(one: TrainResult, other: TrainResult) -> bool:
+    """Weights and optimizer state are equal in every bit."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        left, right = load_file(one.checkpoint / name), load_file(other.checkpoint / name)
+        if left.keys() != right.keys() or not all(torch.equal(left[key], right[key]) for key in left):
+            return False
+    return True
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, stop: Callable[[], None]) -> None:
+    """Call ``stop`` inside the given step of the next run, once."""
+    original = Trainer._step
+
+    def stepping(self: Trainer) -> None:
+        if self.position.step == step - 1:
+            monkeypatch.setattr(Trainer, "_step", original)
+            stop()
+        original(self)
+
+    monkeypatch.setattr(Trainer, "_step", stepping)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], TrainResult]:
+    """The result of the same run in another folder, trained once."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    results: list[TrainResult] = []
+
+    def result(run: Run) -> TrainResult:
+        if not results:
+            results.append(train(replace(run, output=str(folder / "run"))))
+        return results[0]
+
+    return result
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("step", [1, 4, 5, 11])
+def test_stopped_and_resumed_is_uninterrupted(
+    small_run: Run,
+    uninterrupted: Callable[[Run], TrainResult],
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    number: signal.Signals,
+) -> None:
+    whole = uninterrupted(small_run)
+    stop_after(step, monkeypatch, lambda: signal.raise_signal(number))
+    stopped = train(small_run)
+    assert (stopped.step, stopped.finished) == (step, False)
+    resumed = train(small_run, resume=True)
+    assert resumed.finished
+    assert same_end(whole, resumed)
+    assert curve(resumed.run) == curve(whole.run)
+    assert resumed.evaluation == whole.evaluation
+
+
+@pytest.mark.parametrize("step", [2, 7, 12])
+def test_killed_and_resumed_is_uninterrupted(
+    small_run: Run, uninterrupted: Callable[[Run], TrainResult], monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """An error inside a step stands for a kill: nothing is saved on the way out, and steps are done again."""
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    whole = uninterrupted(small_run)
+    stop_after(step, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(small_run)
+    with (small_run.folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind": "train", "st')
+    resumed = train(small_run, resume=True)
+    assert same_end(whole, resumed)
+    assert curve(resumed.run) == curve(whole.run)
+
+
+_CHILD = """
+import json, sys
+from gecko.train import CheckpointSettings, Run, train
+result = train(Run.load(sys.argv[1]))
+assert not result.finished
+"""
+
+
+def test_sigterm_from_outside_exits_clean_and_says_how_to_resume(small_run: Run, tmp_path: Path) -> None:
+    long_run = replace(small_run, steps=100_000, checkpoint=CheckpointSettings(every=1000))
+    long_run.save(tmp_path / "run.json")
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", _CHILD, str(tmp_path / "run.json")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    seen = ""
+    while "step 5 of" not in seen:
+        line = process.stdout.readline()
+        assert line, seen
+        seen += line
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "SIGTERM: saved after step" in rest
+    assert "--resume" in rest
+    records = [record for record in curve(long_run) if record["kind"] == "train"]
+    longer = replace(long_run, steps=len(records) + 3)
+    assert train(longer, resume=True).step == len(records) + 3
+
+
+def test_a_used_folder_is_not_overwritten(small_run: Run) -> None:
+    run = replace(small_run, steps=1)
+    train(run)
+    with pytest.raises(FileExistsError, match="--resume"):
+        train(run)
+
+
+def test_resuming_a_finished_run_trains_no_more(small_run: Run) -> None:
+    first = train(small_run)
+    before = curve(small_run)
+    again = train(small_run, resume=True)
+    assert (again.step, again.evaluation, curve(small_run)) == (12, first.evaluation, before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"batch_size": 4}, "batch_size"),
+        ({"model": GeckoConfig.preset("tiny")}, "model.vocab_size"),
+    ],
+    ids=["seed", "batch", "model"],
+)
+def test_resuming_another_run_is_refused(small_run: Run, changes: dict[str, Any], name: str) -> None:
+    train(replace(small_run, steps=1))
+    with pytest.raises(ValueError, match=f"^{name} must be what the checkpoint was trained with"):
+        train(replace(small_run, **changes), resume=True)
+
+
+def test_a_damaged_checkpoint_is_passed_over(small_run: Run, uninterrupted: Callable[[Run], TrainResult]) -> None:
+    whole = uninterrupted(small_run)
+    shutil.copytree(whole.run.folder, small_run.folder)
+    weights = small_run.folder / "checkpoints" / "step-00000012" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.warns(UserWarning, match=r"step-00000012.*model\.safetensors"):
+        resumed = train(small_run, resume=True)
+    assert same_end(whole, resumed)
+
+
+def test_what_a_run_leaves_behind(small_run: Run) -> None:
+    result = train(small_run)
+    assert result.evaluation is not None
+    assert load(result.checkpoint).config == small_run.model
+    assert Run.load(result.checkpoint / "recipe.json") == result.run
+    assert json.loads((small_run.folder / "results.json").read_text())["loss"] == result.evaluation.loss
+    assert (small_run.folder / "sample.txt").read_text(encoding="utf-8").startswith("red ")
+    assert result.report == small_run.folder / "report.html"
+    losses = [record["loss"] for record in curve(small_run) if record["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.5
+    assert [record["step"] for record in curve(small_run) if record["kind"] == "validation"] == [0, 5, 10, 12]
+
+
+def test_a_time_budget_becomes_a_number_of_steps_once(run_in: Callable[[str], Run]) -> None:
+    timed = train(replace(run_in("timed"), steps=None, minutes=0.01))
+    assert timed.run.steps == timed.step >= 1
+    assert f"steps={timed.step}" in timed.run.command()
+    counted = train(replace(run_in("counted"), steps=timed.step))
+    assert same_end(timed, counted)
+    again = train(replace(run_in("timed"), steps=None, minutes=0.01), resume=True)
+    assert again.run.steps == timed.step
+
+
+def poison(model: Any, steps: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make one module return NaN in the given steps."""
+    original = Trainer._step
+
+    def stepping(self: Trainer) -> None:
+        module = self.model.blocks[1].feed_forward.fc2  # type: ignore[union-attr]
+        hook = module.register_forward_hook(lambda m, i, out: out * float("nan"))
+        if self.position.step + 1 not in steps:
+            hook.remove()
+        original(self)
+        hook.remove()
+
+    monkeypatch.setattr(Trainer, "_step", stepping)
+
+
+def test_a_non_finite_step_is_named_and_skipped(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(small_run, range(3, 5), monkeypatch)
+    result = train(replace(small_run, max_skips=3))
+    skipped = {record["step"]: record for record in curve(small_run) if "skipped" in record}
+    assert list(skipped) == [3, 4]
+    assert skipped[3]["loss"] is None
+    assert "blocks.1.feed_forward.fc2" in skipped[3]["skipped"]
+    assert result.finished
+    assert all(torch.isfinite(tensor).all() for tensor in load_file(result.checkpoint / "model.safetensors").values())
+
+
+def test_too_many_in_a_row_end_the_run_and_keep_the_checkpoint(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(small_run, range(6, 100), monkeypatch)
+    with pytest.raises(NonFiniteError, match=r"steps 6 to 8 .*blocks\.1\.feed_forward\.fc2.*--resume"):
+        train(replace(small_run, max_skips=3))
+    assert [path.name for path in (small_run.folder / "checkpoints").iterdir()] == ["step-00000004"]
