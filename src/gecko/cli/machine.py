@@ -1,0 +1,119 @@
+"""What this machine has."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+DISTRIBUTION = "gecko-lm"
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "asimd", "sve", "bf16")
+FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package; ``version`` is None where it is missing."""
+
+    name: str
+    extra: str
+    version: str | None
+
+    @property
+    def remedy(self) -> str:
+        return f"pip install '{DISTRIBUTION}[{self.extra}]'"
+
+
+def software() -> dict[str, str]:
+    return {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "Python": platform.python_version(),
+        "PyTorch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+    }
+
+
+def processor() -> dict[str, str]:
+    features = cpu_features()
+    return {
+        "processor": f"{_cpu_field('model name') or platform.processor() or 'unknown'}, {os.cpu_count()} cores",
+        "features": ", ".join(name for name in CPU_FEATURES if name in features) or "unknown",
+        "PyTorch uses": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def cpu_features() -> frozenset[str]:
+    return frozenset((_cpu_field("flags") or _cpu_field("Features")).split())
+
+
+def resources(folder: Path) -> dict[str, str]:
+    facts = {"disk": f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free in {folder}"}
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, free = (os.sysconf(name) * page / 1e9 for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+        facts["memory"] = f"{total:.1f} GB, of which {free:.1f} GB are unused"
+    return facts
+
+
+def graphics() -> dict[str, str]:
+    """By device; one line that says so where there is none."""
+    if not torch.cuda.is_available():
+        return {"GPU": "none that this PyTorch can use"}
+    found = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = (
+            f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, "
+            f"compute capability {properties.major}.{properties.minor}"
+        )
+    return found
+
+
+def paths() -> dict[str, str]:
+    """Which ways of computing are taken here."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    fast = torch.cuda.is_bf16_supported() if device == "cuda" else bool(FAST_BFLOAT16 & cpu_features())
+    return {
+        "device": f"{device}, as device=auto means here",
+        "operators": "chunked PyTorch forms for prompts and training, one-token forms for decoding",
+        "bfloat16": "in hardware: precision=bfloat16 may pay" if fast else "emulated: stay with precision=float32",
+    }
+
+
+def optional_packages() -> list[Package]:
+    """What the installed package's extras name, without its extra for development."""
+    try:
+        required = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = {}
+    for requirement in required:
+        match = re.match(r"""([\w.-]+)[^;]*;\s*extra == ["'](\w+)["']""", requirement)
+        if match and match[2] != "dev" and match[1] != DISTRIBUTION:
+            found[match[1]] = Package(match[1], match[2], _version(match[1]))
+    return [found[name] for name in sorted(found)]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_field(name: str) -> str:
+    return next((value for field, value in _cpu_fields() if field == name), "")
+
+
+def _cpu_fields() -> Iterator[tuple[str, str]]:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            field, _, value = line.partition(":")
+            yield field.strip(), value.strip()

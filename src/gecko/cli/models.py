@@ -1,0 +1,60 @@
+"""What MODEL means on the command line: a model's folder, or a run's, with the tokenizer it was trained with."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from gecko.config import PRESETS
+from gecko.data import Tokenizer, check_vocabulary, load_tokenizer
+from gecko.store import CONFIG
+
+
+def find_model(name: str) -> Path:
+    """The folder with the model's files; of a run, its newest sound checkpoint.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such folder, it holds no model, or only damaged ones.
+    """
+    from gecko.train import latest_checkpoint
+
+    folder = Path(name).expanduser()
+    if (folder / CONFIG).is_file():
+        return folder
+    checkpoints = folder / "checkpoints"
+    newest = latest_checkpoint(checkpoints) if checkpoints.is_dir() else None
+    if newest is None:
+        raise FileNotFoundError(_nothing_there(folder))
+    return newest
+
+
+def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer ``given``, else the one that the recipe beside the model names.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no recipe either, or the tokenizer has more ids than the model.
+    """
+    from gecko.train import Run
+
+    recipe = folder / "recipe.json"
+    if given is None and not recipe.is_file():
+        raise FileNotFoundError(
+            f"the model's tokenizer must be named by {recipe}, which training writes; there is none. "
+            "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json."
+        )
+    tokenizer = load_tokenizer(Run.load(recipe).data.tokenizer if given is None else given)
+    check_vocabulary(tokenizer, vocab_size)
+    return tokenizer
+
+
+def _nothing_there(folder: Path) -> str:
+    expected = f"MODEL must be a folder that holds a model ({CONFIG}) or a training run (checkpoints/)"
+    if folder.is_dir():
+        found = sorted(entry.name for entry in folder.iterdir())
+        return f"{expected}; {folder} holds {', '.join(found[:8]) or 'nothing'}."
+    if folder.name in PRESETS:
+        return f"{expected}; {folder} is the name of an architecture, which knows no text yet. Train one: gecko train."
+    beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    near = difflib.get_close_matches(folder.name, beside, n=1)
+    hint = f" Did you mean {folder.with_name(near[0])}?" if near else ""
+    return f"{expected}; there is no {folder}.{hint}"

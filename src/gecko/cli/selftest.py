@@ -1,0 +1,175 @@
+"""A minute's worth of doubt in a second: laws of the model on small random cases, on one device."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gecko.config import GeckoConfig
+from gecko.generation import generate
+from gecko.model import Gecko, load
+from gecko.ops.cema import CEMACoefficients, cema, cema_reference, empty_cema_state
+from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, chunk_attention_reference
+from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_reference
+from gecko.ops.working_memory import WorkingMemoryState, working_memory, working_memory_reference
+from gecko.segments import Segments
+from gecko.state import GeckoState
+
+TOLERANCE = 1e-9
+"""Of float64 results, relative to the largest."""
+_BATCH, _LENGTH, _CHUNK = 2, 45, 8
+_CONFIG = GeckoConfig(
+    vocab_size=64, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=48,
+    cema_modes=4, chunk_size=_CHUNK, timestep_groups=4,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    passed: bool
+    detail: str
+
+
+def self_test(device: torch.device) -> list[Finding]:
+    """Every check on ``device``; one that raises counts as failed."""
+    checks: dict[str, Callable[[torch.device], str]] = {
+        "moving average: fast form = reference": _cema,
+        "timestep norm: fast form = reference": _timestep_norm,
+        "chunk attention: fast form = reference": _chunk_attention,
+        "working memory: fast form = reference": _working_memory,
+        "split law: any cut into calls, same logits": _split_law,
+        "training: loss and all gradients finite": _training,
+        "files: model and state come back unchanged": _files,
+        "generation: a batch = each text alone": _batch_law,
+    }
+    # The user's random numbers go on as if nothing had been drawn.
+    with torch.random.fork_rng(devices=[]):
+        return [_run(name, check, device) for name, check in checks.items()]
+
+
+def _run(name: str, check: Callable[[torch.device], str], device: torch.device) -> Finding:
+    torch.manual_seed(0)
+    try:
+        return Finding(name, True, check(device))
+    except Exception as error:  # whatever it is, it is a finding
+        return Finding(name, False, str(error).splitlines()[0] if str(error) else type(error).__name__)
+
+
+def _cema(device: torch.device) -> str:
+    dim, modes = 12, 4
+    parameters = [_random(device, *shape) for shape in ((dim, modes), (dim, modes), (dim,), (dim, modes, 2))]
+    coefficients = CEMACoefficients.from_parameters(*parameters)
+    state = empty_cema_state(_BATCH, dim, modes, torch.float64, device)
+    x, segments = _random(device, _BATCH, _LENGTH, dim), _two_documents(device)
+    fast, _ = cema(x, coefficients, state, segments=segments)
+    return _agree(fast, cema_reference(x, coefficients, state, segments)[0])
+
+
+def _timestep_norm(device: torch.device) -> str:
+    groups, dim = 4, 12
+    x, segments = _random(device, _BATCH, _LENGTH, dim), _two_documents(device)
+    weight, bias = _random(device, dim), _random(device, dim)
+    state = TimestepNormState.empty(_BATCH, groups, torch.float64, device)
+    fast, _ = timestep_norm(x, weight, bias, groups, (0.999, 0.9999), 1e-5, state, segments=segments)
+    slow, _ = timestep_norm_reference(x, weight, bias, groups, (0.999, 0.9999), 1e-5, state, segments=segments)
+    return _agree(fast, slow)
+
+
+def _chunk_attention(device: torch.device) -> str:
+    inputs, segments = _heads(device), _two_documents(device)
+    state = AttentionState.empty(_BATCH, 2, _CHUNK, 4, 6, torch.float64, device)
+    fast, _ = chunk_attention(*inputs, _CHUNK, state=state, segments=segments)
+    pattern = Pattern(_CHUNK, "sliding_chunk", 500_000.0, 2)
+    return _agree(fast, chunk_attention_reference(inputs, pattern, state, segments)[0])
+
+
+def _working_memory(device: torch.device) -> str:
+    inputs, segments = _heads(device), _two_documents(device)
+    state = WorkingMemoryState.empty("adaptive", _BATCH, 2, 4, 6, torch.float64, device)
+    fast, _ = working_memory(*inputs, _CHUNK, state=state, segments=segments)
+    return _agree(fast, working_memory_reference(inputs, _CHUNK, "adaptive", state, segments)[0])
+
+
+def _split_law(device: torch.device) -> str:
+    model, tokens = _model(device).double(), _tokens(device, _BATCH)
+    with torch.no_grad():
+        whole, _ = model(tokens)
+        state, parts = None, []
+        for part in tokens.split([1, 2, 19, 1, 22], dim=1):
+            logits, state = model(part, state=state)
+            parts.append(logits)
+    return _agree(torch.cat(parts, dim=1), whole)
+
+
+def _training(device: torch.device) -> str:
+    model, tokens = _model(device), _tokens(device, _BATCH)
+    loss = model.loss(tokens, tokens.roll(-1, dims=1))
+    loss.backward()
+    wrong = [n for n, p in model.named_parameters() if p.grad is None or not bool(p.grad.isfinite().all())]
+    if wrong or not bool(loss.isfinite()):
+        raise ValueError(f"not finite: {', '.join(wrong) or 'the loss'}")
+    return f"loss {loss.item():.3f}"
+
+
+def _files(device: torch.device) -> str:
+    model, tokens = _model(device), _tokens(device, 1)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        path = Path(folder)
+        model.save(path)
+        _, state = model(tokens)
+        state.save(path / "text.state")
+        expected, _ = model(tokens, state=state)
+        found, _ = load(path).to(device)(tokens, state=GeckoState.load(path / "text.state").to(device))
+    if not torch.equal(expected, found):
+        raise ValueError(_difference(found, expected))
+    return "equal to the bit"
+
+
+def _batch_law(device: torch.device) -> str:
+    model, tokens = _model(device), _tokens(device, 1)[0]
+    prompts = [tokens[:3], tokens[:21], tokens]
+    together = generate(model, prompts, max_new_tokens=20, seed=0).tokens
+    alone = [generate(model, prompt, max_new_tokens=20, seed=0).tokens[0] for prompt in prompts]
+    if together != alone:
+        raise ValueError(f"got {together} together and {alone} alone")
+    return "equal tokens"
+
+
+def _model(device: torch.device) -> Gecko:
+    return Gecko(_CONFIG).to(device)
+
+
+def _tokens(device: torch.device, rows: int) -> Tensor:
+    return torch.randint(0, _CONFIG.vocab_size, (rows, _LENGTH)).to(device)
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(device)
+
+
+def _heads(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (_random(device, _BATCH, 2, _LENGTH, dim) for dim in (4, 4, 6))
+    return q, k, v
+
+
+def _two_documents(device: torch.device) -> Segments:
+    ids = (torch.arange(_LENGTH) >= 20).long().expand(_BATCH, -1)
+    return Segments.build(_BATCH, _LENGTH, segment_ids=ids, device=device)
+
+
+def _agree(found: Tensor, expected: Tensor) -> str:
+    worst = float((found - expected).abs().max() / expected.abs().max())
+    if not worst <= TOLERANCE:
+        raise ValueError(_difference(found, expected))
+    return f"relative difference {worst:.0e}"
+
+
+def _difference(found: Tensor, expected: Tensor) -> str:
+    worst, largest = float((found - expected).abs().max()), float(expected.abs().max())
+    return f"largest difference {worst:.3g} of values up to {largest:.3g}"

@@ -1,0 +1,80 @@
+"""A run's folder with a random model, and the command line in this process or in one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import gecko
+from gecko.cli import app
+from gecko.train import Run
+from gecko.train.checkpoint import write_checkpoint
+
+CONFIG = gecko.GeckoConfig(
+    vocab_size=264, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,
+    cema_modes=4, chunk_size=8, timestep_groups=4,
+)  # fmt: skip
+
+Command = Callable[..., Result]
+Process = Callable[..., "subprocess.CompletedProcess[bytes]"]
+
+
+def write_run(folder: Path, steps: tuple[int, ...] = (1,)) -> Path:
+    """What training leaves behind, as far as other commands look at it."""
+    run = Run(model=CONFIG, output=str(folder), steps=max(steps))
+    for step in steps:
+        torch.manual_seed(step)
+        model = gecko.Gecko(CONFIG)
+        with torch.no_grad():
+            # Letters only, so that texts are the same however they are decoded, and never end by themselves.
+            model.final_norm.bias.fill_(1)
+            model.head.weight[:97], model.head.weight[123:] = -1, -1
+            model.head.weight[97:123] *= 4
+
+        def write_files(path: Path, model: gecko.Gecko = model) -> None:
+            model.save(path)
+            run.save(path / "recipe.json")
+
+        write_checkpoint(folder / "checkpoints", step, write_files)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "demo", steps=(1, 2))
+
+
+@pytest.fixture
+def command() -> Command:
+    """Runs ``gecko …`` in this process."""
+
+    def run(*arguments: object, input: bytes | None = None) -> Result:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
+
+    return run
+
+
+@pytest.fixture
+def process(environment: dict[str, str]) -> Process:
+    """Runs ``python -m gecko …`` in a process of its own."""
+
+    def run(*arguments: object, input: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [sys.executable, "-m", "gecko", *map(str, arguments)],
+            input=input, capture_output=True, check=False, env=environment, timeout=120,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def environment() -> dict[str, str]:
+    """One thread: the models are tiny, and waking a second thread takes longer than they do."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,78 @@
+"""``gecko doctor`` finds what is there, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gecko.cli import machine
+from gecko.cli.selftest import self_test
+
+
+def test_a_healthy_machine(command: Callable[..., Any]) -> None:
+    result = command("doctor")
+    assert result.exit_code == 0, result.stdout
+    for text in ("Python", "PyTorch", "processor", "disk", "Self-test on cpu", "All "):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("cema", "moving average"),
+        ("timestep_norm", "timestep norm"),
+        ("chunk_attention", "chunk attention"),
+        ("working_memory", "working memory"),
+    ],
+)
+def test_an_operator_that_computes_wrongly_is_found(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, check: str
+) -> None:
+    from gecko.cli import selftest
+
+    right = getattr(selftest, name)
+
+    def wrong(*args: Any, **more: Any) -> Any:
+        out, state = right(*args, **more)
+        return out + 1e-6 * out.abs().max(), state
+
+    monkeypatch.setattr(selftest, name, wrong)
+    failed = [finding.name for finding in self_test(torch.device("cpu")) if not finding.passed]
+    assert len(failed) == 1
+    assert failed[0].startswith(check)
+    result = command("doctor")
+    assert result.exit_code == 1
+    assert "FAIL" in result.stdout
+    assert "1 of 8 checks failed" in result.stdout
+
+
+@pytest.mark.parametrize(("target", "check"), [("load", "files"), ("generate", "generation")])
+def test_a_check_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch, target: str, check: str) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken\nin two lines")
+
+    monkeypatch.setattr(f"gecko.cli.selftest.{target}", fail)
+    (failed,) = [finding for finding in self_test(torch.device("cpu")) if not finding.passed]
+    assert failed.name.startswith(check)
+    assert failed.detail == "broken"
+
+
+def test_the_self_test_leaves_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    self_test(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_missing_packages_come_with_the_command_that_installs_them(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    required = ["numpy>=1", "notthere>=3; extra == 'data'", 'hypothesis>=6; extra == "train"', "x; extra == 'dev'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: required)
+    here, missing = machine.optional_packages()
+    assert (here.name, here.extra) == ("hypothesis", "train")
+    assert here.version is not None
+    assert (missing.name, missing.version) == ("notthere", None)
+    assert "pip install 'gecko-lm[data]'" in command("doctor").stdout

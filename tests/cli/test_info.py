@@ -1,0 +1,110 @@
+"""``gecko info`` counts rightly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gecko
+from gecko.cli.footprint import block_activations, inference_memory, parameters_by_component, state_by_part
+from gecko.cli.info import readable
+from gecko.config import PRESETS
+from gecko.model import Block
+from gecko.segments import Segments
+
+BASE: dict[str, Any] = {
+    "vocab_size": 64, "num_layers": 2, "model_dim": 128, "key_dim": 64, "value_dim": 256, "num_heads": 2,
+    "ffn_dim": 256, "chunk_size": 64, "timestep_groups": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embedding": True}, {"memory": "none", "cema_skip": "learned"}])
+def test_parameters_add_up(changes: dict[str, Any]) -> None:
+    config = gecko.GeckoConfig(**BASE, **changes)
+    counts = parameters_by_component(config)
+    assert sum(counts.values()) == sum(parameter.numel() for parameter in gecko.Gecko(config).parameters())
+    assert counts["embedding"] == 64 * 128
+    assert counts["head"] == (0 if config.tie_embedding else 64 * 128)
+    assert counts["feed-forward"] == 2 * 3 * 128 * 256
+    assert counts["CEMA"] == 2 * (128 * 16 * 4 + 128 + (128 if config.cema_skip == "learned" else 0))
+    assert counts["norms"] == 2 * (2 + 1 + 2) * 128 + 2 * 128
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_state_is_as_large_as_it_says(name: str) -> None:
+    config = gecko.GeckoConfig.preset(name)
+    if name == "tiny":
+        with torch.no_grad():
+            _, state = gecko.Gecko(config)(torch.zeros(1, 3, dtype=torch.int64))
+        assert sum(state_by_part(config).values()) == state.num_bytes
+    assert sum(state_by_part(config).values()) == gecko.GeckoState.empty(config, device="meta").num_bytes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"swiglu": False}, {"memory": "none"}, {"attention": "chunk"}, {"model_dim": 256, "ffn_dim": 64},
+        {"key_dim": 256, "num_heads": 1, "value_dim": 512}, {"cema_modes": 8, "timestep_groups": 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_activations_are_estimated_well(changes: dict[str, Any]) -> None:
+    config = gecko.GeckoConfig(**{**BASE, **changes})
+    measured = (kept_for_backward(config, 512) - kept_for_backward(config, 256)) / 256 / 4
+    assert block_activations(config) == pytest.approx(measured, rel=0.15)
+
+
+def kept_for_backward(config: gecko.GeckoConfig, length: int) -> int:
+    """Bytes that one block saves, its parameters not counted."""
+    block, x = Block(config, 0), torch.randn(1, length, config.model_dim, requires_grad=True)
+    storages = {parameter.untyped_storage().data_ptr(): 0 for parameter in block.parameters()}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x, None, Segments.build(1, length))
+    return sum(storages.values())
+
+
+def test_inference_needs_no_more_for_a_longer_text() -> None:
+    config = gecko.GeckoConfig.preset("gecko-7b")
+    short, long = (inference_memory(config, torch.bfloat16, 1, length) for length in (4096, 4_000_000))
+    assert short == long
+    assert short["weights"] == 2 * 7_385_817_088
+
+
+def test_json_of_a_preset(command: Callable[..., Any]) -> None:
+    result = command("info", "gecko-7b", "--json", "--length", 1000, "--batch", 2)
+    facts = json.loads(result.stdout)
+    assert facts["parameters"]["total"] == 7_385_817_088
+    assert facts["state_bytes_per_row"]["total"] * 2 == facts["memory_bytes"]["inference"]["states"]
+    assert facts["memory_bytes"]["training"]["optimizer"] == 2 * 4 * 7_385_817_088
+    assert set(facts["memory_bytes"]) == {"inference", "training", "training, activations recomputed"}
+
+
+def test_tables_of_a_run(command: Callable[..., Any], run_folder: Path) -> None:
+    result = command("info", run_folder)
+    assert result.exit_code == 0, result.stderr
+    for text in ("Parameters", "working memory", "Memory for inference", "vocab_size 264"):
+        assert text in result.stdout
+    assert command("info", run_folder / "checkpoints" / "step-00000001").exit_code == 0
+
+
+def test_an_unknown_preset_suggests_the_nearest(command: Callable[..., Any]) -> None:
+    result = command("info", "gecko-7B")
+    assert result.exit_code == 2
+    assert "Did you mean 'gecko-7b'?" in result.stderr
+    assert command("info", "tiny", "--dtype", "int4").exit_code == 2
+
+
+def test_sizes_are_readable() -> None:
+    assert [readable(n) for n in (0, 999, 1000, 123_456, 7_000_000_000)] == ["0 B", "999 B", "1 KB", "123 KB", "7 GB"]

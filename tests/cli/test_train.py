@@ -1,0 +1,71 @@
+"""``gecko train`` hands on what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gecko.recipes import RECIPES
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the trainer, which does nothing, was called with."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("gecko.train.train", lambda run, resume: seen.update(run=run, resume=resume))
+    return seen
+
+
+def test_list(command: Callable[..., Any]) -> None:
+    lines = command("train", "--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(RECIPES)
+    assert all(len(line.split()) > 3 for line in lines), "every recipe must say what it is for"
+
+
+def test_recipe_overrides_and_options(command: Callable[..., Any], trained: dict[str, Any]) -> None:
+    result = command("train", "tiny", "steps=7", "--out", "runs/x", "optimizer.learning_rate=1e-4", "--resume")
+    assert result.exit_code == 0, result.stderr
+    run = trained["run"]
+    assert (run.steps, run.output, run.optimizer.learning_rate) == (7, "runs/x", 1e-4)
+    assert trained["resume"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "RECIPE must be named"),
+        (("tinny",), "Did you mean 'tiny'?"),
+        (("tiny", "stepz=3"), "Did you mean 'steps'?"),
+        (("tiny", "steps"), "key=value"),
+        (("tiny", "steps=many"), "steps must be a whole number"),
+    ],
+)
+def test_what_is_not_known_is_refused(
+    command: Callable[..., Any], trained: dict[str, Any], arguments: tuple[str, ...], message: str
+) -> None:
+    result = command("train", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "run" not in trained
+
+
+def test_a_real_run_from_training_to_text(process: Callable[..., Any], tmp_path: Path) -> None:
+    text = "the quick brown fox jumps over the lazy dog. " * 30
+    (tmp_path / "books").mkdir()
+    for name in "abcdefgh":
+        (tmp_path / "books" / f"{name}.txt").write_text(text)
+    result = process(
+        "train", "tiny", "--out", tmp_path / "run", f"data.source={tmp_path / 'books'}", "data.validation_fraction=0.3",
+        "steps=2", "batch_size=2", "sequence_length=64", "model.model_dim=32", "model.num_layers=1", "sample.tokens=5",
+        "evaluation.rows=2", "evaluation.final_rows=2", "threads=1",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr.decode()
+    written = process("generate", tmp_path / "run", "-p", "the ", "-n", 6, "--seed", 1)
+    assert written.returncode == 0, written.stderr.decode()
+    assert b"wrote" in written.stderr
+    again = process("train", "tiny", "--out", tmp_path / "run", "steps=2")
+    assert again.returncode == 2
+    assert b"--resume" in again.stderr
