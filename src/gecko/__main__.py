@@ -1,0 +1,5 @@
+"""``python -m gecko``."""
+
+from gecko.cli import main
+
+main()
