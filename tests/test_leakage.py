@@ -113,3 +113,8 @@ def test_loss_never_trains_a_document_on_the_next_one(layout):
     inside = targets.clone()
     inside[0, 5] = (inside[0, 5] + 1) % cases.SMALL.vocab_size
     assert model.loss(text, inside, ids) != losses[0]
+
+
+def test_a_row_of_one_token_may_belong_to_a_document():
+    model, text = cases.model("gecko"), tokens(2, 1)
+    assert torch.equal(model.loss(text, text, torch.zeros_like(text)), model.loss(text, text))

@@ -228,12 +228,13 @@ def test_empty_state_is_no_state(variant):
 def test_checkpointed_blocks_give_the_same_gradients(variant):
     model, text = cases.model(variant), tokens(2, 30)
     ids, gradients = documents(2, 30, seed=8), []
-    for model.checkpoint_blocks in (False, True):
+    for model.activation_checkpointing in ("none", "selective", "full"):
         model.zero_grad()
         model.loss(text, text.roll(-1, 1), ids).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for plain, checkpointed in zip(*gradients, strict=True):
-        torch.testing.assert_close(checkpointed, plain, rtol=1e-12, atol=1e-12)
+    for plain, *checkpointed in zip(*gradients, strict=True):
+        for gradient in checkpointed:
+            torch.testing.assert_close(gradient, plain, rtol=1e-12, atol=1e-12)
 
 
 @variants
@@ -390,3 +391,20 @@ def test_wrong_states():
         other(tokens(2, 9), None, state)
     with pytest.raises(ValueError, match="states of different ones"):
         gecko.GeckoState.stack([state, other(tokens(2, 9))[1]])
+
+
+@variants
+def test_16_bit_weights_compute_what_32_bit_weights_do(variant):
+    rounded = cases.model(variant, torch.bfloat16)
+    exact = cases.model(variant, torch.float32)
+    exact.load_state_dict(rounded.state_dict())
+    text = tokens(2, 40)
+    expected, _ = exact(text)
+    logits, state = read(rounded, text, cuts=(1, 2, 17))
+    assert logits.dtype is torch.bfloat16
+    difference = (logits.float() - expected).norm() / expected.norm()
+    assert difference < 0.03, f"relative difference {difference:.3f}"
+    statistics = [x.dtype for name, x in state.tensors().items() if "norm" in name and x.is_floating_point()]
+    assert set(statistics) == {torch.float32}
+    rounded.loss(text[:, :-1], text[:, 1:]).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in rounded.parameters())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from gecko.config import GeckoConfig
 from gecko.layers.feed_forward import FeedForward
@@ -18,7 +20,8 @@ from gecko.layers.initialise import embedding_
 from gecko.layers.norm import TimestepNorm
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
-from gecko.segments import Segments
+from gecko.quantize import pack, plain_tensors, quantize, stored_bits, unpack
+from gecko.segments import Clock, Context, Segments
 from gecko.state import GeckoState
 from gecko.store import load_model, save_model
 
@@ -41,13 +44,16 @@ class Block(nn.Module):
 class Gecko(nn.Module):
     """The language model: reads tokens of any number, in calls of any size, with a state of constant size.
 
-    ``checkpoint_blocks`` (False) recomputes each block in backward instead of keeping its activations.
+    ``activation_checkpointing`` ("none") says what backward recomputes of each block instead of keeping it:
+    "full" all of it, "selective" all but the outputs of linear layers. ``sharded`` (False) says that parameters
+    are divided among ranks, so that states cannot be tied to these weights.
     """
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpoint_blocks = False
+        self.activation_checkpointing: Literal["none", "selective", "full"] = "none"
+        self.sharded = False
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         embedding_(self.embedding.weight)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
@@ -59,14 +65,17 @@ class Gecko(nn.Module):
             embedding_(self.head.weight)
 
     def forward(
-        self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None
-    ) -> tuple[Tensor, GeckoState]:
+        self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
+        context: Context | None = None,
+    ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         """Logits of every next token, and the state after the last one.
 
         Args:
             tokens: (B, T) integers, any T ≥ 1.
             segment_ids: (B, T) integers; a document starts wherever they change. None: one document goes on.
             state: what an earlier call returned; None: nothing was read yet.
+            context: the ranks that share the rows, each of which gives its own T of their tokens, whole chunks, and
+                the same ``state``; None: the rows are here as a whole.
 
         Returns:
             logits (B, T, vocab_size), and the state after token T.
@@ -74,54 +83,108 @@ class Gecko(nn.Module):
         Raises:
             TypeError, ValueError: tokens that are none of the vocabulary's, a state of another model or batch.
         """
-        hidden, state = self.hidden(tokens, segment_ids, state)
+        hidden, state, _ = self._read(tokens, segment_ids, state, context)
         return self.head(hidden), state
 
-    def loss(self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+    def loss(
+        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: Context | None = None
+    ) -> Tensor:
         """Mean cross-entropy in nats, a scalar, without ever holding all logits.
 
         Targets (B, T) of −100 do not count, nor does the last token of a document whose successor in the
-        row belongs to another one: a document is never trained on the start of the next.
+        row belongs to another one: a document is never trained on the start of the next. With ``context`` it is the
+        mean over all ranks, and the gradients of all ranks add up to its gradient.
         """
-        hidden, _ = self.hidden(tokens, segment_ids, None)
-        targets = self._trained_targets(tokens, targets, segment_ids)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
+        hidden, _, segments = self._read(tokens, segment_ids, None, context)
+        targets = self._trained_targets(tokens, targets, segment_ids, segments)
+        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
+        return loss if context is None else context.mean(loss, (targets != IGNORED).sum())
 
     @torch.no_grad()
     def token_losses(
-        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None
-    ) -> tuple[Tensor, GeckoState]:
+        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
+        context: Context | None = None,
+    ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         """Cross-entropy of every token in nats (B, T), 0 where ``loss`` would not count it, and the state."""
-        hidden, state = self.hidden(tokens, segment_ids, state)
-        targets = self._trained_targets(tokens, targets, segment_ids)
+        hidden, state, segments = self._read(tokens, segment_ids, state, context)
+        targets = self._trained_targets(tokens, targets, segment_ids, segments)
         losses = token_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
         return losses.view(tokens.shape), state
 
     def hidden(
-        self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None
-    ) -> tuple[Tensor, GeckoState]:
+        self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
+        context: Context | None = None,
+    ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         """What the head projects, (B, T, D), and the state; arguments as for ``forward``."""
+        return self._read(tokens, segment_ids, state, context)[:2]
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
+        """One token of every row, for decoding: tokens (B,) to the logits (B, V) of the next ones, and the state.
+
+        ``state`` is given up: what is large of the state after is written into its tensors, so that nothing is
+        copied that does not change. Errors as for ``forward``.
+        """
+        tokens = tokens.unsqueeze(1)
+        self._check_tokens("tokens", tokens)
+        # What comes from the step before was checked there; to look at all weights takes long beside a token.
+        if state.config is not self.config or state.batch_size != len(tokens):
+            self.check_state(state, len(tokens))
+        segments = Segments.build(len(tokens), 1, clock=state.clock, device=tokens.device, overwrites=True)
+        hidden, after = self._through_blocks(tokens, state, segments)
+        return self.head(hidden[:, 0]), after
+
+    def _read(
+        self, tokens: Tensor, segment_ids: Tensor | None, state: GeckoState | None, context: Context | None
+    ) -> tuple[Tensor, GeckoState, Segments]:
         self._check_tokens("tokens", tokens)
         if state is not None:
-            self._check_state(state, tokens)
-        segments = Segments.build(
-            *tokens.shape, segment_ids=segment_ids, clock=None if state is None else state.clock, device=tokens.device
-        )
+            self.check_state(state, tokens.shape[0])
+        segments = self._segments(tokens, segment_ids, None if state is None else state.clock, context)
+        return *self._through_blocks(tokens, state, segments), segments
+
+    def _through_blocks(
+        self, tokens: Tensor, state: GeckoState | None, segments: Segments
+    ) -> tuple[Tensor, GeckoState]:
+        # What was read before the call is the first rank's to start from; the others get it from there.
+        before = state if segments.handoff is None or segments.handoff.first else None
         x = self.embedding(tokens.long())
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.model_dim)
         mixers = []
         for i, block in enumerate(self.blocks):
-            x, mixer = self._run(block, x, None if state is None else state.mixers[i], segments)
+            x, mixer = self._run(block, x, None if before is None else before.mixers[i], segments)
             mixers.append(mixer)
-        x, norm = self.final_norm(x, None if state is None else state.final_norm, segments)
+        x, norm = self.final_norm(x, None if before is None else before.final_norm, segments)
         return x, self._state(state, segments, tuple(mixers), norm)
+
+    def _segments(
+        self, tokens: Tensor, segment_ids: Tensor | None, clock: Clock | None, context: Context | None
+    ) -> Segments:
+        if context is None:
+            return Segments.build(*tokens.shape, segment_ids=segment_ids, clock=clock, device=tokens.device)
+        batch, length = tokens.shape
+        return context.segments(
+            batch, length, self.config.chunk_size, segment_ids=segment_ids, clock=clock, device=tokens.device
+        )
 
     def empty_state(self, batch: int = 1) -> GeckoState:
         """The state before anything was read, for this model's weights."""
         weight = self.embedding.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return GeckoState.empty(self.config, batch, model=self.fingerprint(), dtype=dtype, device=weight.device)
+
+    def check_state(self, state: GeckoState, rows: int) -> None:
+        """Raises ValueError for a state that this model cannot go on from with ``rows`` rows."""
+        if state.config != self.config:
+            raise ValueError("the state must come from a model of this config; it comes from a model of another one.")
+        if state.model and not torch.is_grad_enabled() and state.model != self.fingerprint():
+            raise ValueError(
+                "the state was made by other weights of the same config "
+                f"(state {state.model}, model {self.fingerprint()}); read the text again with this model."
+            )
+        if state.batch_size != rows:
+            raise ValueError(f"the state must hold the tokens' {rows} rows; it holds {state.batch_size}.")
 
     def fingerprint(self) -> str:
         """A short name of the weights: a hash over some numbers of every parameter."""
@@ -131,28 +194,33 @@ class Gecko(nn.Module):
             digest = hashlib.sha256()
             for name, parameter in self.named_parameters():
                 digest.update(name.encode())
-                digest.update(parameter.detach().flatten()[:64].double().cpu().numpy().tobytes())
+                for tensor in plain_tensors(parameter):
+                    digest.update(tensor.detach().flatten()[:64].double().cpu().numpy().tobytes())
             cached = self._fingerprint = (versions, digest.hexdigest()[:16])
         return cached[1]
 
     def save(self, folder: str | Path) -> None:
         """Write ``model.safetensors`` and ``config.json``, each whole or not at all."""
-        save_model(folder, self.config, self.state_dict())
+        save_model(folder, self.config, pack(self.state_dict()))
 
     def _run(
         self, block: nn.Module, x: Tensor, state: MixerState | None, segments: Segments
     ) -> tuple[Tensor, MixerState]:
-        if self.checkpoint_blocks and torch.is_grad_enabled():
-            return checkpoint(block, x, state, segments, use_reentrant=False)
-        return block(x, state, segments)
+        if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
+            return block(x, state, segments)
+        kept = _keep_projections if self.activation_checkpointing == "selective" else noop_context_fn
+        return checkpoint(block, x, state, segments, use_reentrant=False, context_fn=kept)
 
     def _state(
         self, before: GeckoState | None, segments: Segments, mixers: tuple[MixerState, ...], norm: TimestepNormState
     ) -> GeckoState:
-        model = before.model if before is not None else "" if torch.is_grad_enabled() else self.fingerprint()
+        untied = self.sharded or torch.is_grad_enabled()
+        model = before.model if before is not None else "" if untied else self.fingerprint()
         return GeckoState(self.config, model, segments.end, mixers, norm)
 
-    def _trained_targets(self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None) -> Tensor:
+    def _trained_targets(
+        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, segments: Segments
+    ) -> Tensor:
         if targets.shape != tokens.shape:
             raise ValueError(f"targets must have the tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}.")
         self._check_tokens("targets", targets, ignored=True)
@@ -160,7 +228,9 @@ class Gecko(nn.Module):
         if segment_ids is None:
             return targets
         next_document = segment_ids[:, 1:] != segment_ids[:, :-1]
-        last = torch.zeros_like(next_document[:, :1])
+        last = next_document.new_zeros(len(targets), 1)
+        if segments.next_begins is not None:
+            last = segments.next_begins.to(last.device).unsqueeze(1)
         return targets.masked_fill(torch.cat([next_document, last], dim=1), IGNORED)
 
     def _check_tokens(self, name: str, tokens: Tensor, *, ignored: bool = False) -> None:
@@ -179,16 +249,10 @@ class Gecko(nn.Module):
                     "Check that the tokenizer is the one the model was trained with."
                 )
 
-    def _check_state(self, state: GeckoState, tokens: Tensor) -> None:
-        if state.config != self.config:
-            raise ValueError("the state must come from a model of this config; it comes from a model of another one.")
-        if state.model and not torch.is_grad_enabled() and state.model != self.fingerprint():
-            raise ValueError(
-                "the state was made by other weights of the same config "
-                f"(state {state.model}, model {self.fingerprint()}); read the text again with this model."
-            )
-        if state.batch_size != tokens.shape[0]:
-            raise ValueError(f"the state must hold the tokens' {tokens.shape[0]} rows; it holds {state.batch_size}.")
+
+_keep_projections = partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+)
 
 
 def load(folder: str | Path) -> Gecko:
@@ -202,8 +266,12 @@ def load(folder: str | Path) -> Gecko:
 
 
 def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor]) -> Gecko:
-    """A model of ``config`` with ``weights``, in their dtype."""
+    """A model of ``config`` with ``weights``, in their dtype, and quantised if they are."""
     model = Gecko(config)
-    model.to(next(iter(weights.values())).dtype)
+    model.to(weights["embedding.weight"].dtype)
+    bits = stored_bits(weights)
+    if bits is not None:
+        quantize(model, bits)
+        weights = unpack(weights, model.state_dict())
     model.load_state_dict(weights, strict=True)
     return model

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gecko.handoff import Handoff
 from gecko.records import TensorRecord
 
 T = TypeVar("T")
@@ -63,6 +64,12 @@ class Segments:
     """(batch, length) bool, true at the first token of a document; None: every row continues."""
     last_id: Tensor
     device: torch.device
+    handoff: Handoff | None = None
+    """The exchange with the ranks that hold the earlier tokens of the same rows, where there are such."""
+    next_begins: Tensor | None = None
+    """(batch,) bool: a document starts at the token after the call's last one; known where another rank holds it."""
+    overwrites: bool = False
+    """Whether the state before the call is given up: the state after it may be written into its tensors."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -74,6 +81,7 @@ class Segments:
         segment_ids: Tensor | None = None,
         clock: Clock | None = None,
         device: torch.device | str = "cpu",
+        overwrites: bool = False,
     ) -> Segments:
         """Find the document starts: wherever ``segment_ids`` (batch, length) changes along a row.
 
@@ -84,7 +92,7 @@ class Segments:
         fresh = clock is None
         clock = clock or Clock.start(batch)
         if segment_ids is None:
-            return cls(batch, length, clock, None, clock.segment_id, device)
+            return cls(batch, length, clock, None, clock.segment_id, device, overwrites=overwrites)
         if segment_ids.shape != (batch, length) or segment_ids.is_floating_point():
             raise ValueError(
                 f"segment_ids must be integers of the tokens' shape {(batch, length)}; "
@@ -94,7 +102,7 @@ class Segments:
         before = ids[:, :1] if fresh else clock.segment_id[:, None]
         changed = torch.cat([before, ids[:, :-1]], dim=1) != ids
         starts = changed.numpy() if bool(changed.any()) else None
-        return cls(batch, length, clock, starts, ids[:, -1].clone(), device)
+        return cls(batch, length, clock, starts, ids[:, -1].clone(), device, overwrites=overwrites)
 
     @cached_property
     def document_starts(self) -> Tensor:
@@ -155,3 +163,16 @@ class Segments:
         clock = self.clock.map(lambda x: x[index])
         starts = None if self.starts is None else self.starts[rows]
         return Segments(len(rows), self.length, clock, starts, self.last_id[index], self.device)
+
+
+class Context(Protocol):
+    """Ranks that share the rows of a call, as the model sees them: ``gecko.parallel.context.ContextGroup``."""
+
+    def segments(
+        self, batch: int, length: int, chunk_size: int, *,
+        segment_ids: Tensor | None, clock: Clock | None, device: torch.device,
+    ) -> Segments:  # fmt: skip
+        """The documents of this rank's tokens, with a handoff; ``clock`` is that before rank 0's first token."""
+
+    def mean(self, local: Tensor, count: Tensor) -> Tensor:
+        """The mean over all ranks' terms, from the mean over this rank's ``count`` of them."""

@@ -25,6 +25,7 @@ class CEMA(nn.Module):
         self.theta = nn.Parameter(torch.empty(model_dim))
         self.gamma = nn.Parameter(torch.empty(model_dim, modes, 2))
         self.omega = nn.Parameter(torch.empty(model_dim)) if skip == "learned" else None
+        self._kept: tuple[object, CEMACoefficients] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -42,7 +43,17 @@ class CEMA(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor | None, segments: Segments) -> tuple[Tensor, Tensor]:
         """x (B, T, D) to the same shape, and the state (B, D, N, 2)."""
-        gamma = self.gamma if self.omega is None else self.gamma / math.sqrt(self.gamma.shape[1])
-        coefficients = CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)
-        y, state = cema(x, coefficients, state, segments=segments)
+        y, state = cema(x, self._known() if segments.overwrites else self._coefficients(), state, segments=segments)
         return (y + x if self.omega is None else torch.addcmul(y, x, self.omega.to(x.dtype))), state
+
+    def _coefficients(self) -> CEMACoefficients:
+        gamma = self.gamma if self.omega is None else self.gamma / math.sqrt(self.gamma.shape[1])
+        return CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)
+
+    def _known(self) -> CEMACoefficients:
+        """The same, kept from token to token while the parameters stay: to compute them takes longer than a token."""
+        parameters = (self.alpha, self.delta, self.theta, self.gamma)
+        key = tuple((x.data_ptr(), x._version) for x in parameters)
+        if self._kept is None or self._kept[0] != key:
+            self._kept = key, self._coefficients()
+        return self._kept[1]

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
+from gecko.handoff import Arriving
 from gecko.layers.cema import CEMA
 from gecko.layers.initialise import linear
 from gecko.layers.norm import RMSNorm, TimestepNorm
-from gecko.ops.chunk_attention import AttentionState, chunk_attention
+from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
+from gecko.ops.chunk_attention.ranks import give_last_chunk, state_before
 from gecko.ops.norms import group_rms_norm
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory import WorkingMemoryState, working_memory
@@ -41,6 +43,7 @@ class GatedAttention(nn.Module):
         super().__init__()
         self.config = config
         model_dim, key_dim, value_dim = config.model_dim, config.key_dim, config.value_dim
+        self.pattern = Pattern(config.chunk_size, config.attention, config.rope_base, config.num_rope_heads)
         self.norm = TimestepNorm(config)
         self.cema = CEMA(model_dim, config.cema_modes, config.cema_skip)
         self.cema_norm = RMSNorm(config)
@@ -59,8 +62,9 @@ class GatedAttention(nn.Module):
         averaged, moving = self.cema(xn, None if state is None else state.cema, segments)
         mx = self.cema_norm(averaged)
         v = F.silu(self._by_head(self.to_value(xn)))
+        values_before = give_last_chunk(v, self.pattern, segments)
         gate = F.silu(self._by_head(self.to_gate(mx)))
-        out, attention, memory = self._mix(self._queries_and_keys(mx), v, gate, state, segments)
+        out, attention, memory = self._mix(self._queries_and_keys(mx), v, gate, state, segments, values_before)
         y = x + self.to_hidden(mx) + self.to_output(out.transpose(1, 2).flatten(2))
         return y, MixerState(norm, moving, attention, memory)
 
@@ -76,19 +80,24 @@ class GatedAttention(nn.Module):
         return rows.unflatten(-1, (heads, head_dim)).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
 
     def _mix(
-        self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor, state: MixerState | None, segments: Segments
-    ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:
+        self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor, state: MixerState | None, segments: Segments,
+        values_before: Arriving | None,
+    ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:  # fmt: skip
         """Gated attention plus memory, (B, H, T, value_head_dim), and their states."""
         config = self.config
+        keys_before = give_last_chunk(projections[1], self.pattern, segments)
+        recalled = memory = None
+        if config.memory != "none":
+            recalled, memory = working_memory(
+                projections[2], projections[3], v, config.chunk_size, rule=config.memory,
+                state=None if state is None else state.memory, segments=segments,
+            )  # fmt: skip
+        before = None if state is None else state.attention
+        if keys_before is not None and values_before is not None:
+            before = state_before(before, keys_before, values_before, self.pattern, segments)
         attended, attention = chunk_attention(
             projections[0], projections[1], v, config.chunk_size, attention=config.attention,
-            rope_base=config.rope_base, rope_heads=config.rope_heads,
-            state=None if state is None else state.attention, segments=segments,
+            rope_base=config.rope_base, rope_heads=config.rope_heads, state=before, segments=segments,
         )  # fmt: skip
-        if config.memory == "none":
-            return attended * gate, attention, None
-        recalled, memory = working_memory(
-            projections[2], projections[3], v, config.chunk_size, rule=config.memory,
-            state=None if state is None else state.memory, segments=segments,
-        )  # fmt: skip
-        return torch.addcmul(recalled, attended, gate), attention, memory
+        out = attended * gate if recalled is None else torch.addcmul(recalled, attended, gate)
+        return out, attention, memory

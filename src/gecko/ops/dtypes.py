@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -11,8 +13,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def full_precision(x: Tensor) -> torch.autocast:
+def full_precision(x: Tensor) -> AbstractContextManager[None]:
     """A context in which autocast does not touch an operator's own products: what may be 16 bits, it decides."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 IGNORED = -100
 """Target of a token that is not trained on."""
 
-_BLOCK_ELEMENTS = 2**22
+BLOCK_ELEMENTS = 2**22
 """Logits held at a time."""
 
 
@@ -83,7 +83,7 @@ def token_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tens
 
 
 def _blocks(tokens: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, _BLOCK_ELEMENTS // vocabulary)
+    size = max(1, BLOCK_ELEMENTS // vocabulary)
     for begin in range(0, tokens, size):
         yield slice(begin, begin + size)
 

@@ -19,8 +19,14 @@ def group_rms_norm(x: Tensor, weight: Tensor | None, groups: int, eps: float) ->
         x: (…, D); weight: (D,) or None. Statistics are float32 or wider; the result has the dtype of x.
     """
     wide = x.to(compute_dtype(x)).unflatten(-1, (groups, -1))
-    y = _RMSNormalise.apply(wide, eps).flatten(-2)
-    return (y if weight is None else y * (1 + weight)).to(x.dtype)
+    y = (_RMSNormalise.apply(wide, eps) if torch.is_grad_enabled() else _rms_normalise(wide, eps)[0]).flatten(-2)
+    return (y if weight is None else y * (1 + weight.to(wide.dtype))).to(x.dtype)
+
+
+def _rms_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
+    rstd = torch.rsqrt(square + eps)
+    return x * rstd, rstd
 
 
 class _RMSNormalise(torch.autograd.Function):
@@ -28,9 +34,7 @@ class _RMSNormalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
-        rstd = torch.rsqrt(square + eps)
-        y = x * rstd
+        y, rstd = _rms_normalise(x, eps)
         ctx.save_for_backward(y, rstd)
         return y
 
@@ -49,8 +53,9 @@ def group_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, grou
         x: (…, D); weight, bias: (D,) or None. Statistics are float32 or wider; the result has the dtype of x.
     """
     wide = x.to(compute_dtype(x))
+    scale = None if weight is None else 1 + weight.to(wide.dtype)
+    bias = None if bias is None else bias.to(wide.dtype)
     if groups == 1:
-        scale = None if weight is None else 1 + weight
         return F.layer_norm(wide, (x.shape[-1],), scale, bias, eps).to(x.dtype)
     y = F.layer_norm(wide.unflatten(-1, (groups, -1)), (x.shape[-1] // groups,), eps=eps).flatten(-2)
-    return (y if weight is None or bias is None else torch.addcmul(bias, y, 1 + weight)).to(x.dtype)
+    return (y if scale is None or bias is None else torch.addcmul(bias, y, scale)).to(x.dtype)

@@ -36,21 +36,41 @@ def cema_chunked(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segme
 
     folded = plan.fold(x)
     updates = torch.view_as_complex(torch.bmm(folded, into_state).unflatten(-1, (-1, 2)))
-    initial = torch.view_as_complex(plan.initial(state).transpose(0, 1).contiguous())
-    states = chunk_states(updates, powers[..., chunk], initial, plan)
+    states = _walk(updates, powers[..., chunk], state, plan)
+    arriving = None
+    if segments.handoff is not None:
+        arriving = segments.handoff.earlier(_final_state(x, coefficients, states, into_state, segments))
     y = torch.bmm(folded, _Toeplitz.apply(response))
+    if segments.handoff is not None and arriving is not None:
+        state = state + _arrived(arriving.wait(), coefficients, segments.handoff.counts, x.shape[1])
+        states = _walk(updates, powers[..., chunk], state, plan)
     y = torch.baddbmm(y, torch.view_as_real(states).flatten(-2), from_state)
     return plan.unfold(y), _final_state(x, coefficients, states, into_state, segments)
 
 
+def _walk(updates: Tensor, decay: Tensor, state: Tensor, plan: ScanPlan) -> Tensor:
+    """h at the start of every scan chunk, (D, chunks, N), from ``state`` (B, D, N, 2) before the call."""
+    initial = torch.view_as_complex(plan.initial(state).transpose(0, 1).contiguous())
+    return chunk_states(updates, decay, initial, plan)
+
+
+def _arrived(ends: Tensor, coefficients: CEMACoefficients, counts: Tensor, length: int) -> Tensor:
+    """What earlier ranks' tokens, whose ends are (R − 1, B, D, N, 2), have left of them after the ranks between."""
+    between = length * torch.arange(len(ends), device=ends.device).view(-1, 1, 1)
+    kept = torch.view_as_complex(ends) * coefficients.decay(between).unsqueeze(1)
+    return torch.view_as_real((kept * (counts > 0)[..., None, None]).sum(0))
+
+
 def cema_step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """The recurrence for one token, x of shape (B, 1, D)."""
-    q, gamma = coefficients.decay(), torch.view_as_complex(coefficients.output)
     h = torch.view_as_complex(state)
     if segments.starts is not None:
         h = h * segments.continues.unsqueeze(-1)
-    h = q * h + coefficients.input * x[:, 0].unsqueeze(-1)
-    return (gamma * h).real.sum(-1).unsqueeze(1), torch.view_as_real(h)
+    # Of the complex numbers, x changes the real parts only, and only real parts are read.
+    h = torch.view_as_real(h.mul_(coefficients.factor) if segments.overwrites else h * coefficients.factor)
+    h[..., 0].addcmul_(coefficients.input, x[:, 0].unsqueeze(-1))
+    y = (coefficients.readout * h.flatten(2)).sum(-1)
+    return y.unsqueeze(1), state if segments.overwrites else h
 
 
 def _final_state(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from gecko.ops.dtypes import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,10 @@ class CEMACoefficients:
         """P = σ(α), |q| = 1 − σ(α) σ(δ), arg q = k · (2π/N) · σ(θ) for k = 1..N.
 
         Args:
-            alpha, delta: (D, N); theta: (D,); gamma: (D, N, 2).
+            alpha, delta: (D, N); theta: (D,); gamma: (D, N, 2). Any float dtype; the filters of long memory, with
+                q close to 1, want parameters in float32.
         """
+        alpha, delta, theta, gamma = (x.to(compute_dtype(x)) for x in (alpha, delta, theta, gamma))
         modes = torch.arange(1, alpha.shape[1] + 1, device=alpha.device, dtype=alpha.dtype)
         p = alpha.sigmoid()
         angle = (2 * math.pi / alpha.shape[1]) * theta.sigmoid().unsqueeze(1) * modes
@@ -39,6 +44,16 @@ class CEMACoefficients:
     def decay(self, steps: int | Tensor = 1) -> Tensor:
         """q^steps, complex; ``steps`` broadcasts against (D, N)."""
         return torch.polar(torch.exp(self.log_damping * steps), self.angle * steps)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """q, complex (D, N): what one step leaves of the state."""
+        return self.decay()
+
+    @cached_property
+    def readout(self) -> Tensor:
+        """(D, 2N) whose product with (real, imaginary) neighbours is Re Σ γ h."""
+        return torch.view_as_real(torch.view_as_complex(self.output).conj().resolve_conj()).flatten(1)
 
     def powers(self, count: int) -> Tensor:
         """q^0 … q^(count − 1) as (D, N, count), by doubling: rounding grows with log(count), where the

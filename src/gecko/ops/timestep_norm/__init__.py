@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
 from gecko.ops.timestep_norm.chunked import cumulative_statistics, decayed_statistics, standardise
+from gecko.ops.timestep_norm.decode import normalise_token
 from gecko.ops.timestep_norm.reference import timestep_norm_reference
 from gecko.records import TensorRecord
 from gecko.segments import Segments
@@ -74,6 +75,9 @@ def timestep_norm(
     segments = segments or Segments.build(batch, length, device=x.device)
     wide = x.to(dtype)
     with full_precision(x):
+        if betas is not None and length == 1 and segments.handoff is None:
+            y, state = normalise_token(wide, weight, bias, groups, betas, eps, state, segments)
+            return y.to(x.dtype), state
         if betas is None:
             mean, variance, state = cumulative_statistics(wide, groups, state, segments)
         else:

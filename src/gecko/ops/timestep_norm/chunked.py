@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gecko.handoff import Handoff
 from gecko.ops.scan import decayed_sum
 from gecko.ops.scan_plan import ScanPlan
 from gecko.segments import Segments
@@ -30,6 +31,8 @@ def decayed_statistics(
         running = beta.to(x.dtype) * (before * segments.continues.to(x.dtype)).unsqueeze(1) + added
     else:
         running = decayed_sum(added, beta, before, ScanPlan.of(segments))
+    if segments.handoff is not None:
+        running = running + _decayed_before(running[:, -1], beta, segments.handoff, segments)
     count = _counts(state, segments)
     log_beta = x.new_tensor([math.log(b) if b > 0 else -math.inf for b in betas]).repeat_interleave(groups)
     corrected = running / -torch.expm1(count.unsqueeze(-1) * log_beta)
@@ -54,10 +57,40 @@ def cumulative_statistics(
     sums = decayed_sum(
         added, torch.ones(2 * groups, dtype=torch.float64, device=x.device), before, ScanPlan.of(segments)
     )
-    count = _counts(state, segments)
-    deviation, square = (sums / count.unsqueeze(-1).to(x.dtype)).split(groups, dim=-1)
+    own_count = _own_counts(state, segments)
+    deviation, square = (sums / own_count.unsqueeze(-1).to(x.dtype)).split(groups, dim=-1)
     mean, variance = origin + deviation, square - deviation.square()
-    return mean, variance, type(state)(count[:, -1], mean[:, -1], variance[:, -1])
+    if segments.handoff is not None:
+        mean, variance = _pooled(own_count, mean, variance, segments.handoff, segments)
+    return mean, variance, type(state)(_counts(state, segments)[:, -1], mean[:, -1], variance[:, -1])
+
+
+def _decayed_before(end: Tensor, beta: Tensor, handoff: Handoff, segments: Segments) -> Tensor:
+    """(B, T, F): what of every step's decayed sum comes from earlier ranks; ``end`` (B, F) is this rank's last one."""
+    ends = handoff.earlier(end).wait()
+    between = segments.length * torch.arange(len(ends), device=end.device)
+    kept = ends * (beta ** between[:, None]).to(end.dtype).unsqueeze(1)
+    before = (kept * (handoff.counts > 0).unsqueeze(-1)).sum(0)
+    steps = torch.arange(1, segments.length + 1, device=end.device)
+    decay = (beta ** steps[:, None]).to(end.dtype)
+    return decay * before.unsqueeze(1) * segments.continues.unsqueeze(-1)
+
+
+def _pooled(
+    count: Tensor, mean: Tensor, variance: Tensor, handoff: Handoff, segments: Segments
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance (B, T, G) of this rank's ``count`` (B, T) steps together with those of earlier ranks."""
+    ends = handoff.earlier(torch.cat([mean[:, -1], variance[:, -1]], dim=-1)).wait()
+    means, variances = ends.chunk(2, dim=-1)
+    counts = handoff.counts.to(mean.dtype).unsqueeze(-1)
+    share = counts / counts.sum(0).clamp(min=1)
+    mean_before = (share * means).sum(0)
+    variance_before = (share * (variances + (means - mean_before).square())).sum(0)
+
+    before = (counts.sum(0) * segments.continues.to(mean.dtype)).unsqueeze(-1)
+    part = before / (before + count.unsqueeze(-1))
+    step = mean_before.unsqueeze(1) - mean
+    return mean + part * step, variance + part * (variance_before.unsqueeze(1) - variance + (1 - part) * step.square())
 
 
 def standardise(
@@ -65,8 +98,8 @@ def standardise(
 ) -> Tensor:
     """(x − mean) / √(variance + ε) · (1 + weight) + bias with statistics (B, T, G) per group of features."""
     features = x.shape[-1]
-    scale = x.new_ones(features) if weight is None else 1 + weight
-    shift = x.new_zeros(features) if bias is None else bias
+    scale = x.new_ones(features) if weight is None else 1 + weight.to(x.dtype)
+    shift = x.new_zeros(features) if bias is None else bias.to(x.dtype)
     return _Standardise.apply(x, mean, torch.rsqrt(variance + eps), scale, shift)
 
 
@@ -127,6 +160,14 @@ def _group_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 def _counts(state: TimestepNormState, segments: Segments) -> Tensor:
     """(B, T) int64: steps of its document up to each token."""
+    own = _own_counts(state, segments)
+    if segments.handoff is None:
+        return own
+    return own + torch.where(segments.continues, segments.handoff.counts.sum(0).unsqueeze(1), 0)
+
+
+def _own_counts(state: TimestepNormState, segments: Segments) -> Tensor:
+    """Those of them that this rank holds or was called with."""
     return segments.steps_in_document + torch.where(segments.continues, state.count.unsqueeze(1), 0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from gecko.ops.phases import common_phase
 from gecko.ops.working_memory.chain import affine_chain, segmented_scan
 from gecko.ops.working_memory.grid import Grid
+from gecko.ops.working_memory.ranks import affine_chain_of_ranks, summary_before, weights_before
 from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary
 from gecko.segments import Segments
 
@@ -36,12 +39,19 @@ def remember_chunks(
     whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
     resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
     normalisers = _normalisers(rule, state, whole, resets)
+    if segments.handoff is not None:
+        state, resets = weights_before(rule, chunk_size, state, whole, normalisers, resets, segments)
+        normalisers = _normalisers(rule, state, whole, resets)
     before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
-    entered = _enter(rule, state.previous, current, rule.summarise(k, v, grid.counted, weights, before))
+    summaries = rule.summarise(k, v, grid.counted, weights, before)
+    if segments.handoff is not None:
+        state = replace(state, previous=summary_before(state.previous, _slice(summaries, -1), segments.handoff))
+    entered = _enter(rule, state.previous, current, summaries)
 
     a, b = rule.affine(_slice(entered, slice(0, grid.chunks)), normalisers[:, :, 1:-1])
     a = a.masked_fill(resets[:, None, :-1, None, None], 0)
-    memories = affine_chain(a, b, state.memory)
+    chain = affine_chain if segments.handoff is None else partial(affine_chain_of_ranks, segments.handoff)
+    memories = chain(a, b, state.memory)
     out = rule.read(q, grid.allowed, memories[:, :, :-1], normalisers[:, :, :-2])
 
     end = (phase + segments.length) // chunk_size

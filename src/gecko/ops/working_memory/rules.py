@@ -7,6 +7,7 @@ document: log z (adaptive) or τ (linear).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +57,14 @@ class Rule(Protocol):
     def merge(self, first: ChunkSummary, second: ChunkSummary) -> ChunkSummary:
         """Two parts of one chunk as one."""
 
+    def add(
+        self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor], overwrites: bool
+    ) -> ChunkSummary:
+        """The same as merging the summary of one token, k (…, 1, key) and v (…, 1, value), in fewer steps.
+
+        ``overwrites``: into the tensors of ``summary``, without gradients.
+        """
+
     def affine(self, summary: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
         """A and B of M ← A M + B; ``after`` is the normaliser with this chunk."""
 
@@ -94,6 +103,18 @@ class Adaptive:
         a, b = ((part.weight - weight).exp().unsqueeze(-1) for part in (first, second))
         return ChunkSummary(weight, a * first.key_sum + b * second.key_sum, a * first.value_sum + b * second.value_sum)
 
+    def add(
+        self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor], overwrites: bool
+    ) -> ChunkSummary:
+        # The token's share of the weight; that of all before it is 1 − share.
+        share = (k.squeeze(-2) - summary.weight).sigmoid().unsqueeze(-1)
+        weight = torch.logaddexp(summary.weight, k.squeeze(-2))
+        lerp = Tensor.lerp_ if overwrites else Tensor.lerp
+        return ChunkSummary(weight, *(
+            lerp(old, new.expand_as(old), share.expand_as(old))
+            for old, new in ((summary.key_sum, k.softmax(-1)), (summary.value_sum, v))
+        ))  # fmt: skip
+
     def affine(self, summary: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
         rho = (summary.weight - after).exp().unsqueeze(-1)
         return torch.diag_embed(1 - rho.squeeze(-1)) - rho * summary.key_sum, rho * summary.value_sum
@@ -121,6 +142,17 @@ class Linear:
         return ChunkSummary(
             first.weight + second.weight, first.key_sum + second.key_sum, first.value_sum + second.value_sum
         )
+
+    def add(
+        self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor], overwrites: bool
+    ) -> ChunkSummary:
+        psi = _elu1(k)
+        phi = psi.mT
+        addcmul = Tensor.addcmul_ if overwrites else Tensor.addcmul
+        return ChunkSummary(
+            summary.weight + psi.squeeze(-2),
+            addcmul(summary.key_sum, phi, _normalised(psi, before())), addcmul(summary.value_sum, phi, v),
+        )  # fmt: skip
 
     def affine(self, summary: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
         identity = torch.eye(after.shape[-1], dtype=after.dtype, device=after.device)

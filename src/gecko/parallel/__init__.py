@@ -1,0 +1,1 @@
+"""Many processes: who they are, how a model and a sequence are divided among them."""

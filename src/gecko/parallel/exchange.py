@@ -1,0 +1,101 @@
+"""Tensors that travel between the ranks of a group, forward to later ranks and their gradients back.
+
+Starting and waiting are two nodes of the graph, so that what is computed between them overlaps with the
+transfer, in backward too: there the wait starts the gradient's way back and the start waits for it. Autograd runs
+nodes in the reverse of the order they were made in, hence all ranks meet the exchanges in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Line:
+    """The ranks of a process group in a row, and what travels along it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], distances: Sequence[int]) -> list[dist.Work]:
+        """Start sending ``outgoing[i]`` to the rank ``distances[i]`` places on and receiving ``incoming[i]`` from that
+        as far behind, where there are such ranks."""
+        operations = []
+        for out, into, distance in zip(outgoing, incoming, distances, strict=True):
+            if 0 <= self.rank + distance < self.size:
+                operations.append(dist.P2POp(dist.isend, out, group=self.group, group_peer=self.rank + distance))
+            if 0 <= self.rank - distance < self.size:
+                operations.append(dist.P2POp(dist.irecv, into, group=self.group, group_peer=self.rank - distance))
+        return dist.batch_isend_irecv(operations) if operations else []
+
+
+class Transfer:
+    """One exchange, on its way: every rank's x to the ranks that are ``distances`` places on."""
+
+    def __init__(self, line: Line, distances: Sequence[int]) -> None:
+        self.line, self.distances = line, list(distances)
+        self._works: list[dist.Work] = []
+        self._kept: tuple[Tensor, ...] = ()
+
+    def start(self, x: Tensor) -> Transfer:
+        self._arriving = _start(x, self)
+        return self
+
+    def wait(self) -> Tensor:
+        """(distances, …): what the ranks as far behind sent, zero where there are none."""
+        return _wait(self._arriving, self)
+
+    def post(self, outgoing: Tensor, incoming: Tensor, *, back: bool) -> None:
+        distances = [-distance for distance in self.distances] if back else self.distances
+        self._works = self.line.post(outgoing.unbind(0), incoming.unbind(0), distances)
+        # They must outlive the transfer.
+        self._kept = (outgoing, incoming)
+
+    def finish(self) -> Tensor:
+        """What arrived."""
+        for work in self._works:
+            work.wait()
+        arrived = self._kept[1]
+        self._works, self._kept = [], ()
+        return arrived
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        arriving = x.new_zeros(len(transfer.distances), *x.shape)
+        transfer.post(x.contiguous().expand_as(arriving), arriving, back=False)
+        return arriving
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.transfer.finish().sum(0), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.finish()
+        ctx.mark_dirty(arriving)
+        return arriving
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        arriving = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+        ctx.transfer.post(grad.contiguous(), arriving, back=True)
+        return arriving, None
+
+
+# A compiled block is cut where it exchanges: the compiler knows nothing of what other ranks send.
+_start: Callable[[Tensor, Transfer], Tensor] = torch.compiler.disable(_Start.apply)
+_wait: Callable[[Tensor, Transfer], Tensor] = torch.compiler.disable(_Wait.apply)

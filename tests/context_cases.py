@@ -1,0 +1,242 @@
+"""What the processes of a context group run; see ``test_context.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import cases
+import numpy as np
+import torch
+import torch.distributed as dist
+from processes import TIMEOUT
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from gecko.generation import read as read_text
+from gecko.ops.loss import IGNORED
+from gecko.parallel.context import ContextGroup
+from gecko.parallel.reading import read_on_ranks as read_on_several
+from gecko.state import GeckoState
+
+CHUNK = cases.CHUNK
+
+
+@dataclass(frozen=True)
+class Text:
+    """A batch of rows and how they are divided: ``ranks`` parts of ``chunks`` chunks."""
+
+    ranks: int
+    chunks: int
+    documents: str = "none"
+    read: int = 0
+    """Tokens read in an earlier call."""
+    batch: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.ranks}x{self.chunks}-{self.documents}" + (f"-after{self.read}" if self.read else "")
+
+    @property
+    def length(self) -> int:
+        return self.ranks * self.chunks * CHUNK
+
+
+def ids_of(text: Text) -> Tensor | None:
+    """(B, read + length): documents that begin anywhere, at rank borders, one token before or after them, or often."""
+    if text.documents == "none":
+        return None
+    length, part = text.read + text.length, text.chunks * CHUNK
+    starts = torch.zeros(text.batch, length, dtype=torch.bool)
+    borders = [text.read + rank * part for rank in range(1, text.ranks)]
+    if text.documents == "borders":
+        starts[0, borders] = True
+    elif text.documents == "around":
+        starts[0, [b - 1 for b in borders]] = True
+        starts[1, [b + 1 for b in borders]] = True
+    elif text.documents == "chunks":
+        starts[0, [b - CHUNK for b in borders]] = True
+        starts[1, borders[-1:]] = True
+    else:
+        rate = {"few": 0.03, "many": 0.3}[text.documents]
+        starts = torch.rand(text.batch, length, generator=torch.Generator().manual_seed(length)) < rate
+    return starts.long().cumsum(1)
+
+
+def tokens_of(text: Text) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (B, read + length); some targets are ignored, unevenly over the ranks."""
+    whole = cases.tokens(text.batch, text.read + text.length + 1, seed=text.ranks)
+    targets = whole[:, 1:].clone()
+    targets[:, : 5 + text.read] = IGNORED
+    return whole[:, :-1], targets
+
+
+def weights_like(x: Tensor) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel()), dtype=torch.float64)
+
+
+def state_terms(state: GeckoState) -> Tensor:
+    """A number that every part of a state has a say in."""
+    parts = [x for x in state.tensors().values() if x.is_floating_point()]
+    return sum((torch.where(x.abs() < 1e20, x, 0) * weights_like(x)).sum() for x in parts)
+
+
+def arrays(named: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    return {name: x.detach().numpy() for name, x in named.items()}
+
+
+@cache
+def groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Made once in a process, by all in the same order: all ranks, two pairs, and the pairs across them."""
+    made = {}
+    for ranks in ((0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3)):
+        made[ranks] = dist.new_group(list(ranks), timeout=TIMEOUT)
+    return made
+
+
+def group_of(ranks: int) -> tuple[ContextGroup, dist.ProcessGroup]:
+    """This process's context group of that size, and the group of those at the same place in other ones."""
+    me, made = dist.get_rank(), groups()
+    if ranks == 4:
+        return ContextGroup(made[0, 1, 2, 3]), made[0, 1, 2, 3]
+    return ContextGroup(made[(0, 1) if me < 2 else (2, 3)]), made[(0, 2) if me % 2 == 0 else (1, 3)]
+
+
+def read(variant: str, text: Text, checkpointing: str, group: ContextGroup | None) -> dict[str, Any]:
+    """Outputs, loss, token losses, final state, and every gradient of the loss plus the outputs and the final state.
+
+    With a group this rank's part of the outputs, and the sum over ranks of the gradients.
+    """
+    model = cases.model(variant)
+    model.activation_checkpointing = checkpointing
+    tokens, targets = tokens_of(text)
+    ids = ids_of(text)
+    state = None
+    if text.read:
+        with torch.no_grad():
+            _, state = model(tokens[:, : text.read], None if ids is None else ids[:, : text.read])
+    tokens, targets, ids = (None if x is None else x[:, text.read :] for x in (tokens, targets, ids))
+    columns, last = slice(None), True
+    if group is not None:
+        columns, last = group.slice(text.length, CHUNK), group.rank == group.size - 1
+    weights = weights_like(torch.empty(*tokens.shape, model.config.model_dim))[:, columns]
+    tokens, targets, ids = (None if x is None else x[:, columns] for x in (tokens, targets, ids))
+    loss = model.loss(tokens, targets, ids, context=group)
+    hidden, after = model.hidden(tokens, ids, state, context=group)
+    (loss + (hidden * weights).sum() + (state_terms(after) if last else 0 * state_terms(after))).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if group is not None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=group.line.group)
+    losses, _ = model.token_losses(tokens, targets, ids, state, context=group)
+    with torch.inference_mode():
+        logits, inferred = model(tokens, ids, state, context=group)
+    return {
+        "loss": loss.item(), "hidden": hidden.detach().numpy(), "losses": losses.numpy(), "logits": logits.numpy(),
+        "gradients": arrays(gradients), "state": arrays(after.tensors()), "inferred": arrays(inferred.tensors()),
+    }  # fmt: skip
+
+
+def read_on_ranks(variant: str, text: Text, checkpointing: str) -> dict[str, Any]:
+    group, _ = group_of(text.ranks)
+    return read(variant, text, checkpointing, group)
+
+
+def read_shards(variant: str, chunks: int, checkpointing: str, documents: str) -> dict[str, Any]:
+    """Loss and whole gradients on a mesh of 2 × 2: rows are divided by two, each row by two, parameters by four."""
+    mesh = mesh_of_pairs()
+    group, text = ContextGroup(mesh["context"].get_group()), Text(2, chunks, documents, batch=4)
+    model = cases.model(variant)
+    model.activation_checkpointing = checkpointing
+    flat = shard_mesh()
+    for block in model.blocks:
+        fully_shard(block, mesh=flat)
+    fully_shard(model, mesh=flat)
+    register_fsdp_forward_method(model, "loss")
+    tokens, targets = tokens_of(text)
+    ids = ids_of(text)
+    trained = count_of(targets, ids)
+    first = 2 * mesh.get_local_rank("data")
+    rows, columns = slice(first, first + 2), group.slice(text.length, CHUNK)
+    share = count_of(targets[rows], None if ids is None else ids[rows]) / trained
+    tokens, targets, ids = (None if x is None else x[rows, columns] for x in (tokens, targets, ids))
+    loss = model.loss(tokens, targets, ids, context=group) * share
+    (loss * mesh.size()).backward()  # FSDP takes the mean over the four; theirs are parts of a sum
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=mesh["data"].get_group())
+    return {
+        "loss": total.item(),
+        "gradients": {name: x.grad.full_tensor().numpy() for name, x in model.named_parameters()},
+    }
+
+
+def count_of(targets: Tensor, ids: Tensor | None) -> int:
+    trained = targets != IGNORED
+    if ids is not None:
+        trained[:, :-1] &= ids[:, 1:] == ids[:, :-1]
+    return int(trained.sum())
+
+
+@cache
+def mesh_of_pairs() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+
+
+@cache
+def shard_mesh() -> DeviceMesh:
+    return mesh_of_pairs()["data", "context"]._flatten("all")
+
+
+def read_whole(variant: str, chunks: int, documents: str) -> dict[str, Any]:
+    """What ``read_shards`` computes, on one device."""
+    model, text = cases.model(variant), Text(2, chunks, documents, batch=4)
+    loss = model.loss(*tokens_of(text), ids_of(text))
+    loss.backward()
+    return {"loss": loss.item(), "gradients": {name: x.grad.numpy() for name, x in model.named_parameters()}}
+
+
+def refusal(lengths: tuple[int, ...], read: int = 0, ids: tuple[bool, ...] = (False,) * 4) -> str:
+    """The error of a call in which rank r holds ``lengths[r]`` tokens, after a state of ``read`` tokens."""
+    model, rank = cases.model("gecko"), dist.get_rank()
+    state = model(cases.tokens(1, read))[1] if read else None
+    tokens = cases.tokens(1, lengths[rank])
+    try:
+        model(tokens, torch.zeros_like(tokens) if ids[rank] else None, state, context=group_of(4)[0])
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def slice_refusal(length: int) -> str:
+    try:
+        group_of(4)[0].slice(length, CHUNK)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def prefill(variant: str, length: int, read: int, piece: int, ranks: int) -> dict[str, Any]:
+    """A text read by several ranks, and by one: logits and states of both."""
+    group, model = group_of(ranks)[0], cases.model(variant)
+    text = cases.tokens(1, read + length, seed=5)[0]
+    state = None if read == 0 else read_text(model, [text[:read]]).state
+    parts = text[read:].split([length // 3, length - length // 3])
+    shared = read_on_several(model, parts, group, state, piece=piece)
+    alone = read_text(model, [text])
+    return {
+        name: {"logits": reading.logits.numpy(), **arrays(reading.state.tensors())}
+        for name, reading in (("shared", shared), ("alone", alone))
+    }
+
+
+def autocast_losses(variant: str) -> tuple[float, float]:
+    """The loss on four ranks, and alone, with bfloat16 products."""
+    group, text = group_of(4)[0], Text(4, 2, "few")
+    model = cases.model(variant, torch.float32)
+    tokens, targets = tokens_of(text)
+    ids, columns = ids_of(text), group.slice(text.length, CHUNK)
+    with torch.autocast("cpu", torch.bfloat16):
+        shared = model.loss(tokens[:, columns], targets[:, columns], ids[:, columns], context=group)
+        shared.backward()
+        return shared.item(), model.loss(tokens, targets, ids).item()

@@ -1,0 +1,67 @@
+"""Processes that stay up for many cases: starting them takes longer than what most tests do in them."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=30)
+"""For a group: a rank that waits longer for the others fails. A new group does not take over the world's."""
+
+
+class Processes:
+    """``size`` processes of one gloo world; ``run`` calls a function on all of them."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self._ends, self._processes = [], []
+        before, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
+        for rank in range(size):
+            end, other = context.Pipe()
+            process = context.Process(target=_work, args=(rank, size, str(folder / "store"), other), daemon=True)
+            process.start()
+            other.close()  # so that a process that dies ends the wait for its answer
+            self._ends.append(end)
+            self._processes.append(process)
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """``function(*arguments)`` of every rank. It must be importable by name; an error of any rank is raised."""
+        for end in self._ends:
+            end.send((function, arguments))
+        answers = [end.recv() for end in self._ends]
+        errors = [text for failed, text in answers if failed]
+        if errors:
+            raise RuntimeError("\n".join(errors))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+
+def _work(rank: int, size: int, store: str, end: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=TIMEOUT)
+    while (task := end.recv()) is not None:
+        function, arguments = task
+        try:
+            end.send((False, function(*arguments)))
+        except BaseException:
+            end.send((True, f"rank {rank}: {traceback.format_exc()}"))
+    dist.destroy_process_group()
