@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from gecko.data import Tokenizer, load_tokenizer
+from gecko.data.executors import run_here
+from gecko.data.tokenizing import TokenizingPlan
 
 LINES = ["the quick brown fox jumps over the lazy dog", "five dozen liquor jugs", "naïve café, 你好 世界 🎉"] * 20
 
@@ -98,3 +100,24 @@ def write_config(bpe_folder: Path, tmp_path: Path) -> Callable[[object], Path]:
         return tmp_path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """Thirty documents without digits, of which every third has letters of several bytes."""
+    return [("é" if number % 3 == 0 else "a") * (number % 7 + 3) + "bcdef" for number in range(30)]
+
+
+@pytest.fixture
+def shard_folder(texts: list[str], tmp_path: Path) -> Path:
+    """The texts as shards of bytes, in three sources of one shard each."""
+    (tmp_path / "source").mkdir()
+    for name, part in (("a", texts[:10]), ("b", texts[10:20]), ("c", texts[20:])):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (tmp_path / "source" / f"{name}.jsonl").write_text(lines)
+    sources = [str(tmp_path / "source" / f"{name}.jsonl") for name in "abc"]
+    plan = TokenizingPlan.make(sources, load_tokenizer("bytes"), tmp_path / "shards")
+    plan.start()
+    assert len(list(run_here(plan, 1))) == 3
+    assert plan.finish() is not None
+    return tmp_path / "shards"

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gecko.cli.footprint import inference_memory, parameters_by_component, state_by_part, training_memory
 from gecko.config import GeckoConfig
+from gecko.plan.footprint import inference_memory, parameters_by_component, state_by_part, training_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

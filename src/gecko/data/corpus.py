@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from gecko.data.readers import decode_text, read_file, text_field
 from gecko.data.sources import STDLIB, find_files, stdlib_files
@@ -32,61 +35,120 @@ def load_documents(source: str | os.PathLike[str] | Sequence[str], *, field: str
         ValueError: in this call, there is no source; while iterating, a file is binary, truncated
             or malformed, or a source holds no text.
     """
+    return _checked(find_sources(source, field=field))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents that are read in one go: of one file, or of a data set or a piece of one. JSON holds all its fields."""
+
+    kind: Literal["file", "stdlib", "dataset"]
+    name: str
+    """The file's path, or the data set's name."""
+    field: str
+    size: int = 0
+    """Bytes of the file; 0 of a data set, which nobody knows before it was read."""
+    config: str | None = None
+    split: str = ""
+    piece: int = 0
+    pieces: int = 1
+    """The data set's files, in as many pieces of neighbours as it has files, and which of them this is."""
+
+    def read(self) -> Iterator[str]:
+        """The documents in order; one may be empty.
+
+        Raises:
+            ValueError: see ``load_documents``.
+        """
+        if self.kind == "dataset":
+            return _read_dataset(self)
+        return read_file(Path(self.name), self.field) if self.kind == "file" else _read_stdlib(Path(self.name))
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one source names, without the files that a source before it named."""
+
+    spec: str
+    parts: tuple[Part, ...]
+
+
+def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> list[Source]:
+    """Where the documents of one source or of several are; arguments and errors of ``load_documents``.
+
+    A source whose files all belong to earlier ones is left out.
+    """
     specs = [os.fspath(source)] if isinstance(source, str | os.PathLike) else list(source)
     if not specs or not all(specs):
         raise ValueError(f"a source of documents must be named, such as a folder or {STDLIB!r}; got {source!r}.")
     seen: set[Path] = set()
-    opened = [(spec, _open_source(spec, field, seen)) for spec in specs]
-    return _checked([(spec, read) for spec, read in opened if read is not None])
+    found = [Source(spec, _find_parts(spec, field, seen)) for spec in specs]
+    return [source for source in found if source.parts]
 
 
-def _open_source(spec: str, field: str, seen: set[Path]) -> Callable[[], Iterator[str]] | None:
-    """What reads the source's documents, or None when earlier sources do; adds its files to ``seen``."""
+def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[Part, ...]:
+    """Adds the source's files to ``seen``, and leaves those out that were there."""
     if spec.startswith(HUGGING_FACE):
         name, config, split = _parse_dataset(spec)
-        return lambda: _read_dataset(name, config, split, field)
+        return (Part("dataset", name, field, config=config, split=split),)
     files = stdlib_files() if spec == STDLIB else find_files(spec)
     # A document read twice could end up in the training and in the validation part.
     fresh = [path for path in files if path.resolve() not in seen]
     seen.update(path.resolve() for path in fresh)
-    if not fresh:
-        return None
-    if spec == STDLIB:
-        return lambda: _read_stdlib(fresh)
-    return lambda: (text for path in fresh for text in read_file(path, field))
+    kind: Literal["file", "stdlib"] = "stdlib" if spec == STDLIB else "file"
+    return tuple(Part(kind, str(path), field, path.stat().st_size) for path in fresh)
 
 
-def _checked(sources: list[tuple[str, Callable[[], Iterator[str]]]]) -> Iterator[str]:
-    for spec, read in sources:
+def dataset_pieces(part: Part) -> tuple[Part, ...]:
+    """A data set as pieces that can be read side by side, together in its order; files stay what they are."""
+    if part.kind != "dataset":
+        return (part,)
+    pieces = _open_dataset(part).num_shards
+    return tuple(dataclasses.replace(part, piece=piece, pieces=pieces) for piece in range(pieces))
+
+
+def _checked(sources: list[Source]) -> Iterator[str]:
+    for source in sources:
         empty = True
-        for text in read():
-            if text:
-                empty = False
-                yield text
+        for part in source.parts:
+            for text in part.read():
+                if text:
+                    empty = False
+                    yield text
         if empty:
-            raise ValueError(f"a source must hold at least one document with text; got {spec!r}, which is empty.")
+            raise empty_source(source.spec)
 
 
-def _read_stdlib(files: list[Path]) -> Iterator[str]:
-    for path in files:
-        try:
-            yield decode_text(path.read_bytes(), str(path))
-        except ValueError:
-            # The library holds a few files in other encodings; nobody chose them, so they are left out.
-            continue
+def empty_source(spec: str) -> ValueError:
+    return ValueError(f"a source must hold at least one document with text; got {spec!r}, which is empty.")
 
 
-def _read_dataset(name: str, config: str | None, split: str, field: str) -> Iterator[str]:
+def _read_stdlib(path: Path) -> Iterator[str]:
+    try:
+        yield decode_text(path.read_bytes(), str(path))
+    except ValueError:
+        # The library holds a few files in other encodings; nobody chose them, so they are left out.
+        return
+
+
+def _read_dataset(part: Part) -> Iterator[str]:
+    records = _open_dataset(part)
+    if part.pieces > 1:
+        records = records.shard(num_shards=part.pieces, index=part.piece)
+    where = part.name if part.pieces == 1 else f"{part.name}, piece {part.piece} of {part.pieces}"
+    for number, record in enumerate(records):
+        yield text_field(record, part.field, f"{where}, record {number},")
+
+
+def _open_dataset(part: Part) -> Any:
     datasets = require("datasets", "data")
     try:
-        records = datasets.load_dataset(name, config, split=split, streaming=True)
+        return datasets.load_dataset(part.name, part.config, split=part.split, streaming=True)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"the Hugging Face data set {name!r} (configuration {config}, split {split!r}) must be one that can be "
-            f"reached, as hf:NAME[:split] or hf:NAME:CONFIG:split; got: {error}"
+            f"the Hugging Face data set {part.name!r} (configuration {part.config}, split {part.split!r}) must be one "
+            f"that can be reached, as hf:NAME[:split] or hf:NAME:CONFIG:split; got: {error}"
         ) from error
-    for number, record in enumerate(records):
-        yield text_field(record, field, f"{name}, record {number},")
 
 
 def _parse_dataset(spec: str) -> tuple[str, str | None, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,33 +34,35 @@ class Batch:
         return int((self.targets != IGNORED).sum())
 
 
-class PackedLoader:
-    """Training rows without end.
+Row = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Tokens, targets and segment ids, (length,) each."""
 
-    Every epoch lays all documents end to end in a random order of its own and cuts them into rows
-    of ``sequence_length + 1`` tokens, the last of which is the first of the next row. What does
-    not fill a row at the end of an epoch is left out. Nothing is remembered between calls but the
-    orders of the last two epochs used, so calls may come in any order and from any thread.
+
+class Rows(Protocol):
+    """Training rows without end, each a function of its index alone."""
+
+    rows_per_epoch: int
+    """Rows until the first document comes again."""
+
+    def row(self, index: int) -> Row:
+        """Any row, in any order, from any thread."""
+
+
+class Loader:
+    """Rows as batches. Nothing is remembered between calls, so they may come in any order and from any thread.
 
     Raises:
-        ValueError: the corpus is shorter than a row, or a size or the seed is out of range.
+        ValueError: the batch size is out of range.
     """
 
-    def __init__(self, corpus: TokenizedCorpus, batch_size: int, sequence_length: int, seed: int) -> None:
-        _check_sizes(batch_size, sequence_length)
+    def __init__(self, rows: Rows, batch_size: int) -> None:
+        check_sizes(batch_size=batch_size)
+        self.rows = rows
         self.batch_size = batch_size
-        self.sequence_length = sequence_length
-        self.rows_per_epoch = (corpus.num_tokens - 1) // sequence_length
-        if self.rows_per_epoch < 1:
-            raise ValueError(
-                f"a row takes sequence_length + 1 = {sequence_length + 1} tokens, so the corpus must hold as many; "
-                f"got {corpus.num_tokens}. Give more text, or set sequence_length={corpus.num_tokens - 1}."
-            )
-        permutation(1, seed, SPLIT_STREAM)  # refuses a negative seed now, not at the first batch
-        # Two epochs, because the rows of one batch may lie in two.
-        self._layout = lru_cache(maxsize=2)(
-            lambda epoch: _Layout.of(corpus, permutation(len(corpus), seed, SPLIT_STREAM + 1 + epoch))
-        )
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return self.rows.rows_per_epoch
 
     def batch(self, step: int) -> Batch:
         """Rows ``step * batch_size`` and following.
@@ -70,11 +73,50 @@ class PackedLoader:
         if step < 0:
             raise ValueError(f"step must be at least 0; got {step}.")
         first = step * self.batch_size
-        return _stack([self._row(row) for row in range(first, first + self.batch_size)])
+        return _stack([self.rows.row(index) for index in range(first, first + self.batch_size)])
 
-    def _row(self, index: int) -> _Row:
+
+class PackedRows:
+    """Rows of a corpus in memory.
+
+    Every epoch lays all documents end to end in a random order of its own and cuts them into rows
+    of ``sequence_length + 1`` tokens, the last of which is the first of the next row. What does
+    not fill a row at the end of an epoch is left out. The orders of the last two epochs used are kept.
+
+    Raises:
+        ValueError: the corpus is shorter than a row, or the length or the seed is out of range.
+    """
+
+    def __init__(self, corpus: TokenizedCorpus, sequence_length: int, seed: int) -> None:
+        self.sequence_length = sequence_length
+        self.rows_per_epoch = rows_in(corpus.num_tokens, sequence_length)
+        permutation(1, seed, SPLIT_STREAM)  # refuses a negative seed now, not at the first batch
+        # Two epochs, because the rows of one batch may lie in two.
+        self._layout = lru_cache(maxsize=2)(
+            lambda epoch: _Layout.of(corpus, permutation(len(corpus), seed, SPLIT_STREAM + 1 + epoch))
+        )
+
+    def row(self, index: int) -> Row:
         epoch, row = divmod(index, self.rows_per_epoch)
         return self._layout(epoch).row(row * self.sequence_length, self.sequence_length)
+
+
+class PackedLoader(Loader):
+    """Batches of ``PackedRows``; arguments and errors as there and in ``Loader``."""
+
+    def __init__(self, corpus: TokenizedCorpus, batch_size: int, sequence_length: int, seed: int) -> None:
+        super().__init__(PackedRows(corpus, sequence_length, seed), batch_size)
+
+
+def rows_in(tokens: int, sequence_length: int) -> int:
+    """Rows that so many tokens end to end are cut into; ValueError where there is none."""
+    check_sizes(sequence_length=sequence_length)
+    if tokens <= sequence_length:
+        raise ValueError(
+            f"a row takes sequence_length + 1 = {sequence_length + 1} tokens, so the corpus must hold as many; "
+            f"got {tokens}. Give more text, or set sequence_length={tokens - 1}."
+        )
+    return (tokens - 1) // sequence_length
 
 
 def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length: int) -> Iterator[Batch]:
@@ -88,15 +130,11 @@ def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length
     Raises:
         ValueError: a size is out of range.
     """
-    _check_sizes(batch_size, sequence_length)
+    check_sizes(batch_size=batch_size, sequence_length=sequence_length)
     layout = _Layout.of(corpus, np.arange(len(corpus)))
     begins = range(0, layout.num_tokens - 1, sequence_length)
     for first in range(0, len(begins), batch_size):
         yield _stack([layout.row(begin, sequence_length) for begin in begins[first : first + batch_size]])
-
-
-_Row = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
-"""Tokens, targets and segment ids, (length,) each."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +156,7 @@ class _Layout:
     def num_tokens(self) -> int:
         return int(self.borders[-1])
 
-    def row(self, begin: int, length: int) -> _Row:
+    def row(self, begin: int, length: int) -> Row:
         """The row that starts at ``begin``; beyond the layout's end, zeros without targets."""
         end = min(begin + length + 1, self.num_tokens)
         first = int(np.searchsorted(self.borders, begin, side="right")) - 1
@@ -128,20 +166,30 @@ class _Layout:
         shift = np.repeat(self.offsets[first:last] - self.borders[first:last], counts)
         tokens = self.tokens[np.arange(begin, end) + shift].astype(np.int64)
         segments = np.repeat(np.arange(last - first), counts)
-        missing = length + 1 - len(tokens)
-        tokens = np.pad(tokens, (0, missing))
-        segments = np.pad(segments, (0, missing), constant_values=last - first)
-        targets = np.where(segments[1:] == segments[:-1], tokens[1:], IGNORED)
-        targets[end - begin - 1 :] = IGNORED
-        return tokens[:-1], targets, segments[:-1]
+        return make_row(tokens, segments, length)
 
 
-def _stack(rows: list[_Row]) -> Batch:
+def make_row(tokens: NDArray[np.int64], segments: NDArray[np.int64], length: int) -> Row:
+    """A row of up to ``length + 1`` tokens that lie end to end and the numbers of their documents, from 0.
+
+    Where there are fewer, zeros follow, as a document of their own without targets.
+    """
+    filled = len(tokens)
+    missing = length + 1 - filled
+    tokens = np.pad(tokens, (0, missing))
+    segments = np.pad(segments, (0, missing), constant_values=segments[-1] + 1)
+    targets = np.where(segments[1:] == segments[:-1], tokens[1:], IGNORED)
+    targets[filled - 1 :] = IGNORED
+    return tokens[:-1], targets, segments[:-1]
+
+
+def _stack(rows: list[Row]) -> Batch:
     tokens, targets, segment_ids = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
     return Batch(tokens, targets, segment_ids)
 
 
-def _check_sizes(batch_size: int, sequence_length: int) -> None:
-    for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
+def check_sizes(**sizes: int) -> None:
+    """ValueError where one is below 1."""
+    for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1; got {value}.")

@@ -43,7 +43,7 @@ class TokenizedCorpus:
         tokens, lengths, text_bytes = bytearray(), array("q"), array("q")
         start = np.array([tokenizer.document_start], dtype).tobytes()
         end = np.array([tokenizer.document_end], dtype).tobytes()
-        for batch in _batches(texts):
+        for batch in batches(texts):
             for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
                 if len(ids):
                     tokens += start + ids.astype(dtype).tobytes() + end
@@ -81,15 +81,9 @@ class TokenizedCorpus:
         Raises:
             ValueError: fewer than two documents, or a fraction outside (0, 1).
         """
-        if not 0 < validation_fraction < 1:
-            raise ValueError(f"validation_fraction must lie between 0 and 1; got {validation_fraction}. Try 0.05.")
-        if len(self) < 2:
-            raise ValueError(
-                f"a corpus must hold at least 2 documents to be split into training and validation; got {len(self)}. "
-                f"A text file is one document: name more files, or use .jsonl with one document a line."
-            )
+        check_fraction(validation_fraction)
         order = permutation(len(self), seed, SPLIT_STREAM)
-        count = min(max(round(validation_fraction * len(self)), 1), len(self) - 1)
+        count = held_out_count(len(self), validation_fraction)
         return self._select(np.sort(order[count:])), self._select(order[:count])
 
     def head(self, max_tokens: int) -> TokenizedCorpus:
@@ -117,6 +111,22 @@ class TokenizedCorpus:
         )
 
 
+def check_fraction(validation_fraction: float) -> None:
+    """ValueError outside (0, 1)."""
+    if not 0 < validation_fraction < 1:
+        raise ValueError(f"validation_fraction must lie between 0 and 1; got {validation_fraction}. Try 0.05.")
+
+
+def held_out_count(documents: int, validation_fraction: float) -> int:
+    """How many of so many documents are held out: at least one, and not all; ValueError where that cannot be."""
+    if documents < 2:
+        raise ValueError(
+            f"a corpus must hold at least 2 documents to be split into training and validation; got {documents}. "
+            f"A text file is one document: name more files, or use .jsonl with one document a line."
+        )
+    return min(max(round(validation_fraction * documents), 1), documents - 1)
+
+
 def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
     """A random order of ``range(count)`` that depends on nothing but the arguments; streams are independent.
 
@@ -131,7 +141,8 @@ def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
     return np.argsort(draws, kind="stable")
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts of about ``BATCH_CHARACTERS`` together; empty ones are left out."""
     batch: list[str] = []
     characters = 0
     for text in texts:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from gecko.data.tokenizers import Tokenizer, text_ids
 
 REPLACEMENT = "\ufffd"
+LONGEST_CHARACTER = 4
+"""Bytes of a UTF-8 character, and so at most as many ids."""
 
 
 class StreamDecoder:
@@ -39,6 +41,22 @@ class StreamDecoder:
         before = self._tokenizer.decode(self._context)
         text: str = self._tokenizer.decode(self._context + self._pending)[len(before) :]
         if not text or (text.endswith(REPLACEMENT) and not final):
-            return ""
+            return self._release_invalid(before, before + text)
         self._context, self._pending = self._pending, []
         return text
+
+    def _release_invalid(self, before: str, whole: str) -> str:
+        """What no later id can change of a long ``whole`` that ends in U+FFFD: bytes that are no text.
+
+        An incomplete character lies in the last ids, fewer than ``LONGEST_CHARACTER``, and of as many
+        borders between ids before them one ends a character, unless ids straddle characters throughout.
+        """
+        kept = len(self._pending) - LONGEST_CHARACTER
+        if kept < LONGEST_CHARACTER:
+            return ""
+        for end in range(kept, kept - LONGEST_CHARACTER, -1):
+            text = self._tokenizer.decode(self._context + self._pending[:end])
+            if len(text) > len(before) and whole.startswith(text):
+                self._context, self._pending = self._pending[:end], self._pending[end:]
+                return text[len(before) :]
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,6 +26,10 @@ class Tokenizer(Protocol):
     @property
     def name(self) -> str:
         """What ``load_tokenizer`` makes this tokenizer from, wherever it is called."""
+
+    @property
+    def digest(self) -> str:
+        """Says whether two tokenizers make the same ids of all texts: SHA-256 of the tokenizer's file and borders."""
 
     @property
     def vocab_size(self) -> int:
@@ -58,7 +63,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Ids 0 to 255 are the bytes of UTF-8 text; 256 starts and ends a document."""
 
-    name = "bytes"
+    name = digest = "bytes"
     vocab_size = 257
     document_start = 256
     document_end = 256
@@ -98,6 +103,7 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         marked = {index for index, token in added.items() if token.special}
         self.special_ids = frozenset(marked | {self.document_start, self.document_end})
+        self.digest = _digest(path, self.document_start, self.document_end)
 
     def encode(self, text: str) -> TokenIds:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
@@ -127,6 +133,7 @@ class SentencePieceTokenizer:
         )
         control = {index for index in range(self.vocab_size) if self._processor.is_control(index)}
         self.special_ids = frozenset(control)
+        self.digest = _digest(path, self.document_start, self.document_end)
 
     def encode(self, text: str) -> TokenIds:
         return np.array(self._processor.encode(text), dtype=np.int64)
@@ -215,6 +222,11 @@ def _from_hub(name: str) -> Tokenizer:
     except errors.EntryNotFoundError:
         return HuggingFaceTokenizer(path, name, None)
     return HuggingFaceTokenizer(path, name, config)
+
+
+def _digest(path: Path, document_start: int, document_end: int) -> str:
+    borders = f"{document_start} {document_end} ".encode()
+    return hashlib.sha256(borders + path.read_bytes()).hexdigest()
 
 
 def _choices() -> str:

@@ -1,0 +1,150 @@
+"""``gecko tokenize``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from gecko.data.shards import Manifest
+    from gecko.data.tokenizing import TokenizingPlan
+
+EXECUTORS = ("local", "slurm", "ray")
+LOOK_SECONDS = 0.5
+
+
+def tokenize(
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="SOURCE...", help="Files, folders, globs, hf:NAME: what data.source takes."),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the shards are written.")],
+    tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizer's file or folder, or a name on the hub.")],
+    field: Annotated[
+        str, typer.Option(help="Field of JSON Lines, Parquet and data sets that holds the text.")
+    ] = "text",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Shards written at a time; all cores unless given.")
+    ] = None,
+    executor: Annotated[str, typer.Option(help="local, or a cluster: slurm, ray.")] = "local",
+    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
+    hours: Annotated[int, typer.Option(min=1, help="Slurm's time limit for one shard.")] = 12,
+    verify: Annotated[bool, typer.Option("--verify", help="Read back all shards and compare checksums.")] = False,
+) -> None:
+    """Turn a corpus into token shards, which training maps from disk.
+
+    The same command goes on after any interruption: shards that are whole stay. Train on them with
+    data.source=FOLDER and the same data.tokenizer.
+
+    **Examples**
+
+        gecko tokenize 'books/*.txt' --tokenizer olmo.json --out shards/books
+
+        gecko tokenize dolma --tokenizer olmo.json --out shards/dolma --executor slurm --partition cpu --workers 500
+    """
+    from gecko.data import ShardFolder, load_tokenizer
+    from gecko.data.tokenizing import TokenizingPlan
+
+    if executor not in EXECUTORS:
+        raise ValueError(f"--executor must be one of {', '.join(EXECUTORS)}; got {executor!r}.")
+    if executor == "slurm" and partition is None:
+        raise ValueError("--executor slurm needs the partition to submit to: add --partition NAME.")
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    plan = TokenizingPlan.make(sources, load_tokenizer(tokenizer), out, field=field)
+    plan.start()
+    _run(plan, executor, workers, partition or "", hours, console)
+    manifest = plan.finish()
+    if manifest is None:
+        console.print(
+            f"{len(plan.done())} of {len(plan.tasks)} shards are there. The same command shows how many then."
+        )
+        return
+    if verify:
+        ShardFolder.open(out).verify()
+        console.print("every byte is as it was written")
+    _report(manifest, plan, console)
+
+
+def _run(
+    plan: TokenizingPlan, executor: str, workers: int | None, partition: str, hours: int, console: Console
+) -> None:
+    from gecko.data.executors import run_here, run_on_ray, run_on_slurm
+
+    if len(plan.done()) == len(plan.tasks):
+        return
+    if executor == "slurm":
+        job = run_on_slurm(plan, workers or len(plan.tasks), partition=partition, hours=hours)
+        console.print(f"submitted as Slurm job {job}; its logs are in {plan.folder}/executor")
+        return
+    with _progress(plan, console):
+        if executor == "ray":
+            run_on_ray(plan, workers or len(plan.tasks))
+        else:
+            for _ in run_here(plan, workers or os.cpu_count() or 1):
+                pass
+
+
+def _report(manifest: Manifest, plan: TokenizingPlan, console: Console) -> None:
+    tokens, text_bytes = (sum(getattr(shard, name) for shard in manifest.shards) for name in ("tokens", "text_bytes"))
+    documents = sum(shard.documents for shard in manifest.shards)
+    console.print(
+        f"{plan.folder}: {len(manifest.shards):,} shards, {documents:,} documents, {tokens:,} tokens of "
+        f"{manifest.tokenizer.dtype.name}, {text_bytes:,} bytes of text ({text_bytes / tokens:.2f} a token)"
+    )
+    console.print(f"Train on them with: data.source={plan.folder} data.tokenizer={manifest.tokenizer.name}")
+
+
+@contextmanager
+def _progress(plan: TokenizingPlan, console: Console) -> Iterator[None]:
+    """Shards that are whole, and tokens on the disk, which whoever writes them says by the files' sizes."""
+    ended = Event()
+    columns = (
+        TextColumn("tokenizing"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("shards"),
+        TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("tokenizing", total=len(plan.tasks), tokens="-")
+
+        def look() -> None:
+            # At most a glance a second for each thousand shards.
+            while not ended.wait(LOOK_SECONDS * (1 + len(plan.tasks) // 1000)):
+                shards, tokens = _on_disk(plan)
+                progress.update(bar, completed=shards, tokens=f"{tokens:,}")
+
+        thread = Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            shards, tokens = _on_disk(plan)
+            progress.update(bar, completed=shards, tokens=f"{tokens:,}")
+
+
+def _on_disk(plan: TokenizingPlan) -> tuple[int, int]:
+    """Whole shards, and tokens in those and in the ones being written."""
+    size, records = 0, 0
+    with os.scandir(plan.folder) as entries:
+        for entry in entries:
+            # NAME.ds, or .NAME.ds.SOMETHING while it is written.
+            kind = entry.name.lstrip(".").split(".")[1:]
+            records += kind == ["json"] and entry.name[0].isdigit()
+            if kind[:1] == ["ds"] and kind[1:2] not in (["index"], ["bytes"]):
+                size += _size(entry)
+    return records, size // plan.tokenizer.dtype.itemsize
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        return 0

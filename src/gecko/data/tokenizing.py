@@ -1,0 +1,253 @@
+"""Any corpus to token shards, in parallel: what was written stays, however the work is interrupted.
+
+The corpus is cut into tasks, one for each shard, which depend on nothing but the corpus. A task is done once its
+shard's record is there, so the same call goes on after any stop, on one machine or on many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gecko.data.corpus import Part, dataset_pieces, empty_source, find_sources
+from gecko.data.packing import batches
+from gecko.data.shards import FORMAT, MANIFEST, SUFFIXES, Manifest, Shard, ShardRecord, TokenizerRecord
+from gecko.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
+from gecko.files import whole_file
+
+PLAN = "tokenize.json"
+SHARD_BYTES = (1 << 20, 1 << 30)
+"""The least and the most bytes of files that neighbours are put together to."""
+SHARDS = 64
+"""How many shards a corpus becomes, where that keeps to ``SHARD_BYTES``: work for as many processor cores."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One shard to write."""
+
+    name: str
+    source: str
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True)
+class TokenizingPlan:
+    """Everything that decides what a folder of shards will hold."""
+
+    folder: Path
+    tokenizer: TokenizerRecord
+    tasks: tuple[Task, ...]
+
+    @classmethod
+    def make(cls, sources: list[str], tokenizer: Tokenizer, folder: Path, *, field: str = "text") -> TokenizingPlan:
+        """Find the corpus and cut it into tasks.
+
+        Raises:
+            FileNotFoundError, ValueError: a source names nothing, or the folder lies inside one.
+        """
+        _check_outside(folder, sources)
+        found = find_sources(sources, field=field)
+        parts = [(source.spec, part) for source in found for whole in source.parts for part in dataset_pieces(whole)]
+        tasks = tuple(
+            Task(f"{number:05d}", group[0][0], tuple(part for _, part in group))
+            for number, group in enumerate(_groups(parts))
+        )
+        return cls(folder, TokenizerRecord.of(tokenizer), tasks)
+
+    @classmethod
+    def load(cls, folder: Path) -> TokenizingPlan:
+        """What ``start`` wrote."""
+        content = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        tasks = tuple(
+            Task(task["name"], task["source"], tuple(Part(**part) for part in task["parts"]))
+            for task in content["tasks"]
+        )
+        return cls(folder, TokenizerRecord(**content["tokenizer"]), tasks)
+
+    def start(self) -> None:
+        """Make the folder, or find it as this plan left it.
+
+        Raises:
+            FileExistsError: the folder holds something else; nothing is overwritten.
+        """
+        path, content = self.folder / PLAN, self._content()
+        if path.is_file():
+            if path.read_text(encoding="utf-8") != content:
+                raise FileExistsError(
+                    f"{self.folder} holds shards of other sources, another tokenizer or files that have changed since, "
+                    "and nothing there is overwritten. Choose another folder with --out."
+                )
+            return
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            raise FileExistsError(f"{self.folder} must be a new or an empty folder. Choose another one with --out.")
+        with whole_file(path) as temporary:
+            temporary.write_text(content, encoding="utf-8")
+
+    def done(self) -> list[ShardRecord]:
+        """The shards that are there, whole, in the order of tasks."""
+        records = (read_record(self, task) for task in self.tasks)
+        return [record for record in records if record is not None]
+
+    def finish(self) -> Manifest | None:
+        """Write the manifest once all shards are there; None while some are not.
+
+        Raises:
+            ValueError: a source has no text.
+        """
+        written = {path.name for path in self.folder.glob("*.json")}
+        if any(f"{task.name}.json" not in written for task in self.tasks):
+            # Of thousands of tasks, all but the last few find out without reading thousands of records.
+            return None
+        records = self.done()
+        if len(records) < len(self.tasks):
+            return None
+        for spec in dict.fromkeys(task.source for task in self.tasks):
+            if not any(record.documents for record in records if record.source == spec):
+                raise empty_source(spec)
+        manifest = Manifest(self.tokenizer, tuple(records))
+        _write_text(self.folder / MANIFEST, manifest.to_json())
+        for leftover in self.folder.glob(".[0-9]*.ds*"):
+            # Of a process that was killed while it wrote.
+            leftover.unlink(missing_ok=True)
+        return manifest
+
+    def _content(self) -> str:
+        tasks = [dataclasses.asdict(task) for task in self.tasks]
+        return json.dumps({"format": FORMAT, "tokenizer": dataclasses.asdict(self.tokenizer), "tasks": tasks}, indent=1)
+
+
+def run_task(folder: Path, number: int) -> ShardRecord:
+    """Write the shard of one task of the plan in ``folder``, unless it is there.
+
+    Raises:
+        ValueError: the corpus cannot be read, or has changed, or the tokenizer has.
+        OSError: the disk refused; no part of the shard is left.
+    """
+    plan = TokenizingPlan.load(folder)
+    task = plan.tasks[number]
+    return read_record(plan, task) or write_shard(plan, task, _same_tokenizer(plan.tokenizer))
+
+
+def write_shard(plan: TokenizingPlan, task: Task, tokenizer: Tokenizer) -> ShardRecord:
+    """Tokenize a task's documents into its shard's files; errors as for ``run_task``."""
+    record = ShardRecord(task.name, task.source, 0, 0, 0, ())
+    shard = Shard(plan.folder, record, plan.tokenizer.dtype)
+    with whole_file(shard.file(SUFFIXES[0])) as temporary:
+        lengths, text_bytes, digest = _write_tokens(temporary, task, tokenizer, shard.dtype)
+    columns = [np.cumsum(lengths, dtype="<u8").tobytes(), np.array(text_bytes, "<u8").tobytes()]
+    for suffix, column in zip(SUFFIXES[1:], columns, strict=True):
+        with whole_file(shard.file(suffix)) as temporary:
+            temporary.write_bytes(column)
+    digests = (digest, *(sha256(column).hexdigest() for column in columns))
+    record = dataclasses.replace(
+        record, documents=len(lengths), tokens=sum(lengths), text_bytes=sum(text_bytes), sha256=digests
+    )
+    _write_text(shard.file(".json"), json.dumps(dataclasses.asdict(record), indent=1))
+    return record
+
+
+def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
+    """A task's shard, or None where it is not there, whole."""
+    try:
+        content = json.loads((plan.folder / f"{task.name}.json").read_text(encoding="utf-8"))
+        record = ShardRecord(**{**content, "sha256": tuple(content["sha256"])})
+        Shard(plan.folder, record, plan.tokenizer.dtype).check_sizes()
+    except (FileNotFoundError, ValueError):
+        return None
+    return record
+
+
+def _check_outside(folder: Path, sources: list[str]) -> None:
+    for source in sources:
+        if Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
+            raise ValueError(
+                f"the folder for the shards must lie outside the sources; {folder} is inside {source}, and what is "
+                "written there would be read as text the next time."
+            )
+
+
+def _groups(parts: list[tuple[str, Part]]) -> Iterator[list[tuple[str, Part]]]:
+    """Neighbours of one source put together until they are large enough for a shard; pieces of data sets alone."""
+    least, most = SHARD_BYTES
+    target = min(max(sum(part.size for _, part in parts) // SHARDS, least), most)
+    group: list[tuple[str, Part]] = []
+    size = 0
+    for spec, part in parts:
+        if group and (size + part.size > target or spec != group[0][0] or part.kind == "dataset"):
+            yield group
+            group, size = [], 0
+        group.append((spec, part))
+        size += part.size
+    yield group
+
+
+def _write_tokens(path: Path, task: Task, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> tuple[array, array, str]:
+    """Lengths and text bytes of the documents, and the SHA-256 of what was written."""
+    start = np.array([tokenizer.document_start], dtype).tobytes()
+    end = np.array([tokenizer.document_end], dtype).tobytes()
+    lengths, text_bytes, digest = array("q"), array("q"), sha256()
+    with path.open("wb") as file:
+        for texts, encoded in _encoded(batches(_documents(task)), tokenizer):
+            block = bytearray()
+            for text, ids in zip(texts, encoded, strict=True):
+                if len(ids):
+                    block += start + ids.astype(dtype).tobytes() + end
+                    lengths.append(len(ids) + 2)
+                    text_bytes.append(len(text.encode("utf-8")))
+            digest.update(block)
+            file.write(block)
+    return lengths, text_bytes, digest.hexdigest()
+
+
+def _documents(task: Task) -> Iterator[str]:
+    for part in task.parts:
+        if part.size and Path(part.name).stat().st_size != part.size:
+            raise ValueError(
+                f"{part.name} must not change while it is tokenized; it had {part.size:,} bytes and has "
+                f"{Path(part.name).stat().st_size:,} now. Tokenize it into a new folder."
+            )
+        yield from part.read()
+
+
+def _encoded(texts: Iterator[list[str]], tokenizer: Tokenizer) -> Iterator[tuple[list[str], list[TokenIds]]]:
+    """Batches with their ids; the next one is encoded while the caller is busy with this one."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = None
+        for batch in texts:
+            begun = (batch, pool.submit(tokenizer.encode_batch, batch))
+            if waiting is not None:
+                yield waiting[0], waiting[1].result()
+            waiting = begun
+        if waiting is not None:
+            yield waiting[0], waiting[1].result()
+
+
+@lru_cache(maxsize=1)
+def _same_tokenizer(record: TokenizerRecord) -> Tokenizer:
+    tokenizer = load_tokenizer(record.name)
+    if tokenizer.digest != record.digest:
+        raise ValueError(
+            f"the tokenizer {record.name!r} must be the one that the folder was begun with; its file has changed. "
+            "Restore it, or tokenize into a new folder."
+        )
+    return tokenizer
+
+
+def _write_text(path: Path, text: str) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

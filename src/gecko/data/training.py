@@ -1,0 +1,127 @@
+"""What a run trains on and what it is tested on, from whatever its data settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gecko.data.corpus import load_documents
+from gecko.data.loader import Loader, PackedRows, Rows
+from gecko.data.mixture import BLOCK, MixedRows
+from gecko.data.packing import TokenizedCorpus
+from gecko.data.sharded_rows import ShardedRows, SplitShards
+from gecko.data.shards import ShardFolder, is_shard_folder
+from gecko.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """How documents become rows, whatever their source."""
+
+    sequence_length: int
+    validation_fraction: float
+    seed: int
+    rank: int = 0
+    ranks: int = 1
+    """This process verifies every ``ranks``-th shard from ``rank`` on; together they verify all."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The training rows and the held-out documents of a source."""
+
+    name: str
+    rows: Rows
+    documents: int
+    tokens: int
+    """For training."""
+    held_out_documents: int
+    held_out_tokens: int
+    held_out: Callable[[int], TokenizedCorpus]
+    """So many tokens of held-out documents, in random order, or all; at most one document more."""
+
+    def loader(self, batch_size: int, *, parts: int = 1) -> Loader:
+        """Batches in ``parts`` equal groups of rows, one after the other: what one of so many ranks takes at a time.
+
+        ValueError where one batch would hold a row twice.
+        """
+        if self.rows.rows_per_epoch < batch_size:
+            raise ValueError(
+                f"one batch takes {batch_size} rows and {self.name} has {self.rows.rows_per_epoch} before the first "
+                f"comes again ({self.documents:,} documents, {self.tokens:,} tokens). Give more text, or set a smaller "
+                "batch_size or sequence_length."
+            )
+        return Loader(self.rows, batch_size // parts)
+
+
+def open_training_data(source: str, sources: Sequence[str], tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
+    """The data of ``source``, or of the mixture ``sources`` where there is one.
+
+    Args:
+        source: a folder of token shards, or what ``load_documents`` takes, which is read into memory.
+        sources: ``SOURCE=WEIGHT`` each.
+
+    Raises:
+        FileNotFoundError, ValueError: a source cannot be read or is damaged, was made with another tokenizer, or
+            is too short for a row.
+    """
+    if not sources:
+        return _open_source(source, tokenizer, request)
+    named = [parse_source(item) for item in sources]
+    opened = [_open_source(name, tokenizer, request) for name, _ in named]
+    rows = MixedRows([data.rows for data in opened], [weight for _, weight in named], request.seed)
+    shares = list(zip(opened, rows.counts, strict=True))
+    return TrainingData(
+        name=", ".join(f"{data.name} ({count}/{BLOCK})" for data, count in shares),
+        rows=rows,
+        documents=sum(data.documents for data in opened),
+        tokens=sum(data.tokens for data in opened),
+        held_out_documents=sum(data.held_out_documents for data in opened),
+        held_out_tokens=sum(data.held_out_tokens for data in opened),
+        held_out=lambda most: _joined([data.held_out(-(-most * count // BLOCK)) for data, count in shares]),
+    )
+
+
+def parse_source(item: str) -> tuple[str, float]:
+    """``SOURCE=WEIGHT``; ValueError for anything else."""
+    name, separator, weight = item.rpartition("=")
+    try:
+        if separator and name:
+            return name, float(weight)
+    except ValueError:
+        pass
+    raise ValueError(f"data.sources must read SOURCE=WEIGHT, separated by commas, as web=0.7,books=0.3; got {item!r}.")
+
+
+def _open_source(source: str, tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
+    return (_open_shards if is_shard_folder(source) else _read_documents)(source, tokenizer, request)
+
+
+def _open_shards(source: str, tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
+    folder = ShardFolder.open(source)
+    folder.check_tokenizer(tokenizer)
+    folder.verify(request.rank, request.ranks)
+    split = SplitShards(folder, request.validation_fraction, request.seed)
+    rows = ShardedRows(split, request.sequence_length)
+    return TrainingData(
+        source, rows, split.documents, rows.num_tokens, split.held_out_documents, split.held_out_tokens,
+        split.held_out_corpus,
+    )  # fmt: skip
+
+
+def _read_documents(source: str, tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
+    corpus = TokenizedCorpus.build(load_documents(source), tokenizer)
+    training, rest = corpus.split(request.validation_fraction, request.seed)
+    rows = PackedRows(training, request.sequence_length, request.seed)
+    return TrainingData(source, rows, len(training), training.num_tokens, len(rest), rest.num_tokens, rest.head)
+
+
+def _joined(corpora: Sequence[TokenizedCorpus]) -> TokenizedCorpus:
+    """The documents of all, laid end to end."""
+    documents = [corpus.document(index) for corpus in corpora for index in range(len(corpus))]
+    lengths = np.concatenate([corpus.lengths for corpus in corpora])
+    text_bytes = np.concatenate([corpus.text_bytes for corpus in corpora])
+    tokens = np.concatenate(documents).astype(np.uint32)
+    return TokenizedCorpus(tokens, np.cumsum(lengths) - lengths, lengths, text_bytes)

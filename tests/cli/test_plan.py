@@ -1,0 +1,49 @@
+"""``gecko plan``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+Command = Callable[..., Any]
+
+
+def test_the_paper_run_fits_and_every_line_is_explained(command: Command) -> None:
+    result = command("plan", "gecko_7b", "--gpus", 256, "--gpu", "h100")
+    assert result.exit_code == 0, result.stderr
+    for text in ("Memory of one GPU", "80 GB: fits", "Computing, GFLOPs a token", "Bytes that one GPU sends",
+                 "Time of a step", "days for 476,837 steps"):  # fmt: skip
+        assert text in result.stdout
+    cells = [line.split("│")[1:4] for line in result.stdout.splitlines() if line.startswith("│")]
+    lines = {name.strip(): explained.strip() for name, _, explained in cells if name.strip() not in ("", "total")}
+    assert len(lines) == 8 + 7 + 4
+    assert all(lines.values())
+
+
+def test_json_adds_up(command: Command) -> None:
+    result = command("plan", "gecko_7b", "model.num_layers=2", "--gpus", 256, "--gpu", "h200", "--json")
+    facts = json.loads(result.stdout)
+    memory = facts["memory_bytes"]
+    assert memory.pop("total") == sum(memory.values())
+    assert facts["fits"] and facts["gpu"] == "H200 141 GB"
+    assert set(facts["flops_per_token"]) == {"linear", "attention", "memory", "CEMA", "norms", "head", "recomputed"}
+    assert round(facts["tokens_per_second"] * facts["seconds"]["step"]) == 4_194_304
+
+
+def test_what_does_not_fit_says_so(command: Command) -> None:
+    result = command("plan", "gecko_7b", "parallel.replicate=1", "parallel.shard=1", "parallel.context=1",
+                     "--gpus", 1, "--gpu", "a100")  # fmt: skip
+    assert result.exit_code == 0
+    assert "does not fit; try" in result.stdout
+
+
+def test_mistakes(command: Command) -> None:
+    for arguments, message in [
+        (("gecko_7b", "--gpus", 100), "must be the number of ranks, 100"),
+        (("gecko_8b",), "Did you mean 'gecko_7b'"),
+        (("tiny", "--gpu", "tpu"), "--gpu must be one of"),
+        (("tiny", "--gpus", 1, "--overlap", 2), "--overlap is a fraction"),
+    ]:
+        result = command("plan", *arguments)
+        assert result.exit_code == 2 and message in result.stderr, (result.stderr, message)

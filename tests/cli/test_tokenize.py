@@ -1,0 +1,70 @@
+"""``gecko tokenize``, and training on what it wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Command = Callable[..., Any]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(3):
+        lines = (json.dumps({"body": f"line {index} of {number}"}) for index in range(30))
+        (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_shards_are_written_verified_and_found_again(command: Command, corpus: Path, tmp_path: Path) -> None:
+    arguments = ("tokenize", corpus, "--tokenizer", "bytes", "--field", "body", "--out", tmp_path / "shards")
+    result = command(*arguments, "--verify")
+    assert result.exit_code == 0, result.stderr
+    # Small neighbours share one.
+    assert "1 shards, 90 documents, 1,230 tokens of uint16" in result.stdout
+    assert "every byte is as it was written" in result.stdout
+    assert f"data.source={tmp_path / 'shards'} data.tokenizer=bytes" in result.stdout
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.ds")}
+    assert command(*arguments).exit_code == 0
+    assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.ds")}
+
+
+def test_a_damaged_shard_is_reported(command: Command, corpus: Path, tmp_path: Path) -> None:
+    arguments = ("tokenize", corpus, "--tokenizer", "bytes", "--field", "body", "--out", tmp_path / "shards")
+    command(*arguments)
+    path = tmp_path / "shards" / "00000.ds"
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    result = command(*arguments, "--verify")
+    assert result.exit_code == 2 and "00000.ds is damaged" in result.stderr
+
+
+def test_training_on_shards_and_mixtures(command: Command, corpus: Path, tmp_path: Path) -> None:
+    command("tokenize", corpus, "--tokenizer", "bytes", "--field", "body", "--out", tmp_path / "shards")
+    text = tmp_path / "more.jsonl"
+    text.write_text('{"text": "something else"}\n' * 20)
+    small = ("steps=2", "batch_size=2", "sequence_length=16", "model.num_layers=1", "sample.tokens=2", "threads=1")
+    for number, data in enumerate(
+        (f"data.source={tmp_path / 'shards'}", f"data.sources={tmp_path / 'shards'}=3,{text}=1")
+    ):
+        result = command("train", "tiny", *small, data, "--out", tmp_path / f"run{number}")
+        assert result.exit_code == 0, result.stderr
+    assert "(768/1024)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--executor", "cloud"), "--executor must be one of local, slurm, ray"),
+        (("--executor", "slurm"), "needs the partition"),
+        (("--tokenizer", "nothing.json"), "which does not exist"),
+    ],
+)
+def test_mistakes(command: Command, corpus: Path, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = command("tokenize", corpus, "--tokenizer", "bytes", "--out", tmp_path / "shards", *arguments)
+    assert result.exit_code == 2 and message in result.stderr

@@ -1,0 +1,109 @@
+"""Mixtures of sources."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gecko.data import ByteTokenizer, DataRequest, Loader, open_training_data
+from gecko.data.loader import Row
+from gecko.data.mixture import BLOCK, MixedRows, block_counts
+from gecko.data.training import parse_source
+
+
+class Counting:
+    """Rows that say their source and their index."""
+
+    def __init__(self, source: int, rows_per_epoch: int = 1000) -> None:
+        self.source, self.rows_per_epoch = source, rows_per_epoch
+
+    def row(self, index: int) -> Row:
+        row = np.array([self.source, index])
+        return row, row, row
+
+
+weights = st.lists(st.floats(0.01, 5), min_size=1, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(weights, st.integers(0, 2**40), st.integers(0, 3))
+def test_every_block_has_the_exact_proportions_and_every_source_its_order(
+    weights: list[float], seed: int, block: int
+) -> None:
+    rows = MixedRows([Counting(source) for source in range(len(weights))], weights, seed)
+    origins = [rows.row(index)[0].tolist() for index in range((block + 1) * BLOCK)]
+    assert Counter(source for source, _ in origins[block * BLOCK :]) == dict(enumerate(rows.counts))
+    for source in range(len(weights)):
+        own = [index for of, index in origins if of == source]
+        assert own == list(range(len(own)))
+    again = MixedRows([Counting(source) for source in range(len(weights))], weights, seed)
+    assert again.row(block * BLOCK + 7)[0].tolist() == origins[block * BLOCK + 7]
+
+
+@settings(max_examples=60)
+@given(weights)
+def test_counts_are_as_near_to_the_weights_as_whole_rows_can_be(weights: list[float]) -> None:
+    counts = block_counts(weights)
+    assert sum(counts) == BLOCK
+    for count, weight in zip(counts, weights, strict=True):
+        assert abs(count - BLOCK * weight / sum(weights)) < 1
+
+
+def test_sources_are_mixed_within_a_block_and_blocks_differ() -> None:
+    rows = MixedRows([Counting(0), Counting(1)], [0.5, 0.5], 0)
+    sources = [rows.origin(index)[0] for index in range(2 * BLOCK)]
+    assert sources[:BLOCK] != sources[BLOCK:]
+    assert 0.4 < np.mean(sources[:100]) < 0.6
+
+
+def test_an_epoch_ends_when_the_first_source_begins_again() -> None:
+    rows = MixedRows([Counting(0, 100), Counting(1, 10_000)], [0.25, 0.75], 0)
+    assert rows.rows_per_epoch == 400
+
+
+def test_batches_do_not_depend_on_their_size() -> None:
+    rows = MixedRows([Counting(0), Counting(1), Counting(2)], [1, 2, 3], 5)
+    single = [Loader(rows, 1).batch(step).tokens[0].tolist() for step in range(24)]
+    for size in (2, 4, 8):
+        assert [row for step in range(24 // size) for row in Loader(rows, size).batch(step).tokens.tolist()] == single
+
+
+def test_shards_and_text_mix(shard_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "lines.jsonl"
+    text.write_text('{"text": "0123456789"}\n' * 40)
+    request = DataRequest(sequence_length=8, validation_fraction=0.2, seed=0)
+    sources = (f"{shard_folder}=3", f"{text}=1")
+    data = open_training_data("ignored", sources, ByteTokenizer(), request)
+    assert data.name == f"{shard_folder} (768/1024), {text} (256/1024)"
+    digits = sum(any(48 <= token < 58 for token in data.rows.row(index)[0]) for index in range(BLOCK))
+    assert digits == 256
+    assert data.documents + data.held_out_documents == 40 + 30
+    held_out = data.held_out(80)
+    assert held_out.num_tokens >= 80
+    assert {256} < set(held_out.tokens.tolist())
+
+
+@pytest.mark.parametrize("item", ["books", "=1", "books=", "books=many"])
+def test_a_source_without_a_weight(item: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.sources must read SOURCE=WEIGHT"):
+        parse_source(item)
+
+
+def test_a_path_with_an_equals_sign() -> None:
+    assert parse_source("data/split=train=0.5") == ("data/split=train", 0.5)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+def test_weights_that_are_none(wrong: float) -> None:
+    with pytest.raises(ValueError, match="weight of a source must be a number above 0"):
+        block_counts([1.0, wrong])
+
+
+def test_a_weight_that_gives_no_row() -> None:
+    with pytest.raises(ValueError, match="would never be read"):
+        block_counts([1.0, 1e-6])

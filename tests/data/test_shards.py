@@ -1,0 +1,198 @@
+"""Token shards: rows, held-out documents and refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gecko.data import IGNORED, ByteTokenizer, Loader, ShardFolder, TokenizedCorpus, load_tokenizer
+from gecko.data.sharded_rows import ShardedRows, SplitShards
+from gecko.data.shards import Manifest, Shard, ShardRecord, TokenizerRecord
+from gecko.data.shuffle import Shuffle
+from gecko.data.training import DataRequest, open_training_data
+
+any_case = settings(max_examples=60, deadline=None)
+TOKENIZER = TokenizerRecord("numbers", "numbers", 1 << 20, 0, 0)
+
+
+class Shards:
+    """Shards in memory; every token of the corpus is another number, so rows tell where they come from."""
+
+    def __init__(self, lengths: Sequence[Sequence[int]]) -> None:
+        self.shards, self.documents, first = [], [], 0
+        for number, of_shard in enumerate(lengths):
+            count = sum(of_shard)
+            record = ShardRecord(f"{number:05d}", "numbers", len(of_shard), count, count - 2 * len(of_shard), ())
+            shard = Shard(Path(), record, TOKENIZER.dtype)
+            shard.__dict__["tokens"] = np.arange(first, first + count, dtype="<u4")
+            shard.__dict__["ends"] = np.cumsum(of_shard, dtype="<u8")
+            shard.__dict__["text_bytes"] = np.array(of_shard, "<u8") - 2
+            begins = first + np.cumsum(of_shard) - np.array(of_shard)
+            self.documents += [range(int(b), int(b) + n) for b, n in zip(begins, of_shard, strict=True)]
+            self.shards.append(shard)
+            first += count
+        self.folder = ShardFolder(Path("numbers"), TOKENIZER, tuple(self.shards))
+
+    def document_of(self, token: int) -> int:
+        return next(number for number, document in enumerate(self.documents) if token in document)
+
+
+corpora = st.lists(st.lists(st.integers(3, 20), min_size=1, max_size=8), min_size=1, max_size=5).filter(
+    lambda lengths: sum(map(len, lengths)) > 1
+)
+
+
+@any_case
+@given(corpora, st.floats(0.01, 0.99), st.integers(0, 2**60))
+def test_every_document_is_either_trained_on_or_held_out(lengths: list[list[int]], fraction: float, seed: int) -> None:
+    corpus = Shards(lengths)
+    split = SplitShards(corpus.folder, fraction, seed)
+    held_out = split.held_out_corpus(10**9)
+    documents = [tuple(held_out.document(index)) for index in range(len(held_out))]
+    total = len(corpus.documents)
+    assert len(set(documents)) == len(documents) == split.held_out_documents == total - split.documents
+    assert len(documents) == min(max(round(fraction * total), 1), total - 1)
+    assert set(documents) <= {tuple(document) for document in corpus.documents}
+    assert held_out.num_bytes == held_out.num_tokens - 2 * len(held_out)
+    trained = sum(map(sum, lengths)) - held_out.num_tokens
+    assert sum(part.tokens for part in split.training) == trained
+    again = SplitShards(corpus.folder, fraction, seed).held_out_corpus(10**9)
+    assert [tuple(again.document(index)) for index in range(len(again))] == documents
+
+
+@any_case
+@given(corpora, st.integers(1, 20), st.integers(0, 2**60), st.integers(0, 3))
+def test_every_epoch_covers_the_training_documents_once(
+    lengths: list[list[int]], length: int, seed: int, epoch: int
+) -> None:
+    corpus = Shards(lengths)
+    split = SplitShards(corpus.folder, 0.3, seed)
+    held_out = set(split.held_out_corpus(10**9).tokens.tolist())
+    if sum(part.tokens for part in split.training) <= length:
+        return
+    rows = ShardedRows(split, length)
+    seen: Counter[int] = Counter()
+    scored: Counter[int] = Counter()
+    for index in range(epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch):
+        tokens, targets, segments = rows.row(index)
+        of = [corpus.document_of(token) for token in tokens]
+        ordinals = list(dict.fromkeys(of))
+        assert segments.tolist() == [ordinals.index(document) for document in of]
+        for token, target, document in zip(tokens, targets, of, strict=True):
+            ends = token == corpus.documents[document][-1]
+            assert target == (IGNORED if ends else token + 1)
+        seen.update(tokens.tolist())
+        scored.update(target for target in targets.tolist() if target != IGNORED)
+    assert len(seen) == rows.rows_per_epoch * length and set(seen.values()) == {1}
+    assert set(scored.values()) <= {1}
+    assert not held_out & (set(seen) | set(scored))
+    assert rows.num_tokens - 1 - len(seen) in range(length)
+
+
+@any_case
+@given(corpora, st.integers(0, 2**60))
+def test_batches_do_not_depend_on_their_size(lengths: list[list[int]], seed: int) -> None:
+    rows = ShardedRows(SplitShards(Shards(lengths).folder, 0.3, seed), 2)
+    single = [Loader(rows, 1).batch(step).tokens[0].tolist() for step in range(12)]
+    for size in (2, 3, 4):
+        batches = [Loader(rows, size).batch(step).tokens.tolist() for step in reversed(range(12 // size))]
+        assert [row for batch in reversed(batches) for row in batch] == single
+
+
+@any_case
+@given(st.integers(1, 300), st.integers(0, 2**60), st.integers(0, 2**60))
+def test_shuffle_is_a_permutation(count: int, seed: int, stream: int) -> None:
+    shuffle = Shuffle.of(count, seed, stream)
+    assert sorted(shuffle[index] for index in range(count)) == list(range(count))
+
+
+def test_shuffle_never_changes_and_mixes() -> None:
+    """These numbers hold for every version; a change breaks the resumption of old runs."""
+    shuffle = Shuffle.of(10, 1, 2)
+    assert [shuffle[index] for index in range(10)] == SHUFFLE
+    moved = [Shuffle.of(10_000, 0, stream)[index] for stream in (0, 1) for index in range(10_000)]
+    assert abs(np.corrcoef(moved[:10_000], np.arange(10_000))[0, 1]) < 0.05
+    assert abs(np.corrcoef(moved[:10_000], moved[10_000:])[0, 1]) < 0.05
+    assert 0 <= Shuffle.of(10**15, 3, 4)[10**15 - 1] < 10**15
+
+
+SHUFFLE = [4, 2, 1, 8, 0, 9, 3, 5, 6, 7]
+
+
+# From the disk.
+
+REQUEST = DataRequest(sequence_length=8, validation_fraction=0.2, seed=0)
+
+
+def test_documents_are_those_of_the_corpus_in_memory(shard_folder: Path, texts: list[str]) -> None:
+    folder = ShardFolder.open(shard_folder)
+    folder.verify()
+    expected = TokenizedCorpus.build(texts, ByteTokenizer())
+    found = [
+        shard.tokens[shard.document_start(index) : shard.document_start(index + 1)].tolist()
+        for shard in folder.shards
+        for index in range(shard.record.documents)
+    ]
+    assert found == [expected.document(index).tolist() for index in range(len(expected))]
+    assert [int(size) for shard in folder.shards for size in shard.text_bytes] == expected.text_bytes.tolist()
+    assert (folder.documents, folder.tokens) == (len(expected), expected.num_tokens)
+
+
+def test_data_opens_from_shards(shard_folder: Path, texts: list[str]) -> None:
+    data = open_training_data(str(shard_folder), (), ByteTokenizer(), REQUEST)
+    assert data.documents + data.held_out_documents == len(texts)
+    assert data.loader(4).batch(3).tokens.shape == (4, 8)
+    assert data.loader(4, parts=2).batch(0).tokens.shape == (2, 8)
+    assert data.held_out(30).num_tokens >= 30
+
+
+@pytest.mark.parametrize("suffix", [".ds", ".ds.index", ".ds.bytes"])
+def test_a_changed_byte_is_found(shard_folder: Path, suffix: str) -> None:
+    path = shard_folder / f"00001{suffix}"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"00001\{suffix} is damaged: it does not match its SHA-256\. .*Restore it"):
+        open_training_data(str(shard_folder), (), ByteTokenizer(), REQUEST)
+    # Each of two ranks looks at its own shards.
+    request = DataRequest(8, 0.2, 0, rank=0, ranks=2)
+    open_training_data(str(shard_folder), (), ByteTokenizer(), request)
+
+
+def test_a_missing_and_a_short_file_are_found(shard_folder: Path) -> None:
+    path = shard_folder / "00000.ds"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=rf"00000\.ds must have {size} bytes; it has {size - 2}\."):
+        ShardFolder.open(shard_folder)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"00000\.ds must have .* there is none"):
+        ShardFolder.open(shard_folder)
+
+
+def test_another_tokenizer_is_refused(shard_folder: Path, bpe_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"made with the tokenizer 'bytes' \(257 ids.*Set data\.tokenizer=bytes"):
+        open_training_data(str(shard_folder), (), load_tokenizer(str(bpe_folder)), REQUEST)
+
+
+def test_a_file_that_is_no_manifest(shard_folder: Path) -> None:
+    for content in ("{", "[]", '{"format": "other"}', '{"format": "gecko-shards-1", "shards": []}'):
+        (shard_folder / "manifest.json").write_text(content)
+        with pytest.raises(ValueError, match="must be a manifest of token shards"):
+            Manifest.load(shard_folder)
+
+
+def test_too_few_documents(shard_folder: Path) -> None:
+    data = open_training_data(str(shard_folder), (), ByteTokenizer(), REQUEST)
+    with pytest.raises(ValueError, match=r"one batch takes 9999 rows and .* before the first comes again \(\d+ doc"):
+        data.loader(9999)
+    with pytest.raises(ValueError, match=r"a row takes sequence_length \+ 1 = 100001 tokens"):
+        open_training_data(str(shard_folder), (), ByteTokenizer(), DataRequest(100_000, 0.2, 0))
+    with pytest.raises(ValueError, match=r"at least 2 documents .* got 1"):
+        SplitShards(Shards([[5]]).folder, 0.1, 0)

@@ -1,0 +1,270 @@
+"""Corpora to shards, wherever the tasks run and whatever stops them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gecko.data import ShardFolder, TokenizedCorpus, Tokenizer, executors, load_documents, load_tokenizer
+from gecko.data.executors import TokenizingStep, run_here, run_on_slurm
+from gecko.data.shards import SUFFIXES, token_dtype
+from gecko.data.tokenizing import TokenizingPlan, run_task
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Twelve files, each a shard of its own."""
+    monkeypatch.setattr("gecko.data.tokenizing.SHARD_BYTES", (1, 1 << 30))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(12):
+        records = [{"text": f"document {number}.{index} " * (1 + index % 5)} for index in range(20)]
+        (folder / f"{number:02d}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return [str(folder)]
+
+
+def plan_of(corpus: list[str], folder: Path, tokenizer: str = "bytes") -> TokenizingPlan:
+    plan = TokenizingPlan.make(corpus, load_tokenizer(tokenizer), folder)
+    plan.start()
+    return plan
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Names and hashes of what counts of a folder of shards."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def make(corpus: list[str], folder: Path, workers: int = 1) -> dict[str, str]:
+    plan = plan_of(corpus, folder)
+    assert len(list(run_here(plan, workers))) == len(plan.tasks)
+    assert plan.finish() is not None
+    return contents(folder)
+
+
+def test_shards_hold_the_corpus_for_every_tokenizer(
+    corpus: list[str], tmp_path: Path, bpe_folder: Path, sentencepiece_file: Path
+) -> None:
+    for number, name in enumerate(["bytes", str(bpe_folder), str(sentencepiece_file)]):
+        tokenizer: Tokenizer = load_tokenizer(name)
+        plan = plan_of(corpus, tmp_path / f"shards{number}", name)
+        assert len(plan.tasks) == 12
+        for _ in run_here(plan, 2):
+            pass
+        plan.finish()
+        expected = TokenizedCorpus.build(load_documents(corpus), tokenizer)
+        folder = ShardFolder.open(plan.folder)
+        folder.verify()
+        assert np.concatenate([shard.tokens for shard in folder.shards]).tolist() == expected.tokens.tolist()
+        assert folder.documents == len(expected)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "<u2"), ((1 << 16) + 1, "<u4")])
+def test_ids_are_stored_in_the_smallest_type(vocab_size: int, dtype: str) -> None:
+    assert token_dtype(vocab_size) == np.dtype(dtype)
+
+
+def test_neighbours_share_a_shard_and_sources_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gecko.data.tokenizing.SHARD_BYTES", (100, 200))
+    sizes = [40, 40, 40, 150, 10, 10, 300, 10]
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}.txt").write_text("x" * size)
+    sources = [*(str(tmp_path / f"{number}.txt") for number in range(1)), f"{tmp_path}/*.txt"]
+    plan = TokenizingPlan.make(sources, load_tokenizer("bytes"), tmp_path / "out")
+    groups = [[int(Path(part.name).stem) for part in task.parts] for task in plan.tasks]
+    assert groups == [[0], [1, 2], [3], [4, 5], [6], [7]]
+
+
+def test_a_data_set_is_cut_into_its_files(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    for number in range(3):
+        (tmp_path / "set" / f"{number}.jsonl").write_text(json.dumps({"text": f"file {number}"}) + "\n")
+    plan = plan_of([f"hf:{tmp_path / 'set'}"], tmp_path / "shards")
+    assert [(task.parts[0].piece, task.parts[0].pieces) for task in plan.tasks] == [(0, 3), (1, 3), (2, 3)]
+    texts = [text for task in plan.tasks for part in task.parts for text in part.read()]
+    assert texts == [f"file {number}" for number in range(3)]
+
+
+def test_any_number_of_workers_writes_the_same(
+    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make(corpus, tmp_path / "one")
+    assert make(corpus, tmp_path / "three", workers=3) == one
+    # Above a number of threads it is processes.
+    monkeypatch.setattr(executors, "MOST_THREADS", 1)
+    assert make(corpus, tmp_path / "processes", workers=2) == one
+
+
+def test_datatrove_writes_the_same_and_the_last_rank_finishes(corpus: list[str], tmp_path: Path) -> None:
+    from datatrove.executor import LocalPipelineExecutor
+
+    one = make(corpus, tmp_path / "one")
+    plan = plan_of(corpus, tmp_path / "trove")
+
+    def run(logs: str) -> None:
+        steps = [TokenizingStep(plan.folder)]
+        LocalPipelineExecutor(steps, tasks=5, workers=1, logging_dir=str(tmp_path / logs)).run()
+
+    run("logs")
+    assert contents(tmp_path / "trove") == one
+    written = {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("*.ds*")}
+    run("other logs")
+    assert {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("*.ds*")} == written
+
+
+def test_slurm_jobs_write_the_same(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for Slurm's commands; sbatch runs the jobs of the array one after the other."""
+    corpus = [f"{corpus[0]}/0[0-2].jsonl"]
+    one = make(corpus, tmp_path / "one")
+    commands = {
+        # The second script merges statistics; nobody reads them.
+        "sbatch": "script=${@: -1}; echo Submitted batch job 4711; grep -q array=0-2 $script || exit 0\n"
+        "for id in 0 1 2; do "
+        "SLURM_ARRAY_TASK_ID=$id RUN_OFFSET=0 SLURM_NODELIST=here bash $script >>$LOG 2>&1; done",
+        "srun": 'while [[ $1 == -* ]]; do [[ $1 == -n ]] && shift; shift; done; exec "$@"',
+        "scontrol": "echo here",
+    }
+    for name, script in commands.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    plan = plan_of(corpus, tmp_path / "slurm")
+    assert run_on_slurm(plan, 2, partition="cpu", hours=1) == "4711"
+    assert contents(tmp_path / "slurm") == one, (tmp_path / "log").read_text()[-2000:]
+
+
+def test_slurm_is_not_here(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="where the command sbatch is"):
+        run_on_slurm(plan_of(corpus, tmp_path / "slurm"), 2, partition="cpu", hours=1)
+
+
+# Stopping and going on.
+
+WORK = """
+import sys
+from pathlib import Path
+import gecko.data.tokenizing as tokenizing
+from gecko.data.executors import run_here
+plan = tokenizing.TokenizingPlan.load(Path(sys.argv[1]))
+print("ready", flush=True)
+for record in run_here(plan, 2):
+    print(record.name, flush=True)
+"""
+
+
+def test_killed_anywhere_it_goes_on_to_the_same_shards(corpus: list[str], tmp_path: Path) -> None:
+    whole = make(corpus, tmp_path / "whole")
+    plan = plan_of(corpus, tmp_path / "killed")
+    for wait in (0.0, 0.004):
+        process = subprocess.Popen([sys.executable, "-c", WORK, str(plan.folder)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(wait)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    (plan.folder / ".00003.ds.abcdefgh").write_bytes(b"of a killed process")
+    before = {record.name: (plan.folder / f"{record.name}.ds").stat().st_mtime_ns for record in plan.done()}
+    rewritten = [record.name for record in run_here(plan, 2)]
+    assert not set(rewritten) & set(before)
+    assert all((plan.folder / f"{name}.ds").stat().st_mtime_ns == at for name, at in before.items())
+    assert plan.finish() is not None
+    assert contents(plan.folder) == whole
+
+
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".json"])
+def test_a_shard_is_there_only_with_all_its_files(corpus: list[str], tmp_path: Path, suffix: str) -> None:
+    whole = make(corpus, tmp_path / "shards")
+    plan = TokenizingPlan.load(tmp_path / "shards")
+    (plan.folder / f"00004{suffix}").unlink()
+    assert len(plan.done()) == 11 and plan.finish() is None
+    assert [record.name for record in run_here(plan, 1)] == ["00004"]
+    assert plan.finish() is not None and contents(plan.folder) == whole
+
+
+def test_a_full_disk_leaves_whole_shards(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(corpus, tmp_path / "shards")
+    run_task(plan.folder, 0)
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs /dev/full")
+    write = Path.open
+
+    def on_full_disk(path: Path, mode: str = "r", **options: object) -> object:
+        return write(full if ".00001.ds." in path.name and mode == "wb" else path, mode, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", on_full_disk)
+        with pytest.raises(OSError, match=r"could not write .*00001\.ds \(No space left.*Free some space"):
+            run_task(plan.folder, 1)
+    assert {path.name for path in plan.folder.iterdir()} == {"tokenize.json", "00000.json"} | {
+        f"00000{suffix}" for suffix in SUFFIXES
+    }
+    assert len(list(run_here(plan, 1))) == 11
+
+
+def test_nothing_is_overwritten(corpus: list[str], tmp_path: Path, bpe_folder: Path) -> None:
+    make(corpus, tmp_path / "shards")
+    plan_of(corpus, tmp_path / "shards")
+    with pytest.raises(FileExistsError, match="shards of other sources, another tokenizer"):
+        plan_of(corpus, tmp_path / "shards", str(bpe_folder))
+    with pytest.raises(FileExistsError, match="must be a new or an empty folder"):
+        plan_of([f"{corpus[0]}/*.jsonl"], tmp_path / "texts")
+    with pytest.raises(ValueError, match=r"must lie outside the sources; .*would be read as text"):
+        plan_of(corpus, tmp_path / "texts" / "shards")
+
+
+def test_a_file_that_changes_meanwhile(corpus: list[str], tmp_path: Path) -> None:
+    plan = plan_of(corpus, tmp_path / "shards")
+    with (tmp_path / "texts" / "02.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(ValueError, match=r"02\.jsonl must not change while it is tokenized"):
+        for _ in run_here(plan, 2):
+            pass
+    with pytest.raises(FileExistsError):
+        plan_of(corpus, tmp_path / "shards")
+
+
+def test_a_tokenizer_that_changes_meanwhile(
+    corpus: list[str], tmp_path: Path, write_config: Callable[[object], Path]
+) -> None:
+    tokenizer = write_config({"eos_token": "<|endoftext|>"})
+    plan = plan_of(corpus, tmp_path / "shards", str(tokenizer / "tokenizer.json"))
+    path = tokenizer / "tokenizer.json"
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(ValueError, match="must be the one that the folder was begun with"):
+        run_task(plan.folder, 0)
+
+
+def test_a_source_without_text(tmp_path: Path, corpus: list[str]) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    plan = plan_of([*corpus, str(tmp_path / "empty.txt")], tmp_path / "shards")
+    for _ in run_here(plan, 1):
+        pass
+    with pytest.raises(ValueError, match=r"at least one document with text; got .*empty\.txt"):
+        plan.finish()
+
+
+def test_a_broken_document_names_its_place(tmp_path: Path, corpus: list[str]) -> None:
+    with (tmp_path / "texts" / "05.jsonl").open("a") as file:
+        file.write("not JSON\n")
+    plan = plan_of(corpus, tmp_path / "shards")
+    with pytest.raises(ValueError, match=r"05\.jsonl, line 21, must hold one JSON object"):
+        for _ in run_here(plan, 2):
+            pass
+    assert plan.finish() is None

@@ -1,0 +1,228 @@
+"""Plans agree with what small runs were measured to take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, baddbmm_flop
+
+import gecko
+from gecko.model import Block
+from gecko.parallel.mesh import MeshSizes
+from gecko.plan import GPUS, Assumptions, find_gpu, make_plan
+from gecko.plan.communication import context_bytes, traffic
+from gecko.plan.flops import flops_by_part
+from gecko.plan.footprint import block_activations, block_tables, kept_by_model
+from gecko.plan.memory import group_sizes, state_memory
+from gecko.recipes import get_recipe
+from gecko.segments import Segments
+from gecko.train.optimizer import build_optimizer
+from gecko.train.run import OptimizerSettings, ParallelSettings
+
+BASE: dict[str, Any] = {
+    "vocab_size": 64, "num_layers": 2, "model_dim": 128, "key_dim": 64, "value_dim": 256, "num_heads": 2,
+    "ffn_dim": 256, "chunk_size": 64, "timestep_groups": 4,
+}  # fmt: skip
+MEGALODON = {
+    "memory": "none", "attention": "chunk", "timestep_betas": None, "cema_skip": "learned", "swiglu": False,
+    "two_hop_residual": True,
+}  # fmt: skip
+VARIANTS: list[dict[str, Any]] = [
+    {}, {"memory": "none"}, {"memory": "linear"}, {"attention": "sliding_window"}, {"vocab_size": 1000},
+    {"key_dim": 256, "value_dim": 512, "cema_modes": 8}, {"timestep_groups": 32, "model_dim": 64}, MEGALODON,
+]  # fmt: skip
+TINY = get_recipe("tiny")
+
+
+def config_of(changes: dict[str, Any]) -> gecko.GeckoConfig:
+    return gecko.GeckoConfig(**{**BASE, **changes})
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_flops_are_those_of_the_code(changes: dict[str, Any]) -> None:
+    config = config_of(changes)
+    measured = (counted_flops(config, 512) - counted_flops(config, 256)) / 256
+    assert sum(part.total for part in flops_by_part(config).values()) == pytest.approx(measured, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_flops_of_recomputation(mode: Literal["selective", "full"]) -> None:
+    config = config_of({})
+    measured = (counted_flops(config, 512, mode) - counted_flops(config, 256, mode)) / 256
+    run = replace(TINY, model=config, activation_checkpointing=mode)
+    plan = make_plan(run, 1, find_gpu("h100"), Assumptions())
+    # The final norm is not recomputed; it is planned as if it were.
+    assert plan.recomputed + sum(part.total for part in plan.flops.values()) == pytest.approx(measured, rel=2e-3)
+
+
+def counted_flops(config: gecko.GeckoConfig, length: int, mode: Literal["none", "selective", "full"] = "none") -> int:
+    """Of one row, forward and backward."""
+    model, tokens = gecko.Gecko(config), torch.zeros(1, length, dtype=torch.int64)
+    model.activation_checkpointing = mode
+
+    def in_place(total: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
+        return baddbmm_flop(total, a, b)
+
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: in_place}) as counter:
+        model.loss(tokens, tokens).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16"])
+def test_activations_are_good_to_fifteen_per_cent(changes: dict[str, Any], bfloat16: bool) -> None:
+    config, itemsize = config_of(changes), 2 if bfloat16 else 4
+    short, long = (kept_by_block(config, length, bfloat16) for length in (256, 512))
+    measured = (long - short) / 256
+    assert block_activations(config, itemsize) == pytest.approx(measured, rel=0.15)
+    # Besides the tables, autocast keeps copies of the weights.
+    copies = itemsize * sum(parameter.numel() for parameter in Block(config, 0).parameters()) if bfloat16 else 0
+    assert block_tables(config) == pytest.approx(short - 256 * measured - copies, rel=0.5)
+
+
+def kept_by_block(config: gecko.GeckoConfig, length: int, bfloat16: bool) -> int:
+    block, x = Block(config, 0), torch.randn(1, length, config.model_dim, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
+        return kept_bytes(block, lambda: block(x, None, Segments.build(1, length)))
+
+
+def kept_bytes(module: torch.nn.Module, work: Any) -> int:
+    """Bytes that ``work`` saves for its backward pass, the module's parameters not counted."""
+    storages = {parameter.untyped_storage().data_ptr(): 0 for parameter in module.parameters()}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = work()
+    del result
+    return sum(storages.values())
+
+
+def test_recomputed_activations() -> None:
+    """With full recomputation a block keeps its input."""
+    config = config_of({"num_layers": 4})
+    model = gecko.Gecko(config)
+    model.activation_checkpointing = "full"
+    short, long = (
+        kept_bytes(model, lambda length=length: model.hidden(torch.zeros(1, length, dtype=torch.int64)))
+        for length in (256, 512)
+    )
+    # The final norm, which is no block, keeps its input and statistics too.
+    final = 4 * (config.model_dim + 9 * config.timestep_groups) + 8
+    assert (long - short) / 256 - final == pytest.approx(kept_by_model(config, 4, "full"), rel=0.05)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embedding": True}, MEGALODON], ids=str)
+def test_state_on_one_gpu_is_exact(changes: dict[str, Any]) -> None:
+    config = config_of(changes)
+    model = gecko.Gecko(config)
+    optimizer = build_optimizer(model, OptimizerSettings())
+    model.loss(*[torch.zeros(1, 64, dtype=torch.int64)] * 2).backward()
+    optimizer.step()
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert state_memory(config, 1) == {
+        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
+        "gradients": sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None),
+        "optimizer": sum(tensor.nbytes for tensor in states),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_state_divided_among_gpus_is_what_fsdp_gives_the_first(ranks: int) -> None:
+    """It cuts as torch.chunk does, along the first dimension."""
+    config = config_of({})
+    numbers = 0
+    for parameter in gecko.Gecko(config).parameters():
+        numbers += parameter.chunk(ranks)[0].numel()
+    assert state_memory(config, ranks)["parameters"] == 4 * numbers
+
+
+def test_gathered_groups() -> None:
+    config = config_of({})
+    sizes, half = group_sizes(config, bfloat16=False), group_sizes(config, bfloat16=True)
+    total = sum(parameter.numel() for parameter in gecko.Gecko(config).parameters())
+    assert sizes.blocks + sizes.rest == sizes.gradients == 4 * total
+    assert half.gradients == 4 * total and half.rest == sizes.rest
+    matrices = sum(m.weight.numel() for m in Block(config, 0).modules() if isinstance(m, torch.nn.Linear))
+    assert sizes.blocks - half.blocks == 2 * 2 * matrices
+
+
+def test_traffic_of_one_gpu_is_none_and_grows_as_rings_do() -> None:
+    config, gpu = config_of({}), GPUS["h100"]
+    groups = group_sizes(config, bfloat16=True)
+
+    def sent(*sizes: int) -> dict[str, float]:
+        kinds = traffic(config, groups, MeshSizes(*sizes), gpu, parts=2, rows=3, itemsize=2, forwards=2)
+        return {name: kind.size for name, kind in kinds.items()}
+
+    assert set(sent(1, 1, 1).values()) == {0.0}
+    assert sent(1, 4, 1)["gather weights"] == 3 / 4 * 2 * (2 * groups.blocks + groups.rest)
+    assert sent(1, 4, 1)["reduce gradients"] == 3 / 4 * groups.gradients
+    assert sent(8, 4, 1)["sum over replicas"] == 2 * 7 / 8 * groups.gradients / 4
+    assert sent(1, 1, 2)["context exchange"] == 3 * 2 * 3 * context_bytes(config, 2, 2)
+    # Counted over gloo: benchmarks/results/context_exchange.md.
+    assert [context_bytes(gecko.GeckoConfig.preset("tiny"), 4, ranks) for ranks in (2, 4)] == [180_768, 296_544]
+    wide = traffic(config, groups, MeshSizes(1, 16, 1), gpu, parts=1, rows=1, itemsize=2, forwards=1)
+    assert wide["reduce gradients"].bandwidth == gpu.network
+
+
+def test_the_paper_run_fits() -> None:
+    plan = make_plan(get_recipe("gecko_7b"), 256, find_gpu("H100"), Assumptions())
+    assert plan.fits and sum(plan.memory.values()) < 60e9
+    assert plan.memory["parameters"] == pytest.approx(4 * 7_385_817_088 / 8, rel=0.001)
+    assert plan.tokens == 16_384
+    assert plan.run.tokens_per_step == 4_194_304
+    assert 5 < (plan.days or 0) < 40
+
+
+def test_time_follows_its_assumptions() -> None:
+    run, gpu = get_recipe("gecko_7b"), find_gpu("h100")
+    whole = make_plan(run, 256, gpu, Assumptions(efficiency=1.0, overlap=1.0))
+    half = make_plan(run, 256, gpu, Assumptions(efficiency=0.5, overlap=1.0))
+    assert half.computing == pytest.approx(2 * whole.computing)
+    flops = sum(part.total for part in whole.flops.values()) + whole.recomputed
+    assert whole.computing == pytest.approx(16_384 * flops / 989e12)
+    slow = make_plan(run, 256, replace(gpu, node_link=1e9), Assumptions())
+    assert slow.step_seconds == pytest.approx(slow.computing * 0.2 + slow.communicating)
+    assert 0 < whole.utilisation < 1
+
+
+def test_less_is_kept_where_more_is_recomputed() -> None:
+    gpu = find_gpu("h100")
+    kept, work = [], []
+    for mode in ("none", "selective", "full"):
+        plan = make_plan(replace(TINY, steps=10, activation_checkpointing=mode), 1, gpu, Assumptions())  # type: ignore[arg-type]
+        kept.append(plan.memory["activations kept"])
+        work.append(plan.recomputed)
+    assert kept == sorted(kept, reverse=True) and work == sorted(work)
+
+
+def test_accumulation_holds_all_gradients_of_the_blocks() -> None:
+    run, gpu = get_recipe("gecko_7b"), find_gpu("h100")
+    run = replace(run, parallel=ParallelSettings(replicate=8, shard=4, context=2))
+    one, two = (make_plan(replace(run, accumulation=parts), 64, gpu, Assumptions()).memory for parts in (2, 4))
+    assert one["communication buffers"] > 4 * 7e9
+    assert one["activations kept"] > 1.9 * two["activations kept"]
+
+
+def test_a_run_without_steps_has_no_days() -> None:
+    assert make_plan(TINY, 1, find_gpu("a100"), Assumptions()).days is None
+
+
+def test_what_cannot_be_planned() -> None:
+    gpu, run = find_gpu("h100"), get_recipe("gecko_7b")
+    with pytest.raises(ValueError, match="must be the number of ranks, 100; got 32 × 4 × 2"):
+        make_plan(run, 100, gpu, Assumptions())
+    with pytest.raises(ValueError, match="batch_size must be a multiple"):
+        make_plan(replace(TINY, parallel=ParallelSettings()), 8, gpu, Assumptions())
+    with pytest.raises(ValueError, match="--efficiency is a fraction"):
+        make_plan(run, 256, gpu, Assumptions(efficiency=40))
+    with pytest.raises(ValueError, match=r"--gpu must be one of .* Did you mean 'h100'\?"):
+        find_gpu("h1000")
