@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from gecko.config import GeckoConfig
 from gecko.model import Gecko
 from gecko.train import OptimizerSettings, Run
-from gecko.train.optimizer import build_optimizer, load_optimizer_tensors, named_parameters, optimizer_tensors
+from gecko.train.optimizer import build_optimizer, named_parameters, optimizer_tensors
+from gecko.train.snapshot import read_tensors
 
 
 def decayed_names(model: nn.Module, settings: OptimizerSettings) -> set[str]:
@@ -51,7 +54,7 @@ def test_decay_without_gradient_shrinks_only_the_decayed() -> None:
         torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if name == "0.weight" else 1.0))
 
 
-def test_state_goes_through_tensors_unchanged(small_run: Run) -> None:
+def test_state_goes_through_a_file_unchanged(small_run: Run, tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, 257, (2, 17))
 
@@ -66,19 +69,36 @@ def test_state_goes_through_tensors_unchanged(small_run: Run) -> None:
     step(model, optimizer)
     other = copy.deepcopy(model)
     restored = build_optimizer(other, small_run.optimizer)
-    load_optimizer_tensors(other, restored, copy.deepcopy(optimizer_tensors(model, optimizer)))
+    save_file(optimizer_tensors(model, optimizer), tmp_path / "optimizer.safetensors")
+    read_tensors(tmp_path, optimizer_tensors(other, restored))
     step(model, optimizer)
     step(other, restored)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_state_of_another_model_is_refused(small_run: Run) -> None:
+def test_the_state_before_the_first_step_is_the_one_that_adamw_makes(small_run: Run) -> None:
     model = Gecko(small_run.model)
-    optimizer = build_optimizer(model, small_run.optimizer)
-    with pytest.raises(ValueError, match="nowhere/exp_avg"):
-        load_optimizer_tensors(model, optimizer, {"nowhere/exp_avg": torch.zeros(3)})
-    with pytest.raises(ValueError, match="shape"):
-        load_optimizer_tensors(model, optimizer, {"embedding.weight/exp_avg": torch.zeros(3)})
+    ours = build_optimizer(model, small_run.optimizer)
+    made = torch.optim.AdamW(model.parameters(), fused=True, lr=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    made.step()
+    for parameter in model.parameters():
+        expected = {**made.state[parameter], "step": torch.zeros(())}
+        assert ours.state[parameter].keys() == expected.keys()
+        for name, value in ours.state[parameter].items():
+            assert value.dtype == expected[name].dtype and torch.equal(value, expected[name])
+
+
+def test_state_of_another_model_is_refused(small_run: Run, tmp_path: Path) -> None:
+    model = Gecko(small_run.model)
+    state = optimizer_tensors(model, build_optimizer(model, small_run.optimizer))
+    name = "embedding.weight/exp_avg"
+    for wrong, message in [({}, "/exp_avg"), ({name: torch.zeros(3)}, name)]:
+        missing = {key: value for key, value in state.items() if key != name} if wrong else {}
+        save_file({**missing, **wrong}, tmp_path / "optimizer.safetensors")
+        with pytest.raises(ValueError, match=f"must hold the tensors of this model.*{message}"):
+            read_tensors(tmp_path, dict(state))
 
 
 def test_presets_have_a_matrix_for_most_parameters() -> None:

@@ -24,6 +24,20 @@ def test_recipes_are_complete_and_survive_json(name: str, tmp_path: Path) -> Non
     assert get_recipe(str(tmp_path / "recipe.json")) == run
 
 
+@pytest.mark.parametrize(("name", "gpus"), [("gecko_1b", 64), ("gecko_7b", 256), ("megalodon_7b", 256)])
+def test_paper_recipes(name: str, gpus: int) -> None:
+    """2 T tokens in rows of 32K, on the GPUs that docs/pretraining.md starts."""
+    run = get_recipe(name)
+    parallel = run.parallel
+    assert parallel.shard is not None
+    assert parallel.replicate * parallel.shard * parallel.context == gpus
+    assert run.rows_per_rank(parallel.replicate * parallel.shard) == 1
+    assert run.sequence_length == 32_768
+    assert run.steps is not None and run.steps * run.tokens_per_step == pytest.approx(2e12, rel=1e-6)
+    warmup = run.schedule.warmup * run.steps
+    assert warmup == pytest.approx(2000 if name == "gecko_1b" else 2500)
+
+
 def test_nearest_recipe_is_suggested() -> None:
     assert get_recipe("gecko-15m") == get_recipe("gecko_15m")
     with pytest.raises(ValueError, match="Did you mean 'gecko_125m'"):
@@ -45,6 +59,7 @@ def test_nearest_recipe_is_suggested() -> None:
         ("model.timestep_betas=none", "model.timestep_betas", None),
         ("model.norm_affine=false", "model.norm_affine", False),
         ("data.source=a=b, c", "data.source", "a=b, c"),
+        ("data.sources=a=1,b=0.5", "data.sources", ("a=1", "b=0.5")),
         ("output=123", "output", "123"),
         ("precision=bfloat16", "precision", "bfloat16"),
     ],

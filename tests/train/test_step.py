@@ -92,6 +92,6 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
     torch.manual_seed(0)
     model = Gecko(SMALL)
     _, kept = gradients(model, random_batch(2), 1)
-    model.checkpoint_blocks = True
+    model.activation_checkpointing = "full"
     _, recomputed = gradients(model, random_batch(2), 1)
     torch.testing.assert_close(recomputed, kept, rtol=0, atol=0)

@@ -23,7 +23,7 @@ from gecko.train.loop import Trainer
 from gecko.train.metrics import read_metrics
 from gecko.train.nonfinite import NonFiniteError
 
-_TIMES = ("seconds", "tokens_per_second")
+_TIMES = ("seconds", "tokens_per_second", "mfu", "memory_gib", "data_seconds")
 
 
 def curve(run: Run) -> list[dict[str, Any]]:

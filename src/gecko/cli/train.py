@@ -19,12 +19,17 @@ def train(
     out: Annotated[
         str | None, typer.Option("--out", metavar="FOLDER", help="Where the run is written; short for output=FOLDER.")
     ] = None,
+    replay: Annotated[
+        int | None,
+        typer.Option("--replay", metavar="STEP", help="Print what the model reads in this step, as text, and stop."),
+    ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
 ) -> None:
     """Train a model by a recipe.
 
     The folder gets checkpoints, metrics and a report. Ctrl-C and SIGTERM save before they stop, with exit
-    code 0, and the run goes on with `--resume` as if nothing had happened.
+    code 0, and the run goes on with `--resume` as if nothing had happened. For several GPUs or machines put
+    `torchrun … -m` before `gecko`; `parallel.…` says how they share the work.
 
     **Examples**
 
@@ -35,17 +40,29 @@ def train(
         gecko train tiny data.source='books/*.txt' minutes=30 --out runs/books
 
         gecko train tiny --out runs/demo --resume
+
+        torchrun --nproc-per-node=8 --max-restarts=3 -m gecko train gecko_1b --out runs/1b --resume
+
+        gecko train runs/demo/recipe.json --replay 117
     """
+    from gecko.parallel.mesh import only_first_rank_reports
     from gecko.recipes import apply_overrides, get_recipe
+    from gecko.train import replayed
     from gecko.train import train as run_training
 
     if show_list:
         _list_recipes()
         return
-    if recipe is None:
-        raise ValueError("RECIPE must be named, for example: gecko train tiny. `gecko train --list` shows all.")
-    changes = [*(overrides or []), *([] if out is None else [f"output={out}"])]
-    run_training(apply_overrides(get_recipe(recipe), changes), resume=resume)
+    with only_first_rank_reports():
+        if recipe is None:
+            raise ValueError("RECIPE must be named, for example: gecko train tiny. `gecko train --list` shows all.")
+        changes = [*(overrides or []), *([] if out is None else [f"output={out}"])]
+        run = apply_overrides(get_recipe(recipe), changes)
+    if replay is None:
+        run_training(run, resume=resume)
+        return
+    for line in replayed(run, replay):
+        typer.echo(line)
 
 
 def _list_recipes() -> None:

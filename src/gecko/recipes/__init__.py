@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gecko.config import unknown_name
+from gecko.recipes.gecko_1b import gecko_1b
+from gecko.recipes.gecko_7b import gecko_7b
 from gecko.recipes.gecko_15m import gecko_15m
 from gecko.recipes.gecko_125m import gecko_125m
+from gecko.recipes.megalodon_7b import megalodon_7b
 from gecko.recipes.overrides import apply_overrides
 from gecko.recipes.tiny import tiny
 from gecko.train import Run
@@ -17,6 +20,9 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "tiny": tiny,
     "gecko_15m": gecko_15m,
     "gecko_125m": gecko_125m,
+    "gecko_1b": gecko_1b,
+    "gecko_7b": gecko_7b,
+    "megalodon_7b": megalodon_7b,
 }
 
 __all__ = ["RECIPES", "apply_overrides", "get_recipe"]

@@ -17,7 +17,7 @@ def gecko_125m() -> Run:
         optimizer=OptimizerSettings(learning_rate=1e-3),
         schedule=ScheduleSettings(kind="cosine", warmup=0.05, final=0.1),
         precision="bfloat16",
-        activation_checkpointing=True,
+        activation_checkpointing="full",
         evaluation=EvaluationSettings(every=500, final_rows=256),
         checkpoint=CheckpointSettings(every=1000, keep=3),
     )

@@ -1,15 +1,18 @@
-"""Training on one device: a :class:`Run` says everything, :func:`train` does it."""
+"""Training: a :class:`Run` says everything, :func:`train` does it, on one device or as one of many ranks."""
 
 from gecko.train.checkpoint import latest_checkpoint
 from gecko.train.nonfinite import NonFiniteError
+from gecko.train.replay import replayed
 from gecko.train.run import (
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
     OptimizerSettings,
+    ParallelSettings,
     Run,
     SampleSettings,
     ScheduleSettings,
+    SkipSettings,
 )
 from gecko.train.session import TrainResult, train
 
@@ -19,10 +22,13 @@ __all__ = [
     "EvaluationSettings",
     "NonFiniteError",
     "OptimizerSettings",
+    "ParallelSettings",
     "Run",
     "SampleSettings",
     "ScheduleSettings",
+    "SkipSettings",
     "TrainResult",
     "latest_checkpoint",
+    "replayed",
     "train",
 ]

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from gecko.data import PackedLoader
 from gecko.model import Gecko
+from gecko.parallel.mesh import Ranks
+from gecko.train.batches import Batches
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.optimizer import build_optimizer
 from gecko.train.run import Run
@@ -20,9 +21,10 @@ WARMUP_STEPS = 4
 TIMED_STEPS = 8
 
 
-def steps_in_budget(run: Run, model: Gecko, loader: PackedLoader, held_out: HeldOut) -> int:
+def steps_in_budget(run: Run, model: Gecko, batches: Batches, held_out: HeldOut, ranks: Ranks) -> int:
     """The steps that fit into ``run.minutes`` with their evaluations, the measuring itself included; at least 1.
 
+    All ranks measure together, and the first rank's clock counts.
     The steps measured have a learning rate of 0 and an optimizer of their own: the model does not change.
     """
     if run.minutes is None:
@@ -32,15 +34,16 @@ def steps_in_budget(run: Run, model: Gecko, loader: PackedLoader, held_out: Held
     optimizer = build_optimizer(model, run.optimizer)
 
     def one_step(step: int) -> None:
-        parts = split_batch(loader.batch(step), run.accumulation, device)
-        train_step(model, optimizer, parts, learning_rate=0.0, clip=run.optimizer.clip, precision=run.precision)
+        parts = split_batch(batches.batch(step), run.accumulation, device, ranks)
+        clip, precision = run.optimizer.clip, run.precision
+        train_step(model, optimizer, parts, learning_rate=0.0, clip=clip, precision=precision, ranks=ranks)
 
     seconds = [_timed(lambda step=step: one_step(step)) for step in range(WARMUP_STEPS + TIMED_STEPS)]  # type: ignore[misc]
-    evaluation = _timed(lambda: evaluate(model, held_out, run.precision))
+    evaluation = _timed(lambda: evaluate(model, held_out, run.precision, ranks))
     model.zero_grad(set_to_none=True)
     per_step = statistics.median(seconds[WARMUP_STEPS:]) + evaluation / run.evaluation.every
     left = run.minutes * 60 - (time.perf_counter() - begin) - 2 * evaluation
-    return max(1, int(left / per_step))
+    return ranks.share(max(1, int(left / per_step)))
 
 
 def _timed(work: Callable[[], object]) -> float:

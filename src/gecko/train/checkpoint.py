@@ -7,14 +7,21 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from gecko.files import whole_file
+from gecko.parallel.mesh import Ranks
+
 MANIFEST = "manifest.json"
 _PREFIX = "step-"
 _UNFINISHED = ".partial-"
+_ALONE = Ranks()
+
+Entries = dict[str, dict[str, str | int]]
+"""Size and sha256 of files, by their path in the checkpoint."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -32,23 +39,50 @@ def write_checkpoint(folder: Path, step: int, write_files: Callable[[Path], None
     happens meanwhile, ``step-N`` is either whole or absent and older checkpoints are untouched.
     OSError, saying what to do, where the files cannot be written (a full disk).
     """
-    target, partial = checkpoint_path(folder, step), folder / f"{_UNFINISHED}{_PREFIX}{step:08d}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(folder)
-        partial.mkdir()
+        partial = begin_checkpoint(folder, step)
         write_files(partial)
-        _write_manifest(partial)
-        _flush(partial)
-        if target.exists():
-            target.rename(folder / f"{_UNFINISHED}replaced-{step:08d}")
-        partial.rename(target)
-        _sync(folder)
+        return complete_checkpoint(partial, step, flushed_entries(partial, all_files(partial)))
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(_write_failure(folder, step, error)) from error
+        raise write_failure(folder, step, error) from error
+
+
+def begin_checkpoint(folder: Path, step: int) -> Path:
+    """An empty folder, beside the checkpoints, for the files of a new one. What an earlier save left goes."""
+    partial = folder / f"{_UNFINISHED}{_PREFIX}{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(folder)
+    partial.mkdir()
+    return partial
+
+
+def complete_checkpoint(partial: Path, step: int, entries: Entries) -> Path:
+    """Turn ``partial``, whose flushed files ``entries`` describes, into the checkpoint of ``step``."""
+    folder = partial.parent
+    target = checkpoint_path(folder, step)
+    write_manifest(partial, entries)
+    for path in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+        _sync(path)
+    if target.exists():
+        target.rename(folder / f"{_UNFINISHED}replaced-{step:08d}")
+    partial.rename(target)
+    _sync(folder)
     remove_unfinished(folder)
     return target
+
+
+def all_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def flushed_entries(folder: Path, files: Iterable[Path]) -> Entries:
+    """What the manifest of ``folder`` says of ``files``, once the disk has them."""
+    entries: Entries = {}
+    for path in files:
+        _sync(path)
+        name = path.relative_to(folder).as_posix()
+        entries[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return entries
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -57,9 +91,11 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def keep_newest(folder: Path, keep: int) -> None:
-    """Delete all but the ``keep`` newest checkpoints."""
+def keep_newest(folder: Path, keep: int, keep_every: int | None = None) -> None:
+    """Delete all but the ``keep`` newest checkpoints and those of steps that ``keep_every`` divides."""
     for path in list_checkpoints(folder)[keep:]:
+        if keep_every is not None and checkpoint_step(path) % keep_every == 0:
+            continue
         # Renamed first: a removal cut short must not leave a checkpoint that looks whole.
         doomed = path.rename(folder / f"{_UNFINISHED}{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -70,9 +106,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdigit()), reverse=True)
 
 
-def verify_checkpoint(path: Path) -> None:
-    """ValueError or FileNotFoundError, naming the file, unless every file has the size and sha256 of the manifest."""
-    for name, entry in read_manifest(path).items():
+def verify_checkpoint(path: Path, ranks: Ranks = _ALONE) -> None:
+    """ValueError or FileNotFoundError, naming the file, unless every file has the size and sha256 of the manifest.
+
+    Of many ranks each looks at some of the files: it takes all of them to have looked.
+    """
+    files = sorted(read_manifest(path).items())
+    for name, entry in files[ranks.rank :: ranks.world]:
         file = path / name
         if not file.is_file():
             raise FileNotFoundError(f"{file} must be there, as {path / MANIFEST} lists it. {_REMEDY}")
@@ -83,7 +123,7 @@ def verify_checkpoint(path: Path) -> None:
             raise ValueError(f"{file} is damaged: its sha256 must be {entry['sha256']}; got {found}. {_REMEDY}")
 
 
-def read_manifest(path: Path) -> dict[str, dict[str, str | int]]:
+def read_manifest(path: Path) -> Entries:
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise FileNotFoundError(f"{manifest} must be there; {path} is no finished checkpoint. {_REMEDY}")
@@ -94,19 +134,18 @@ def read_manifest(path: Path) -> dict[str, dict[str, str | int]]:
         raise ValueError(f"{manifest} must list the checkpoint's files with size and sha256; {error!r}.") from error
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
+def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
     """The newest sound checkpoint; damaged ones are passed over with a warning. None where there is none at all.
 
-    ValueError where there are checkpoints and all are damaged.
+    All ``ranks`` call it together and get the same. ValueError where there are checkpoints and all are damaged.
     """
-    candidates = list_checkpoints(folder)
+    candidates = ranks.share(list_checkpoints(folder))
     for path in candidates:
-        try:
-            verify_checkpoint(path)
-        except (ValueError, FileNotFoundError) as error:
-            warnings.warn(f"skipping the checkpoint {path.name}: {error}", stacklevel=2)
-        else:
+        faults = [fault for fault in ranks.gather(_fault(path, ranks)) if fault is not None]
+        if not faults:
             return path
+        if ranks.first:
+            warnings.warn(f"skipping the checkpoint {path.name}: {faults[0]}", stacklevel=2)
     if candidates:
         raise ValueError(
             f"{folder} must hold a sound checkpoint; all of {', '.join(path.name for path in candidates)} are damaged. "
@@ -115,26 +154,25 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
+def _fault(path: Path, ranks: Ranks) -> str | None:
+    try:
+        verify_checkpoint(path, ranks)
+    except (ValueError, FileNotFoundError) as error:
+        return str(error)
+    return None
+
+
 _REMEDY = "Use an older checkpoint, or copy this one again."
 
 
-def _write_manifest(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files
-    }
-    (folder / MANIFEST).write_text(json.dumps({"files": entries}, indent=2) + "\n", encoding="utf-8")
+def write_manifest(folder: Path, entries: Entries) -> None:
+    with whole_file(folder / MANIFEST) as temporary:
+        temporary.write_text(json.dumps({"files": entries}, indent=2) + "\n", encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
 
 
 def _sync(path: Path) -> None:
@@ -145,14 +183,16 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_failure(folder: Path, step: int, error: Exception) -> str:
+def write_failure(folder: Path, step: int, error: BaseException) -> OSError:
+    """The error to raise where the checkpoint of ``step`` could not be written; what it left behind is removed."""
+    remove_unfinished(folder)
     previous = next((path.name for path in list_checkpoints(folder)), None)
     kept = f"The previous one, {previous}, is intact." if previous else "There is no earlier one."
     try:
         room = f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there, and it takes more. "
     except OSError:
         room = ""
-    return (
+    return OSError(
         f"the checkpoint of step {step} could not be written to {folder}: {error}. {room}{kept} "
         "Free some space (checkpoint.keep=1 keeps fewer) and continue with --resume."
     )

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from gecko.data import IGNORED, Batch, TokenizedCorpus, validation_batches
 from gecko.model import Gecko
+from gecko.parallel.fsdp import release
+from gecko.parallel.mesh import Ranks
 from gecko.train.run import Precision
 from gecko.train.step import autocast
 
+_ALONE = Ranks()
 POSITION_BINS = 128
 """At most so many points of the loss by position are kept."""
 
@@ -45,11 +48,18 @@ class HeldOut:
         kept = Batch(self.rows.tokens[chosen], self.rows.targets[chosen], self.rows.segment_ids[chosen])
         return HeldOut(kept, self.batch_size, self.bytes_per_token)
 
-    def batches(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Tokens, targets and segment ids, (at most ``batch_size``, T) each, on ``device``."""
-        columns = (self.rows.tokens, self.rows.targets, self.rows.segment_ids)
-        for tokens, targets, segment_ids in zip(*(c.split(self.batch_size) for c in columns), strict=True):
-            yield tokens.to(device), targets.to(device), segment_ids.to(device)
+    def batches(self, device: torch.device, ranks: Ranks = _ALONE) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """This rank's tokens, targets and segment ids, (at most ``batch_size``, T) each, on ``device``.
+
+        As many for every rank: rows without targets are added where they do not come out even.
+        """
+        missing = -len(self.rows.tokens) % (self.batch_size * ranks.data_ranks) if ranks.world > 1 else 0
+        fills = ((self.rows.tokens, 0), (self.rows.targets, IGNORED), (self.rows.segment_ids, 0))
+        padded = [nn.functional.pad(column, (0, 0, 0, missing), value=value) for column, value in fills]
+        pieces = list(zip(*(column.split(self.batch_size) for column in padded), strict=True))
+        here = ranks.columns(self.rows.tokens.shape[1])
+        for tokens, targets, segment_ids in pieces[ranks.data_rank :: ranks.data_ranks]:
+            yield tokens[:, here].to(device), targets[:, here].to(device), segment_ids[:, here].to(device)
 
 
 @dataclass(frozen=True)
@@ -66,20 +76,23 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: Gecko, held_out: HeldOut, precision: Precision) -> Evaluation:
-    """The loss of ``model`` on the held-out rows; sums in float64."""
+def evaluate(model: Gecko, held_out: HeldOut, precision: Precision, ranks: Ranks = _ALONE) -> Evaluation:
+    """The loss of ``model`` on the held-out rows, by all ranks together; sums in float64."""
     device = next(model.parameters()).device
     length = held_out.rows.targets.shape[1]
     total = torch.zeros(length, dtype=torch.float64, device=device)
     count = torch.zeros(length, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
-    for tokens, targets, segment_ids in held_out.batches(device):
+    here = ranks.columns(length)
+    for tokens, targets, segment_ids in held_out.batches(device, ranks):
         with autocast(precision, device):
-            losses, _ = model.token_losses(tokens, targets, segment_ids)
-        total += losses.sum(dim=0, dtype=torch.float64)
-        count += (targets != IGNORED).sum(dim=0)
+            losses, _ = model.token_losses(tokens, targets, segment_ids, context=ranks.context)
+        total[here] += losses.sum(dim=0, dtype=torch.float64)
+        count[here] += (targets != IGNORED).sum(dim=0)
+    release(model)
     model.train(was_training)
+    total, count = ranks.sum(torch.stack([total, count]).cpu())
     return _summary(total, count, held_out.bytes_per_token)
 
 

@@ -4,61 +4,94 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from gecko.data import PackedLoader
 from gecko.model import Gecko
+from gecko.parallel.mesh import Ranks
+from gecko.train.batches import Batches
 from gecko.train.evaluate import HeldOut, evaluate
-from gecko.train.metrics import MetricsWriter
+from gecko.train.metrics import Kind, MetricsWriter
 from gecko.train.nonfinite import SkipCounter, find_nonfinite
+from gecko.train.profiling import ProfileWindow
 from gecko.train.progress import TrainingProgress
 from gecko.train.run import Run
+from gecko.train.saver import Saver
 from gecko.train.schedule import learning_rate_factor
 from gecko.train.signals import StopSignal
-from gecko.train.snapshot import Position, save_snapshot
+from gecko.train.snapshot import Position
+from gecko.train.spikes import SpikeRule
 from gecko.train.step import Part, StepResult, compute_gradients, split_batch, train_step
+from gecko.train.utilisation import Speedometer, memory_gib
+from gecko.train.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Outlets:
+    """Where a run's numbers and checkpoints go."""
+
+    saver: Saver
+    display: TrainingProgress
+    metrics: MetricsWriter | None
+    """None on all ranks but the first."""
+    watchdog: Watchdog | None
 
 
 class Trainer:
-    """A model on its way through a run whose ``steps`` are fixed."""
+    """A model on its way through a run whose ``steps`` are fixed; one on every rank, all in step."""
 
     def __init__(
         self,
         run: Run,
         model: Gecko,
         optimizer: torch.optim.Optimizer,
-        loader: PackedLoader,
+        batches: Batches,
         held_out: HeldOut,
         position: Position,
-        *,
-        metrics: MetricsWriter,
-        display: TrainingProgress,
+        outlets: Outlets,
+        ranks: Ranks,
     ) -> None:
         if run.steps is None:
             raise ValueError("the number of steps must be fixed before training; got steps=None.")
         self.run, self.steps = run, run.steps
         self.model, self.optimizer = model, optimizer
-        self.loader, self.held_out = loader, held_out
+        self.batches, self.held_out = batches, held_out
         self.position = position
-        self.metrics, self.display = metrics, display
+        self.outlets, self.ranks = outlets, ranks
         self.device = next(model.parameters()).device
         self._skips = SkipCounter(run.max_skips, position.consecutive_skips)
+        self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms)
+        self._profile = ProfileWindow(run.profile, run.folder / "profile", ranks.rank)
+        self._speed = Speedometer(run, self.device, ranks.world)
         self._saved: int | None = position.step or None
 
     def fit(self, stop: StopSignal) -> None:
         """Train to the last step, or to the step in which ``stop`` is requested; either way end with a checkpoint."""
         if self.position == Position():
             self._evaluate()
-        while self.position.step < self.steps and not stop.requested:
-            self._step()
+        while self._goes_on(stop):
+            with self._profile.step(self.position.step + 1):
+                self._step()
             if self._due(self.run.evaluation.every):
                 self._evaluate()
             if self._due(self.run.checkpoint.every):
                 self._save()
+        self._profile.finish()
         if self._saved != self.position.step:
             self._save()
+        self.outlets.saver.wait()
+
+    def _goes_on(self, stop: StopSignal) -> bool:
+        """Whether there are steps left, none of the ranks was asked to stop, and all saves went well so far."""
+        if self.outlets.watchdog is not None:
+            self.outlets.watchdog.beat()
+        stopped, failed = self.ranks.sum(torch.tensor([stop.requested is not None, self.outlets.saver.failed]).int())
+        if failed:
+            self.outlets.saver.wait()
+        return not stopped and self.position.step < self.steps
 
     def _due(self, every: int) -> bool:
         return self.position.step % every == 0 or self.position.step == self.steps
@@ -66,7 +99,9 @@ class Trainer:
     def _step(self) -> None:
         begin, step = time.perf_counter(), self.position.step
         rate = self.run.optimizer.learning_rate * learning_rate_factor(self.run.schedule, step, self.steps)
-        parts = split_batch(self.loader.batch(step), self.run.accumulation, self.device)
+        batch = self.batches.batch(step)
+        waited = time.perf_counter() - begin
+        parts = split_batch(batch, self.run.accumulation, self.device, self.ranks)
         result = train_step(
             self.model,
             self.optimizer,
@@ -74,15 +109,21 @@ class Trainer:
             learning_rate=rate,
             clip=self.run.optimizer.clip,
             precision=self.run.precision,
+            ranks=self.ranks,
+            rule=self._spikes,
         )
-        cause = None if result.finite else self._find_cause(parts)
+        cause = result.spike if result.finite else self._find_cause(parts)
         seconds = time.perf_counter() - begin
         self._advance(seconds, skipped=cause is not None)
-        self._report(result, rate, seconds, cause)
-        self._skips.record(self.position.step, cause)
+        self._report(result, rate, seconds, waited, cause)
+        if cause is None:
+            self._skips.record(self.position.step, None)
+        else:
+            self.ranks.agree(lambda: self._skips.record(self.position.step, cause))
 
     def _find_cause(self, parts: Sequence[Part]) -> str:
-        return find_nonfinite(self.model, lambda: compute_gradients(self.model, parts, self.run.precision))
+        precision, ranks = self.run.precision, self.ranks
+        return find_nonfinite(self.model, lambda: compute_gradients(self.model, parts, precision, ranks), ranks)
 
     def _advance(self, seconds: float, *, skipped: bool) -> None:
         old = self.position
@@ -91,30 +132,44 @@ class Trainer:
             seconds=old.seconds + seconds,
             skipped=old.skipped + skipped,
             consecutive_skips=old.consecutive_skips + 1 if skipped else 0,
+            recent_losses=tuple(self._spikes.losses),
+            recent_grad_norms=tuple(self._spikes.grad_norms),
         )
 
-    def _report(self, result: StepResult, rate: float, seconds: float, cause: str | None) -> None:
+    def _report(self, result: StepResult, rate: float, seconds: float, waited: float, cause: str | None) -> None:
         step, speed = self.position.step, self.run.tokens_per_step / seconds
         values = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "learning_rate": rate,
             "tokens_per_second": speed,
+            "mfu": self._speed.utilisation(speed),
+            "memory_gib": memory_gib(self.device),
+            "data_seconds": waited,
             "seconds": self.position.seconds,
+            "skips": self.position.skipped,
         }
-        self.metrics.write("train", step, values if cause is None else {**values, "skipped": cause})
-        self.display.update(step, result.loss, speed)
+        self._write("train", values if cause is None else {**values, "skipped": cause})
+        self.outlets.display.update(step, result.loss, speed)
         if cause is not None:
-            self.display.say(f"step {step} skipped: {cause}")
+            self.outlets.display.say(f"step {step} skipped: {cause}")
+
+    def _write(self, kind: Kind, values: Mapping[str, Any]) -> None:
+        if self.outlets.metrics is not None:
+            self.outlets.metrics.write(kind, self.position.step, values)
 
     def _evaluate(self) -> None:
         begin = time.perf_counter()
-        result = evaluate(self.model, self.held_out, self.run.precision)
+        result = evaluate(self.model, self.held_out, self.run.precision, self.ranks)
         seconds = self.position.seconds + time.perf_counter() - begin
         self.position = dataclasses.replace(self.position, seconds=seconds)
-        self.metrics.write("validation", self.position.step, dataclasses.asdict(result))
-        self.display.say(f"step {self.position.step} of {self.steps}: held-out loss {result.loss:.4f} nats a token")
+        self._write("validation", dataclasses.asdict(result))
+        self.outlets.display.say(
+            f"step {self.position.step} of {self.steps}: held-out loss {result.loss:.4f} nats a token"
+        )
 
     def _save(self) -> None:
-        save_snapshot(self.run, self.model, self.optimizer, self.position)
+        if self.outlets.watchdog is not None:
+            self.outlets.watchdog.beat()
+        self.outlets.saver.save(self.model, self.optimizer, self.position)
         self._saved = self.position.step

@@ -1,14 +1,19 @@
-"""The numbers of a run: one JSON object a line, each step once, and the same to TensorBoard where it is installed."""
+"""The numbers of a run: one JSON object a line, each step once, and the same to TensorBoard where it is installed.
+
+To Weights & Biases too where a run names a project.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from gecko.extras import require
 from gecko.files import whole_file
 
 Kind = Literal["train", "validation"]
@@ -22,27 +27,34 @@ class MetricsWriter:
     a new file. So the curve of an interrupted run has every step once. Non-finite numbers are written as null.
     """
 
-    def __init__(self, folder: Path, step: int | None) -> None:
+    def __init__(
+        self, folder: Path, step: int | None, wandb: str | None = None, settings: Mapping[str, Any] | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         truncate_metrics(path, -1 if step is None else step)
         self._file = path.open("a", encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", 0 if step is None else step + 1)
+        self._wandb = None if wandb is None else _weights_and_biases(folder, wandb, settings)
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         """One record. ``step`` counts finished optimizer steps."""
         record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in values.items()}}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
+        scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            for name, value in scalars.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **scalars})
 
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -85,3 +97,18 @@ def _tensorboard(folder: Path, first_step: int) -> Any | None:
     except ImportError:
         return None
     return SummaryWriter(str(folder), purge_step=first_step)
+
+
+def _weights_and_biases(folder: Path, project: str, settings: Mapping[str, Any] | None) -> Any:
+    """The run of this folder there: the same one when it is resumed. Charts are over ``step``."""
+    wandb = require("wandb", "wandb")
+    name = folder / "wandb-id"
+    if not name.exists():
+        with whole_file(name) as temporary:
+            temporary.write_text(uuid.uuid4().hex, encoding="utf-8")
+    run = wandb.init(
+        project=project, name=folder.name, dir=str(folder), id=name.read_text(encoding="utf-8"), resume="allow",
+        config=dict(settings or {}),
+    )  # fmt: skip
+    run.define_metric("*", step_metric="step")
+    return run

@@ -1,20 +1,25 @@
-"""Find where a NaN or infinity comes from, and give up when they do not stop."""
+"""Find where a NaN or infinity comes from, and give up when skipped steps do not stop."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from gecko.parallel.mesh import Ranks
 from gecko.train.optimizer import named_parameters
+
+_ALONE = Ranks()
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row had a non-finite loss or gradient."""
+    """Too many steps in a row were skipped."""
 
 
 class SkipCounter:
@@ -30,21 +35,28 @@ class SkipCounter:
         if self.consecutive >= self.limit:
             first = step - self.consecutive + 1
             raise NonFiniteError(
-                f"steps {first} to {step} all had a non-finite loss or gradient, and max_skips={self.limit}; "
+                f"steps {first} to {step} were all skipped for their loss or gradient, and max_skips={self.limit}; "
                 f"the last: {cause}. The last checkpoint is untouched. Try a lower optimizer.learning_rate, "
                 "a longer schedule.warmup or precision=float32, and continue with --resume."
             )
 
 
-def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
+def find_nonfinite(model: nn.Module, compute: Callable[[], float], ranks: Ranks = _ALONE) -> str:
     """Run ``compute`` (loss and gradients of the batch) again and say what first was not finite.
 
     In this order: a parameter; the output of a module (the innermost, in order of the forward pass);
     the loss; the gradient of a parameter (in order of the backward pass). Gradients are cleared.
+    All ranks call it together and get the same answer.
     """
-    for name, parameter in model.named_parameters():
-        if not _is_finite(parameter):
-            return f"the parameter {name} is not finite"
+    names = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
+    cause = _first(ranks, f"the parameter {names[0]} is not finite" if names else None)
+    return cause or _first(ranks, _find_in_step(model, compute)) or (
+        "the gradient's norm overflowed, or the step's numbers do not repeat"
+    )  # fmt: skip
+
+
+def _find_in_step(model: nn.Module, compute: Callable[[], float]) -> str | None:
+    """What this rank sees."""
     found: list[str] = []
     handles = list(_watch(model, found))
     model.zero_grad(set_to_none=True)
@@ -57,15 +69,25 @@ def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
     outputs = [event for event in found if event.startswith("the output")]
     if outputs:
         return outputs[0]
-    if not _is_finite(loss):
+    if not math.isfinite(loss):
         return "the loss is not finite, though every module's output is"
-    return found[0] if found else "the gradient's norm overflowed, or the step's numbers do not repeat"
+    return found[0] if found else None
+
+
+def _first(ranks: Ranks, cause: str | None) -> str | None:
+    """The first rank's cause that has one; an output before all else, because a NaN spreads from there."""
+    causes = [(rank, found) for rank, found in enumerate(ranks.gather(cause)) if found is not None]
+    causes.sort(key=lambda pair: not pair[1].startswith("the output"))
+    if not causes or ranks.world == 1:
+        return causes[0][1] if causes else None
+    rank, found = causes[0]
+    return f"{found}, on rank {rank}"
 
 
 def _watch(model: nn.Module, found: list[str]) -> Iterator[torch.utils.hooks.RemovableHandle]:
     """Hooks that add one line to ``found`` for each non-finite module output and parameter gradient."""
     for name, module in model.named_modules():
-        label = f"the output of {name or 'the model'} ({type(module).__name__}) is not finite"
+        label = f"the output of {name or 'the model'} ({type(module).__name__.removeprefix('FSDP')}) is not finite"
         yield module.register_forward_hook(partial(_check_output, found, label))
     for name, parameter in named_parameters(model):
         label = f"the gradient of {name} is not finite"
@@ -86,4 +108,6 @@ def _check_gradient(found: list[str], label: str, parameter: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    """Of a sharded tensor, this rank's part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(local).all())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +9,7 @@ from gecko.train.run import OptimizerSettings
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Fused AdamW. ``decay="matrices"`` spares every parameter that is not the weight of a linear map or a table."""
+    """Fused AdamW, its state allocated. ``decay="matrices"`` spares all but the weights of linear maps and tables."""
     matrices = matrix_names(model)
     decays = {name: settings.decay == "all" or name in matrices for name, _ in named_parameters(model)}
     groups = [
@@ -21,13 +19,21 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
         }
         for decayed in (True, False)
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,
         fused=True,
     )
+    for _, parameter in named_parameters(model):
+        # As AdamW makes it in its first step; a checkpoint is loaded into it.
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+    return optimizer
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -50,23 +56,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state, keyed ``parameter name/state name``; empty before the first step."""
+    """The optimizer's state, keyed ``parameter name/state name``."""
     return {
         f"{name}/{key}": value
         for name, parameter in named_parameters(model)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what :func:`optimizer_tensors` took. ValueError where the tensors are of another model."""
-    parameters = dict(named_parameters(model))
-    for key, value in tensors.items():
-        name, _, state_name = key.rpartition("/")
-        if name not in parameters:
-            raise ValueError(f"the optimizer state must be of this model; it holds {key!r}, which the model lacks.")
-        parameter = parameters[name]
-        if value.ndim and value.shape != parameter.shape:
-            raise ValueError(f"{key} must have the shape of its parameter, {list(parameter.shape)}; "
-                             f"got {list(value.shape)}.")  # fmt: skip
-        optimizer.state[parameter][state_name] = value.to(parameter.device)

@@ -13,12 +13,16 @@ from gecko.config import GeckoConfig
 from gecko.train.fields import build
 
 Precision = Literal["auto", "float32", "bfloat16"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
 class DataSettings:
     source: str = "stdlib"
-    """What ``gecko.data.load_documents`` takes: ``stdlib``, a file, a folder, a glob, a data set."""
+    """A folder of token shards (``gecko tokenize``), or what ``gecko.data.load_documents`` takes: ``stdlib``, a file,
+    a folder, a glob, a data set. The latter is tokenized and held in memory."""
+    sources: tuple[str, ...] = ()
+    """``SOURCE=WEIGHT`` each: a mixture of sources in place of ``source``; weights are parts of the rows."""
     tokenizer: str = "bytes"
     validation_fraction: float = 0.05
     """Part of the documents held out."""
@@ -66,6 +70,35 @@ class CheckpointSettings:
     """Steps between two checkpoints; one more is written at the end."""
     keep: int = 2
     """How many of the newest checkpoints stay."""
+    keep_every: int | None = None
+    """Besides those, checkpoints of steps that this divides stay for good."""
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """How the processes that ``torchrun`` starts share the work: ``replicate · shard · context`` is their number.
+
+    They split a batch into ``replicate · shard`` groups of rows and each row into ``context`` runs of tokens.
+    """
+
+    replicate: int = 1
+    """Copies of the model (HSDP). Each is kept by ``shard · context`` ranks, best those of one fast network."""
+    shard: int | None = None
+    """Ranks among which parameters, gradients and optimizer state are divided, with those of ``context`` (FSDP2).
+    None: as many as ``replicate`` and ``context`` leave."""
+    context: int = 1
+    """Ranks that hold consecutive parts of each row, whole attention chunks."""
+
+
+@dataclass(frozen=True)
+class SkipSettings:
+    """Which steps are spikes, and skipped: by the rolling mean and standard deviation of loss and gradient norm."""
+
+    deviations: float | None = 6.0
+    """A step is skipped whose loss or gradient norm is more than so many standard deviations above the mean of the
+    steps before it. None: only steps that are not finite are skipped."""
+    window: int = 128
+    """So many steps before it; nothing is skipped before half of them are there."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +133,27 @@ class Run:
     precision: Precision = "float32"
     """``bfloat16``: products in bf16 under autocast; parameters, optimizer and statistics stay float32.
     ``auto``: that where the device multiplies bf16 natively, chosen once when the run starts."""
-    activation_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """``full``: recompute each block in the backward pass instead of keeping its activations. ``selective``: keep the
+    outputs of its linear layers and recompute the rest."""
+    compile: bool = False
+    """Compile each block with ``torch.compile``; with activation checkpointing ``none`` or ``full``."""
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    init_from: str | None = None
+    """A model's folder, or a checkpoint of another run, to start from with a new optimizer (fine-tuning)."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     sample: SampleSettings = field(default_factory=SampleSettings)
+    skip: SkipSettings = field(default_factory=SkipSettings)
     max_skips: int = 10
-    """Steps in a row that may be skipped for a non-finite loss or gradient before the run gives up."""
+    """Steps in a row that may be skipped before the run gives up."""
+    hang_minutes: float | None = 30.0
+    """With several ranks: one that makes no progress for so long writes its stack to ``stacks/`` and exits, so that
+    ``torchrun --max-restarts`` starts the job again. None: wait for ever."""
+    profile: tuple[int, int] | None = None
+    """First and last step of which each rank writes a trace to ``profile/``, for chrome://tracing or Perfetto."""
+    wandb: str | None = None
+    """Project on Weights & Biases to send the metrics to; needs the extra ``wandb``."""
     seed: int = 0
     device: str = "auto"
     """``auto`` (CUDA where there is one), ``cpu``, ``cuda``, ``cuda:1``."""
@@ -118,6 +165,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._check_counts()
+        self._check_parallel()
         self._check_length()
         self._check_ranges()
 
@@ -125,9 +173,15 @@ class Run:
     def tokens_per_step(self) -> int:
         return self.batch_size * self.sequence_length
 
-    @property
-    def rows_at_once(self) -> int:
-        return self.batch_size // self.accumulation
+    def rows_per_rank(self, data_ranks: int) -> int:
+        """Rows of a batch for each of ``data_ranks`` groups of ranks; ValueError where they do not come out even."""
+        parts = data_ranks * self.accumulation
+        if self.batch_size % parts:
+            raise ValueError(
+                f"batch_size must be a multiple of the ranks that share its rows times accumulation, {data_ranks} × "
+                f"{self.accumulation}; got {self.batch_size}. Try batch_size={-(-self.batch_size // parts) * parts}."
+            )
+        return self.batch_size // data_ranks
 
     @property
     def folder(self) -> Path:
@@ -180,16 +234,38 @@ class Run:
             "evaluation.final_rows": self.evaluation.final_rows,
             "checkpoint.every": self.checkpoint.every,
             "checkpoint.keep": self.checkpoint.keep,
-            "threads": 1 if self.threads is None else self.threads,
+            "checkpoint.keep_every": self.checkpoint.keep_every,
+            "parallel.replicate": self.parallel.replicate,
+            "parallel.shard": self.parallel.shard,
+            "parallel.context": self.parallel.context,
+            "skip.window": self.skip.window,
+            "threads": self.threads,
         }
         for name, count in counts.items():
-            if count < 1:
+            if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1; got {count}.")
         if self.batch_size % self.accumulation:
             raise ValueError(
                 f"accumulation must divide batch_size; got {self.accumulation} and {self.batch_size}. "
                 f"Try accumulation={self.batch_size}, one row at a time."
             )
+
+    def _check_parallel(self) -> None:
+        if self.compile and self.activation_checkpointing == "selective":
+            raise ValueError(
+                "compile=true takes activation_checkpointing=none or full: PyTorch cannot recompute parts of a block "
+                "that it compiled in pieces; got selective."
+            )
+        context, chunk = self.parallel.context, self.model.chunk_size
+        if context > 1 and self.sequence_length % (context * chunk):
+            chunks = max(1, round(self.sequence_length / (context * chunk)))
+            raise ValueError(
+                f"with parallel.context={context} a rank holds whole chunks of {chunk} tokens, so sequence_length must "
+                f"be a multiple of {context * chunk}; got {self.sequence_length}. "
+                f"Try sequence_length={chunks * context * chunk}."
+            )
+        if self.parallel.shard is not None:
+            self.rows_per_rank(self.parallel.replicate * self.parallel.shard)
 
     def _check_length(self) -> None:
         if self.steps is None and self.minutes is None:
@@ -213,6 +289,13 @@ class Run:
             raise ValueError(
                 f"schedule.warmup and schedule.decay are parts of one run, so their sum must be at most 1; "
                 f"got {self.schedule.warmup} + {self.schedule.decay}."
+            )
+        for name, limit in (("hang_minutes", self.hang_minutes), ("skip.deviations", self.skip.deviations)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name} must be above 0, or none; got {limit}.")
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+            raise ValueError(
+                f"profile must be the first and the last step, from 1, as profile=10,12; got {self.profile}."
             )
         for name in ("learning_rate", "eps", "clip"):
             value = getattr(self.optimizer, name)

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from gecko.data import PackedLoader, TokenizedCorpus, Tokenizer, check_vocabulary, load_documents, load_tokenizer
+from gecko.allocator import keep_freed_memory
 from gecko.generation import generate
 from gecko.model import Gecko, load
-from gecko.train.allocator import keep_freed_memory
+from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
+from gecko.train.batches import Batches
 from gecko.train.budget import steps_in_budget
 from gecko.train.checkpoint import latest_checkpoint, list_checkpoints
-from gecko.train.evaluate import Evaluation, HeldOut, evaluate
+from gecko.train.evaluate import Evaluation, evaluate
 from gecko.train.fields import flatten
-from gecko.train.hardware import describe_hardware
-from gecko.train.loop import Trainer
+from gecko.train.hardware import describe_hardware, multiplies_bfloat16, select_device
+from gecko.train.loop import Outlets, Trainer
 from gecko.train.metrics import MetricsWriter
 from gecko.train.optimizer import build_optimizer
 from gecko.train.progress import TrainingProgress
 from gecko.train.report import RunFacts, write_report
 from gecko.train.run import Run
+from gecko.train.saver import Saver
 from gecko.train.signals import StopSignal
-from gecko.train.snapshot import RECIPE, Position, checkpoints_folder, restore_snapshot
+from gecko.train.snapshot import RECIPE, Position, checkpoints_folder, restore_snapshot, write_model
+from gecko.train.start import build_model
+from gecko.train.texts import RunData, load_data
+from gecko.train.watchdog import Watchdog, reported_hangs
 
 _SAME_ON_RESUME = ("model", "data", "batch_size", "sequence_length", "seed")
 
@@ -40,85 +47,70 @@ class TrainResult:
     evaluation: Evaluation | None
     """Of the finished model; None where the run was stopped early, by Ctrl-C or SIGTERM."""
     report: Path | None
-    """The HTML report of a finished run; None where matplotlib is not installed."""
+    """The HTML report of a finished run; None where matplotlib is not installed, and on all ranks but the first."""
 
     @property
     def finished(self) -> bool:
         return self.evaluation is not None
 
 
-@dataclass(frozen=True)
-class _Data:
-    tokenizer: Tokenizer
-    training: PackedLoader
-    held_out: HeldOut
-    final: HeldOut
-
-
 def train(run: Run, resume: bool = False) -> TrainResult:
     """Train ``run`` to its end, or until Ctrl-C or SIGTERM, which save a checkpoint and return.
 
-    ``resume`` continues from the newest sound checkpoint in ``run.output``, and starts where there is
-    none. Raises FileExistsError where the folder holds a run and ``resume`` is not set, ValueError where
-    it holds another run than this, NonFiniteError after too many skipped steps, OSError where a
-    checkpoint cannot be written; the last checkpoint stays in each case.
+    In a process started by torchrun, as one of its ranks. ``resume`` continues from the newest sound
+    checkpoint in ``run.output``, and starts where there is none. Raises FileExistsError where the folder holds
+    a run and ``resume`` is not set, ValueError where it holds another run than this or the ranks do not suit it,
+    NonFiniteError after too many skipped steps, OSError where a checkpoint cannot be written; the last checkpoint
+    stays in each case. Where one rank fails so, all do: the first raises, the others raise SystemExit.
     """
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    checkpoint = _starting_checkpoint(run, resume)
-    if checkpoint is not None:
-        run = _resumed_run(run, checkpoint)
-    device = select_device(run.device)
+    _, world, local = launched()
+    with only_first_rank_reports():
+        sizes = MeshSizes.of(world, run.parallel.replicate, run.parallel.shard, run.parallel.context)
+        run.rows_per_rank(sizes.data_ranks)
+        device = select_device(run.device, local if world > 1 else None)
+    # The watchdog, which writes stacks, comes before a collective's own time limit.
+    timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
+    with connected(sizes, device, timeout) as ranks:
+        return _train(run, resume, ranks, device)
+
+
+def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device) -> TrainResult:
+    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not ranks.first)
+    run, checkpoint = ranks.agree(lambda: _start(run, resume, ranks))
     if run.precision == "auto":
-        run = run.with_precision("bfloat16" if multiplies_bfloat16(device) else "float32")
-    _set_up(run)
-    data = _load_data(run, console)
-    model = (Gecko(run.model) if checkpoint is None else load(checkpoint)).to(device)
-    model.checkpoint_blocks = run.activation_checkpointing
+        run = run.with_precision(ranks.share("bfloat16" if multiplies_bfloat16(device) else "float32"))
+    _set_up(run, ranks, console)
+    data = ranks.agree(lambda: load_data(run, ranks, console))
+    model = build_model(run, ranks, device, fresh=checkpoint is None)
+    batches = Batches(data.rows, ranks)
     with StopSignal() as stop:
         if run.steps is None:
             console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
-            run = run.with_steps(steps_in_budget(run, model, data.training, data.held_out))
-        position = _fit(run, model, data, checkpoint, stop, console)
-        newest = list_checkpoints(checkpoints_folder(run))[0]
+            run = run.with_steps(steps_in_budget(run, model, batches, data.held_out, ranks))
+        position = _fit(run, model, data, batches, checkpoint, stop, ranks, console)
+        newest = ranks.share(list_checkpoints(checkpoints_folder(run))[0] if ranks.first else Path())
         if position.step == run.steps:
-            return _finish(run, model, data, newest, console)
+            return _finish(run, model, data, newest, ranks, console)
     console.print(
-        f"{stop.requested}: saved after step {position.step} of {run.steps}. Continue with:\n  {run.command()} --resume"
+        f"{stop.requested or 'a signal to another rank'}: saved after step {position.step} of {run.steps}. "
+        f"Continue with:\n  {run.command()} --resume"
     )
     return TrainResult(run, newest, position.step, None, None)
 
 
-def select_device(name: str) -> torch.device:
-    """The device ``name`` stands for; ValueError where this machine lacks it."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}.") from error
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"device must be on this machine, with {count} CUDA devices; got {name!r}. Try device=cpu.")
-    return device
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether ``device`` has bf16 products of its own; without them they are slower than float32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def _starting_checkpoint(run: Run, resume: bool) -> Path | None:
+def _start(run: Run, resume: bool, ranks: Ranks) -> tuple[Run, Path | None]:
+    """The run, with what its newest sound checkpoint fixed, and that checkpoint; None where there is none."""
     folder = checkpoints_folder(run)
-    if resume:
-        return latest_checkpoint(folder)
-    if list_checkpoints(folder):
+    if not ranks.share(bool(list_checkpoints(folder))):
+        return run, None
+    if not resume:
         raise FileExistsError(
             f"{run.folder} already holds a run, and nothing there is overwritten. Continue it with --resume, "
             "or choose another folder with output=."
         )
-    return None
+    checkpoint = latest_checkpoint(folder, ranks)
+    assert checkpoint is not None
+    return _resumed_run(run, checkpoint), checkpoint
 
 
 def _resumed_run(run: Run, checkpoint: Path) -> Run:
@@ -138,49 +130,80 @@ def _resumed_run(run: Run, checkpoint: Path) -> Run:
     return run
 
 
-def _set_up(run: Run) -> None:
+def _set_up(run: Run, ranks: Ranks, console: Console) -> None:
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     keep_freed_memory()
+    if ranks.world > 1:
+        sizes = ranks.sizes
+        console.print(
+            f"{ranks.world} ranks: {sizes.replicate} replicas × {sizes.shard} shards × {sizes.context} parts of a row"
+        )
+    for path in reported_hangs(_stacks(run)):
+        console.print(f"an earlier session hung; the stack of one of its ranks is in {path}")
 
 
-def _load_data(run: Run, console: Console) -> _Data:
-    tokenizer = load_tokenizer(run.data.tokenizer)
-    check_vocabulary(tokenizer, run.model.vocab_size)
-    with console.status(f"reading {run.data.source}"):
-        corpus = TokenizedCorpus.build(load_documents(run.data.source), tokenizer)
-    training, rest = corpus.split(run.data.validation_fraction, run.seed)
-    console.print(f"training: {len(training):,} documents, {training.num_tokens:,} tokens of {run.data.source}")
-    console.print(f"held out: {len(rest):,} documents, {rest.num_tokens:,} tokens")
-    loader = PackedLoader(training, run.batch_size, run.sequence_length, run.seed)
-    final = HeldOut.of(rest, run.evaluation.final_rows, run.sequence_length, run.rows_at_once)
-    return _Data(tokenizer, loader, final.spread(run.evaluation.rows), final)
-
-
-def _fit(run: Run, model: Gecko, data: _Data, checkpoint: Path | None, stop: StopSignal, console: Console) -> Position:
+def _fit(
+    run: Run,
+    model: Gecko,
+    data: RunData,
+    batches: Batches,
+    checkpoint: Path | None,
+    stop: StopSignal,
+    ranks: Ranks,
+    console: Console,
+) -> Position:
     optimizer = build_optimizer(model, run.optimizer)
     position = Position() if checkpoint is None else restore_snapshot(checkpoint, model, optimizer)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    run.save(run.folder / RECIPE)
+    if checkpoint is not None:
+        console.print(f"continuing after step {position.step}, from {checkpoint}")
+    ranks.agree(lambda: _save_recipe(run, ranks))
     assert run.steps is not None
-    with (
-        MetricsWriter(run.folder, None if checkpoint is None else position.step) as metrics,
-        TrainingProgress(console, position.step, run.steps) as display,
-    ):
-        trainer = Trainer(
-            run, model, optimizer, data.training, data.held_out, position, metrics=metrics, display=display
-        )
+    with ExitStack() as stack:
+        display = stack.enter_context(TrainingProgress(console, position.step, run.steps))
+        metrics = stack.enter_context(_metrics(run, None if checkpoint is None else position.step, ranks))
+        saver = stack.enter_context(Saver(run, ranks))
+        watchdog = stack.enter_context(_watchdog(run, ranks))
+        outlets = Outlets(saver, display, metrics, watchdog)
+        trainer = Trainer(run, model, optimizer, batches, data.held_out, position, outlets, ranks)
         trainer.fit(stop)
     return trainer.position
 
 
-def _finish(run: Run, model: Gecko, data: _Data, checkpoint: Path, console: Console) -> TrainResult:
-    """Final loss, sample and report."""
+def _save_recipe(run: Run, ranks: Ranks) -> None:
+    if ranks.first:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        run.save(run.folder / RECIPE)
+
+
+def _metrics(run: Run, step: int | None, ranks: Ranks) -> MetricsWriter | nullcontext[None]:
+    return MetricsWriter(run.folder, step, run.wandb, run.to_dict()) if ranks.first else nullcontext()
+
+
+def _watchdog(run: Run, ranks: Ranks) -> Watchdog | nullcontext[None]:
+    """None for one process: a laptop that sleeps over a run must find it again."""
+    if ranks.world == 1 or run.hang_minutes is None:
+        return nullcontext()
+    return Watchdog(_stacks(run), ranks.rank, run.hang_minutes)
+
+
+def _stacks(run: Run) -> Path:
+    return run.folder / "stacks"
+
+
+def _finish(run: Run, model: Gecko, data: RunData, checkpoint: Path, ranks: Ranks, console: Console) -> TrainResult:
+    """Final loss, and on the first rank the model in one file, a sample and the report."""
     with console.status("final held-out loss, sample and report"):
-        result = evaluate(model, data.final, run.precision)
+        result = evaluate(model, data.final, run.precision, ranks)
+        if not ranks.first:
+            return TrainResult(run, checkpoint, run.steps or 0, result, None)
         (run.folder / "results.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-        sample = _sample(run, model, data.tokenizer)
+        device = next(model.parameters()).device
+        if ranks.world > 1:
+            write_model(checkpoint, checkpoint)
+            model = load(checkpoint).to(device)
+        sample = _sample(run, model, data)
         (run.folder / "sample.txt").write_text(run.sample.prompt + sample, encoding="utf-8")
     console.print(
         f"final held-out loss over {result.tokens:,} tokens: "
@@ -190,13 +213,14 @@ def _finish(run: Run, model: Gecko, data: _Data, checkpoint: Path, console: Cons
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         evaluation=result,
         sample=sample,
-        hardware=describe_hardware(next(model.parameters()).device),
+        hardware=describe_hardware(device, ranks.world),
     )
     return TrainResult(run, checkpoint, run.steps or 0, result, _report(run, facts, console))
 
 
-def _sample(run: Run, model: Gecko, tokenizer: Tokenizer) -> str:
+def _sample(run: Run, model: Gecko, data: RunData) -> str:
     """The model's continuation of the run's prompt, as text."""
+    tokenizer = data.tokenizer
     prompt = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)])
     made = generate(
         model,

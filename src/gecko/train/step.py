@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,13 +12,21 @@ from torch import Tensor, nn
 
 from gecko.data import IGNORED, Batch
 from gecko.model import Gecko
+from gecko.parallel.fsdp import synchronise_gradients, whole
+from gecko.parallel.mesh import Ranks
 from gecko.train.optimizer import set_learning_rate
 from gecko.train.run import Precision
+from gecko.train.spikes import SpikeRule
+
+_ALONE = Ranks()
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a batch on the device. ``weight`` is their part of the batch's targets; all parts' sum is 1."""
+    """This rank's tokens of some rows of a batch, on the device.
+
+    ``weight`` is the rows' part of the batch's targets; the sum over all parts and data ranks is 1.
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -32,21 +41,25 @@ class StepResult:
     grad_norm: float
     """Before clipping."""
     finite: bool
-    """False: the parameters were left as they were."""
+    """False: the parameters were left as they were, ..."""
+    spike: str | None = None
+    """... as where this says why the step was one."""
 
 
-def split_batch(batch: Batch, parts: int, device: torch.device) -> list[Part]:
-    """``parts`` equal groups of rows. Each weighs what it has of the targets, so their sum is the batch's mean."""
+def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = _ALONE) -> list[Part]:
+    """``parts`` equal groups of this rank's rows, which ``batch`` holds whole."""
+    here = ranks.columns(batch.tokens.shape[1])
     columns = [
-        column.to(device, non_blocking=True).chunk(parts) for column in (batch.tokens, batch.targets, batch.segment_ids)
+        column[:, here].to(device, non_blocking=True).chunk(parts)
+        for column in (batch.tokens, batch.targets, batch.segment_ids)
     ]
     counts = [int((targets != IGNORED).sum()) for targets in batch.targets.chunk(parts)]
-    if not any(counts):
+    total = int(ranks.sum(torch.tensor(sum(counts)))) // ranks.sizes.context
+    if not total:
         raise ValueError(f"a batch must have at least one target; all are {IGNORED}. Try a larger sequence_length.")
     return [
-        Part(tokens, targets, segment_ids, count / sum(counts))
+        Part(tokens, targets, segment_ids, count / total)
         for tokens, targets, segment_ids, count in zip(*columns, counts, strict=True)
-        if count
     ]
 
 
@@ -54,15 +67,18 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
 
 
-def compute_gradients(model: Gecko, parts: Sequence[Part], precision: Precision) -> Tensor:
-    """Add the gradients of the batch's mean loss to the parameters' ``grad``; the loss, float32, on the device."""
-    total = torch.zeros((), device=parts[0].tokens.device)
+def compute_gradients(model: Gecko, parts: Sequence[Part], precision: Precision, ranks: Ranks = _ALONE) -> float:
+    """Add the gradients of the mean loss over all ranks' parts to the parameters' ``grad``; that loss."""
+    total = torch.zeros((), dtype=torch.float64, device=parts[0].tokens.device)
     for part in parts:
+        synchronise_gradients(model, part is parts[-1])
         with autocast(precision, part.tokens.device):
-            loss = model.loss(part.tokens, part.targets, part.segment_ids) * part.weight
-        torch.autograd.backward(loss)
+            loss = model.loss(part.tokens, part.targets, part.segment_ids, ranks.context) * part.weight
+        # FSDP averages gradients over the ranks; here each rank has a part of the sum.
+        torch.autograd.backward(loss * ranks.world)
         total += loss.detach()
-    return total
+    # Ranks that share rows have the same loss.
+    return float(ranks.sum(total.cpu())) / ranks.sizes.context
 
 
 def train_step(
@@ -73,13 +89,19 @@ def train_step(
     learning_rate: float,
     clip: float,
     precision: Precision,
+    ranks: Ranks = _ALONE,
+    rule: SpikeRule | None = None,
 ) -> StepResult:
-    """One step of AdamW on the batch; skipped, parameters and optimizer untouched, where anything is not finite."""
+    """One step of AdamW on the batch, by all ranks together.
+
+    Skipped, parameters and optimizer untouched, where anything is not finite, or a spike by ``rule``.
+    """
     optimizer.zero_grad(set_to_none=True)
-    loss = compute_gradients(model, parts, precision)
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-    finite = bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
-    if finite:
+    loss = compute_gradients(model, parts, precision, ranks)
+    grad_norm = float(whole(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    spike = rule.judge(loss, grad_norm) if finite and rule is not None else None
+    if finite and spike is None:
         set_learning_rate(optimizer, learning_rate)
         optimizer.step()
-    return StepResult(float(loss), float(grad_norm), finite)
+    return StepResult(loss, grad_norm, finite, spike)

@@ -1,0 +1,188 @@
+"""The processes of one job: which one this is, and how they are arranged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from gecko.parallel.context import ContextGroup
+from gecko.parallel.meeting import meet
+
+T = TypeVar("T")
+
+FAILED = 2
+"""Exit code of a rank whose error another one reports."""
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups that a batch's rows are divided among."""
+        return self.replicate * self.shard
+
+    @classmethod
+    def of(cls, world: int, replicate: int, shard: int | None, context: int) -> MeshSizes:
+        """Sizes for ``world`` ranks; ``shard`` None is what the others leave. ValueError where the product differs."""
+        sizes = cls(replicate, shard or max(1, world // (replicate * context)), context)
+        if sizes.data_ranks * context != world:
+            asked = "what is left" if shard is None else shard
+            raise ValueError(
+                f"parallel.replicate × parallel.shard × parallel.context must be the number of ranks, {world}; got "
+                f"{replicate} × {asked} × {context}. Change one of them, or torchrun's --nnodes and --nproc-per-node."
+            )
+        return sizes
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the ``world`` processes of a job; alone, every method does the obvious without a network.
+
+    Ranks are laid out as (replicate, shard, context): those that share a sequence are neighbours.
+    """
+
+    rank: int = 0
+    sizes: MeshSizes = MeshSizes()
+    mesh: DeviceMesh | None = None
+    """With the dimensions replicate, shard and context; None for a process that is alone."""
+    context: ContextGroup | None = None
+    """The ranks that hold the rest of this rank's rows; None where it holds them whole."""
+
+    @property
+    def world(self) -> int:
+        return self.sizes.data_ranks * self.sizes.context
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that speaks for all."""
+        return self.rank == 0
+
+    @property
+    def data_ranks(self) -> int:
+        return self.sizes.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.sizes.context
+
+    def columns(self, length: int) -> slice:
+        """This rank's tokens of a row of ``length``."""
+        part = length // self.sizes.context
+        first = self.rank % self.sizes.context * part
+        return slice(first, first + part)
+
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """What ``fully_shard`` takes: shard and context as one dimension, below replicate where there are replicas."""
+        assert self.mesh is not None
+        flat = self.mesh["shard", "context"]._flatten("shard_context")
+        if self.sizes.replicate == 1:
+            return flat
+        names = ("replicate", "shard_context")
+        ids = self.mesh.mesh.reshape(self.sizes.replicate, -1)
+        return DeviceMesh(self.mesh.device_type, ids, mesh_dim_names=names)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of a CPU tensor over all ranks, the same bits on each."""
+        if self.world > 1:
+            values = values.clone()
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def share(self, value: T) -> T:
+        """The first rank's ``value``, on every rank."""
+        if self.world == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """``work()`` on every rank; if it fails on one it fails on all, and only the first rank says why.
+
+        Raises:
+            ValueError, OSError, RuntimeError: the error, on the first rank.
+            SystemExit: on all others.
+        """
+        if self.world == 1:
+            return work()
+        error: Exception | None = None
+        try:
+            result = work()
+        except (ValueError, OSError, RuntimeError, ImportError) as caught:
+            error = caught
+        messages = self.gather(None if error is None else f"{error}")
+        if all(message is None for message in messages):
+            return result
+        if not self.first:
+            raise SystemExit(FAILED) from error
+        if error is not None:
+            raise error
+        rank, message = next((i, text) for i, text in enumerate(messages) if text is not None)
+        raise RuntimeError(f"on rank {rank}: {message}")
+
+
+def launched() -> tuple[int, int, int]:
+    """Rank, number of ranks and rank on this machine, as torchrun says; (0, 1, 0) without it."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    rank, world, local = (int(os.environ.get(name, default)) for name, default in zip(names, "010", strict=True))
+    return rank, world, local
+
+
+@contextmanager
+def only_first_rank_reports() -> Iterator[None]:
+    """For what all ranks do alike before they are connected: an error is the first one's to report."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        if launched()[0] == 0:
+            raise
+        raise SystemExit(FAILED) from error
+
+
+@contextmanager
+def connected(sizes: MeshSizes, device: torch.device, timeout: timedelta | None) -> Iterator[Ranks]:
+    """The ranks that torchrun started, connected: gloo for host memory, NCCL for CUDA.
+
+    A collective fails that takes longer than ``timeout``; None leaves PyTorch's default.
+    """
+    rank, world, _ = launched()
+    if world == 1:
+        yield Ranks()
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timeout or default_pg_timeout
+    store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
+    store = meet(store, rank, world, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    try:
+        shape = (sizes.replicate, sizes.shard, sizes.context)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "context"))
+        context = ContextGroup(mesh["context"].get_group()) if sizes.context > 1 else None
+        yield Ranks(rank, sizes, mesh, context)
+    finally:
+        # After an error the others may be gone, and waiting for them would hide it.
+        dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""How much of the hardware a run uses: model FLOPs utilisation and memory.
+
+MFU = tokens per second × FLOPs per token / (devices × peak FLOPs per second). Recomputation by activation
+checkpointing is not counted as work: it is a cost, and lowers the figure.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import torch
+
+from gecko.config import GeckoConfig
+from gecko.model import Gecko
+from gecko.train.optimizer import matrix_names
+from gecko.train.run import Run
+
+PEAK_FLOPS = {
+    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12,
+    "L40S": 362e12, "A40": 150e12, "RTX 4090": 165e12, "V100": 125e12,
+}  # fmt: skip
+"""Dense products a second in bfloat16 (V100: float16), by a part of the device's name; of the vendors' data sheets."""
+_FORWARD_AND_BACKWARD = 3
+_MEASURED_SIZE = 768
+
+
+def flops_per_token(config: GeckoConfig) -> float:
+    """FLOPs of training on one token, two for a multiplication and addition; backward costs twice forward.
+
+    3 · (2 · numbers in matrices, without the embedding + 2 · (Z + V) · keys a query sees on average
+    + 2 · n · Z · V / heads for the working memory), where n is 3 for the adaptive rule (read, correct, write) and
+    2 for the linear one. Norms, moving averages and all else element by element are not counted.
+    """
+    with torch.device("meta"):
+        model = Gecko(config)
+    names = matrix_names(model) - {"embedding.weight"} | {"head.weight"}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    products = sum(parameters[name].numel() for name in names)
+    keys = {"chunk": 0.5, "sliding_window": 1.0, "sliding_chunk": 1.5}[config.attention] * config.chunk_size
+    attention = config.num_layers * (config.key_dim + config.value_dim) * keys
+    maps = {"adaptive": 3, "linear": 2, "none": 0}[config.memory]
+    memory = config.num_layers * maps * config.key_dim * config.value_head_dim
+    return _FORWARD_AND_BACKWARD * 2 * (products + attention + memory)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Products a second of one device: of the table for a known GPU, else by measuring a product of matrices."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        known = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+        if known is not None:
+            return known
+    return _measured_flops(device, dtype)
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most that this process has used so far: of the GPU's memory, or of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class Speedometer:
+    """Turns a run's tokens a second into MFU."""
+
+    def __init__(self, run: Run, device: torch.device, devices: int) -> None:
+        dtype = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
+        self._per_token = flops_per_token(run.model) / (devices * peak_flops(device, dtype))
+
+    def utilisation(self, tokens_per_second: float) -> float:
+        return tokens_per_second * self._per_token
+
+
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """The best of a few tries, which take some hundredths of a second."""
+    matrix = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * _MEASURED_SIZE**3 / min(seconds)

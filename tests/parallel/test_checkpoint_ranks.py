@@ -1,0 +1,149 @@
+"""Checkpoints that several ranks write: read by any number, joined to one file, whole or passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import training_jobs as work
+from jobs import Jobs
+
+import gecko
+from gecko.train import CheckpointSettings, ParallelSettings, Run, train
+from gecko.train.checkpoint import latest_checkpoint, list_checkpoints, verify_checkpoint
+from gecko.train.metrics import read_metrics
+from gecko.train.snapshot import checkpoints_folder, write_model
+
+
+def losses(run: Run) -> np.ndarray:
+    records = read_metrics(run.folder / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, len(records) + 1))[: run.steps]
+    return np.array([(record["step"], record["loss"]) for record in records])
+
+
+def kept(run: Run) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(checkpoints_folder(run)))
+
+
+@pytest.fixture
+def trained(jobs: Jobs, run_in: Callable[..., Run]) -> Run:
+    """Eight steps by two ranks."""
+    run = run_in("trained", steps=8)
+    jobs.run(2, work.train_run, run)
+    return run
+
+
+def test_four_ranks_then_two_then_one_then_four(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """The schedule is that of the whole run; each session ends at a SIGTERM."""
+    one, changing = run_in("one"), run_in("changing", checkpoint=CheckpointSettings(every=7, keep=9))
+    jobs.run(1, work.train_run, one)
+    sessions: list[tuple[int, int | None, dict[str, int]]] = [
+        (4, 5, {"context": 2}), (2, 9, {"replicate": 2}), (1, 12, {}), (4, None, {"shard": 2, "replicate": 2})
+    ]  # fmt: skip
+    for ranks, end, parallel in sessions:
+        run = replace(changing, parallel=ParallelSettings(**parallel))
+        results = jobs.run(ranks, work.resumed_run, run, ranks - 1, end)
+        assert {result["step"] for result in results} == {end or 20}
+    np.testing.assert_allclose(losses(changing), losses(one), rtol=1e-5)
+    assert kept(changing) == [5, 7, 9, 12, 14, 20]
+
+
+def test_resumed_by_as_many_ranks_it_is_the_same_run_bit_for_bit(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """What a checkpoint holds is what was there when it was begun, though training went on while it was written."""
+    whole, stopped = run_in("whole"), run_in("stopped")
+    jobs.run(2, work.train_run, whole)
+    results = jobs.run(2, work.resumed_run, stopped, 1, 11)
+    assert [result["step"] for result in results] == [11, 11]
+    jobs.run(2, work.train_run, stopped, True)
+    assert np.array_equal(losses(stopped), losses(whole))
+    for name in ("shards/shard-00001-model-00001-of-00001", "shards/shard-00002-model-00001-of-00001", "model"):
+        files = [checkpoints_folder(run) / "step-00000020" / f"{name}.safetensors" for run in (whole, stopped)]
+        left, right = map(work.file_of, files)
+        assert left.keys() == right.keys() and len(left) > 10
+        assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_the_joined_model_has_the_logits_of_the_parts(
+    jobs: Jobs, trained: Run, run_in: Callable[..., Run], tmp_path: Path
+) -> None:
+    """The same weights whoever joins them; and the ranks' own model has their logits."""
+    checkpoint = latest_checkpoint(checkpoints_folder(trained))
+    assert checkpoint is not None
+    write_model(checkpoint, tmp_path / "joined")
+    tokens = torch.arange(24).reshape(2, 12)
+    joined, at_end = (gecko.load(folder)(tokens)[0] for folder in (tmp_path / "joined", checkpoint))
+    assert torch.equal(joined, at_end)
+    for logits in jobs.run(4, work.logits_of_checkpoint, run_in("x", replicate=2), checkpoint, tokens):
+        torch.testing.assert_close(logits, joined, rtol=1e-5, atol=1e-5)
+    # And back: one process goes on from the parts, and other ranks from its one file.
+    longer = replace(trained, steps=10)
+    assert train(longer, resume=True).step == 10
+    longest = replace(trained, steps=12)
+    assert [result["step"] for result in jobs.run(4, work.train_run, longest, True)] == [12] * 4
+
+
+def test_damaged_parts_are_passed_over_by_all_ranks(jobs: Jobs, trained: Run) -> None:
+    whole = np.array(losses(trained))
+    shard = checkpoints_folder(trained) / "step-00000008" / "shards" / "shard-00002-model-00001-of-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    first, second = jobs.run(2, work.train_run, trained, True)
+    assert any("step-00000008" in warning and shard.name in warning for warning in first["warnings"])
+    assert not any("skipping the checkpoint" in warning for warning in second["warnings"])
+    assert np.array_equal(losses(trained), whole)
+
+
+def test_an_unfinished_save_is_no_checkpoint(jobs: Jobs, trained: Run) -> None:
+    folder = checkpoints_folder(trained)
+    sound = list_checkpoints(folder)[0]
+    sound.rename(folder / f".partial-{sound.name}")
+    assert kept(trained) == [4]
+    jobs.run(2, work.train_run, trained, True)
+    assert kept(trained) == [4, 8]
+    assert not list(folder.glob(".partial-*"))
+
+
+def test_every_nth_stays(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    run = run_in("x", steps=12, checkpoint=CheckpointSettings(every=2, keep=1, keep_every=4))
+    jobs.run(2, work.train_run, run)
+    assert kept(run) == [4, 8, 12]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_under_one_rank_ends_all_and_loses_nothing(
+    jobs: Jobs, run_in: Callable[..., Run], rank: int
+) -> None:
+    run = run_in("x", steps=40)
+    first, second = jobs.answers(2, work.run_on_a_full_disk, run, rank, 8)
+    assert first.error is not None
+    assert "OSError: the checkpoint of step 8 could not be written" in first.error
+    assert "step-00000004, is intact" in first.error
+    assert second.error == "SystemExit: 2"
+    assert kept(run) == [4]
+    verify_checkpoint(checkpoints_folder(run) / "step-00000004")
+    assert [result["step"] for result in jobs.run(2, work.train_run, replace(run, steps=9), True)] == [9, 9]
+
+
+def test_another_architecture_is_refused_by_all(jobs: Jobs, trained: Run) -> None:
+    other = replace(trained, model=replace(trained.model, ffn_dim=48))
+    first, second = jobs.answers(2, work.train_run, other, True)
+    assert first.error is not None and first.error.startswith("ValueError: model.ffn_dim must be what the checkpoint")
+    assert second.error == "SystemExit: 2"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_starts_from_another_ones_model(jobs: Jobs, trained: Run, run_in: Callable[..., Run], ranks: int) -> None:
+    run = run_in("tuned", steps=2, init_from=str(trained.folder))
+    before = jobs.run(ranks, work.train_run, run)[0]
+    first = read_metrics(run.folder / "metrics.jsonl")[0]
+    assert first["loss"] == pytest.approx(read_metrics(trained.folder / "metrics.jsonl")[-1]["loss"], rel=1e-6)
+    assert before["step"] == 2
+    other: dict[str, Any] = {"model": replace(run.model, chunk_size=16), "output": str(run.folder) + "-other"}
+    answers = jobs.answers(ranks, work.train_run, replace(run, **other))
+    assert answers[0].error is not None and "differs in chunk_size" in answers[0].error

@@ -1,0 +1,164 @@
+"""Training on several ranks is training on one, and a wrong arrangement of ranks is refused by all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import training_jobs as work
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import Jobs
+
+from gecko.parallel.mesh import MeshSizes
+from gecko.train import Run, train
+from gecko.train.metrics import read_metrics
+
+MESHES = {
+    "shard-2": (2, {}),
+    "replicate-2": (2, {"replicate": 2}),
+    "context-2": (2, {"context": 2}),
+    "shard-4": (4, {}),
+    "replicate-2-shard-2": (4, {"replicate": 2}),
+    "shard-2-context-2": (4, {"context": 2}),
+    "replicate-2-context-2": (4, {"replicate": 2, "context": 2}),
+}
+SETTINGS: list[dict[str, Any]] = [
+    {"accumulation": 2},
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective", "accumulation": 2},
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_steps_on_ranks_are_steps_on_one(jobs: Jobs, run_in: Callable[..., Run], mesh: str) -> None:
+    """In float64: loss, gradient norm and, after three steps of AdamW, every parameter; on every rank."""
+    ranks, sizes = MESHES[mesh]
+    model = replace(run_in("x").model, tie_embedding=mesh == "shard-4")
+    ((expected,),) = jobs.run(1, work.exact_steps, [run_in("one", model=model)], 3)
+    runs = [run_in("many", model=model, **sizes, **settings) for settings in SETTINGS]
+    for per_rank in jobs.run(ranks, work.exact_steps, runs, 3):
+        for got, settings in zip(per_rank, SETTINGS, strict=True):
+            np.testing.assert_allclose(got["curve"], expected["curve"], rtol=1e-9, err_msg=str(settings))
+            for name, value in expected["parameters"].items():
+                np.testing.assert_allclose(got["parameters"][name], value, rtol=1e-6, atol=1e-8, err_msg=name)
+
+
+def curve(run: Run) -> np.ndarray:
+    records = read_metrics(run.folder / "metrics.jsonl")
+    return np.array([(record["step"], record["loss"]) for record in records])
+
+
+@pytest.mark.parametrize("mesh", ["shard-4", "shard-2-context-2"])
+def test_twenty_steps_equal_those_of_one_process_to_float32_rounding(
+    jobs: Jobs, run_in: Callable[..., Run], mesh: str
+) -> None:
+    ranks, sizes = MESHES[mesh]
+    one, many = run_in("one"), run_in("many", **sizes)
+    (expected,) = jobs.run(1, work.train_run, one)
+    results = jobs.run(ranks, work.train_run, many)
+    np.testing.assert_allclose(curve(many), curve(one), rtol=1e-5)
+    for result in results:
+        assert result["evaluation"]["tokens"] == expected["evaluation"]["tokens"]
+        assert result["evaluation"]["loss"] == pytest.approx(expected["evaluation"]["loss"], rel=1e-5)
+    assert len(curve(many)) == 20 + 3
+
+
+def test_bfloat16_is_gathered_for_matrices_only_and_kept_nowhere(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    dtypes = jobs.run(2, work.gathered_dtypes, run_in("x", precision="bfloat16"))[1]
+    for name, (gathered, kept, gradient) in dtypes.items():
+        assert (kept, gradient) == (torch.float32, torch.float32), name
+        matrix = name.startswith("blocks.") and "norm" not in name and "cema" not in name
+        assert gathered == (torch.bfloat16 if matrix else torch.float32), name
+    assert sum(gathered == torch.bfloat16 for gathered, _, _ in dtypes.values()) > 10
+
+
+def test_bfloat16_on_ranks_learns_as_on_one(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    one, many = (run_in(name, precision="bfloat16", steps=8) for name in ("one", "many"))
+    jobs.run(1, work.train_run, one)
+    jobs.run(2, work.train_run, many)
+    np.testing.assert_allclose(curve(many), curve(one), rtol=5e-3)
+
+
+def test_accumulation_exchanges_gradients_once(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    once, parts = run_in("x"), run_in("x", accumulation=4)
+    blocks_and_root = once.model.num_layers + 1
+    assert jobs.run(2, work.gradient_exchanges, once) == [blocks_and_root] * 2
+    assert jobs.run(2, work.gradient_exchanges, parts) == [blocks_and_root] * 2
+
+
+@pytest.mark.parametrize("mesh", ["shard-2", "context-2", "shard-4", "shard-2-context-2"])
+def test_held_out_loss_is_that_of_one_process(jobs: Jobs, run_in: Callable[..., Run], mesh: str) -> None:
+    """Also where the rows do not come out even, or are fewer than the ranks."""
+    ranks, sizes = MESHES[mesh]
+    cases = [(1, 2), (5, 2), (8, 1)]
+    (expected,) = jobs.run(1, work.evaluations, run_in("x"), cases)
+    for found in jobs.run(ranks, work.evaluations, run_in("x", **sizes), cases):
+        for got, wanted in zip(found, expected, strict=True):
+            assert got["tokens"] == wanted["tokens"]
+            assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-9)
+            losses = (np.array(one["loss_by_position"], dtype=float) for one in (got, wanted))
+            np.testing.assert_allclose(*losses, rtol=1e-9)
+
+
+def test_any_number_of_ranks_sees_the_same_batches(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    (whole,) = jobs.run(1, work.rows_seen, run_in("x"), 5)
+    for mesh in ("shard-2", "shard-4", "shard-2-context-2"):
+        ranks, sizes = MESHES[mesh]
+        seen = jobs.run(ranks, work.rows_seen, run_in("x", **sizes), 5)
+        for step in range(5):
+            rows = dict(sorted(rank_rows[step] for rank_rows in seen))
+            assert [row for group in rows.values() for row in group] == whole[step][1]
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.one_of(st.none(), st.integers(1, 8)), st.integers(1, 8))
+def test_mesh_sizes_multiply_to_the_world_or_are_refused(
+    world: int, replicate: int, shard: int | None, context: int
+) -> None:
+    fits = world % (replicate * context) == 0 and shard in (None, world // (replicate * context))
+    if fits:
+        sizes = MeshSizes.of(world, replicate, shard, context)
+        assert math.prod((sizes.replicate, sizes.shard, sizes.context)) == world
+    else:
+        with pytest.raises(ValueError, match=rf"the number of ranks, {world}; got {replicate} × .* × {context}"):
+            MeshSizes.of(world, replicate, shard, context)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"replicate": 3}, "ValueError: parallel.replicate × parallel.shard × parallel.context must be the number of "
+                           "ranks, 2; got 3 × what is left × 1"),
+        ({"batch_size": 3}, "ValueError: batch_size must be a multiple of the ranks that share its rows"),
+        ({"sequence_length": 100_000}, "ValueError: a row takes sequence_length + 1 = 100001 tokens"),
+        ({"init_from": "nowhere"}, "FileNotFoundError: nowhere must be a model's folder"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_does_not_fit_is_said_by_the_first_rank_and_ends_all(
+    jobs: Jobs, run_in: Callable[..., Run], changes: dict[str, Any], message: str
+) -> None:
+    first, second = jobs.answers(2, work.train_run, run_in("x", **changes))
+    assert first.error is not None and first.error.startswith(message)
+    assert second.error == "SystemExit: 2"
+    assert second.output == ""
+
+
+def test_ranks_need_torchrun(run_in: Callable[..., Run]) -> None:
+    with pytest.raises(ValueError, match=r"number of ranks, 1; got 1 × 4 × 1.*torchrun"):
+        train(run_in("x", shard=4))
+
+
+def test_context_needs_whole_chunks(run_in: Callable[..., Run]) -> None:
+    with pytest.raises(ValueError, match=r"multiple of 16; got 40. Try sequence_length=32"):
+        run_in("x", context=2, sequence_length=40)
+
+
+def test_compiled_blocks_are_not_recomputed_in_part(run_in: Callable[..., Run]) -> None:
+    with pytest.raises(ValueError, match="none or full"):
+        run_in("x", compile=True, activation_checkpointing="selective")

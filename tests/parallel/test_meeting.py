@@ -1,0 +1,51 @@
+"""Ranks of one start find each other, whatever an earlier start left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from gecko.parallel.meeting import meet
+
+LIMIT = timedelta(seconds=20)
+
+
+def start(store: dist.Store, world: int, seed: int) -> list[str]:
+    """All ranks of a start, in any order: what each reads where the first wrote, in the store they agreed on."""
+    choose = random.Random(seed)
+    delays = [choose.uniform(0, 0.1) for _ in range(world)]
+    found: list[str] = [""] * world
+
+    def rank_of(rank: int) -> None:
+        time.sleep(delays[rank])
+        part = meet(store, rank, world, LIMIT)
+        assert not part.check(["address"]) or rank != 0
+        if rank == 0:
+            part.set("address", f"start {seed}")
+        found[rank] = part.get("address").decode()
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_every_start_in_one_store_is_by_itself(world: int) -> None:
+    store = dist.HashStore()
+    for seed in range(8):
+        assert start(store, world, seed) == [f"start {seed}"] * world
+
+
+def test_a_rank_that_waits_for_others_of_an_earlier_start_gives_up() -> None:
+    store = dist.HashStore()
+    start(store, 2, 0)
+    with pytest.raises(RuntimeError, match="all ranks of the job must start"):
+        meet(store, 1, 2, timedelta(seconds=0.2))

@@ -1,0 +1,119 @@
+"""Ranks that are stopped, poisoned, hung or killed: all do the same, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import training_jobs as work
+from jobs import Jobs
+
+from gecko.train import CheckpointSettings, EvaluationSettings, Run, SkipSettings
+from gecko.train.checkpoint import list_checkpoints
+from gecko.train.metrics import read_metrics
+from gecko.train.snapshot import checkpoints_folder
+
+LAYER = "blocks.1.feed_forward.fc2"
+
+
+def records(run: Run) -> list[dict[str, float | str | None]]:
+    return [record for record in read_metrics(run.folder / "metrics.jsonl") if record["kind"] == "train"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_any_rank_stops_all_after_the_same_step(jobs: Jobs, run_in: Callable[..., Run], rank: int) -> None:
+    run = run_in("x")
+    first, second = jobs.answers(2, work.resumed_run, run, rank, 6)
+    assert (first.error, second.error) == (None, None)
+    assert (first.value["step"], second.value["step"]) == (6, 6)
+    assert [path.name for path in list_checkpoints(checkpoints_folder(run))] == ["step-00000006", "step-00000004"]
+    assert "saved after step 6 of 20" in first.output and "--resume" in first.output
+    assert second.output == ""
+
+
+def test_a_nan_on_one_rank_is_named_and_skipped_by_all(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    run = run_in("x", steps=6)
+    jobs.run(2, work.poisoned_run, run, LAYER, 1, range(3, 5), float("nan"))
+    skipped = {record["step"]: record["skipped"] for record in records(run) if "skipped" in record}
+    assert list(skipped) == [3, 4]
+    assert skipped[3] == "the output of blocks.1.feed_forward.fc2 (Linear) is not finite, on rank 1"
+    assert [record["skips"] for record in records(run)] == [0, 0, 1, 2, 2, 2]
+
+
+def test_too_many_skips_end_all_ranks_and_one_says_so(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    run = run_in("x", max_skips=2)
+    first, second = jobs.answers(2, work.poisoned_run, run, LAYER, 1, range(6, 20), float("inf"))
+    assert first.error is not None and first.error.startswith("NonFiniteError: steps 6 to 7 ")
+    assert second.error == "SystemExit: 2"
+
+
+def test_a_spike_on_one_rank_is_skipped_by_all(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """Were it skipped by one rank only, their parameters would differ from then on, and all later losses."""
+    run = run_in("x", steps=14, skip=SkipSettings(deviations=6, window=12))
+    jobs.run(2, work.poisoned_run, run, "final_norm", 1, range(12, 13), 300.0)
+    skipped = {record["step"]: record["skipped"] for record in records(run) if "skipped" in record}
+    assert list(skipped) == [12]
+    assert "standard deviations" in str(skipped[12])
+    taken = run_in("y", steps=14, skip=SkipSettings(deviations=None))
+    jobs.run(2, work.poisoned_run, taken, "final_norm", 1, range(12, 13), 300.0)
+    assert not any("skipped" in record for record in records(taken))
+
+
+_FAULTY = """
+import os, signal, sys, time
+from pathlib import Path
+from gecko.train import Run, train
+from gecko.train.loop import Trainer
+
+folder, run = Path(sys.argv[1]), Run.load(sys.argv[1] + "/run.json")
+rank, original = int(os.environ["RANK"]), Trainer._step
+
+def once(name):
+    if (folder / name).exists():
+        return False
+    (folder / name).touch()
+    return True
+
+def stand_still():
+    time.sleep(1000)
+
+def stepping(self):
+    if rank == 1 and self.position.step == 6 and once("hung"):
+        stand_still()
+    if rank == 0 and self.position.step == 10 and once("killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(self)
+
+Trainer._step = stepping
+train(run, resume=True)
+"""
+
+
+def test_hung_and_killed_ranks_come_back_by_themselves(jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path) -> None:
+    """Under torchrun: one rank stands still until the watchdog ends all, later one is killed; the run is the same."""
+    changes = {"evaluation": EvaluationSettings(every=50, rows=2, final_rows=2), "steps": 14}
+    whole, faulty = (run_in(name, **changes) for name in ("whole", "faulty"))
+    jobs.run(2, work.train_run, whole)
+    faulty = replace(faulty, hang_minutes=0.15, checkpoint=CheckpointSettings(every=3))
+    faulty.save(tmp_path / "run.json")
+    (tmp_path / "faulty.py").write_text(_FAULTY)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
+    done = subprocess.run(
+        [*torchrun, "--monitor-interval=0.1", str(tmp_path / "faulty.py"), str(tmp_path)],
+        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "hung").exists() and (tmp_path / "killed").exists()
+    stacks = {path.name: path.read_text() for path in (faulty.folder / "stacks").iterdir()}
+    assert "stand_still" in stacks["rank-00001.txt"]
+    assert "Timeout" in stacks["rank-00000.txt"] and "in sum" in stacks["rank-00000.txt"]
+    assert "an earlier session hung" in done.stdout
+    assert done.stdout.count("continuing after step") == 2
+    losses = [np.array([record["loss"] for record in records(run)]) for run in (whole, faulty)]
+    assert np.array_equal(*losses)

@@ -1,0 +1,112 @@
+"""What a run tells of itself: a step's text, a trace, its use of the hardware, its numbers elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gecko.config import PRESETS
+from gecko.model import Gecko
+from gecko.train import Run, replayed, train
+from gecko.train.loop import Trainer
+from gecko.train.metrics import MetricsWriter, read_metrics
+from gecko.train.profiling import ProfileWindow
+from gecko.train.utilisation import flops_per_token
+
+
+def test_replay_shows_what_the_step_read(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: dict[int, list[list[int]]] = {}
+    original = Trainer._step
+
+    def stepping(self: Trainer) -> None:
+        read[self.position.step + 1] = self.batches.batch(self.position.step).tokens.tolist()
+        original(self)
+
+    monkeypatch.setattr(Trainer, "_step", stepping)
+    run = replace(small_run, steps=3)
+    train(run)
+    for step, rows in read.items():
+        lines = list(replayed(run, step))
+        assert lines[0].startswith(f"step {step}: 2 rows of 24 tokens, ")
+        starts = [index for index, line in enumerate(lines) if line.startswith("row ")]
+        for row, begin, end in zip(rows, starts, [*starts[1:], len(lines)], strict=True):
+            texts = [eval(line.partition(": ")[2]) for line in lines[begin + 1 : end]]
+            assert "".join(texts) == bytes(token for token in row if token < 256).decode()
+    with pytest.raises(ValueError, match="counted from 1"):
+        list(replayed(run, 0))
+
+
+def test_the_profiled_steps_are_those_of_the_window(small_run: Run) -> None:
+    train(replace(small_run, profile=(3, 4), steps=6))
+    (trace,) = (small_run.folder / "profile").iterdir()
+    assert trace.name == "steps-3-4-rank-00000.json"
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {name for name in names if str(name).startswith("step ")} == {"step 3", "step 4"}
+
+
+def test_a_window_past_the_end_is_written_by_finish(tmp_path: Path) -> None:
+    window = ProfileWindow((2, 9), tmp_path, 0)
+    for number in (1, 2, 3):
+        with window.step(number):
+            torch.ones(2).sum()
+    assert not list(tmp_path.iterdir())
+    window.finish()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_every_step_has_its_numbers(small_run: Run) -> None:
+    train(small_run)
+    records = [record for record in read_metrics(small_run.folder / "metrics.jsonl") if record["kind"] == "train"]
+    for record in records:
+        assert 0 < record["mfu"] < 1.5
+        assert 0.01 < record["memory_gib"] < 100
+        assert 0 <= record["data_seconds"] < 10
+    board = list((small_run.folder / "tensorboard").iterdir())
+    assert board, "TensorBoard is part of the train extra"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_flops_are_six_a_parameter_and_what_attention_and_memory_add(name: str) -> None:
+    config = PRESETS[name]
+    with torch.device("meta"):
+        model = Gecko(config)
+    matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and ("fc" in n or "to_" in n))
+    matrices += config.vocab_size * config.model_dim
+    flops = flops_per_token(config)
+    assert 6 * matrices < flops < 6 * matrices * 2
+    window_gone = replace(config, memory="none", chunk_size=1, attention="chunk")
+    assert flops_per_token(window_gone) == pytest.approx(6 * matrices, rel=1e-3)
+
+
+def test_weights_and_biases_gets_every_number_and_the_run_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    logged: list[dict[str, Any]] = []
+
+    def init(**arguments: Any) -> SimpleNamespace:
+        calls.append(arguments)
+        ignore: Callable[..., None] = lambda *a, **k: None  # noqa: E731
+        return SimpleNamespace(log=logged.append, finish=ignore, define_metric=ignore)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
+    for step in (None, 1):
+        with MetricsWriter(tmp_path, step, "project", {"seed": 0}) as metrics:
+            metrics.write("train", 1, {"loss": 2.0, "skipped": "a cause"})
+    assert [call["project"] for call in calls] == ["project"] * 2
+    assert calls[0]["id"] == calls[1]["id"]
+    assert logged == [{"step": 1, "train/loss": 2.0}] * 2
+
+
+def test_without_the_extra_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"gecko-lm\[wandb\]"):
+        MetricsWriter(tmp_path, None, "project")

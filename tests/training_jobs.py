@@ -1,0 +1,243 @@
+"""What ranks do in the tests of parallel training; importable by name, as other processes must."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gecko.data import IGNORED, Batch
+from gecko.model import Gecko
+from gecko.parallel.fsdp import empty_sharded_model, fill, whole
+from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
+from gecko.train import Run, train
+from gecko.train.batches import Batches
+from gecko.train.evaluate import HeldOut, evaluate
+from gecko.train.loop import Trainer
+from gecko.train.optimizer import build_optimizer
+from gecko.train.saver import Saver
+from gecko.train.step import compute_gradients, split_batch, train_step
+
+CPU = torch.device("cpu")
+
+
+def train_run(run: Run, resume: bool = False) -> dict[str, Any]:
+    """The result of a run, as plain values."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = train(run, resume=resume)
+    said = [str(warning.message) for warning in caught]
+    return {
+        "step": result.step,
+        "evaluation": None if result.evaluation is None else asdict(result.evaluation),
+        "checkpoint": result.checkpoint,
+        "warnings": said,
+    }
+
+
+def rows_seen(run: Run, steps: int) -> list[tuple[int, list[Any]]]:
+    """This rank's place among the data ranks and the tokens it gets, of the first so many steps."""
+    from rich.console import Console
+
+    from gecko.train.texts import load_data
+
+    with ranks_of(run) as ranks:
+        batches = Batches(load_data(run, ranks, Console(quiet=True)).rows, ranks)
+        return [(ranks.data_rank, batches.batch(step).tokens.tolist()) for step in range(steps)]
+
+
+@contextlib.contextmanager
+def ranks_of(run: Run) -> Iterator[Ranks]:
+    settings = run.parallel
+    sizes = MeshSizes.of(launched()[1], settings.replicate, settings.shard, settings.context)
+    with connected(sizes, CPU, None) as ranks:
+        yield ranks
+
+
+def random_batch(run: Run, seed: int) -> Batch:
+    """The whole batch, with documents that begin anywhere and very unequal numbers of targets."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, length = run.batch_size, run.sequence_length
+    tokens = torch.randint(0, run.model.vocab_size, (rows, length + 1), generator=generator)
+    segments = (torch.rand(rows, length, generator=generator) < 0.06).cumsum(dim=1)
+    targets = tokens[:, 1:].clone()
+    targets[torch.rand(rows, length, generator=generator) < torch.rand(rows, 1, generator=generator)] = IGNORED
+    targets[:, :-1][segments[:, 1:] != segments[:, :-1]] = IGNORED
+    return Batch(tokens[:, :-1], targets, segments)
+
+
+def mine(batch: Batch, ranks: Ranks) -> Batch:
+    """This rank's rows."""
+    here = slice(ranks.data_rank, None, ranks.data_ranks)
+    return Batch(batch.tokens[here], batch.targets[here], batch.segment_ids[here])
+
+
+def model_of(run: Run, ranks: Ranks, *, dtype: torch.dtype) -> Gecko:
+    torch.manual_seed(run.seed)
+    full = Gecko(run.model).to(dtype)
+    if ranks.world == 1:
+        model = full
+    else:
+        with torch.device("meta"):
+            model = Gecko(run.model).to(dtype)
+        bfloat16 = run.precision == "bfloat16"
+        model = empty_sharded_model(model, ranks.sharding_mesh, CPU, bfloat16=bfloat16)
+        fill(model, dict(full.named_parameters()) if ranks.first else None)
+    model.activation_checkpointing = run.activation_checkpointing
+    return model
+
+
+def exact_steps(runs: list[Run], steps: int) -> list[dict[str, Any]]:
+    """Losses, gradient norms and parameters of ``steps`` optimizer steps of each run, in float64."""
+    with ranks_of(runs[0]) as ranks:
+        return [_exact_steps(run, steps, ranks) for run in runs]
+
+
+def _exact_steps(run: Run, steps: int, ranks: Ranks) -> dict[str, Any]:
+    model = model_of(run, ranks, dtype=torch.float64)
+    optimizer = build_optimizer(model, run.optimizer)
+    curve = []
+    for step in range(steps):
+        parts = split_batch(mine(random_batch(run, step), ranks), run.accumulation, CPU, ranks)
+        result = train_step(model, optimizer, parts, learning_rate=1e-2, clip=1.0, precision=run.precision, ranks=ranks)
+        curve.append((result.loss, result.grad_norm))
+    return {"curve": curve, "parameters": {n: whole(p).detach().numpy() for n, p in model.named_parameters()}}
+
+
+def gathered_dtypes(run: Run) -> dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]]:
+    """Of every parameter: its dtype while its module runs, as it is kept, and of its gradient."""
+    seen: dict[str, torch.dtype] = {}
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, *_: Any) -> None:
+            for key, parameter in module.named_parameters(recurse=False):
+                seen[f"{name}.{key}".removeprefix(".")] = parameter.dtype
+
+        return hook
+
+    with ranks_of(run) as ranks:
+        model = model_of(run, ranks, dtype=torch.float32)
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(look(name))
+        parts = split_batch(mine(random_batch(run, 0), ranks), 1, CPU, ranks)
+        compute_gradients(model, parts, run.precision, ranks)
+        return {
+            name: (seen.get(name, parameter.dtype), parameter.dtype, gradient(parameter).dtype)
+            for name, parameter in model.named_parameters()
+        }
+
+
+def gradient(parameter: torch.nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def gradient_exchanges(run: Run) -> int:
+    """How often ranks exchange gradients in a step."""
+    with ranks_of(run) as ranks:
+        model = model_of(run, ranks, dtype=torch.float32)
+        parts = split_batch(mine(random_batch(run, 0), ranks), run.accumulation, CPU, ranks)
+        with mock.patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as exchange:
+            compute_gradients(model, parts, run.precision, ranks)
+        return exchange.call_count
+
+
+def evaluations(run: Run, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """The held-out loss of a new model in float64, of so many rows, so many at once."""
+    with ranks_of(run) as ranks:
+        batch = random_batch(run, 1)
+        model = model_of(run, ranks, dtype=torch.float64)
+        found = []
+        for rows, at_once in cases:
+            kept = Batch(batch.tokens[:rows], batch.targets[:rows], batch.segment_ids[:rows])
+            found.append(asdict(evaluate(model, HeldOut(kept, at_once, 1.0), "float32", ranks)))
+        return found
+
+
+def poisoned_run(run: Run, module: str, rank: int, steps: range, factor: float) -> dict[str, Any]:
+    """A run in which the output of a module is multiplied by ``factor`` on one rank in some steps."""
+    original = Trainer._step
+
+    def multiply(_: torch.nn.Module, __: Any, out: Any) -> Any:
+        return (out[0] * factor, *out[1:]) if isinstance(out, tuple) else out * factor
+
+    def stepping(self: Trainer) -> None:
+        hook = self.model.get_submodule(module).register_forward_hook(multiply)
+        if self.position.step + 1 not in steps or _rank() != rank:
+            hook.remove()
+        original(self)
+        hook.remove()
+
+    with mock.patch.object(Trainer, "_step", stepping):
+        return train_run(run)
+
+
+def run_on_a_full_disk(run: Run, rank: int, step: int) -> dict[str, Any]:
+    """A run in which one rank can write no file of more than a few bytes from the save of ``step`` on."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    original = Saver.save
+
+    def saving(self: Saver, model: Any, optimizer: Any, position: Any) -> None:
+        if position.step == step and _rank() == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        original(self, model, optimizer, position)
+
+    try:
+        with mock.patch.object(Saver, "save", saving):
+            return train_run(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def _before_step(step: int, action: Callable[[], None]) -> Iterator[None]:
+    original = Trainer._step
+
+    def stepping(self: Trainer) -> None:
+        if self.position.step == step - 1:
+            action()
+        original(self)
+
+    with mock.patch.object(Trainer, "_step", stepping):
+        yield
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def file_of(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def resumed_run(run: Run, rank: int, step: int | None) -> dict[str, Any]:
+    """A run that goes on from what is there; one rank gets SIGTERM in a step."""
+    if step is None:
+        return train_run(run, resume=True)
+    with _before_step(step, lambda: signal.raise_signal(signal.SIGTERM) if _rank() == rank else None):
+        return train_run(run, resume=True)
+
+
+def logits_of_checkpoint(run: Run, checkpoint: Path, tokens: Tensor) -> Tensor:
+    """Of a model that each of the ranks has a part of."""
+    from gecko.train.snapshot import read_tensors
+
+    with ranks_of(run) as ranks:
+        model = model_of(run, ranks, dtype=torch.float32)
+        read_tensors(checkpoint, {name: parameter.detach() for name, parameter in model.named_parameters()})
+        with torch.no_grad():
+            logits: Tensor = model(tokens)[0]
+            return logits.clone()
