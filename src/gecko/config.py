@@ -13,6 +13,9 @@ Attention = Literal["sliding_chunk", "chunk", "sliding_window"]
 Memory = Literal["adaptive", "linear", "none"]
 CEMASkip = Literal["identity", "learned"]
 
+MODEL_TYPE = "gecko"
+"""What ``model_type`` says in a ``config.json`` that transformers reads too."""
+
 
 @dataclass(frozen=True)
 class GeckoConfig:
@@ -109,7 +112,15 @@ class GeckoConfig:
             raise ValueError(f"{path} must hold a model config as JSON; {error}.") from error
         if not isinstance(fields, dict):
             raise ValueError(f"{path} must hold a JSON object with config fields; got a {type(fields).__name__}.")
-        return cls.from_dict(fields)
+        return cls.from_dict(fields if "model_type" not in fields else cls._among_others(fields, path))
+
+    @classmethod
+    def _among_others(cls, fields: dict[str, Any], path: str | Path) -> dict[str, Any]:
+        """Our fields of a ``config.json`` in which transformers keeps its own beside them."""
+        if fields["model_type"] != MODEL_TYPE:
+            raise ValueError(f"{path} must hold the config of a {MODEL_TYPE} model; it is of {fields['model_type']!r}.")
+        known = {field.name for field in dataclasses.fields(cls)}
+        return {name: value for name, value in fields.items() if name in known}
 
     def _check_positive(self) -> None:
         for name in ("vocab_size", "num_layers", "model_dim", "key_dim", "value_dim", "num_heads", "ffn_dim",

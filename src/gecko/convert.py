@@ -1,4 +1,7 @@
-"""Checkpoints of the reference release, in and out: one table of names, no arithmetic."""
+"""Checkpoints of the reference releases, in and out: one table of names, no arithmetic.
+
+The release of Gecko comes in and goes out; that of Megalodon, which has the same names, comes in.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,14 @@ FIELDS = {
     "two_hop_residual": "two_hop_residual",
 }
 """Reference config field to ours; the two timenorm_betas become ``timestep_betas``."""
+
+MEGALODON = {
+    "attention": "chunk", "memory": "none", "timestep_betas": None, "cema_skip": "learned", "two_hop_residual": True,
+}  # fmt: skip
+"""What a config of Megalodon's release, which is told by its ``norm_num_groups``, does not say."""
+
+MEGALODON_DEFAULTS = {"swiglu": False, "rope_base": 10_000.0}
+"""Where Megalodon's release has other defaults than Gecko's; it writes no base as null."""
 
 TOP = {
     "embed.weight": "embedding.weight",
@@ -69,7 +80,10 @@ BLOCK = {
     "nffn.alpha": "feed_forward.scale",
 }
 
-_IRRELEVANT = ("efficient_attn", "init_mode", "memory_efficient_norm", "dropout", "hidden_dropout", "attention_dropout")
+_IRRELEVANT = (
+    "efficient_attn", "init_mode", "memory_efficient_norm", "dropout", "hidden_dropout", "attention_dropout",
+    "layerwise_ckpt", "custom_bwd", "loss_parallel",
+)  # fmt: skip
 """Reference fields that change neither weights nor outputs in evaluation."""
 
 
@@ -82,17 +96,18 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tu
         ValueError: an unknown field or parameter, an output size that differs from the vocabulary, or a prior
             that is not empty.
     """
-    ours = _config(config)
+    ours = _config({**config, "vocab_size": _vocab_size(config, state)})
     names, weights = dict(_names(ours)), {}
     for name, tensor in state.items():
         if _is_derived(name):
             _check_prior(name, tensor)
         elif name in names:
-            weights[names[name]] = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            weights[names[name]] = _plain(names[name], tensor)
         else:
             raise ValueError(unknown_name("reference parameter", name, names))
-    if ours.tie_embedding:
-        weights.setdefault("head.weight", weights["embedding.weight"])
+    if ours.tie_embedding and not torch.equal(weights.setdefault("head.weight", weights["embedding.weight"]),
+                                              weights["embedding.weight"]):  # fmt: skip
+        raise ValueError("share_emb says that embedding and output are one; the checkpoint holds two that differ.")
     return ours, weights
 
 
@@ -114,15 +129,47 @@ def to_reference(config: GeckoConfig, weights: Mapping[str, Tensor]) -> tuple[di
 
 
 def _config(config: Mapping[str, Any]) -> GeckoConfig:
-    known = {*FIELDS, *_IRRELEVANT, "timenorm_beta1", "timenorm_beta2", "output_size"}
+    if config.get("output_size", -1) not in (-1, config["vocab_size"]):
+        raise ValueError(f"output_size must be -1 or vocab_size {config['vocab_size']}; got {config['output_size']}.")
+    return _megalodon(config) if "norm_num_groups" in config else _gecko(config)
+
+
+def _gecko(config: Mapping[str, Any]) -> GeckoConfig:
+    betas = (config.get("timenorm_beta1", 0.999), config.get("timenorm_beta2", 0.9999))
+    return GeckoConfig.from_dict({**_translated(config, FIELDS, "timenorm_beta1", "timenorm_beta2"),
+                                  "timestep_betas": betas})  # fmt: skip
+
+
+def _megalodon(config: Mapping[str, Any]) -> GeckoConfig:
+    own = ("timenorm_num_groups", "layernorm_num_groups", "num_rope_heads", "two_hop_residual")
+    fields = {theirs: ours for theirs, ours in FIELDS.items() if theirs not in own}
+    given = {name: value for name, value in config.items() if not (name == "rope_base" and value is None)}
+    return GeckoConfig.from_dict(
+        {**MEGALODON_DEFAULTS, **_translated(given, fields | {"norm_num_groups": "timestep_groups"}), **MEGALODON}
+    )
+
+
+def _translated(config: Mapping[str, Any], fields: Mapping[str, str], *others: str) -> dict[str, Any]:
+    known = {*fields, *_IRRELEVANT, "output_size", *others}
     for name in config:
         if name not in known:
             raise ValueError(unknown_name("reference config field", name, known))
-    if config.get("output_size", -1) not in (-1, config["vocab_size"]):
-        raise ValueError(f"output_size must be -1 or vocab_size {config['vocab_size']}; got {config['output_size']}.")
-    fields = {FIELDS[name]: value for name, value in config.items() if name in FIELDS}
-    betas = (config.get("timenorm_beta1", 0.999), config.get("timenorm_beta2", 0.9999))
-    return GeckoConfig(**fields, timestep_betas=betas)
+    return {fields[name]: value for name, value in config.items() if name in fields}
+
+
+def _vocab_size(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> int:
+    """The config's, or the embedding's where the release left it to the tokenizer (−1)."""
+    if "embed.weight" not in state:
+        raise ValueError(f"a checkpoint of the reference release must hold embed.weight; got {sorted(state)[:3]} ….")
+    given = config.get("vocab_size", -1)
+    return int(state["embed.weight"].shape[0] if given == -1 else given)
+
+
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, and without the axes of length 1 that Megalodon's moving average has."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    axes = {"alpha": 2, "delta": 2, "theta": 1, "omega": 1}.get(name.rsplit(".", 1)[-1])
+    return tensor if axes is None else tensor.reshape(tensor.shape[:axes])
 
 
 def _names(config: GeckoConfig) -> Iterator[tuple[str, str]]:
@@ -134,7 +181,9 @@ def _names(config: GeckoConfig) -> Iterator[tuple[str, str]]:
 
 
 def _is_derived(name: str) -> bool:
-    return name == "rope.freqs" or name.rsplit(".", 1)[-1] in ("prior_count", "prior_mean", "prior_var")
+    return name == "rope.freqs" or name.rsplit(".", 1)[-1] in (
+        "prior_count", "prior_mean", "prior_var", "prior_logv",
+    )  # fmt: skip
 
 
 def _check_prior(name: str, tensor: Tensor) -> None:

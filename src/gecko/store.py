@@ -1,4 +1,4 @@
-"""A model on disk: a folder with ``config.json`` and ``model.safetensors``."""
+"""A model on disk: a folder with ``config.json`` and ``model.safetensors``, which transformers reads as well."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gecko.config import GeckoConfig
+from gecko.config import MODEL_TYPE, GeckoConfig
 from gecko.files import load_tensors, save_tensors, whole_file
 
 WEIGHTS, CONFIG, FORMAT = "model.safetensors", "config.json", "gecko-model-1"
@@ -23,9 +23,11 @@ def save_model(folder: str | Path, config: GeckoConfig, weights: Mapping[str, Te
     """
     folder = Path(folder)
     stored = {name: w for name, w in weights.items() if not (config.tie_embedding and name == TIED[0])}
-    save_tensors(folder / WEIGHTS, stored, {"format": FORMAT, "config": json.dumps(config.to_dict())})
+    # transformers refuses files whose "format" names no framework.
+    save_tensors(folder / WEIGHTS, stored, {"format": "pt", "gecko": FORMAT, "config": json.dumps(config.to_dict())})
+    fields = {"model_type": MODEL_TYPE, "architectures": ["GeckoForCausalLM"], **config.to_dict()}
     with whole_file(folder / CONFIG) as temporary:
-        config.save(temporary)
+        temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def load_model(folder: str | Path) -> tuple[GeckoConfig, dict[str, Tensor]]:
@@ -40,8 +42,8 @@ def load_model(folder: str | Path) -> tuple[GeckoConfig, dict[str, Tensor]]:
         raise FileNotFoundError(f"{folder} must be a model's folder with {CONFIG} and {WEIGHTS}; it has no {CONFIG}.")
     config = GeckoConfig.load(folder / CONFIG)
     weights, metadata = load_tensors(folder / WEIGHTS)
-    if metadata.get("format") != FORMAT:
-        found = metadata.get("format", "another file")
+    found = metadata.get("gecko", metadata.get("format", "another file"))
+    if found != FORMAT:
         raise ValueError(f"{folder / WEIGHTS} must hold a model's weights ({FORMAT}); it holds {found}.")
     written = GeckoConfig.from_dict(json.loads(metadata["config"]))
     if written != config:

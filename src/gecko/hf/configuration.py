@@ -1,0 +1,55 @@
+"""The config as transformers wants it: our fields, and the names under which it looks for some of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from gecko.config import MODEL_TYPE, PRESETS
+from gecko.config import GeckoConfig as Architecture
+
+
+class GeckoConfig(PretrainedConfig):
+    """Takes the fields of ``gecko.GeckoConfig`` by keyword, and those of transformers.
+
+    Fields that are not given are those of the preset ``tiny``: transformers makes configs without arguments to
+    compare with. Nothing is checked before ``architecture`` is called, which a model does when it is made.
+    """
+
+    model_type = MODEL_TYPE
+    keys_to_ignore_at_inference = ("past_key_values",)
+    attribute_map = {  # noqa: RUF012 (transformers looks for a plain dictionary)
+        "hidden_size": "model_dim",
+        "intermediate_size": "ffn_dim",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "tie_word_embeddings": "tie_embedding",
+    }
+
+    def __init__(self, *, use_cache: bool = True, **fields: Any) -> None:
+        for theirs, ours in self.attribute_map.items():
+            if theirs in fields:
+                fields.setdefault(ours, fields.pop(theirs))
+        for name, value in PRESETS["tiny"].to_dict().items():
+            setattr(self, name, fields.pop(name, value))
+        self.use_cache = use_cache
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            fields.setdefault(name, None)
+        fields.setdefault("auto_map", {})  # TRL looks for it
+        fields["tie_word_embeddings"] = self.tie_embedding
+        super().__init__(**fields)
+
+    @classmethod
+    def of(cls, architecture: Architecture, **fields: Any) -> GeckoConfig:
+        """The config of ``architecture``, with further fields of transformers."""
+        return cls(**architecture.to_dict(), **fields)
+
+    def architecture(self) -> Architecture:
+        """Our part of it.
+
+        Raises:
+            ValueError: fields that do not fit together.
+        """
+        return Architecture(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Architecture)})

@@ -1,0 +1,56 @@
+"""Small models in folders, and transformers without network and progress bars."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import cases
+import pytest
+import torch
+
+import gecko
+
+pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
+
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+BYTES = dataclasses.replace(cases.SMALL, vocab_size=264)
+
+
+def text_model() -> gecko.Gecko:
+    """A small model of bytes."""
+    torch.manual_seed(0)
+    return gecko.Gecko(BYTES)
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bytes")
+    text_model().save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[gecko.Gecko, Any]]:
+    """A variant of ``cases`` and the model that transformers makes of its folder, both for reading."""
+    made: dict[str, tuple[gecko.Gecko, Any]] = {}
+
+    def get(variant: str = "gecko") -> tuple[gecko.Gecko, Any]:
+        if variant not in made:
+            folder = tmp_path_factory.mktemp(variant)
+            ours = cases.model(variant)
+            ours.save(folder)
+            made[variant] = ours, AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        return made[variant]
+
+    return get

@@ -1,0 +1,163 @@
+"""Trainer, LoRA by PEFT and SFT by TRL: they train, and what they save opens again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
+
+import gecko
+from gecko.hf import PROJECTIONS, byte_tokenizer
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+TEXTS = [f"question {i}: what is {i} + {i}? answer: {2 * i}." for i in range(24)]
+
+
+def arguments(folder: Path) -> dict[str, object]:
+    return {
+        "output_dir": str(folder), "max_steps": 20, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "seed": 1,
+    }  # fmt: skip
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def improved(trainer: Trainer) -> bool:
+    found = losses(trainer)
+    return len(found) == 20 and all(map(math.isfinite, found)) and sum(found[-5:]) < 0.9 * sum(found[:5])
+
+
+@pytest.fixture
+def model(text_folder):
+    return AutoModelForCausalLM.from_pretrained(text_folder)
+
+
+@pytest.fixture
+def lines(tmp_path) -> str:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return str(path)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(30).unsqueeze(0)).logits
+
+
+def test_trainer(model, tmp_path):
+    pytest.importorskip("accelerate")
+    tokenizer = byte_tokenizer()
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**arguments(tmp_path), gradient_accumulation_steps=2),
+        train_dataset=[{"input_ids": tokenizer(text).input_ids} for text in TEXTS],
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert improved(trainer)
+    trainer.save_model(str(tmp_path / "saved"))
+    with torch.no_grad():
+        assert torch.equal(gecko.load(tmp_path / "saved")(torch.arange(30).unsqueeze(0))[0], logits(model))
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token_id == 257
+
+
+def test_gradient_accumulation_is_one_large_batch(text_folder, tmp_path):
+    """Rows of unequal length: the mean over all their tokens, however they are divided."""
+    pytest.importorskip("accelerate")
+    tokenizer = byte_tokenizer()
+    tokenizer.padding_side = "right"  # on the left, transformers counts a row's first token as predicted from padding
+    found = []
+    for rows, steps in ((6, 1), (2, 3)):
+        given = arguments(tmp_path) | {"per_device_train_batch_size": rows, "max_steps": 1}
+        trainer = Trainer(
+            model=AutoModelForCausalLM.from_pretrained(text_folder),
+            args=TrainingArguments(**given, gradient_accumulation_steps=steps),
+            train_dataset=[{"input_ids": tokenizer("x" * (1 + i * i)).input_ids} for i in range(6)],
+            data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        )
+        trainer.train()
+        found.append(losses(trainer)[0])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_lora(model, text_folder, lines, tmp_path):
+    peft = pytest.importorskip("peft")
+    datasets = pytest.importorskip("datasets")
+    before, tokenizer = logits(model), byte_tokenizer()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"))
+    changed = {name.split(".")[-2] for name, _ in adapted.named_modules() if name.endswith(".lora_A")}
+    assert changed == set(PROJECTIONS)
+    rows = datasets.load_dataset("json", data_files=lines, split="train", cache_dir=str(tmp_path / "cache"))
+    rows = rows.map(lambda row: {"input_ids": tokenizer(row["text"]).input_ids}, remove_columns=["text"])
+    trainer = Trainer(
+        model=adapted, args=TrainingArguments(**arguments(tmp_path)), train_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )  # fmt: skip
+    trainer.train()
+    assert improved(trainer)
+    trained = logits(adapted)
+    assert not torch.allclose(trained, before, atol=1e-2)
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(text_folder), tmp_path / "adapter")
+    assert torch.equal(logits(again), trained)
+    again.merge_and_unload().save_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        merged, _ = gecko.load(tmp_path / "merged")(torch.arange(30).unsqueeze(0))
+    torch.testing.assert_close(merged, trained, atol=1e-4, rtol=1e-4)
+
+
+def test_lora_generates_with_a_cache(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    inputs = byte_tokenizer()(["def f(", "a"], padding=True, return_tensors="pt")
+    greedy = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(adapted.generate(**inputs, **greedy), adapted.generate(**inputs, **greedy, use_cache=False))
+
+
+def test_an_adapter_on_the_head_is_refused(model):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["head"], task_type="CAUSAL_LM"))
+    ids = torch.arange(9).unsqueeze(0)
+    with pytest.raises(ValueError, match="no adapter can be put on it"):
+        adapted(ids, labels=ids)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_sft(packing, model, text_folder, lines, tmp_path):
+    trl = pytest.importorskip("trl")
+    peft = pytest.importorskip("peft")
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.load_dataset("json", data_files=lines, split="train", cache_dir=str(tmp_path / "cache"))
+    config = trl.SFTConfig(**arguments(tmp_path), max_length=64, packing=packing, bf16=False)
+    lora = peft.LoraConfig(r=8, target_modules=list(PROJECTIONS)) if packing else None
+    trainer = trl.SFTTrainer(
+        model=model if packing else str(text_folder), args=config, train_dataset=rows,
+        processing_class=byte_tokenizer(), peft_config=lora,
+    )  # fmt: skip
+    trainer.train()
+    assert improved(trainer)
+    trained = logits(trainer.model)
+    trainer.save_model(str(tmp_path / "saved"))
+    if packing:
+        again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(text_folder), tmp_path / "saved")
+        assert torch.equal(logits(again), trained)
+    else:
+        with torch.no_grad():
+            assert torch.equal(gecko.load(tmp_path / "saved")(torch.arange(30).unsqueeze(0))[0], trained)

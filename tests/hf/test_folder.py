@@ -1,0 +1,154 @@
+"""One folder for gecko and for transformers, whichever of them wrote it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from cases import tokens
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import gecko
+from gecko.hf import GeckoConfig, GeckoForCausalLM, GeckoModel, byte_tokenizer
+
+
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_written_by_gecko_read_by_transformers(variant, pair):
+    ours, theirs = pair(variant)
+    assert isinstance(theirs, GeckoForCausalLM) and theirs.config.architecture() == ours.config
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens(2, 40)).logits, ours(tokens(2, 40))[0])
+
+
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_written_by_transformers_read_by_both(variant, pair, tmp_path):
+    ours, theirs = pair(variant)
+    theirs.save_pretrained(tmp_path)
+    back = gecko.load(tmp_path)
+    assert back.config == ours.config and back.fingerprint() == ours.fingerprint()
+    again, base = (kind.from_pretrained(tmp_path, dtype="auto").eval() for kind in (AutoModelForCausalLM, AutoModel))
+    assert isinstance(base, GeckoModel)
+    with torch.no_grad():
+        expected, _ = ours.hidden(tokens(2, 40))
+        assert torch.equal(base(tokens(2, 40)).last_hidden_state, expected)
+        assert torch.equal(again(tokens(2, 40)).logits, ours(tokens(2, 40))[0])
+
+
+def test_tied_head_is_one_parameter(pair, tmp_path):
+    _, theirs = pair("linear-memory")
+    assert theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
+    theirs.save_pretrained(tmp_path)
+    assert "head.weight" not in load_file(tmp_path / "model.safetensors")
+
+
+def test_config_keeps_what_transformers_adds(tmp_path):
+    config = GeckoConfig.of(cases.SMALL, eos_token_id=3, use_cache=False)
+    GeckoForCausalLM(config).save_pretrained(tmp_path)
+    back = AutoConfig.from_pretrained(tmp_path)
+    assert (back.eos_token_id, back.use_cache, back.model_type) == (3, False, "gecko")
+    assert back.architecture() == gecko.load(tmp_path).config == cases.SMALL
+    assert (back.hidden_size, back.num_hidden_layers) == (cases.SMALL.model_dim, cases.SMALL.num_layers)
+
+
+def test_names_of_transformers_set_our_fields():
+    config = GeckoConfig(num_hidden_layers=3, tie_word_embeddings=True)
+    assert (config.num_layers, config.tie_embedding, config.architecture().num_layers) == (3, True, 3)
+    assert not GeckoConfig().tie_word_embeddings
+
+
+def test_a_config_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="num_heads"):
+        GeckoForCausalLM(GeckoConfig(num_heads=3))
+
+
+def test_made_from_a_config_it_starts_as_a_gecko_does():
+    config = GeckoConfig.of(cases.SMALL)
+    torch.manual_seed(5)
+    theirs = AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(5)
+    assert theirs.model.gecko.fingerprint() == gecko.Gecko(cases.SMALL).fingerprint()
+
+
+def test_dtype(text_folder, tmp_path):
+    theirs = AutoModelForCausalLM.from_pretrained(text_folder, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in theirs.parameters()} == {torch.bfloat16}
+    theirs.save_pretrained(tmp_path)
+    assert gecko.load(tmp_path).head.weight.dtype == torch.bfloat16
+
+
+def test_more_tokens(text_folder, tmp_path):
+    theirs = AutoModelForCausalLM.from_pretrained(text_folder)
+    theirs.resize_token_embeddings(300)
+    theirs.save_pretrained(tmp_path)
+    assert gecko.load(tmp_path).config.vocab_size == 300
+    with torch.no_grad():
+        assert theirs(torch.tensor([[299]])).logits.shape == (1, 1, 300)
+
+
+def test_gradient_checkpointing_changes_no_gradient(text_folder):
+    gradients = []
+    for enabled in (False, True):
+        theirs = AutoModelForCausalLM.from_pretrained(text_folder).train()
+        if enabled:
+            theirs.gradient_checkpointing_enable()
+            assert theirs.model.gecko.activation_checkpointing == "full"
+        theirs(tokens(2, 30), labels=tokens(2, 30)).loss.backward()
+        gradients.append(theirs.model.gecko.embedding.weight.grad)
+    assert torch.equal(*gradients)
+    theirs.gradient_checkpointing_disable()
+    assert theirs.model.gecko.activation_checkpointing == "none"
+
+
+@pytest.mark.parametrize("change", ["missing", "other"])
+def test_a_folder_without_its_parameters_is_refused(change, text_folder, tmp_path):
+    weights = load_file(text_folder / "model.safetensors")
+    moved = weights.pop("blocks.1.mixer.to_value.bias")
+    if change == "other":
+        weights["blocks.1.mixer.to_value.bios"] = moved
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((text_folder / "config.json").read_bytes())
+    with pytest.raises(ValueError, match=r"must hold the parameters of its config; missing keys: .*to_value.bias"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_gecko_refuses_the_folder_of_another_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 7}))
+    with pytest.raises(ValueError, match=r"must hold the config of a gecko model; it is of 'llama'"):
+        gecko.load(tmp_path)
+
+
+def test_gecko_notices_damage_in_what_transformers_wrote(pair, tmp_path):
+    pair()[1].save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    damaged = bytearray(path.read_bytes())
+    damaged[-9] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="damaged"):
+        gecko.load(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [{"push_to_hub": True}, {"safe_serialization": False}, {"variant": "fp16"}])
+def test_other_ways_to_save_are_refused(arguments, pair, tmp_path):
+    with pytest.raises(ValueError, match="one safetensors file"):
+        pair()[1].save_pretrained(tmp_path, **arguments)
+    with pytest.raises(ValueError, match="state_dict must hold parameters"):
+        pair()[1].save_pretrained(tmp_path, state_dict={"lm_head.weight": torch.zeros(1)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_bytes_tokenizer(tmp_path: Path):
+    from gecko.data import ByteTokenizer, load_tokenizer
+
+    made, plain = byte_tokenizer(), ByteTokenizer()
+    made.save_pretrained(tmp_path)
+    for text in ("", "a λ\n\r\x00  b ", "don't <|endoftext|> <|pad|>", "日本 🦎"):
+        ids = made(text).input_ids
+        assert ids == [256, *plain.encode(text)] == [256, *load_tokenizer(str(tmp_path)).encode(text)]
+        assert made.decode(ids, skip_special_tokens=True) == text
+    assert made(["ab", "c"], padding=True).input_ids == [[256, 97, 98], [257, 256, 99]]
+    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id) == (256, 256, 257)
+    assert load_tokenizer(str(tmp_path)).document_start == 256

@@ -1,0 +1,156 @@
+"""``generate`` of transformers makes the tokens that Gecko makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import pipeline
+
+import gecko
+from gecko.hf import GeckoCache, byte_tokenizer
+
+PAD = 0
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
+
+
+def left_padded(lengths: list[int], seed: int = 0) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    prompts = [tokens(1, length, seed + row)[0] for row, length in enumerate(lengths)]
+    width = max(lengths)
+    ids = torch.stack([torch.cat([torch.full((width - len(p),), PAD), p]) for p in prompts])
+    mask = torch.stack([torch.arange(width) >= width - len(p) for p in prompts]).long()
+    return prompts, {"input_ids": ids, "attention_mask": mask}
+
+
+@settings(max_examples=8)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4))
+def test_greedy_rows_are_as_alone(pair, lengths):
+    ours, theirs = pair("chunk" if len(lengths) % 2 else "gecko")
+    prompts, inputs = left_padded(lengths)
+    out = theirs.generate(**inputs, **GREEDY)
+    expected = gecko.generate(ours, prompts, max_new_tokens=12, temperature=0).tokens
+    assert out[:, max(lengths) :].tolist() == expected
+
+
+def test_beams_with_a_cache_are_those_without(pair):
+    _, theirs = pair()
+    _, inputs = left_padded([9, 17, 4])
+    options = {
+        **GREEDY,
+        "num_beams": 4,
+        "num_return_sequences": 2,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    cached = theirs.generate(**inputs, **options)
+    anew = theirs.generate(**inputs, **options, use_cache=False)
+    assert torch.equal(cached.sequences, anew.sequences)
+    torch.testing.assert_close(cached.sequences_scores, anew.sequences_scores)
+    alone = theirs.generate(inputs["input_ids"][1:2], attention_mask=torch.ones(1, 17), **options)
+    assert torch.equal(alone.sequences, cached.sequences[2:4])
+    greedy = theirs.generate(**inputs, **GREEDY)
+    assert not torch.equal(cached.sequences[::2], greedy), "beams must differ from greedy to show anything"
+
+
+def test_sampling(pair):
+    _, theirs = pair()
+    _, inputs = left_padded([9, 17])
+    options = {**GREEDY, "do_sample": True}
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        drawn.append(theirs.generate(**inputs, **options, temperature=1.3, top_p=0.9))
+    assert torch.equal(*drawn)
+    assert torch.equal(theirs.generate(**inputs, **options, top_k=1), theirs.generate(**inputs, **GREEDY))
+
+
+def test_a_stopped_row_does_not_disturb_the_others(pair):
+    ours, theirs = pair()
+    prompts, inputs = left_padded([9, 17, 4])
+    expected = gecko.generate(ours, prompts, max_new_tokens=12, temperature=0).tokens
+    stop = expected[0][2]
+    out = theirs.generate(**inputs, **GREEDY, eos_token_id=stop)[:, 17:].tolist()
+    for found, whole in zip(out, expected, strict=True):
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert found[:end] == whole[:end] and set(found[end:]) <= {PAD}
+
+
+def test_prompts_in_chunks(pair):
+    _, theirs = pair()
+    _, inputs = left_padded([40])
+    out = theirs.generate(**inputs, **GREEDY, prefill_chunk_size=7, past_key_values=GeckoCache())
+    assert torch.equal(out, theirs.generate(**inputs, **GREEDY))
+
+
+def test_a_text_goes_on_from_a_state_in_a_file(pair, tmp_path):
+    """Read once, ask twice; the text before need not be at hand."""
+    ours, theirs = pair()
+    book = tokens(1, 50)
+    gecko.generate(ours, book, max_new_tokens=0).state.save(tmp_path / "book.state")
+    read = gecko.GeckoState.load(tmp_path / "book.state")
+    for seed in (1, 2):
+        question = tokens(1, 5, seed)
+        out = theirs.generate(question, attention_mask=torch.ones(1, 5), past_key_values=GeckoCache(read), **GREEDY)
+        whole = theirs.generate(torch.cat([book, question], dim=1), attention_mask=torch.ones(1, 55), **GREEDY)
+        assert torch.equal(out[:, 5:], whole[:, 55:])
+    assert read.position == [50]
+
+
+def test_the_whole_text_with_a_cache_reads_only_what_is_new(pair, monkeypatch):
+    ours, theirs = pair()
+    cache, book = GeckoCache(), tokens(2, 30)
+    with torch.no_grad():
+        theirs(book, past_key_values=cache)
+    read: list[int] = []
+    hidden = ours.__class__.hidden
+    monkeypatch.setattr(
+        ours.__class__, "hidden", lambda self, ids, *rest: (read.append(ids.shape[1]), hidden(self, ids, *rest))[1]
+    )
+    longer = torch.cat([book, tokens(2, 4, 7)], dim=1)
+    theirs.generate(longer, attention_mask=torch.ones(2, 34), past_key_values=cache, **GREEDY)
+    assert read == [4] + [1] * 11
+
+
+def test_cache_rows(pair):
+    ours, _ = pair()
+    with torch.no_grad():
+        _, state = ours(tokens(3, 20))
+    cache = GeckoCache(state)
+    cache.batch_repeat_interleave(2)
+    assert cache.state.batch_size == 6
+    cache.reorder_cache(torch.tensor([5, 0]))
+    expected = state.rows([2, 0]).tensors()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in cache.state.tensors().items())
+    cache.reset()
+    assert (cache.get_seq_length(), cache.state) == (0, None)
+
+
+def test_assisted_generation_is_refused(pair):
+    _, theirs = pair()
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        theirs.generate(tokens(1, 9), attention_mask=torch.ones(1, 9), **GREEDY, prompt_lookup_num_tokens=3)
+    with pytest.raises(ValueError, match="cannot go back"):
+        GeckoCache().crop(-1)
+
+
+def test_empty_prompts_are_refused(pair):
+    with pytest.raises(ValueError):
+        pair()[1].generate(torch.zeros(1, 0, dtype=torch.int64), **GREEDY)
+
+
+def test_pipeline(text_folder):
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(text_folder)
+    tokenizer = byte_tokenizer()
+    write = pipeline("text-generation", model=theirs, tokenizer=tokenizer)
+    prompts = ["def main(", "x", "a somewhat longer prompt"]
+    options = {"max_new_tokens": 6, "do_sample": False, "return_tensors": True}
+    together = [made["generated_token_ids"] for [made] in write(prompts, batch_size=3, **options)]
+    expected = gecko.generate(
+        gecko.load(text_folder), [tokenizer(p).input_ids for p in prompts], max_new_tokens=6, temperature=0
+    )
+    for ids, made in zip(together, expected.tokens, strict=True):
+        assert [i for i in ids if i != tokenizer.pad_token_id][-6:] == made

@@ -1,0 +1,180 @@
+"""Every row of a batch gets what it would get alone, wherever its padding is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import SMALL, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gecko.hf import GeckoCache
+
+LENGTH = 23
+IGNORED = -100
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """(padding before, tokens) of every row."""
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        before = draw(st.sampled_from([0, 0, 1, 7, 15]))
+        rows.append((before, draw(st.integers(1, LENGTH - before))))
+    return rows
+
+
+def batch(rows: list[tuple[int, int]], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    column = torch.arange(LENGTH)
+    mask = torch.stack([(column >= before) & (column < before + length) for before, length in rows])
+    # An id that the model does not have: padding is never looked at.
+    return tokens(len(rows), LENGTH, seed).masked_fill(~mask, 10_000), mask.long()
+
+
+@settings(max_examples=25)
+@given(layouts(), st.booleans(), st.booleans())
+def test_rows_are_as_alone(pair, rows, use_cache, after):
+    ours, theirs = pair("window-linear" if len(rows) % 2 else "gecko")
+    ids, mask = batch(rows, len(rows))
+    state, cache = None, GeckoCache() if use_cache or after else None
+    with torch.no_grad():
+        if after:
+            _, state = ours(tokens(len(rows), 9, 5))
+            cache = GeckoCache(state)
+        out = theirs(ids, attention_mask=mask, past_key_values=cache, use_cache=use_cache)
+        for row, (before, length) in enumerate(rows):
+            text = ids[row : row + 1, before : before + length]
+            expected, then = ours(text, state=None if state is None else state.rows([row]))
+            torch.testing.assert_close(out.logits[row, before : before + length], expected[0], rtol=0, atol=1e-11)
+            if use_cache:
+                kept = out.past_key_values.state.rows([row]).tensors()
+                for name, tensor in then.tensors().items():
+                    torch.testing.assert_close(kept[name], tensor, rtol=0, atol=1e-11)
+    assert not out.logits[mask == 0].any()
+    if use_cache:
+        assert out.past_key_values.get_seq_length() == LENGTH
+    elif not after:
+        assert out.past_key_values is None
+
+
+@settings(max_examples=15)
+@given(layouts())
+def test_loss_is_of_the_texts(pair, rows):
+    ours, theirs = pair()
+    ids, mask = batch(rows, 3)
+    labels = torch.where(ids < SMALL.vocab_size, ids, 5)  # padding that somebody forgot to leave out
+    loss = theirs(ids, attention_mask=mask, labels=labels).loss
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row, (before, length) in enumerate(rows):
+        if length > 1:
+            text = ids[row : row + 1, before : before + length]
+            total += (length - 1) * ours.loss(text[:, :-1], text[:, 1:])
+            count += length - 1
+    torch.testing.assert_close(loss, total / max(count, 1), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans())
+def test_packed_documents(pair, lengths, after):
+    """Positions that start at 0 again are documents, as with ``segment_ids``; the loss stays inside of them."""
+    ours, theirs = pair("chunk-linear" if after else "gecko")
+    ids = tokens(1, sum(lengths), len(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).unsqueeze(0) + 7
+    with torch.no_grad():
+        state = ours(tokens(1, 11), torch.full((1, 11), 7))[1] if after else None
+        out = theirs(ids, position_ids=positions, labels=ids, past_key_values=GeckoCache(state))
+        expected, then = ours(ids, segments, state)
+    torch.testing.assert_close(out.logits, expected, rtol=0, atol=1e-11)
+    for name, tensor in then.tensors().items():
+        if "segment_id" not in name or after:
+            torch.testing.assert_close(out.past_key_values.state.tensors()[name], tensor, rtol=0, atol=1e-11)
+    if not after and ids.shape[1] > 1:
+        targets = torch.cat([ids[:, 1:], torch.full((1, 1), IGNORED)], dim=1)
+        torch.testing.assert_close(out.loss, ours.loss(ids, targets, segments), rtol=0, atol=1e-12)
+
+
+def test_gradients_are_those_of_gecko(pair):
+    ours, theirs = pair()
+    ids = tokens(2, 30)
+    targets = torch.cat([ids[:, 1:], torch.full((2, 1), IGNORED)], dim=1)
+    names = [name for name, _ in ours.named_parameters()]
+    expected = torch.autograd.grad(ours.loss(ids, targets), list(ours.parameters()))
+    found = torch.autograd.grad(theirs(ids, labels=ids).loss, list(theirs.parameters()))
+    assert len(found) == len(names)
+    for name, one, other in zip(names, expected, found, strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_loss_per_item(pair):
+    _, theirs = pair()
+    ids = tokens(2, 10)
+    labels = ids.clone()
+    labels[0, :4] = IGNORED
+    mean = theirs(ids, labels=labels).loss
+    torch.testing.assert_close(theirs(ids, labels=labels, num_items_in_batch=50).loss, mean * 15 / 50)
+
+
+def test_logits_to_keep(pair):
+    _, theirs = pair()
+    ids = tokens(2, 10)
+    with torch.no_grad():
+        whole = theirs(ids, labels=ids)
+        last = theirs(ids, labels=ids, logits_to_keep=3)
+        some = theirs(ids, logits_to_keep=torch.tensor([1, 4]))
+    torch.testing.assert_close(last.logits, whole.logits[:, -3:], rtol=0, atol=1e-12)
+    torch.testing.assert_close(some.logits, whole.logits[:, [1, 4]], rtol=0, atol=1e-12)
+    assert torch.equal(last.loss, whole.loss)
+
+
+def test_tuples(pair):
+    ids = tokens(2, 10)
+    loss, logits = pair()[1](ids, labels=ids, use_cache=False, return_dict=False)
+    assert loss.dim() == 0 and logits.shape == (2, 10, SMALL.vocab_size)
+
+
+def test_long_prompts_are_read_in_pieces(pair, monkeypatch):
+    ours, theirs = pair()
+    monkeypatch.setattr("gecko.hf.modeling.piece_length", lambda config: 16)
+    ids = tokens(2, 50)
+    positions = torch.cat([torch.arange(30), torch.arange(20)]).expand(2, -1)
+    with torch.no_grad():
+        for given_positions, segments in ((None, None), (positions, (positions != torch.arange(50)).long())):
+            out = theirs(ids, position_ids=given_positions)
+            torch.testing.assert_close(out.logits, ours(ids, segments)[0], rtol=0, atol=1e-11)
+
+
+ONES = torch.ones(2, 6)
+HOLE = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]])
+REFUSED = [
+    ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, ValueError, "length of at least 1"),
+    ({"input_ids": torch.zeros(4, dtype=torch.int64)}, ValueError, r"shape \(batch, length\)"),
+    ({"input_ids": None}, ValueError, "input_ids must be given"),
+    ({"input_ids": torch.full((2, 6), 99)}, ValueError, "must be ids in 0..36; got 99"),
+    ({"input_ids": torch.rand(2, 6)}, TypeError, "must be integers"),
+    ({"attention_mask": torch.ones(2, 5)}, ValueError, r"attention_mask must have the shape of input_ids, \(2, 6\)"),
+    ({"attention_mask": torch.ones(3, 6)}, ValueError, r"got \(3, 6\)"),
+    ({"attention_mask": torch.ones(2, 1, 6, 6)}, ValueError, "no mask between tokens"),
+    ({"attention_mask": HOLE}, ValueError, "zeros inside"),
+    ({"attention_mask": torch.tensor([[1] * 6, [0] * 6])}, ValueError, "only padding"),
+    ({"position_ids": torch.zeros(2, 5).long()}, ValueError, "position_ids must have the shape"),
+    ({"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6]])}, ValueError, "they jump"),
+    ({"inputs_embeds": torch.zeros(2, 6, 32)}, ValueError, "reads token ids"),
+    ({"output_attentions": True}, ValueError, "output_attentions must be off"),
+    ({"output_hidden_states": True}, ValueError, "output_hidden_states must be off"),
+    ({"past_key_values": ()}, TypeError, "must be a GeckoCache; got tuple"),
+    ({"token_type_ids": ONES}, TypeError, "takes no argument token_type_ids"),
+    ({"labels": torch.zeros(2, 5).long()}, ValueError, "labels must have the shape"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED, ids=lambda x: None)
+def test_refused(arguments, error, message, pair):
+    with pytest.raises(error, match=message), torch.no_grad():
+        pair()[1](**{"input_ids": tokens(2, 6), **arguments})
+
+
+def test_a_cache_of_other_rows_is_refused(pair):
+    ours, theirs = pair()
+    with torch.no_grad(), pytest.raises(ValueError, match="must hold 3 rows, as input_ids; it holds 2"):
+        theirs(tokens(3, 1), past_key_values=GeckoCache(ours(tokens(2, 6))[1]))
