@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gecko
-from gecko.train.allocator import keep_freed_memory
+from gecko.allocator import keep_freed_memory
 from gecko.train.hardware import describe_hardware
 
 REPEATS = {2_048: 5, 8_192: 4, 32_768: 2}

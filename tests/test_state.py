@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import cases
 import pytest
 import torch
@@ -38,6 +40,48 @@ def test_saved_state_goes_on_where_it_stood(variant, dtype, batch, tmp_path):
     assert_equal(loaded, state)
     with torch.no_grad():
         assert torch.equal(model(tokens(batch, 30), None, loaded)[0], model(tokens(batch, 30), None, state)[0])
+
+
+EXACT = ("position", "document_start", "segment_id", "count", "mean", "variance", "normaliser", "weight")
+"""Last names of what a compact file must not round: clocks, counts, statistics, log sums."""
+
+
+@variants
+def test_compact_file_rounds_to_bfloat16_what_may_be_rounded_and_nothing_else(variant, tmp_path):
+    model, state = reading(variant)
+    state.save(tmp_path / "wide")
+    state.save(tmp_path / "compact", compact=True)
+    loaded = gecko.GeckoState.load(tmp_path / "compact")
+    for name, tensor in state.tensors().items():
+        exact = name.split(".")[-1] in EXACT or not tensor.is_floating_point()
+        expected = tensor if exact else tensor.bfloat16().float()
+        assert torch.equal(loaded.tensors()[name], expected), name
+        assert loaded.tensors()[name].dtype == tensor.dtype
+    assert (tmp_path / "compact").stat().st_size < 0.75 * (tmp_path / "wide").stat().st_size
+    with torch.no_grad():
+        near, exact = (model(tokens(2, 30), None, x)[0] for x in (loaded, state))
+    assert 0 < (near - exact).norm() / exact.norm() < 0.03
+
+
+def test_compact_twice_is_compact_once(tmp_path):
+    """Reading on from a compact state loses nothing by being saved compact again unread."""
+    reading()[1].save(tmp_path / "once", compact=True)
+    once = gecko.GeckoState.load(tmp_path / "once")
+    once.save(tmp_path / "twice", compact=True)
+    assert_equal(gecko.GeckoState.load(tmp_path / "twice"), once)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
+def test_compact_keeps_the_dtype_that_each_part_has_in_memory(dtype, tmp_path):
+    """A model in bfloat16 keeps its window in it."""
+    _, state = reading(dtype=torch.float64)
+    window = state.mixers[0].attention.map(lambda x: x.to(dtype))
+    mixers = (dataclasses.replace(state.mixers[0], attention=window), *state.mixers[1:])
+    mixed = dataclasses.replace(state, mixers=mixers)
+    mixed.save(tmp_path / "state", compact=True)
+    loaded = gecko.GeckoState.load(tmp_path / "state")
+    assert [x.dtype for x in loaded.tensors().values()] == [x.dtype for x in mixed.tensors().values()]
+    assert torch.equal(loaded.mixers[0].attention.keys, window.keys.bfloat16().to(dtype))
 
 
 def test_state_survives_its_model_s_folder(tmp_path):

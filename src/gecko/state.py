@@ -19,6 +19,8 @@ from gecko.records import TensorRecord
 from gecko.segments import Clock
 
 FORMAT = "gecko-state-1"
+ROUNDED = "rounded"
+"""Metadata: the tensors that a compact file holds in bfloat16, with the dtype they had."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,19 @@ class GeckoState(TensorRecord):
         clock = Clock(self.clock.position + moves, self.clock.document_start + moves, self.clock.segment_id)
         return GeckoState(self.config, self.model, clock, self.mixers, self.final_norm)
 
-    def save(self, path: str | Path) -> None:
-        """Write to one file, whole or not at all."""
-        metadata = {"format": FORMAT, "config": json.dumps(self.config.to_dict()), "model": self.model}
-        save_tensors(path, self.tensors(), metadata)
+    def save(self, path: str | Path, *, compact: bool = False) -> None:
+        """Write to one file, whole or not at all.
+
+        ``compact`` rounds the window, the moving average and the memory's matrices to bfloat16 on the way, which
+        halves the file. Clocks, counts, norm statistics and log sums stay exact. ``load`` widens them again.
+        """
+        tensors = self.tensors()
+        rounded = {name: x for name, x in tensors.items() if compact and _may_round(name) and x.itemsize > 2}
+        metadata = {
+            "format": FORMAT, "config": json.dumps(self.config.to_dict()), "model": self.model,
+            ROUNDED: json.dumps({name: str(x.dtype).removeprefix("torch.") for name, x in rounded.items()}),
+        }  # fmt: skip
+        save_tensors(path, tensors | {name: x.bfloat16() for name, x in rounded.items()}, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> GeckoState:
@@ -104,13 +115,14 @@ class GeckoState(TensorRecord):
         """
         tensors, metadata = load_tensors(path)
         if metadata.get("format") != FORMAT:
-            raise ValueError(
-                f"{path} must hold a reading state ({FORMAT}); it holds {metadata.get('format', 'another file')}."
-            )
+            found = metadata.get("gecko", metadata.get("format", "another file"))
+            raise ValueError(f"{path} must hold a reading state ({FORMAT}); it holds {found}.")
         config = GeckoConfig.from_dict(json.loads(metadata["config"]))
         blank = cls.empty(config, model=metadata["model"])
         if blank.tensors().keys() != tensors.keys():
             raise ValueError(f"{path} must hold the tensors of a state of its config; another version wrote it.")
+        for name, dtype in json.loads(metadata.get(ROUNDED, "{}")).items():
+            tensors[name] = tensors[name].to(getattr(torch, dtype))
         filled = (tensors[name] for name in blank.tensors())
         return blank.map(lambda _: next(filled))
 
@@ -118,6 +130,14 @@ class GeckoState(TensorRecord):
         """On a device; the clock stays on the host."""
         moved = self.map(lambda x: x.to(device))
         return GeckoState(self.config, self.model, self.clock, moved.mixers, moved.final_norm)
+
+
+def _may_round(name: str) -> bool:
+    """Whether an error of 2⁻⁹ in this tensor stays one of 2⁻⁹ in what is computed from it.
+
+    Not so for a log sum, where it is an error of the exponent, nor for counts. Norm statistics are few.
+    """
+    return name.split(".")[-1] in ("cema", "keys", "values", "memory", "key_sum", "value_sum")
 
 
 def _empty_mixer(config: GeckoConfig, batch: int, dtype: torch.dtype, device: torch.device | str) -> MixerState:

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from gecko.allocator import keep_freed_memory
+from gecko.cli.models import load_model
+from gecko.cli.texts import STANDARD_INPUT, Text, TextReading, named_text
 from gecko.data import Tokenizer
-from gecko.data.compression import read_pieces
-from gecko.generation import Reading, Sampling, TextStream, TokenStream, encode_stream, read
+from gecko.generation import Reading, Sampling, TextStream, TokenStream, read
 from gecko.generation.prompts import as_seeds
-from gecko.model import Gecko, load
+from gecko.model import Gecko
 from gecko.state import GeckoState
-
-STANDARD_INPUT = "-"
-_PIPE_BYTES = 1 << 16
 
 
 def generate(
@@ -47,6 +38,10 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; higher is more varied.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw from the K most likely tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that make up P together.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Draw from tokens at least P times as likely as the likeliest one.")
+    ] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that came before are less likely.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.", show_default="random")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
@@ -74,8 +69,9 @@ def generate(
     """
     text = _prompt(source, prompt, file)
     before = _load_state(state, text)
-    sampling, seeds = Sampling(temperature, top_k, top_p), as_seeds(seed, 1)
-    network, vocabulary = _load_model(model, tokenizer, device)
+    sampling, seeds = Sampling(temperature, top_k, top_p, min_p, repetition_penalty), as_seeds(seed, 1)
+    network, vocabulary = load_model(model, tokenizer, device)
+    keep_freed_memory()
     watch = _Stopwatch()
     reading = _read(network, vocabulary, text, before)
     watch.lap(reading.state.position[0] - (0 if before is None else before.position[0]))
@@ -92,16 +88,7 @@ def generate(
     _report(watch, after, pieces, seeds[0])
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    name: str
-    """What errors call it."""
-    pieces: Iterable[bytes]
-    size: int | None
-    """In bytes, where it is known."""
-
-
-def _prompt(source: str | None, prompt: str | None, file: str | None) -> _Prompt | None:
+def _prompt(source: str | None, prompt: str | None, file: str | None) -> Text | None:
     given = [what for what in (source, prompt, file) if what is not None]
     if len(given) > 1 or source not in (None, STANDARD_INPUT):
         raise ValueError(
@@ -109,19 +96,11 @@ def _prompt(source: str | None, prompt: str | None, file: str | None) -> _Prompt
         )
     if prompt is not None:
         content = prompt.encode("utf-8", errors="surrogateescape")
-        return _Prompt("the prompt", [content] if content else [], len(content))
-    if STANDARD_INPUT in (source, file):
-        return _Prompt("standard input", iter(lambda: sys.stdin.buffer.read(_PIPE_BYTES), b""), None)
-    if file is None:
-        return None
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"--file must be a file with the prompt; there is no file {path}. Check the path.")
-    packed = path.suffix.lower() in (".gz", ".zst")
-    return _Prompt(str(path), read_pieces(path), None if packed else path.stat().st_size)
+        return Text("the prompt", [content] if content else [], len(content))
+    return named_text(given[0]) if given else None
 
 
-def _load_state(path: str | None, text: _Prompt | None) -> GeckoState | None:
+def _load_state(path: str | None, text: Text | None) -> GeckoState | None:
     if path is None:
         return None
     if text is None:
@@ -132,38 +111,10 @@ def _load_state(path: str | None, text: _Prompt | None) -> GeckoState | None:
     return GeckoState.load(path)
 
 
-def _load_model(name: str, tokenizer: str | None, device: str) -> tuple[Gecko, Tokenizer]:
-    from gecko.cli.models import find_model, find_tokenizer
-    from gecko.train.session import select_device
-
-    folder = find_model(name)
-    model = load(folder).to(select_device(device))
-    return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
-
-
-def _read(model: Gecko, tokenizer: Tokenizer, text: _Prompt | None, state: GeckoState | None) -> Reading:
+def _read(model: Gecko, tokenizer: Tokenizer, text: Text | None, state: GeckoState | None) -> Reading:
     """Read the prompt: the start of a document, as in training, unless a state goes on, and the text."""
-    start = [torch.tensor([tokenizer.document_start])] if state is None else []
-    if text is None:
-        return read(model, start)
-    with _progress(text) as pieces:
-        return read(model, chain(start, encode_stream(tokenizer, pieces, text.name)), state)
-
-
-@contextmanager
-def _progress(text: _Prompt) -> Iterator[Iterator[bytes]]:
-    """The text's pieces; a bar on a terminal shows how many were taken, if it takes longer."""
-    columns = (SpinnerColumn(), TextColumn("reading {task.description}"), BarColumn(),
-               TextColumn("{task.completed:,.0f} bytes"), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(text.name, total=text.size)
-
-        def pieces() -> Iterator[bytes]:
-            for piece in text.pieces:
-                yield piece
-                bar.advance(task, len(piece))
-
-        yield pieces()
+    with TextReading([] if text is None else [text], tokenizer) as reading:
+        return read(model, reading.tokens(begin=state is None), state)
 
 
 class _Stopwatch:

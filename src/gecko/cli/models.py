@@ -7,7 +7,8 @@ from pathlib import Path
 
 from gecko.config import PRESETS
 from gecko.data import Tokenizer, check_vocabulary, load_tokenizer
-from gecko.store import CONFIG
+from gecko.model import Gecko, load
+from gecko.store import CONFIG, WEIGHTS
 
 
 def find_model(name: str) -> Path:
@@ -25,6 +26,11 @@ def find_model(name: str) -> Path:
     newest = latest_checkpoint(checkpoints) if checkpoints.is_dir() else None
     if newest is None:
         raise FileNotFoundError(_nothing_there(folder))
+    if not (newest / WEIGHTS).is_file():
+        raise FileNotFoundError(
+            f"{newest} must hold {WEIGHTS}; it is a checkpoint of several ranks, each of which wrote its part. "
+            f"Join them: gecko consolidate {folder}"
+        )
     return newest
 
 
@@ -45,6 +51,15 @@ def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenize
     tokenizer = load_tokenizer(Run.load(recipe).data.tokenizer if given is None else given)
     check_vocabulary(tokenizer, vocab_size)
     return tokenizer
+
+
+def load_model(name: str, tokenizer: str | None, device: str) -> tuple[Gecko, Tokenizer]:
+    """The model that MODEL means, on a device, with its tokenizer; arguments and errors as above."""
+    from gecko.train.hardware import select_device
+
+    folder = find_model(name)
+    model = load(folder).to(select_device(device))
+    return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
 
 
 def _nothing_there(folder: Path) -> str:

@@ -4,6 +4,7 @@ from gecko.generation.encoding import encode_stream
 from gecko.generation.generation import Generation, generate, stream
 from gecko.generation.reading import Reading, piece_length, read
 from gecko.generation.sampling import Sampling
+from gecko.generation.scoring import Scored, score
 from gecko.generation.stream import FinishReason, NewToken, TokenStream
 from gecko.generation.text import TextStream
 
@@ -13,11 +14,13 @@ __all__ = [
     "NewToken",
     "Reading",
     "Sampling",
+    "Scored",
     "TextStream",
     "TokenStream",
     "encode_stream",
     "generate",
     "piece_length",
     "read",
+    "score",
     "stream",
 ]

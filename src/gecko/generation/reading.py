@@ -25,6 +25,8 @@ class Reading:
     """Of one row."""
     logits: Tensor
     """(V,) of the token that follows."""
+    seen: Tensor
+    """(V,) bool: the tokens that were read in the call, whatever the state had read before."""
 
 
 def read(
@@ -42,11 +44,12 @@ def read(
             or of several rows.
     """
     device = model.embedding.weight.device
-    state = None if state is None else _one_row(state).to(device)
-    size = piece_length(model.config) if piece is None else piece
+    state = None if state is None else state.to(device)
     last = None
     with inference(model):
-        for part in _pieces(_checked(tokens, model.config), _until_border(state, size), size):
+        seen = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+        for part in pieces(model.config, tokens, state, piece=piece):
+            seen[part] = True
             hidden, state = model.hidden(part.unsqueeze(0).to(device), state=state)
             last = hidden[:, -1:]
         if last is None or state is None:
@@ -54,7 +57,19 @@ def read(
                 "a prompt must hold at least one token, also after a reading state: the state knows what was read, "
                 "and the next token's logits come from reading one more. Try a line break, or the document start."
             )
-        return Reading(state, model.head(last)[0, 0])
+        return Reading(state, model.head(last)[0, 0], seen.to(device))
+
+
+def pieces(
+    config: GeckoConfig, tokens: Iterable[Tensor], state: GeckoState | None = None, *, piece: int | None = None
+) -> Iterator[Tensor]:
+    """The tokens of a text after ``state``, as they are read: checked, and cut at multiples of ``piece``.
+
+    Raises:
+        TypeError, ValueError: a state of several rows; while iterating, tokens that are no ids of the model.
+    """
+    size = piece_length(config) if piece is None else piece
+    return _pieces(_checked(tokens, config), _until_border(state, size), size)
 
 
 def piece_length(config: GeckoConfig) -> int:
@@ -77,15 +92,13 @@ def inference(model: Gecko) -> Iterator[None]:
             model.train()
 
 
-def _one_row(state: GeckoState) -> GeckoState:
-    if state.batch_size != 1:
-        raise ValueError(f"a text is continued from a state of one row; got {state.batch_size}. Try state.rows([0]).")
-    return state
-
-
 def _until_border(state: GeckoState | None, size: int) -> int:
     """Tokens to the next multiple of ``size``, so that pieces end where chunks end and no chunk is computed twice."""
-    return size - (0 if state is None else state.position[0]) % size
+    if state is None:
+        return size
+    if state.batch_size != 1:
+        raise ValueError(f"a text is continued from a state of one row; got {state.batch_size}. Try state.rows([0]).")
+    return size - state.position[0] % size
 
 
 def _checked(tokens: Iterable[Tensor], config: GeckoConfig) -> Iterator[Tensor]:

@@ -1,0 +1,83 @@
+"""What benchmarks of reading share: the model, the text, and the memory of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import resource
+from collections.abc import Iterator, Sequence
+from datetime import date
+from itertools import cycle
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+import gecko
+from gecko.data.sources import stdlib_files
+from gecko.train import latest_checkpoint
+from gecko.train.hardware import describe_hardware
+
+BLOCK = 1 << 14
+RESULTS = Path(__file__).parent / "results"
+DEMO = "runs/demo"
+START = torch.tensor([256])
+"""Begins a document of bytes."""
+
+
+def find_model(name: str) -> Path:
+    """A model's folder, or the newest checkpoint of a run's."""
+    checkpoints = Path(name) / "checkpoints"
+    newest = latest_checkpoint(checkpoints) if checkpoints.is_dir() else Path(name)
+    if newest is None:
+        raise FileNotFoundError(f"{checkpoints} must hold a checkpoint; it has none: gecko train tiny --out {name}")
+    return newest
+
+
+def text_files(names: Sequence[str]) -> list[Path]:
+    """The files named, or the source of Python's standard library."""
+    return [Path(name) for name in names] or stdlib_files()
+
+
+def byte_tokens(files: Sequence[Path], length: int) -> Iterator[Tensor]:
+    """The first ``length`` bytes of the files, over and over, as ids in small parts."""
+    for path in cycle(files):
+        with path.open("rb") as file:
+            while length > 0 and (content := file.read(min(BLOCK, length))):
+                length -= len(content)
+                yield torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+        if length == 0:
+            return
+
+
+def describe(model: gecko.Gecko, folder: Path, files: Sequence[Path], command: str) -> str:
+    """One paragraph that says what was measured where."""
+    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
+    text = "the source of Python's standard library" if len(files) > 20 else ", ".join(path.name for path in files)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    name = "/".join(folder.parts[-3:])
+    return (
+        f"{date.today()}, {hardware}. Model: {name}, {count:,} parameters, float32. Text: {text}. Command: `{command}`."
+    )
+
+
+def resident() -> int:
+    """Memory in use, in bytes, without what the C library keeps for later."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
+def peak() -> int:
+    """The most memory the process ever had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def publish(name: str, lines: Sequence[str], write: bool) -> None:
+    """Print a page, and put it among the results if asked to."""
+    page = "\n".join(lines) + "\n"
+    print(page)
+    if write:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / name).write_text(page, encoding="utf-8")

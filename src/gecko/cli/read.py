@@ -1,0 +1,145 @@
+"""``gecko read``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from torch import Tensor
+
+from gecko.allocator import keep_freed_memory
+from gecko.cli.errors import INTERRUPTED
+from gecko.cli.models import load_model
+from gecko.cli.texts import STANDARD_INPUT, TextReading, named_text
+from gecko.generation import read as read_tokens
+from gecko.generation import score
+from gecko.model import Gecko
+from gecko.state import GeckoState
+
+
+def read(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or a run's: its newest checkpoint.")],
+    books: Annotated[
+        list[str], typer.Argument(metavar="BOOK...", help="Files of any length, .gz and .zst too; - is standard input.")
+    ],
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", metavar="S", help="Write the reading state to this file.")
+    ] = None,
+    state: Annotated[
+        str | None, typer.Option("--state", metavar="S", help="Go on after what this reading state has read.")
+    ] = None,
+    loss: Annotated[bool, typer.Option("--loss", help="Also say how well the text was predicted.")] = False,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Half the size: most of the state rounded to bfloat16.")
+    ] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="bytes or a tokenizer's path.", show_default="the model's own")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda, cuda:1.")] = "auto",
+) -> None:
+    """Read books once, and keep what the model remembers of them in a file.
+
+    The file has the same size whatever was read. `gecko generate --state` goes on from it, any number of
+    times; `gecko state show` says what is in it. Several books are read as one text, in the order given.
+    Ctrl-C writes the state of what was read so far, and shows the command that reads the rest.
+
+    **Examples**
+
+        gecko read runs/demo book.txt --out book.state
+
+        gecko generate runs/demo --state book.state --prompt "In short, "
+
+        gecko read runs/demo second.txt.gz --state book.state --out both.state --loss
+    """
+    from gecko.train.signals import StopSignal
+
+    _check_output(out, loss)
+    texts = [named_text(book) for book in books]
+    before = None if state is None else GeckoState.load(state)
+    network, vocabulary = load_model(model, tokenizer, device)
+    keep_freed_memory()
+    with StopSignal() as stop, TextReading(texts, vocabulary, stopped=lambda: stop.requested is not None) as reading:
+        done = _read(network, reading, before, loss)
+    if out is not None:
+        done.state.save(out, compact=compact)
+    typer.echo(_summary(done, out), err=True)
+    if reading.unfinished is not None:
+        options = {"--state": out, "--out": out, "--tokenizer": tokenizer}
+        given = [part for name, value in options.items() if value is not None for part in (name, value)]
+        flags = ["--compact"] * compact + ["--loss"] * loss
+        typer.echo(_how_to_go_on(books, reading.unfinished, ["gecko", "read", model, *given, *flags]), err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class _Done:
+    state: GeckoState
+    """On the host."""
+    tokens: int
+    bytes: int
+    seconds: float
+    loss: float | None
+    """Nats a token, where it was asked for and there was anything to predict."""
+
+
+def _check_output(out: str | None, loss: bool) -> None:
+    """Before an hour of reading, not after it."""
+    if out is None:
+        if not loss:
+            raise ValueError("--out must name the file for the reading state, for example --out book.state; got none.")
+        return
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--out must be a file in a folder that can be written to; got {out}.")
+
+
+def _read(model: Gecko, reading: TextReading, before: GeckoState | None, with_loss: bool) -> _Done:
+    begin, loss = time.perf_counter(), None
+    tokens = reading.tokens(begin=before is None)
+    if with_loss:
+        state, loss = _score(model, tokens, before)
+    else:
+        state = read_tokens(model, tokens, before).state
+    return _Done(state.to("cpu"), reading.num_tokens, reading.num_bytes, time.perf_counter() - begin, loss)
+
+
+def _score(model: Gecko, tokens: Iterator[Tensor], state: GeckoState | None) -> tuple[GeckoState, float | None]:
+    """The state at the end, and the mean loss of all tokens but the first."""
+    total, count = 0.0, 0
+    for scored in score(model, tokens, state):
+        total, count = total + float(scored.losses.double().sum()), count + len(scored.losses)
+        state = scored.state
+    assert state is not None, "without a state, a document's start is read"
+    return state, total / count if count else None
+
+
+def _summary(done: _Done, out: str | None) -> str:
+    lines = [
+        f"read {done.tokens:,} tokens ({done.bytes:,} bytes) in {done.seconds:.2f} s, "
+        f"{done.tokens / done.seconds:,.0f} tokens a second"
+    ]
+    if done.loss is not None and done.bytes:
+        lines.append(f"loss {done.loss:.4f} nats a token, {done.loss * done.tokens / done.bytes:.4f} a byte")
+    where = "" if out is None else f" in {out} ({Path(out).stat().st_size:,} bytes)"
+    lines.append(f"position {done.state.position[0]:,}; state of {done.state.num_bytes:,} bytes{where}")
+    return "\n".join(lines)
+
+
+def _how_to_go_on(books: Sequence[str], unfinished: tuple[int, int], command: Sequence[str]) -> str:
+    """Where it stopped, and what reads the rest; ``command`` does once it is given the texts."""
+    place, taken = unfinished
+    book = books[place]
+    stopped = f"stopped after {taken:,} bytes of {book}"
+    if book == STANDARD_INPUT:
+        return f"{stopped}."
+    unpack = {".gz": "gzip -dc ", ".zst": "zstd -dc "}.get(Path(book).suffix.lower())
+    skip = f"tail -c +{taken + 1}"
+    rest = f"{skip} {shlex.quote(book)}" if unpack is None else f"{unpack}{shlex.quote(book)} | {skip}"
+    return f"{stopped}; the rest: {rest} | {shlex.join([*command, STANDARD_INPUT, *books[place + 1 :]])}"

@@ -1,0 +1,220 @@
+"""``gecko read``."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import gecko
+from gecko.cli.texts import split_at_characters
+from gecko.generation import read
+
+Command = Callable[..., Any]
+
+TEXT = "Some words, naïve café, and more words. 🎉\n".encode() * 300
+
+
+def newest(run_folder: Path) -> gecko.Gecko:
+    return gecko.load(run_folder / "checkpoints" / "step-00000002")
+
+
+def assert_reads(state: gecko.GeckoState, model: gecko.Gecko, tokens: list[int]) -> None:
+    expected = read(model, [torch.tensor(tokens)]).state
+    assert (state.position, state.model) == (expected.position, expected.model)
+    for name, tensor in state.tensors().items():
+        torch.testing.assert_close(tensor, expected.tensors()[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_book_is_read_from_its_document_start(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_bytes(TEXT)
+    result = command("read", run_folder, tmp_path / "book.txt", "--out", tmp_path / "new" / "book.state")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == ""
+    assert f"read {len(TEXT) + 1:,} tokens ({len(TEXT):,} bytes)" in result.stderr
+    assert "loss" not in result.stderr
+    assert_reads(gecko.GeckoState.load(tmp_path / "new" / "book.state"), newest(run_folder), [256, *TEXT])
+
+
+def test_every_kind_of_source_and_several_of_them(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "one.txt").write_bytes(b"the first")
+    (tmp_path / "two.gz").write_bytes(gzip.compress(b"the second"))
+    (tmp_path / "three.zst").write_bytes(zstandard.compress(b"the third"))
+    books = (tmp_path / "one.txt", tmp_path / "two.gz", "-", tmp_path / "three.zst")
+    result = command("read", run_folder, *books, "-o", tmp_path / "s", input=b"from a pipe")
+    assert result.exit_code == 0, result.stderr
+    whole = [256, *b"the firstthe secondfrom a pipethe third"]
+    assert_reads(gecko.GeckoState.load(tmp_path / "s"), newest(run_folder), whole)
+
+
+def test_a_state_goes_on_and_two_questions_are_independent(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    """Branching is a copy: what one question reads and writes, the other one does not see, nor does the file."""
+    book = tmp_path / "book.state"
+    (tmp_path / "one").write_bytes(TEXT)
+    (tmp_path / "two").write_bytes(b"and so on")
+    command("read", run_folder, tmp_path / "one", "-o", book)
+    before = book.read_bytes()
+    ask = ("generate", run_folder, "--state", book, "-n", 12, "--seed", 3, "--temperature", 9, "-p")
+    alone = [command(*ask, question).stdout for question in ("Who", "Why not? ")]
+    assert [command(*ask, question).stdout for question in ("Why not? ", "Who")] == alone[::-1]
+    assert alone[0] != alone[1]
+    assert book.read_bytes() == before
+    result = command("read", run_folder, tmp_path / "two", "--state", book, "-o", tmp_path / "both.state")
+    assert "read 9 tokens" in result.stderr
+    assert_reads(gecko.GeckoState.load(tmp_path / "both.state"), newest(run_folder), [256, *TEXT, *b"and so on"])
+    assert book.read_bytes() == before
+
+
+def test_loss_is_that_of_every_byte_after_the_first_token(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "book").write_bytes(TEXT)
+    result = command("read", run_folder, tmp_path / "book", "--loss", "-o", tmp_path / "s")
+    tokens = torch.tensor([[256, *TEXT]])
+    losses, _ = newest(run_folder).token_losses(tokens[:, :-1], tokens[:, 1:])
+    told = re.search(r"loss ([\d.]+) nats a token, ([\d.]+) a byte", result.stderr)
+    assert told is not None, result.stderr
+    assert float(told[1]) == pytest.approx(losses.mean().item(), abs=2e-4)
+    assert float(told[2]) == pytest.approx(losses.sum().item() / len(TEXT), rel=2e-4)
+    assert_reads(gecko.GeckoState.load(tmp_path / "s"), newest(run_folder), [256, *TEXT])
+    only = command("read", run_folder, tmp_path / "book", "--loss")
+    assert only.exit_code == 0
+    assert told[0] in only.stderr
+
+
+def test_a_compact_state_is_half_the_size_and_goes_on(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "book").write_bytes(TEXT)
+    for name, options in (("wide", ()), ("small", ("--compact",))):
+        assert command("read", run_folder, tmp_path / "book", "-o", tmp_path / name, *options).exit_code == 0
+    assert command("generate", run_folder, "--state", tmp_path / "small", "-p", "a", "-n", 3).exit_code == 0
+    wide, small = (gecko.GeckoState.load(tmp_path / name) for name in ("wide", "small"))
+    assert [x.dtype for x in small.tensors().values()] == [x.dtype for x in wide.tensors().values()]
+
+
+def test_ctrl_c_keeps_what_was_read_and_says_how_to_go_on(
+    process: Command, run_folder: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """Interrupted anywhere and finished by the command that is shown, the state is that of the whole text."""
+    text, book, out = TEXT * 4, tmp_path / "the book.gz", tmp_path / "s"
+    book.write_bytes(gzip.compress(text))
+    (tmp_path / "more").write_bytes(b"the end")
+    arguments = [sys.executable, "-m", "gecko", "read", run_folder, book, tmp_path / "more", "--out", out]
+    reading = subprocess.Popen(list(map(str, arguments)), stderr=subprocess.PIPE, env=environment)
+    deadline = time.monotonic() + 60
+    while not _reads(reading.pid, book) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    reading.send_signal(signal.SIGINT)
+    told = reading.communicate(timeout=60)[1].decode()
+    assert reading.returncode == 130, told
+    rest = re.search(r"stopped after ([\d,]+) bytes of .*; the rest: (.*)", told)
+    assert rest is not None, told
+    read_so_far = int(rest[1].replace(",", ""))
+    assert 0 <= read_so_far < len(text)
+    assert_reads(gecko.GeckoState.load(out), newest(run_folder), [256, *text[:read_so_far]])
+    python = f"{shlex.quote(sys.executable)} -m gecko read"
+    shell = rest[2].replace("gecko read", python)
+    subprocess.run(["sh", "-c", shell], check=True, env=environment, timeout=120, capture_output=True)
+    assert_reads(gecko.GeckoState.load(out), newest(run_folder), [256, *text, *b"the end"])
+
+
+def _reads(pid: int, path: Path) -> bool:
+    """Whether the process has the file open."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        return any(os.readlink(f"{folder}/{name}") == str(path) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_stopping_before_the_end(
+    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """Stopped after two blocks of one of the books; the books before it are whole, the ones after are named."""
+    from gecko.train.signals import StopSignal
+
+    books = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
+    for book in books:
+        book.write_bytes(TEXT)
+    blocks = -(-len(TEXT) // 4096)
+    asked = iter(range(100))
+    wanted = property(lambda self: "SIGTERM" if next(asked) >= place * blocks + 2 else None)
+    monkeypatch.setattr(StopSignal, "__init__", lambda self: setattr(self, "_previous", {}))
+    monkeypatch.setattr(StopSignal, "requested", wanted, raising=False)
+    result = command("read", run_folder, *books, "--out", tmp_path / "s", "--loss", "--tokenizer", "bytes")
+    assert result.exit_code == 130
+    told = re.search(r"stopped after ([\d,]+) bytes of .*/([abc]).txt; the rest: tail -c \+(\d+) ", result.stderr)
+    assert told is not None, result.stderr
+    taken = int(told[1].replace(",", ""))
+    assert (told[2], int(told[3])) == ("ab"[place], taken + 1)
+    assert result.stderr.rstrip().endswith(" ".join(["-", *map(str, books[place + 1 :])]))
+    assert "--tokenizer bytes --loss" in result.stderr
+    assert TEXT[:taken].decode(), "a whole number of characters"
+    assert_reads(gecko.GeckoState.load(tmp_path / "s"), newest(run_folder), [256, *(TEXT * place), *TEXT[:taken]])
+
+
+@given(text=st.text(max_size=60), cuts=st.lists(st.integers(0, 300), max_size=4), size=st.integers(8, 20))
+@example("a" * 7 + "🎉" * 5, [], 8)
+def test_blocks_end_where_characters_end(text: str, cuts: list[int], size: int) -> None:
+    content = text.encode()
+    places = sorted(min(cut, len(content)) for cut in cuts)
+    pieces = [content[a:b] for a, b in zip([0, *places], [*places, len(content)], strict=True)]
+    blocks = list(split_at_characters(pieces, size))
+    assert b"".join(blocks) == content
+    assert "".join(block.decode() for block in blocks) == text
+    assert all(0 < len(block) <= size for block in blocks)
+
+
+@given(content=st.binary(max_size=100), size=st.integers(8, 20))
+@example(b"\x80" * 60, 8)
+def test_blocks_of_what_is_no_text(content: bytes, size: int) -> None:
+    blocks = list(split_at_characters(iter(io.BytesIO(content).read1, b""), size))
+    assert b"".join(blocks) == content
+    assert all(0 < len(block) <= size for block in blocks)
+
+
+def test_bad_input_is_refused_before_anything_is_read(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "book").write_bytes(TEXT)
+    (tmp_path / "damaged").write_bytes(b"\x00" * 100)
+    cases = [
+        (("read", run_folder, tmp_path / "gone", "-o", tmp_path / "s"), "there is no file"),
+        (("read", run_folder, tmp_path / "book"), "--out must name the file"),
+        (("read", run_folder, tmp_path / "book", "-o", tmp_path), "--out must be a file"),
+        (("read", run_folder, tmp_path / "book", "-o", tmp_path / "s", "--state", tmp_path / "damaged"), "damaged"),
+        (("read", tmp_path, tmp_path / "book", "-o", tmp_path / "s"), "must be a folder that holds a model"),
+        (("read", run_folder), "Missing argument"),
+    ]
+    for arguments, message in cases:
+        result = command(*arguments)
+        assert result.exit_code == 2, arguments
+        assert message in result.stderr, result.stderr
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_truncated_archive_leaves_no_state(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "book.gz").write_bytes(gzip.compress(os.urandom(20_000))[:-50])
+    result = command("read", run_folder, tmp_path / "book.gz", "-o", tmp_path / "s")
+    assert result.exit_code == 2
+    assert "truncated" in result.stderr
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_state_of_other_weights_is_refused(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "book").write_bytes(TEXT)
+    command("read", run_folder / "checkpoints" / "step-00000001", tmp_path / "book", "-o", tmp_path / "older")
+    result = command("read", run_folder, tmp_path / "book", "--state", tmp_path / "older", "-o", tmp_path / "s")
+    assert result.exit_code == 2
+    assert "other weights" in result.stderr
