@@ -31,6 +31,13 @@ def test_the_prompt_is_continued_by_the_newest_checkpoint(command: Command, run_
     assert "ended by 'length'; seed 3; position 24;" in result.stderr
 
 
+def test_every_way_of_choosing_is_offered(command: Command, run_folder: Path) -> None:
+    options = {"top_k": 90, "top_p": 0.99, "min_p": 0.001, "repetition_penalty": 1.4}
+    given = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    result = command("generate", run_folder, "--prompt", "abc", "-n", 20, "--seed", 3, "--temperature", 1.5, *given)
+    assert result.stdout == expected(run_folder, b"abc", 20, seed=3, temperature=1.5, **options)
+
+
 def test_every_source_of_a_prompt_gives_the_same(command: Command, run_folder: Path, tmp_path: Path) -> None:
     text = b"some words and more words " * 20
     (tmp_path / "plain").write_bytes(text)
@@ -184,7 +191,14 @@ def test_the_tokenizer_must_fit_and_be_known(command: Command, run_folder: Path,
 
 
 def test_numbers_out_of_range(command: Command, run_folder: Path) -> None:
-    for option, value in (("--temperature", -1), ("--top-k", 0), ("--top-p", 0), ("-n", -1), ("--stop", "")):
+    for option, value in (
+        ("--temperature", -1),
+        ("--top-k", 0),
+        ("--top-p", 0),
+        ("--min-p", 2),
+        ("-n", -1),
+        ("--stop", ""),
+    ):
         result = command("generate", run_folder, option, value)
         assert result.exit_code == 2, option
         assert result.stdout == ""

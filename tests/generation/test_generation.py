@@ -14,7 +14,13 @@ import gecko
 from gecko.generation import NewToken, stream
 
 PROMPTS = st.lists(st.lists(st.integers(0, 263), min_size=1, max_size=40), min_size=1, max_size=5)
-SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}, {"top_k": 20, "top_p": 0.8}]
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"top_k": 20, "top_p": 0.8},
+    {"min_p": 0.02, "repetition_penalty": 1.3, "logit_bias": {5: 3.0, 260: -100.0}},
+    {"temperature": 0.0, "repetition_penalty": 2.0},
+]
 
 
 @settings(max_examples=30)
@@ -35,6 +41,18 @@ def test_a_batch_gives_each_row_what_it_would_get_alone(
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
 
 
+def test_a_penalty_counts_what_the_prompt_and_the_new_text_held(model: gecko.Gecko) -> None:
+    """With a penalty beyond measure greedy takes no token of positive logit twice, nor one of the prompt."""
+    prompt = list(range(100))
+    plain = gecko.generate(model, prompt, max_new_tokens=60, temperature=0).tokens[0]
+    assert len({*prompt, *plain}) < 160
+    strict = gecko.generate(model, prompt, max_new_tokens=60, temperature=0, repetition_penalty=1e9).tokens[0]
+    assert len({*prompt, *strict}) == 160
+    state = gecko.generate(model, prompt, max_new_tokens=0).state
+    free = gecko.generate(model, [0], max_new_tokens=60, temperature=0, repetition_penalty=1e9, state=state).tokens[0]
+    assert {*prompt} & {*free} - {0}, "what a state has read does not count"
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_streaming_gives_the_same_tokens(model: gecko.Gecko, sampling: dict[str, Any]) -> None:
     prompts = [[1], [2, 3] * 20]
@@ -46,21 +64,18 @@ def test_streaming_gives_the_same_tokens(model: gecko.Gecko, sampling: dict[str,
 
 
 def test_a_token_is_made_when_it_is_asked_for(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-    hidden = model.hidden
-
-    def counted(*args: Any, **more: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return hidden(*args, **more)
-
-    monkeypatch.setattr(model, "hidden", counted)
+    calls = []
+    for name in ("hidden", "step"):
+        original = getattr(model, name)
+        monkeypatch.setattr(
+            model,
+            name,
+            lambda *args, name=name, original=original, **more: calls.append(name) or original(*args, **more),
+        )
     tokens = iter(stream(model, [1, 2], max_new_tokens=5))
-    seen = []
-    for _ in range(5):
+    for made in range(5):
         next(tokens)
-        seen.append(calls)
-    assert seen == [1, 2, 3, 4, 5]
+        assert calls == ["hidden"] + ["step"] * made
 
 
 @settings(max_examples=20)
@@ -193,6 +208,9 @@ def test_weights_that_are_not_finite_are_named(model: gecko.Gecko) -> None:
         ({"temperature": -1.0}, ValueError, "temperature"),
         ({"top_k": 0}, ValueError, "top_k"),
         ({"top_p": 2.0}, ValueError, "top_p"),
+        ({"min_p": 2.0}, ValueError, "min_p"),
+        ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty"),
+        ({"logit_bias": {264: 1.0}}, ValueError, "0..263; got 264"),
         ({"seed": [1, 2, 3]}, ValueError, "one for each of the 2 prompts; got 3"),
         ({"prompt_tokens": []}, ValueError, "at least one token"),
         ({"prompt_tokens": [[1], []]}, ValueError, "at least one token"),

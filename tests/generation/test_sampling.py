@@ -1,65 +1,119 @@
-"""What is drawn is what temperature, top-k and top-p say, in this order."""
+"""What is drawn is what bias, penalty, temperature, top-k, top-p and min-p say, in this order."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from gecko.generation.sampling import Sampling, draw, probabilities
+from gecko.generation.sampling import Sampler, Sampling, finite_rows, not_finite
 
 LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=12)
-
-
-def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> list[float]:
-    """The definition, one number at a time."""
-    scaled = [x / temperature for x in logits]
-    kept = set(range(len(logits)))
-    if top_k is not None and top_k < len(logits):
-        least = sorted(scaled, reverse=True)[top_k - 1]
-        kept = {i for i in kept if scaled[i] >= least}
-    weight = {i: math.exp(scaled[i] - max(scaled)) for i in kept}
-    total = math.fsum(weight.values())
-    chance = {i: w / total for i, w in weight.items()}
-    if top_p is not None:
-        nucleus: list[int] = []
-        for i in sorted(chance, key=lambda i: (-chance[i], i)):
-            # A total that differs from top_p by rounding alone may fall on either side.
-            if math.fsum(chance[j] for j in nucleus) >= top_p:
-                break
-            nucleus.append(i)
-        total = math.fsum(chance[i] for i in nucleus)
-        chance = {i: chance[i] / total for i in nucleus}
-    return [chance.get(i, 0.0) for i in range(len(logits))]
-
-
-@given(
-    logits=LOGITS,
+SAMPLINGS = st.builds(
+    Sampling,
     temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0]),
     top_k=st.none() | st.integers(1, 14),
     top_p=st.none() | st.floats(0.01, 0.99),
+    min_p=st.none() | st.sampled_from([0.0, 0.03, 0.3, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.8, 1.5]),
+    logit_bias=st.dictionaries(st.just(0), st.sampled_from([-100.0, 0.5, 4.0]), max_size=1),
 )
-def test_probabilities_are_the_definition(
-    logits: list[float], temperature: float, top_k: int | None, top_p: float | None
+
+
+def by_hand(logits: list[float], sampling: Sampling, seen: set[int] | None = None) -> list[float]:
+    """The definition, one number at a time."""
+    scores = [x + sampling.logit_bias.get(i, 0) for i, x in enumerate(logits)]
+    for i in seen or ():
+        scores[i] = (
+            scores[i] / sampling.repetition_penalty if scores[i] > 0 else scores[i] * sampling.repetition_penalty
+        )
+    scaled = [x / sampling.temperature for x in scores]
+    kept = set(range(len(logits)))
+    if sampling.top_k is not None and sampling.top_k < len(logits):
+        least = sorted(scaled, reverse=True)[sampling.top_k - 1]
+        kept = {i for i in kept if scaled[i] >= least}
+    weight = {i: math.exp(scaled[i] - max(scaled)) for i in kept}
+    chance = {i: w / math.fsum(weight.values()) for i, w in weight.items()}
+    if sampling.top_p is not None:
+        nucleus: list[int] = []
+        for i in sorted(chance, key=lambda i: (-chance[i], i)):
+            # A total that differs from top_p by rounding alone may fall on either side.
+            if math.fsum(chance[j] for j in nucleus) >= sampling.top_p:
+                break
+            nucleus.append(i)
+        chance = {i: chance[i] for i in nucleus}
+    if sampling.min_p is not None:
+        chance = {i: p for i, p in chance.items() if p >= sampling.min_p * max(chance.values())}
+    total = math.fsum(chance.values())
+    return [chance.get(i, 0.0) / total for i in range(len(logits))]
+
+
+def draw(
+    logits: Tensor, sampling: Sampling, generators: list[torch.Generator], seen: Tensor | None = None
+) -> list[int]:
+    return Sampler([sampling] * len(logits)).draw(logits, generators, seen)
+
+
+def seen_by(rows: list[set[int]], size: int) -> Tensor:
+    return torch.tensor([[i in row for i in range(size)] for row in rows])
+
+
+@given(logits=LOGITS, samplings=st.lists(SAMPLINGS, min_size=1, max_size=4), data=st.data())
+def test_probabilities_are_the_definition_for_every_row(
+    logits: list[float], samplings: list[Sampling], data: st.DataObject
 ) -> None:
-    found = probabilities(torch.tensor([logits, logits[::-1]]), Sampling(temperature, top_k, top_p))
-    for row, values in zip(found, (logits, logits[::-1]), strict=True):
-        expected = by_hand(values, temperature, top_k, top_p)
-        torch.testing.assert_close(row, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-9)
+    rows = [data.draw(st.permutations(logits)) for _ in samplings]
+    seen = [data.draw(st.sets(st.integers(0, len(logits) - 1))) for _ in samplings]
+    found = Sampler(samplings).probabilities(torch.tensor(rows), seen_by(seen, len(logits)))
+    for row, values, sampling, held in zip(found, rows, samplings, seen, strict=True):
+        expected = torch.tensor(by_hand(values, sampling, held), dtype=torch.float64)
+        torch.testing.assert_close(row, expected, atol=1e-12, rtol=1e-9)
+
+
+@given(logits=LOGITS, sampling=SAMPLINGS, seed=st.integers(0))
+def test_only_what_is_kept_is_drawn(logits: list[float], sampling: Sampling, seed: int) -> None:
+    chance = by_hand(logits, sampling, {0})
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    for _ in range(5):
+        (token,) = draw(torch.tensor([logits]), sampling, [generator], seen_by([{0}], len(logits)))
+        assert chance[token] > 0
 
 
 @given(
-    logits=LOGITS, top_k=st.none() | st.integers(1, 14), top_p=st.none() | st.floats(0.01, 0.99), seed=st.integers(0)
+    samplings=st.lists(SAMPLINGS | st.just(Sampling(0.0)) | st.just(Sampling(0.0, repetition_penalty=2.0)), max_size=6),
+    seed=st.integers(0, 2**32),
 )
-def test_only_what_is_kept_is_drawn(logits: list[float], top_k: int | None, top_p: float | None, seed: int) -> None:
-    chance = by_hand(logits, 1.0, top_k, top_p)
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    for _ in range(5):
-        (token,) = draw(torch.tensor([logits]), Sampling(1.0, top_k, top_p), [generator])
-        assert chance[token] > 0
+def test_a_row_draws_what_it_would_draw_alone(samplings: list[Sampling], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(samplings), 30, generator=generator)
+    seen = torch.rand(logits.shape, generator=generator) < 0.3
+
+    def generators(rows: range) -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(row) for row in rows]
+
+    together = Sampler(samplings).draw(logits, generators(range(len(samplings))), seen)
+    for row, sampling in enumerate(samplings):
+        some = slice(row, row + 1)
+        alone = Sampler([sampling]).draw(logits[some], generators(range(row, row + 1)), seen[some])
+        assert together[row : row + 1] == alone
+
+
+def test_a_penalty_of_two_makes_greedy_turn_to_the_next() -> None:
+    logits, seen = torch.tensor([[3.0, 2.0, -1.0]] * 2), torch.tensor([[True, False, False], [False] * 3])
+    assert draw(logits, Sampling(0.0, repetition_penalty=2.0), [torch.Generator()] * 2, seen) == [1, 0]
+    assert draw(-logits, Sampling(0.0, repetition_penalty=2.0), [torch.Generator()] * 2, seen) == [2, 2]
+
+
+def test_a_bias_of_minus_100_rules_a_token_out_and_one_of_100_rules_it_in() -> None:
+    logits = torch.tensor([[3.0, 2.0, -1.0]])
+    assert draw(logits, Sampling(0.0, logit_bias={0: -100.0}), [torch.Generator()]) == [1]
+    assert draw(logits, Sampling(1.0, logit_bias={2: 100.0}), [torch.Generator()]) == [2]
+    assert logits.tolist() == [[3.0, 2.0, -1.0]]
 
 
 def test_frequencies_are_the_probabilities() -> None:
@@ -68,12 +122,24 @@ def test_frequencies_are_the_probabilities() -> None:
     # One generator for many equal rows: the same numbers as one row many times, drawn at once.
     tokens = draw(logits.expand(count, -1), sampling, [torch.Generator().manual_seed(1)] * count)
     found = torch.bincount(torch.tensor(tokens), minlength=5) / count
-    expected = torch.tensor(by_hand(logits[0].tolist(), 0.9, 4, 0.95))
+    expected = torch.tensor(by_hand(logits[0].tolist(), sampling))
     assert (found - expected).abs().max() < 0.01
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0])
+# No whole numbers of equal tokens: there rounding decides.
+@pytest.mark.parametrize("share", [0.0101, 0.5003, 0.9001, 0.9993])
+def test_a_nucleus_of_any_size_is_found_in_a_large_vocabulary(spread: float, share: float) -> None:
+    logits = (torch.randn(5000, generator=torch.Generator().manual_seed(1)) * spread).round(decimals=2)
+    rows = torch.stack([logits, logits * 3])
+    sampling = Sampling(1.0, top_p=share)
+    for row, found in zip(rows, Sampler([sampling] * 2).probabilities(rows), strict=True):
+        expected = torch.tensor(by_hand(row.tolist(), sampling), dtype=torch.float64)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-9)
+
+
 def test_of_equal_tokens_top_p_keeps_lower_ids() -> None:
-    found = probabilities(torch.zeros(1, 1000), Sampling(1.0, top_p=0.25))
+    found = Sampler([Sampling(1.0, top_p=0.25)]).probabilities(torch.zeros(1, 1000))
     assert found[0].nonzero().flatten().tolist() == list(range(250))
 
 
@@ -97,16 +163,22 @@ def test_temperature_zero_is_greedy_and_takes_no_random_number() -> None:
 def test_extreme_temperatures_stay_finite() -> None:
     logits = torch.tensor([[3e38, -3e38, 1.0]])
     for temperature in (1e-30, 1e30):
-        assert probabilities(logits, Sampling(temperature)).isfinite().all()
+        assert Sampler([Sampling(temperature)]).probabilities(logits).isfinite().all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_refused(value: float, temperature: float) -> None:
-    logits = torch.zeros(2, 4)
+def test_logits_that_are_not_finite_are_found(value: float) -> None:
+    logits = torch.zeros(3, 4)
     logits[1, 2] = value
-    with pytest.raises(ValueError, match=r"finite.*row 1"):
-        draw(logits, Sampling(temperature), [torch.Generator(), torch.Generator()])
+    assert finite_rows(logits).tolist() == [True, False, True]
+    assert f"{int(math.isnan(value))} NaN and {int(math.isinf(value))} infinite of 4" in not_finite(logits[1])
+
+
+def test_biases_of_ids_that_are_none_are_refused() -> None:
+    Sampling(logit_bias={0: 1.0, 9: 1.0}).check_ids(10)
+    for token in (-1, 10):
+        with pytest.raises(ValueError, match=rf"ids in 0\.\.9; got {token}"):
+            Sampling(logit_bias={token: 1.0}).check_ids(10)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +190,13 @@ def test_logits_that_are_not_finite_are_refused(value: float, temperature: float
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", {3: math.nan}),
     ],
 )
-def test_numbers_out_of_range_are_refused(name: str, value: float) -> None:
+def test_numbers_out_of_range_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} must be"):
-        Sampling(**{name: value})  # type: ignore[arg-type]
+        Sampling(**{name: value})

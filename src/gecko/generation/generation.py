@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gecko.generation.prompts import Prompt, as_rows, as_seeds
@@ -33,6 +33,9 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int | Sequence[int] | None = None,
     stop_tokens: Collection[int] = (),
     state: GeckoState | None = None,
@@ -44,9 +47,13 @@ def generate(
 
     Args:
         prompt_tokens: ids of one text, 1-D, or a list of such, of any lengths of at least 1.
-        temperature: 0 is greedy; otherwise logits are divided by it, then cut by top_k, then by top_p.
+        temperature: 0 is greedy; otherwise logits are divided by it, then cut by top_k, then by top_p, then by min_p.
         top_k: draw from the k most likely tokens.
         top_p: draw from the fewest most likely tokens that have this probability together.
+        min_p: draw from tokens that are at least this share as likely as the most likely one.
+        repetition_penalty: logits of tokens that the prompt or the new text held are divided by it where positive,
+            else multiplied.
+        logit_bias: by token id, what is added to its logit, before anything else.
         seed: of every row, or one for each; the same seed gives the same tokens. None: random, from
             PyTorch's generator.
         stop_tokens: ids that end a row, such as ``{tokenizer.document_end}``.
@@ -58,7 +65,8 @@ def generate(
     """
     tokens = stream(
         model, prompt_tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        seed=seed, stop_tokens=stop_tokens, state=state,
+        min_p=min_p, repetition_penalty=repetition_penalty, logit_bias=logit_bias, seed=seed,
+        stop_tokens=stop_tokens, state=state,
     )  # fmt: skip
     made: dict[int, list[int]] = {}
     for row, token in tokens:
@@ -75,6 +83,9 @@ def stream(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int | Sequence[int] | None = None,
     stop_tokens: Collection[int] = (),
     state: GeckoState | None = None,
@@ -83,7 +94,7 @@ def stream(
 
     The prompts are read in this call. Arguments and errors as for ``generate``.
     """
-    sampling = Sampling(temperature, top_k, top_p)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {})
     rows = as_rows(prompt_tokens)
     states = _states(state, len(rows))
     readings = [read(model, [row], before) for row, before in zip(rows, states, strict=True)]

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from gecko.generation.reading import Reading, inference, read
-from gecko.generation.sampling import Sampling, draw
+from gecko.generation.sampling import Sampler, Sampling, finite_rows, not_finite
 from gecko.model import Gecko
 from gecko.state import GeckoState
 
@@ -64,12 +64,15 @@ class TokenStream:
     ) -> None:
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0; got {max_new_tokens}.")
+        sampling.check_ids(model.config.vocab_size)
         self._model, self._sampling = model, sampling
         self._max_new_tokens, self._stop_tokens = max_new_tokens, frozenset(stop_tokens)
         self._state = GeckoState.stack([reading.state for reading in readings])
         self._logits = torch.stack([reading.logits for reading in readings])
+        self._seen = torch.stack([reading.seen for reading in readings])
         self._unread: list[int] = []
         self._live = [_Row(i, torch.Generator().manual_seed(seed)) for i, seed in enumerate(seeds)]
+        self._sampler = self._new_sampler()
         self._left: dict[int, _Left] = {}
         self._finish: dict[int, FinishReason] = {}
         if max_new_tokens == 0:
@@ -103,10 +106,9 @@ class TokenStream:
         """The next token of every row in the batch. The state only moves forward when a token is wanted."""
         with inference(self._model):
             if self._unread:
-                tokens = torch.tensor(self._unread, device=self._logits.device).unsqueeze(1)
-                logits, self._state = self._model(tokens, state=self._state)
-                self._logits = logits[:, 0]
-            self._unread = draw(self._logits, self._sampling, [row.generator for row in self._live])
+                tokens = torch.tensor(self._unread, device=self._logits.device)
+                self._logits, self._state = self._model.step(tokens, self._state)
+            self._unread = self._draw()
         made: list[NewToken] = []
         finished: dict[int, FinishReason] = {}
         for place, (row, token) in enumerate(zip(self._live, self._unread, strict=True)):
@@ -120,6 +122,19 @@ class TokenStream:
         self._retire(finished)
         return made
 
+    def _draw(self) -> list[int]:
+        finite = finite_rows(self._logits)
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            raise ValueError(f"row {self._live[row].index}: {not_finite(self._logits[row])}")
+        tokens = self._sampler.draw(self._logits, [row.generator for row in self._live], self._seen)
+        if self._sampler.looks_back:
+            self._seen[range(len(tokens)), tokens] = True
+        return tokens
+
+    def _new_sampler(self) -> Sampler:
+        return Sampler([self._sampling] * len(self._live), self._logits.device)
+
     def _retire(self, finished: dict[int, FinishReason]) -> None:
         """Take rows, by their place in the batch, out of it."""
         if not finished:
@@ -132,7 +147,8 @@ class TokenStream:
         self._unread = [self._unread[place] for place in kept if self._unread]
         if kept:
             self._state = self._state.rows(kept)
-            self._logits = self._logits[kept]
+            self._logits, self._seen = self._logits[kept], self._seen[kept]
+            self._sampler = self._new_sampler()
 
     def _leaving(self, place: int) -> _Left:
         unread = self._unread[place : place + 1]

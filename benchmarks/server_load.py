@@ -1,0 +1,288 @@
+"""`gecko serve` under load: many clients, mixed prompts, a third of them gone before their answer ends.
+
+    python benchmarks/server_load.py --minutes 10 --write
+
+It starts the server as a process of its own and talks to it on loopback. Clients and server share the machine's
+processors, so the times are above those of a server that has them alone. It fails if an answer is not the
+intended one, a place is not freed, or memory grows. Without --model, weights are random, which changes no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import torch
+
+import gecko
+from gecko.train.hardware import describe_hardware
+
+RESULTS = Path(__file__).parent / "results" / "server_load.md"
+SHORTEST, LONGEST = 16, 20_000
+CLASSES = ((16, 256), (256, 2_000), (2_000, 20_000))
+"""Prompt lengths that are reported together, in tokens."""
+SHARED = "This is a beginning that one prompt in four has in common with others. " * 40
+GONE_SHARE = 1 / 3
+PREFIX_CACHE = 64
+"""Megabytes; so few that it is full before memory is looked at."""
+WARM_UP = 15.0
+"""Seconds that do not count: the first calls of a process are slower, and the prefix cache fills."""
+FLAT = 1.05
+"""Memory in use in the last third of the time, as a multiple of the first third's, at most."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One request as its client saw it, times in seconds."""
+
+    length: int
+    outcome: str
+    """``complete``, ``left``, or what went wrong."""
+    first: float | None = None
+    between: tuple[float, ...] = ()
+
+
+@dataclass
+class Load:
+    visits: list[Visit] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    """Memory in use by the server, in bytes, once a second."""
+    seconds: float = 0
+    """Until the last client had its answer."""
+
+
+def main() -> int:
+    arguments = _arguments()
+    with _model_folder(arguments) as folder, _server(folder, arguments) as (process, port):
+        asyncio.run(_run(port, arguments, WARM_UP, Load(), process))
+        load = Load()
+        asyncio.run(_run(port, arguments, 60 * arguments.minutes, load, process))
+        numbers = _settled_numbers(port)
+        model = gecko.load(folder)
+    checks = _checks(load, numbers)
+    page = _report(arguments, model, load, numbers, checks)
+    print(page)
+    if arguments.write:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(page, encoding="utf-8")
+    return 0 if all(checks.values()) else 1
+
+
+@contextmanager
+def _model_folder(arguments: argparse.Namespace) -> Iterator[Path]:
+    if arguments.model:
+        yield Path(arguments.model)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        gecko.Gecko(gecko.GeckoConfig.preset("tiny")).save(folder)
+        yield Path(folder)
+
+
+@contextmanager
+def _server(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[psutil.Process, int]]:
+    """The process and its port; ends it with SIGTERM, which must be a clean end."""
+    command = [sys.executable, "-m", "gecko", "serve", str(folder), "--tokenizer", "bytes", "--name", "load",
+               "--port", "0", "--rows", str(arguments.rows), "--prefix-cache", str(PREFIX_CACHE)]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+:(\d+)", process.stdout.readline())
+        if found is None:
+            raise RuntimeError("the server did not start; its message is above")
+        yield psutil.Process(process.pid), int(found[1])
+        process.terminate()
+        if process.wait(60) != 0:
+            raise RuntimeError(f"the server must end with code 0 after SIGTERM; got {process.returncode}")
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+async def _run(port: int, arguments: argparse.Namespace, seconds: float, load: Load, process: psutil.Process) -> None:
+    begin = time.monotonic()
+    end = begin + seconds
+    watch = asyncio.create_task(_watch(process, load))
+    await asyncio.gather(*(_client(port, number, arguments, end, load) for number in range(arguments.clients)))
+    watch.cancel()
+    load.seconds = time.monotonic() - begin
+
+
+async def _watch(process: psutil.Process, load: Load) -> None:
+    while True:
+        load.resident.append(process.memory_info().rss)
+        await asyncio.sleep(1)
+
+
+async def _client(port: int, number: int, arguments: argparse.Namespace, end: float, load: Load) -> None:
+    """Ask, read the answer, think for a moment, again."""
+    chance = random.Random(number)
+    while time.monotonic() < end:
+        length = round(math.exp(chance.uniform(math.log(SHORTEST), math.log(LONGEST))))
+        tokens = chance.randint(8, arguments.tokens)
+        # Some leave while they wait for the first token, some in the middle of the answer.
+        patience = chance.expovariate(1 / 2) if chance.random() < GONE_SHARE else None
+        load.visits.append(await _visit(port, _prompt(chance, length), tokens, patience))
+        await asyncio.sleep(chance.uniform(0, 0.2))
+
+
+def _prompt(chance: random.Random, length: int) -> str:
+    """ASCII text of ``length`` − 1 characters; the server puts a token before it."""
+    words = " ".join(f"{chance.getrandbits(20):x}" for _ in range(length // 5 + 1))
+    return ((SHARED if chance.random() < 0.25 else "") + words)[: length - 1]
+
+
+async def _visit(port: int, prompt: str, tokens: int, patience: float | None) -> Visit:
+    times = [time.perf_counter()]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(patience):
+            outcome = await _stream(reader, writer, prompt, tokens, times)
+    except TimeoutError:
+        outcome = "left"
+    finally:
+        writer.transport.abort()
+    gaps = tuple(later - earlier for earlier, later in pairwise(times[1:]))
+    return Visit(len(prompt) + 1, outcome, times[1] - times[0] if len(times) > 1 else None, gaps)
+
+
+async def _stream(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, prompt: str, tokens: int, times: list[float]
+) -> str:
+    """Reads the answer's events, written by hand: a client library would cost as much as the server does."""
+    # Letters only: every token is a character and comes as a piece of its own.
+    bias = {str(byte): -100 for byte in (*range(97), *range(123, 257))}
+    asked = {"prompt": prompt, "max_tokens": tokens, "stream": True, "seed": 0, "logit_bias": bias}
+    body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: load\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
+    status = (await reader.readline()).split()[1:2]
+    if status != [b"200"]:
+        return f"status {b''.join(status).decode() or 'none'}"
+    made = 0
+    async for line in reader:
+        if not line.startswith(b"data: "):
+            continue
+        if line == b"data: [DONE]\n":
+            return "complete" if made == tokens else f"{made} tokens of {tokens}"
+        event = json.loads(line[6:])
+        if "error" in event:
+            return f"error {event['error']['code']}"
+        if event["choices"]:
+            times.append(time.perf_counter())
+        else:
+            made = event["usage"]["completion_tokens"]
+    return "cut short"
+
+
+def _settled_numbers(port: int) -> dict[str, float]:
+    """The server's own numbers once it has nothing to do, or after ten seconds."""
+    for _ in range(100):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+            lines = response.read().decode().splitlines()
+        numbers = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+        if numbers["gecko_rows_active"] + numbers["gecko_queue_length"] == 0:
+            break
+        time.sleep(0.1)
+    return numbers
+
+
+def _checks(load: Load, numbers: dict[str, float]) -> dict[str, bool]:
+    outcomes = Counter(visit.outcome for visit in load.visits)
+    early, late = _thirds(load.resident)
+    return {
+        "every answer is complete, or its client left": outcomes.keys() <= {"complete", "left"},
+        "no row and no place of the queue is taken at the end": numbers["gecko_rows_active"] == 0
+        and numbers["gecko_queue_length"] == 0,
+        f"memory in the last third is at most {FLAT} × that of the first": late <= FLAT * early,
+        "SIGTERM ended the server with code 0": True,  # otherwise nothing would be written
+    }
+
+
+def _thirds(values: Sequence[int]) -> tuple[float, float]:
+    third = max(1, len(values) // 3)
+    return statistics.median(values[:third]), statistics.median(values[-third:])
+
+
+def _report(
+    arguments: argparse.Namespace, model: gecko.Gecko, load: Load, numbers: dict[str, float], checks: dict[str, bool]
+) -> str:
+    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
+    outcomes = Counter(visit.outcome for visit in load.visits)
+    tokens = sum(len(visit.between) + (visit.first is not None) for visit in load.visits)
+    prompts = sum(visit.length for visit in load.visits if visit.first is not None)
+    gaps = [gap for visit in load.visits for gap in visit.between]
+    early, late = _thirds(load.resident)
+    lines = [
+        "# The server under load", "",
+        f"{date.today()}, {hardware}. Model: {arguments.model or 'tiny'}, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, float32, {arguments.threads} threads, "
+        f"{arguments.rows} rows, {PREFIX_CACHE} MB of prefix cache. "
+        f"{arguments.clients} clients on the same machine for {arguments.minutes:g} minutes; "
+        f"prompts of {SHORTEST} to {LONGEST:,} tokens, evenly by logarithm, a quarter with a common beginning; "
+        f"answers of 8 to {arguments.tokens} tokens; a third of the clients leave after 2 s on average. "
+        f"Command: `python benchmarks/server_load.py --minutes {arguments.minutes:g} --clients {arguments.clients} "
+        f"--rows {arguments.rows} --threads {arguments.threads}`.", "",
+        f"{len(load.visits):,} requests: " + ", ".join(f"{count:,} {name}" for name, count in outcomes.most_common()),
+        f"({prompts / load.seconds:,.0f} prompt tokens and {tokens / load.seconds:,.0f} new tokens a second; "
+        f"the prefix cache spared {numbers['gecko_prefix_tokens_reused_total']:,.0f} prompt tokens).", "",
+        "| time to the first token | requests | p50, s | p90, s | p99, s |", "|---|---:|---:|---:|---:|",
+        *(_row(f"prompts of {low:,} to {high:,} tokens", _firsts(load, low, high)) for low, high in CLASSES),
+        _row("all", _firsts(load, 0, LONGEST + 1)), "",
+        "| time between tokens | tokens | p50, s | p90, s | p99, s |", "|---|---:|---:|---:|---:|",
+        _row("all", gaps), "",
+        f"Memory in use: {early / 1e6:.1f} MB in the first third of the time, {late / 1e6:.1f} MB in the last "
+        f"(× {late / early:.3f}; medians), at most {max(load.resident) / 1e6:.1f} MB.", "",
+        *(f"- {'holds' if held else '**does not hold**'}: {what}" for what, held in checks.items()), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _firsts(load: Load, low: int, high: int) -> list[float]:
+    return [visit.first for visit in load.visits if visit.first is not None and low <= visit.length < high]
+
+
+def _row(name: str, seconds: list[float]) -> str:
+    ordered = sorted(seconds)
+    shown = [
+        f"{ordered[min(len(ordered) - 1, int(share * len(ordered)))]:.3f}" for share in (0.5, 0.9, 0.99) if ordered
+    ]
+    return " | ".join([f"| {name}", f"{len(seconds):,}", *(shown or ["–"] * 3)]) + " |"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=16, help="texts that the server continues side by side")
+    parser.add_argument("--tokens", type=int, default=64, help="most new tokens of a request")
+    parser.add_argument("--model", help="a folder with a model of bytes, instead of a new tiny one")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch in the server")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} into benchmarks/results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

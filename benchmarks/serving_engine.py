@@ -1,0 +1,166 @@
+"""Many texts side by side: tokens a second by how many, and time between tokens while a long prompt arrives.
+
+    python benchmarks/serving_engine.py --threads 2 --write
+
+Without --model the weights are random, which does not change what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import torch
+from measuring import publish
+
+import gecko
+from gecko.allocator import keep_freed_memory
+from gecko.generation import Sampling
+from gecko.serving.engine import SHORT_PIECE, Engine
+from gecko.serving.request import Finished, Request
+from gecko.train.hardware import describe_hardware
+
+SAMPLINGS = {
+    "greedy": Sampling(0.0),
+    "temperature 1": Sampling(1.0),
+    "top-k 50, top-p 0.9, min-p 0.05, penalty 1.2": Sampling(0.8, 50, 0.9, 0.05, 1.2),
+}
+"""What all rows ask for, by how it is called in the table."""
+ROWS = (1, 2, 4, 8, 16, 32)
+SECONDS_TO_WARM_UP = 1.0
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Milliseconds between two tokens of a running text."""
+
+    median: float
+    worst_of_hundred: float
+    longest: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Gaps:
+        ordered = sorted(1e3 * gap for gap in seconds)
+        return cls(statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))], ordered[-1])
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
+    torch.manual_seed(0)
+    model = gecko.load(arguments.model) if arguments.model else gecko.Gecko(gecko.GeckoConfig.preset(arguments.preset))
+    _warm_up(model)
+    speeds = {
+        name: [measure_throughput(model, sampling, rows, arguments.steps) for rows in ROWS]
+        for name, sampling in SAMPLINGS.items()
+    }
+    gaps = measure_gaps(model, arguments.steps, arguments.prompt)
+    publish("serving_engine.md", report(arguments, model, speeds, gaps), arguments.write)
+
+
+def measure_throughput(model: gecko.Gecko, sampling: Sampling, rows: int, steps: int) -> float:
+    """Tokens a second of ``rows`` texts together, each at a position of its own; the median step counts."""
+    engine = _running(model, sampling, rows)
+    return rows / statistics.median(_step_times(engine, steps, rows))
+
+
+def measure_gaps(model: gecko.Gecko, steps: int, prompt: int) -> dict[str, Gaps]:
+    """Of eight texts, alone and while another's prompt is read."""
+    engine = _running(model, Sampling(1.0), 8, places=9)
+    found = {"alone": Gaps.of(_step_times(engine, steps, 8))}
+    engine.submit(_request(prompt, Sampling(1.0), 1))
+    found[f"while a prompt of {prompt:,} tokens is read"] = Gaps.of(_times_while_reading(engine))
+    return found
+
+
+def report(
+    arguments: argparse.Namespace, model: gecko.Gecko, speeds: dict[str, list[float]], gaps: dict[str, Gaps]
+) -> list[str]:
+    """The results in Markdown."""
+    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return [
+        "# Many texts side by side", "",
+        f"{date.today()}, {hardware}. Model: {arguments.model or arguments.preset}, {size:,} parameters, float32. "
+        f"Command: `{_command(arguments)}`.", "",
+        f"## Tokens a second, all texts together, by the median of {arguments.steps} steps", "",
+        "| rows | " + " | ".join(speeds) + " |", "|---:|" + "---:|" * len(speeds),
+        *(f"| {rows} | " + " | ".join(f"{speed[i]:,.0f}" for speed in speeds.values()) + " |"
+          for i, rows in enumerate(ROWS)), "",
+        "16 rows against 1: " + ", ".join(
+            f"× {speed[ROWS.index(16)] / speed[0]:.1f} ({name})" for name, speed in speeds.items()) + ".", "",
+        "## Time between tokens of eight running texts", "",
+        f"The prompt is read in pieces of about {SHORT_PIECE} tokens, one between two tokens.", "",
+        "| | median, ms | 99 of 100 within, ms | longest, ms |", "|---|---:|---:|---:|",
+        *(f"| {name} | {gap.median:.1f} | {gap.worst_of_hundred:.1f} | {gap.longest:.1f} |"
+          for name, gap in gaps.items()),
+    ]  # fmt: skip
+
+
+def _running(model: gecko.Gecko, sampling: Sampling, rows: int, places: int | None = None) -> Engine:
+    """An engine in which so many texts are being continued, and go on being."""
+    engine = Engine(model, rows=places or rows)
+    for row in range(rows):
+        engine.submit(_request(10 + 37 * row, sampling, 1 << 40, seed=row))
+    while engine.tokens_made < 10 * rows * rows:
+        engine.step()
+    return engine
+
+
+def _request(length: int, sampling: Sampling, new: int, seed: int = 0) -> Request:
+    return Request(torch.randint(0, 256, (length,)), new, sampling, seed)
+
+
+def _step_times(engine: Engine, steps: int, rows: int) -> list[float]:
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        events = engine.step()
+        times.append(time.perf_counter() - begin)
+        assert len(events) == rows
+    return times
+
+
+def _times_while_reading(engine: Engine) -> list[float]:
+    """Of the steps until the text that came has its only token."""
+    times: list[float] = []
+    finished = False
+    while not finished:
+        begin = time.perf_counter()
+        events = engine.step()
+        times.append(time.perf_counter() - begin)
+        finished = any(isinstance(event, Finished) for event in events)
+    return times
+
+
+def _warm_up(model: gecko.Gecko) -> None:
+    """The first calls of a process are slower."""
+    engine, begin = _running(model, Sampling(1.0), 16), time.perf_counter()
+    while time.perf_counter() - begin < SECONDS_TO_WARM_UP:
+        engine.step()
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    model = f"--model {arguments.model}" if arguments.model else f"--preset {arguments.preset}"
+    options = f"--threads {arguments.threads} --steps {arguments.steps} --prompt {arguments.prompt}"
+    return f"python benchmarks/serving_engine.py {options} {model}"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="steps measured for each number")
+    parser.add_argument("--prompt", type=int, default=50_000, help="tokens of the long prompt")
+    parser.add_argument("--preset", default="tiny", help="architecture, with random weights")
+    parser.add_argument("--model", help="a model's folder instead")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--write", action="store_true", help="write the page into benchmarks/results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Many texts continued side by side, and the server that offers it."""

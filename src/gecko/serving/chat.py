@@ -1,0 +1,158 @@
+"""Conversations to prompts: by the tokenizer's own chat template, or by a plain default."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from gecko.data import Tokenizer
+from gecko.extras import require
+from gecko.serving.schemas import Message
+
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_MARK = "\ue000"
+"""Keeps the text of a special token apart from the token while a template is filled in."""
+
+
+class ChatFormat(Protocol):
+    """How a conversation becomes ids."""
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """Texts that end an answer."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Ids up to where the assistant's answer begins. ValueError if the conversation does not fit the format."""
+
+
+class PlainChat:
+    """For models without a template: who speaks, a colon, the text; an empty line between two.
+
+    The answer ends where the model would go on as the user.
+    """
+
+    stops = ("\n\nUser:", "\n\nSystem:")
+    _names: Mapping[str, str] = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        said = (f"{self._names[message.role]}: {message.content.strip()}\n\n" for message in messages)
+        text = "".join(said) + "Assistant:"
+        return [self._tokenizer.document_start, *self._tokenizer.encode(text).tolist()]
+
+
+class TemplateChat:
+    """A Jinja template, as Hugging Face tokenizers carry it.
+
+    Special tokens that the template writes become their ids. The same characters in a message stay text, so
+    that no message can end its turn or speak for another.
+
+    Raises:
+        ValueError: the template is none.
+    """
+
+    stops: Sequence[str] = ()
+
+    def __init__(self, tokenizer: Tokenizer, template: str, specials: Mapping[str, int]) -> None:
+        self._tokenizer, self._specials = tokenizer, dict(specials)
+        longest_first = sorted(map(re.escape, specials), key=len, reverse=True)
+        self._special = re.compile("|".join(longest_first) or r"(?!)")
+        texts = {index: text for text, index in specials.items()}
+        self._names = {
+            "bos_token": texts.get(tokenizer.document_start, ""),
+            "eos_token": texts.get(tokenizer.document_end, ""),
+        }
+        try:
+            self._template = _environment().from_string(template)
+        except require("jinja2", "serve").TemplateError as error:
+            raise ValueError(f"the chat template must be valid Jinja; {error}") from error
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        spoken = [{"role": message.role, "content": self._protect(message.content)} for message in messages]
+        try:
+            text = self._template.render(messages=spoken, add_generation_prompt=True, **self._names)
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+        return self._encode(text)
+
+    def _protect(self, text: str) -> str:
+        return self._special.sub(lambda found: found[0][0] + _MARK + found[0][1:], text.replace(_MARK, ""))
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        begin = 0
+        for found in self._special.finditer(text):
+            ids += [*self._plain(text[begin : found.start()]), self._specials[found[0]]]
+            begin = found.end()
+        return ids + self._plain(text[begin:])
+
+    def _plain(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text.replace(_MARK, "")).tolist() if text else []
+
+
+def find_format(tokenizer: Tokenizer, model_folder: Path) -> ChatFormat:
+    """The template beside the tokenizer's files, else beside the model's, else the plain default.
+
+    Raises:
+        ValueError: a file that should hold it is damaged.
+    """
+    file = Path(tokenizer.name)
+    for folder in ([file.parent] if file.is_file() else []) + [model_folder]:
+        template = _read_template(folder)
+        if template is not None:
+            return TemplateChat(tokenizer, template, _special_tokens(folder))
+    return PlainChat(tokenizer)
+
+
+def _read_template(folder: Path) -> str | None:
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    template = _read_json(folder / CONFIG).get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template
+
+
+def _special_tokens(folder: Path) -> dict[str, int]:
+    """Text and id of the tokens that stand for no text."""
+    added = _read_json(folder / "tokenizer.json").get("added_tokens", [])
+    decoder = _read_json(folder / CONFIG).get("added_tokens_decoder", {})
+    every = [*added, *({"id": int(index), **token} for index, token in decoder.items())]
+    return {token["content"]: token["id"] for token in every if token.get("special", True)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must hold JSON; {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object; got a {type(content).__name__}.")
+    return content
+
+
+def _environment() -> Any:
+    """Jinja as the templates expect it, shut off from Python."""
+    require("jinja2", "serve")
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    return environment

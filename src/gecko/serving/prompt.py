@@ -1,0 +1,71 @@
+"""Reading one prompt piece by piece, between other work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gecko.generation import Reading
+from gecko.model import Gecko
+from gecko.serving.prefix_cache import PrefixCache
+from gecko.serving.request import Request
+
+
+class PromptReader:
+    """What was read of a request's prompt so far.
+
+    Args:
+        cache: where the states of known beginnings are. A prompt after a state of the request's own does not use it.
+        piece: what is read at once where nothing else waits; at a multiple of it, the cache gets a state.
+    """
+
+    def __init__(self, request: Request, model: Gecko, cache: PrefixCache | None, piece: int) -> None:
+        self.request, self._model, self._piece = request, model, piece
+        self._device = model.embedding.weight.device
+        self._cache = cache if request.state is None else None
+        self._prompt = request.prompt.to("cpu", torch.int64)
+        self._state = None if request.state is None else request.state.to(self._device)
+        self.position = request.begins_at
+        """Tokens of the text that the state has read."""
+        self.reused = 0
+        """Tokens of the prompt that the cache had read."""
+        self.piece = 0
+        """Tokens that ``read`` read last."""
+        self._read = 0
+        self._begun = False
+        self._borders: Mapping[int, bytes] = {}
+
+    def read(self, piece: int) -> Reading | None:
+        """Read on to the next multiple of ``piece``; at the prompt's end, where the text stands."""
+        if not self._begun:
+            self._begin()
+        begin, end = self._read, self._next_border(piece)
+        tokens = self._prompt[begin:end].unsqueeze(0).to(self._device)
+        hidden, self._state = self._model.hidden(tokens, state=self._state)
+        self._read, self.piece, self.position = end, end - begin, self.position + end - begin
+        if self._cache is not None and end in self._borders:
+            self._cache.keep(self._borders[end], self._state)
+        if end < len(self._prompt):
+            return None
+        return Reading(self._state, self._model.head(hidden[:, -1:])[0, 0], self._seen())
+
+    def _begin(self) -> None:
+        """Take up what is known now; requests that came before may have added to it."""
+        self._begun = True
+        if self._cache is None:
+            return
+        prefix = self._cache.find(self._model.fingerprint(), self._prompt, self._model.config.chunk_size, self._piece)
+        self._borders = prefix.borders
+        if prefix.state is not None:
+            self._state, self._read = prefix.state, prefix.length
+            self.position = self.reused = prefix.length
+
+    def _next_border(self, piece: int) -> int:
+        kept = (border for border in self._borders if border > self._read)
+        return min(len(self._prompt), self._read + piece - self.position % piece, *kept)
+
+    def _seen(self) -> Tensor:
+        seen = torch.zeros(self._model.config.vocab_size, dtype=torch.bool)
+        return seen.index_fill_(0, self._prompt, True).to(self._device)

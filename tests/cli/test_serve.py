@@ -1,0 +1,107 @@
+"""``gecko serve``."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gecko
+
+Command = Callable[..., Any]
+
+
+@contextmanager
+def serving(folder: Path, environment: dict[str, str], *options: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its address."""
+    command = [sys.executable, "-m", "gecko", "serve", str(folder), "--port", "0", *map(str, options)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, "PYTHONUNBUFFERED": "1"}
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        found = re.search(r"http://\S+", process.stdout.readline())
+        assert found is not None, process.stderr.read()
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(address: str, **asked: Any) -> Any:
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_is_served_until_a_signal(run_folder: Path, environment: dict[str, str], ending: int) -> None:
+    with serving(run_folder, environment) as (process, address):
+        answer = ask(address, prompt="abc", max_tokens=20, temperature=0)
+        model = gecko.load(run_folder / "checkpoints" / "step-00000002")
+        expected = gecko.generate(model, [256, *b"abc"], max_new_tokens=20, temperature=0).tokens[0]
+        assert answer["choices"][0]["text"] == bytes(expected).decode()
+        assert answer["model"] == "demo"
+        process.send_signal(ending)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out == "ended\n"
+    assert "Traceback" not in err
+
+
+def test_options_reach_the_server(run_folder: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    options = ("--name", "mine", "--states", tmp_path, "--max-new-tokens", 5, "--rows", 2, "--prefix-cache", 0)
+    with serving(run_folder, environment, *options) as (_, address):
+        assert ask(address, prompt="abc", max_tokens=5)["model"] == "mine"
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            ask(address, prompt="abc", max_tokens=6)
+    locked = serving(run_folder, environment, "--api-key-file", key)
+    with locked as (_, address), pytest.raises(urllib.error.HTTPError, match="401"):
+        ask(address, prompt="abc")
+
+
+def test_what_cannot_be_served(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    for options, told in (
+        (("--states", tmp_path / "gone"), "gone"),
+        (("--api-key-file", tmp_path / "gone"), "gone"),
+        (("--api-key-file", tmp_path / "empty"), "must hold the key"),
+        (("--max-seconds", "0"), "seconds"),
+        (("--rows", "0"), "--rows"),
+        (("--device", "abacus"), "device"),
+        (("--host", "192.0.2.1"), "cannot listen"),
+    ):
+        result = command("serve", run_folder, *options)
+        assert result.exit_code == 2, told
+        assert told in result.stderr
+    assert command("serve", tmp_path).exit_code == 2
+
+
+def test_a_port_that_is_taken(command: Command, run_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = command("serve", run_folder, "--port", taken.getsockname()[1])
+    assert result.exit_code == 2
+    assert "Try another --port" in result.stderr
+
+
+def test_missing_packages_are_named(command: Command, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    result = command("serve", run_folder)
+    assert result.exit_code == 2
+    assert "pip install 'gecko-lm[serve]'" in result.stderr

@@ -1,0 +1,57 @@
+"""A small model, and real servers of it on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from serving.sites import Site, serving
+
+import gecko
+from gecko.data import Tokenizer, load_tokenizer
+from gecko.serving.limits import Limits
+
+CONFIG = gecko.GeckoConfig(
+    vocab_size=264, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,
+    cema_modes=4, chunk_size=8, timestep_groups=4,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def model() -> gecko.Gecko:
+    """It writes letters only, so that texts never end by themselves and are the same however they are decoded."""
+    torch.manual_seed(0)
+    model = gecko.Gecko(CONFIG)
+    with torch.no_grad():
+        model.final_norm.bias.fill_(1)
+        model.head.weight[:97], model.head.weight[123:] = -1, -1
+        model.head.weight[97:123] *= 4
+    return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("bytes")
+
+
+StartServer = Callable[..., Site]
+
+
+@pytest.fixture
+def start(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[StartServer]:
+    """Starts a server with options of its own."""
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(serving(model, tokenizer, tmp_path, **options))
+
+
+@pytest.fixture(scope="module")
+def site(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The server that most tests share."""
+    limits = Limits(rows=4, queue=40, body_bytes=200_000, prompt_tokens=50_000)
+    states = tmp_path_factory.mktemp("states")
+    with serving(model, tokenizer, states, limits=limits, prefix_cache_bytes=1 << 20, states=states) as site:
+        yield site
+        site.wait_until_idle()

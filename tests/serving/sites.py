@@ -1,0 +1,60 @@
+"""Real servers of a small model, on loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+from serving.waiting import until
+
+import gecko
+from gecko.data import Tokenizer
+from gecko.serving.server import Options, Server, build_service, open_socket
+from gecko.serving.service import Service
+
+
+@dataclass(frozen=True)
+class Site:
+    """A running server."""
+
+    service: Service
+    server: Server
+    url: str
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0)
+
+    def post(self, path: str = "/v1/completions", **options: Any) -> httpx2.Response:
+        return httpx2.post(f"{self.url}{path}", timeout=60, **options)
+
+    def numbers(self) -> dict[str, float]:
+        """All of ``/metrics``, by name with labels."""
+        lines = httpx2.get(f"{self.url}/metrics").text.splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    def wait_until_idle(self) -> None:
+        """Until no row, no place in the queue and no request is left; fails if that does not come about."""
+        until(lambda: self.numbers()["gecko_rows_active"] + self.numbers()["gecko_queue_length"] == 0)
+        until(lambda: self.service.admission.taken == 0)
+
+
+@contextmanager
+def serving(model: gecko.Gecko, tokenizer: Tokenizer, folder: Path, **options: Any) -> Iterator[Site]:
+    settings = Options(**{"name": "small", "grace_seconds": 5, **options})
+    service = build_service(model, tokenizer, folder, settings)
+    server = Server(service, settings)
+    with open_socket("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        until(lambda: server.started)
+        yield Site(service, server, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()

@@ -1,0 +1,427 @@
+"""The server as OpenAI's own client sees it, and as clients see it that ask for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from serving.conftest import StartServer
+from serving.sites import Site
+from serving.waiting import until
+
+import gecko
+from gecko.data import Tokenizer
+from gecko.serving.limits import Limits
+
+GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
+
+
+def alone(model: gecko.Gecko, ids: list[int], tokens: int, **options: Any) -> str:
+    """What ``gecko.generate`` writes; the server must write the same."""
+    return bytes(gecko.generate(model, ids, max_new_tokens=tokens, **options).tokens[0]).decode()
+
+
+def document(text: str) -> list[int]:
+    return [256, *text.encode()]
+
+
+def test_a_completion_is_what_generate_writes(site: Site, model: gecko.Gecko) -> None:
+    answer = site.openai.completions.create(prompt="abc", max_tokens=30, **GREEDY)
+    assert answer.choices[0].text == alone(model, document("abc"), 30, temperature=0)
+    assert (answer.object, answer.model, answer.choices[0].finish_reason) == ("text_completion", "small", "length")
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (4, 30, 34)
+    assert usage.state_bytes == model.empty_state().num_bytes
+    assert answer.choices[0].position == 34
+
+
+def test_every_form_of_a_prompt(site: Site, model: gecko.Gecko) -> None:
+    def texts(prompt: Any, **options: Any) -> list[str]:
+        answer = site.openai.completions.create(prompt=prompt, max_tokens=9, **GREEDY, **options)
+        assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
+        return [choice.text for choice in answer.choices]
+
+    one, two = (alone(model, document(text), 9, temperature=0) for text in ("abc", "xyz ü"))
+    assert texts("abc") == texts(["abc"]) == texts(document("abc")) == texts([document("abc")]) == [one]
+    assert texts(["abc", "xyz ü"]) == texts([document("abc"), document("xyz ü")]) == [one, two]
+    assert texts(["abc", "xyz ü"], n=2) == [one, one, two, two]
+    assert texts("") == [alone(model, [256], 9, temperature=0)]
+    assert texts([256, 256]) == [alone(model, [256, 256], 9, temperature=0)]
+    assert texts(["abc", "xyz ü"], echo=True) == ["abc" + one, "xyz ü" + two]
+    assert texts(document("abc"), echo=True) == ["abc" + one]
+
+
+def test_choices_are_drawn_with_seeds_of_their_own(site: Site, model: gecko.Gecko) -> None:
+    asked = {"prompt": "abc", "max_tokens": 20, "model": "small", "seed": 5, "temperature": 0.9, "top_p": 0.9}
+    answer = site.openai.completions.create(n=3, extra_body={"top_k": 20}, **asked)
+    expected = [alone(model, document("abc"), 20, seed=5 + i, temperature=0.9, top_p=0.9, top_k=20) for i in range(3)]
+    assert [choice.text for choice in answer.choices] == expected
+    assert len(set(expected)) == 3
+
+
+def test_sampling_fields_reach_the_model(site: Site) -> None:
+    def write(**options: Any) -> str:
+        return site.openai.completions.create(prompt="abc", max_tokens=20, **{**GREEDY, **options}).choices[0].text
+
+    assert write(logit_bias={"81": 100}) == "Q" * 20
+    assert write(temperature=1.0, seed=1, extra_body={"top_k": 1}) == write()
+    assert write(temperature=1.0, seed=1, extra_body={"min_p": 1.0}) == write()
+    assert write(temperature=1.0, seed=1) == write(temperature=1.0, seed=1) != write(temperature=1.0, seed=2)
+    assert len(set(write(extra_body={"repetition_penalty": 100.0}))) > len(set(write()))
+    assert write(presence_penalty=0, frequency_penalty=0.0, best_of=1, suffix="", user="me") == write()
+
+
+def test_stop_strings(site: Site) -> None:
+    whole = site.openai.completions.create(prompt="abc", max_tokens=40, **GREEDY).choices[0].text
+    stop = whole[20:23]
+    for stops in (stop, ["@@", stop]):
+        choice = site.openai.completions.create(prompt="abc", max_tokens=40, stop=stops, **GREEDY).choices[0]
+        assert (choice.text, choice.finish_reason) == (whole.partition(stop)[0], "stop")
+
+
+def test_log_probabilities(site: Site, model: gecko.Gecko) -> None:
+    answer = site.openai.completions.create(prompt="abc", max_tokens=5, logprobs=3, **GREEDY)
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.tokens is not None and told.token_logprobs is not None and told.top_logprobs is not None
+    assert "".join(told.tokens) == answer.choices[0].text
+    assert told.text_offset == [0, 1, 2, 3, 4]
+    for token, value, likeliest in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert len(likeliest) == 3
+        assert likeliest[token] == value == max(likeliest.values())
+    ids = [256, *b"abc", *answer.choices[0].text.encode()]
+    logits, _ = model(gecko.model.torch.tensor([ids[:-1]]))
+    expected = logits[0, 3:].log_softmax(-1).amax(-1).tolist()
+    assert told.token_logprobs == pytest.approx(expected, abs=1e-5)
+    none = site.openai.completions.create(prompt="abc", max_tokens=5, **GREEDY)
+    assert none.choices[0].logprobs is None
+
+
+def test_a_stream_joins_to_the_whole(site: Site) -> None:
+    asked = {"prompt": ["abc", "xyz"], "max_tokens": 25, "logprobs": 1, **GREEDY}
+    whole = site.openai.completions.create(**asked)
+    chunks = list(site.openai.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    for index in (0, 1):
+        mine = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == index]
+        assert "".join(choice.text for choice in mine) == whole.choices[index].text
+        tokens = [token for choice in mine if choice.logprobs for token in choice.logprobs.tokens]
+        assert tokens == whole.choices[index].logprobs.tokens
+        assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert mine[-1].position == 29
+        assert len(mine) > 20
+    chunks = list(site.openai.completions.create(stream=True, **asked))
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+    (first, *_) = site.openai.completions.create(prompt="abc", echo=True, stream=True, max_tokens=5, **GREEDY)
+    assert first.choices[0].text == "abc"
+
+
+def test_chat(site: Site, model: gecko.Gecko) -> None:
+    messages: Any = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+    ]
+    expected = alone(model, document("System: Be short.\n\nUser: Hello\n\nAssistant:"), 20, temperature=0)
+    asked: dict[str, Any] = {"messages": messages, "max_tokens": 20, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    answer = site.openai.chat.completions.create(**asked)
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", expected, "length")
+    told = choice.logprobs.content
+    assert "".join(token.token for token in told) == expected
+    assert all(len(token.top_logprobs) == 2 and bytes(token.bytes).decode() == token.token for token in told)
+    chunks = list(site.openai.chat.completions.create(stream=True, **asked))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "length"
+    short = site.openai.chat.completions.create(messages=messages, max_completion_tokens=3, **GREEDY)
+    assert short.choices[0].message.content == expected[:3]
+
+
+def test_the_answer_ends_where_the_user_would_speak(site: Site) -> None:
+    bias = {"10": 100}  # line breaks, and nothing else
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "logit_bias": bias, **GREEDY}
+    assert site.openai.chat.completions.create(max_tokens=5, **asked).choices[0].message.content == "\n" * 5
+
+
+def test_models(site: Site, model: gecko.Gecko) -> None:
+    (found,) = site.openai.models.list()
+    assert (found.id, found.object, found.state_bytes) == ("small", "model", model.empty_state().num_bytes)
+    assert site.openai.models.retrieve("small") == found
+    with pytest.raises(openai.NotFoundError):
+        site.openai.models.retrieve("large")
+
+
+def test_health_and_page(site: Site) -> None:
+    assert httpx2.get(f"{site.url}/health").json() == {"status": "ok"}
+    page = httpx2.get(site.url)
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert httpx2.get(f"{site.url}/openapi.json").json()["paths"].keys() >= {"/v1/completions", "/v1/chat/completions"}
+
+
+def test_metrics_count(site: Site) -> None:
+    site.wait_until_idle()
+    before = site.numbers()
+    site.openai.completions.create(prompt="abc", max_tokens=7, **GREEDY)
+    site.post(content=b"{")
+    after = site.numbers()
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert grown("gecko_prompt_tokens_total") == 4
+    assert grown("gecko_generated_tokens_total") == 7
+    assert grown('gecko_continuations_total{reason="length"}') == 1
+    assert grown('gecko_responses_total{status="400"}') == 1
+    assert grown("gecko_time_to_first_token_seconds_count") == 1
+    assert grown("gecko_time_between_tokens_seconds_count") == 6
+
+
+def test_a_known_beginning_is_not_read_again(site: Site) -> None:
+    prompt = "a long beginning that many questions share, " * 20
+    first = site.openai.completions.create(prompt=prompt + "one", max_tokens=9, **GREEDY)
+    before = site.numbers()["gecko_prefix_tokens_reused_total"]
+    again = site.openai.completions.create(prompt=prompt + "one", max_tokens=9, **GREEDY)
+    assert again.choices[0].text == first.choices[0].text
+    assert site.numbers()["gecko_prefix_tokens_reused_total"] - before > 500
+
+
+OK = {"prompt": "abc", "max_tokens": 3}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [[[1]]]}, "prompt"),
+    ({"prompt": {"text": "a"}}, "prompt"),
+    ({"prompt": [-1]}, "0..263"),
+    ({"prompt": [264]}, "0..263"),
+    ({"prompt": [10**30]}, "0..263"),
+    ({"prompt": [[1], [2, 264]]}, "0..263"),
+    ({"prompt": "\ud800"}, "surrogate"),
+    ({"prompt": "a" * 50_001}, "50,000"),
+    ({"prompt": ["a"] * 100, "n": 2}, "prompts × n"),
+    ({"prompt": ["a"] * 100}, "44"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 4097}, "4096"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 5.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": 0}, "top_k"),
+    ({"min_p": -0.5}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 1001}, "stop"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {"264": 1}}, "264"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 1, "echo": True}, "echo"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": "yes"}}, "include_usage"),
+    ({"suffix": "the end"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"presence_penalty": 0.5}, "repetition_penalty"),
+    ({"temprature": 0.5}, "temperature"),
+    ({"qqq": 1}, "qqq"),
+    ({"state": "book"}, "book"),
+    ({"state": "../book"}, "../book"),
+    ({"state": 5}, "state"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [5] * 20_000}, "messages"),
+    ({"messages": [{"role": "user"}]}, "content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"max_completion_tokens": 5000}, "4096"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "abc"}, "prompt"),
+]
+
+
+def check_error(response: httpx2.Response, status: int, told: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert told in error["message"], error["message"]
+    assert len(response.text) < 1000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_refused_with_a_reason(site: Site, stream: bool) -> None:
+    for path, good, bad in (("/v1/completions", OK, BAD_COMPLETIONS), ("/v1/chat/completions", CHAT, BAD_CHATS)):
+        for change, told in bad:
+            content = json.dumps({"stream": stream, **good, **change}).encode()
+            response = site.post(path, content=content, headers={"Content-Type": "application/json"})
+            status = 404 if "state" in change and isinstance(change["state"], str) else 400
+            check_error(response, status, told)
+        assert site.post(path, json=good).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b'{"prompt": "abc"', b"nonsense", b"[]", b'"abc"', b"null", b"1", b"\xff\xfe", b'{"prompt": "\xff"}',
+        b"[" * 100_000, b'{"prompt":' * 10_000, b"9" * 10_000, b'{"prompt": [' + b"9" * 5_000 + b"]}",
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_malformed_bodies_get_400(site: Site, content: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        check_error(site.post(path, content=content, headers={"Content-Type": "application/json"}), 400, "")
+
+
+def test_forms_that_a_browser_may_send_from_anywhere_are_refused(site: Site) -> None:
+    check_error(site.post(content=json.dumps(OK), headers={"Content-Type": "text/plain"}), 400, "application/json")
+
+
+def test_other_addresses_and_methods(site: Site) -> None:
+    check_error(site.post("/v1/complete", json=OK), 404, "/v1/complete")
+    check_error(httpx2.get(f"{site.url}/v1/completions"), 405, "GET")
+
+
+def test_the_model_must_be_the_one_that_is_there(site: Site) -> None:
+    with pytest.raises(openai.NotFoundError, match="'small'") as caught:
+        site.openai.completions.create(model="large", prompt="abc")
+    assert caught.value.code == "model_not_found"
+
+
+def test_bodies_that_are_too_large_get_413(site: Site) -> None:
+    check_error(site.post(json={"prompt": "a" * 300_000}), 413, "200,000")
+    check_error(site.post(content=(b"a" * 1000 for _ in range(300))), 413, "200,000")
+    assert site.post(json=OK).status_code == 200
+
+
+def test_bodies_that_never_end_get_408(start: StartServer) -> None:
+    import socket
+
+    site = start(limits=Limits(body_seconds=0.2))
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_the_key(start: StartServer) -> None:
+    site = start(api_key="secret")
+    assert site.post(json=OK, headers={"Authorization": "Bearer secret"}).status_code == 200
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer é"}):
+        for path in ("/v1/completions", "/v1/models", "/v1/nothing"):
+            raw = {name: value.encode("latin-1") for name, value in headers.items()}
+            check_error(site.post(path, json=OK, headers=raw), 401, "API key")
+    for path in ("/", "/health", "/metrics"):
+        assert httpx2.get(site.url + path).status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        site.openai.models.list()
+
+
+def test_a_request_that_takes_too_long_ends_with_what_there_is(start: StartServer) -> None:
+    site = start(limits=Limits(rows=1, queue=5, seconds=0.5, new_tokens=100_000))
+    running = site.openai.completions.create(prompt="abc", max_tokens=100_000, **GREEDY)
+    assert running.choices[0].finish_reason == "length"
+    assert 0 < running.usage.completion_tokens < 100_000
+    site.wait_until_idle()
+    assert site.numbers()['gecko_continuations_total{reason="time"}'] == 1
+
+
+def test_no_token_within_the_time_is_504(start: StartServer) -> None:
+    site = start(limits=Limits(rows=1, queue=5, seconds=1e-4))
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as caught:
+            site.openai.completions.create(prompt="a" * 5000, stream=stream, **GREEDY)
+        assert (caught.value.status_code, caught.value.code) == (504, "timeout")
+    site.wait_until_idle()
+
+
+def test_saved_states(start: StartServer, model: gecko.Gecko, tmp_path: Path) -> None:
+    site = start(states=tmp_path)
+    book = gecko.generate(model, document("once upon a time " * 30), max_new_tokens=0).state
+    book.save(tmp_path / "book.state")
+    (found,) = site.openai.models.list()
+    assert found.states == ["book"]
+    for prompt in (" and", list(b" and")):
+        answer = site.openai.completions.create(prompt=prompt, max_tokens=12, extra_body={"state": "book"}, **GREEDY)
+        assert answer.choices[0].text == alone(model, list(b" and"), 12, temperature=0, state=book)
+        assert answer.choices[0].position == book.position[0] + 4 + 12
+    question: Any = [{"role": "user", "content": "Who?"}]
+    chat = site.openai.chat.completions.create(messages=question, max_tokens=12, extra_body={"state": "book"}, **GREEDY)
+    expected = alone(model, list(b"User: Who?\n\nAssistant:"), 12, temperature=0, state=book)
+    assert chat.choices[0].message.content == expected
+    check_error(site.post(json={**OK, "state": "book", "prompt": ""}), 400, "tokens")
+    gecko.generate(model, document("another"), max_new_tokens=0).state.save(tmp_path / "book.state")
+    replaced = site.openai.completions.create(prompt=" and", max_tokens=12, extra_body={"state": "book"}, **GREEDY)
+    assert replaced.choices[0].text == alone(model, document("another and"), 12, temperature=0)
+
+
+def test_states_outside_of_the_folder_are_out_of_reach(start: StartServer, model: gecko.Gecko, tmp_path: Path) -> None:
+    (tmp_path / "states").mkdir()
+    site = start(states=tmp_path / "states")
+    gecko.generate(model, document("secret"), max_new_tokens=0).state.save(tmp_path / "outside.state")
+    for name in ("../outside", str(tmp_path / "outside"), "..", "", "a/../../outside"):
+        check_error(site.post(json={**OK, "state": name}), 404, "there is no state")
+
+
+def test_states_that_cannot_be_used(start: StartServer, model: gecko.Gecko, tmp_path: Path) -> None:
+    site = start(states=tmp_path)
+    state = gecko.generate(model, document("abc"), max_new_tokens=0).state
+    state.save(tmp_path / "damaged.state")
+    content = bytearray((tmp_path / "damaged.state").read_bytes())
+    content[-5] ^= 1
+    (tmp_path / "damaged.state").write_bytes(content)
+    (tmp_path / "short.state").write_bytes(content[:100])
+    (tmp_path / "text.state").write_text("once upon a time")
+    (tmp_path / "empty.state").write_bytes(b"")
+    gecko.Gecko(gecko.GeckoConfig.preset("tiny")).empty_state().save(tmp_path / "other-config.state")
+    gecko.Gecko(model.config).empty_state().save(tmp_path / "other-weights.state")
+    state.rows([0, 0]).save(tmp_path / "two-rows.state")
+    for path in sorted(tmp_path.glob("*.state")):
+        response = site.post(json={**OK, "state": path.stem})
+        check_error(response, 400, "")
+        assert str(tmp_path) not in response.text
+    check_error(site.post(json={**OK, "state": "gone"}), 404, "gone")
+    check_error(site.post(json={**OK, "state": "x" * 5000}), 404, "xxx")
+    assert site.post(json=OK).status_code == 200
+
+
+def test_texts_are_cut_where_characters_end(site: Site, tokenizer: Tokenizer) -> None:
+    """Bytes of a character that is never complete come as U+FFFD, at the end and once."""
+    asked = {"prompt": "abc", "max_tokens": 1, "logit_bias": {"226": 100}, "logprobs": 1, **GREEDY}
+    (chunk,) = site.openai.completions.create(stream=True, **asked)
+    assert chunk.choices[0].text == "\ufffd"
+    assert chunk.choices[0].logprobs.tokens == ["token_id:226"]
+
+
+def test_the_server_stays_well(site: Site) -> None:
+    """Runs last: nothing that the tests above sent has left a trace."""
+    site.wait_until_idle()
+    assert httpx2.get(f"{site.url}/health").status_code == 200
+    until(lambda: site.numbers()["gecko_rows_active"] == 0)

@@ -1,0 +1,156 @@
+"""Conversations become prompts as the model's template says, and no message can pretend to be another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gecko.data import Tokenizer, load_tokenizer
+from gecko.serving.chat import PlainChat, TemplateChat, find_format
+from gecko.serving.schemas import Message
+
+TEMPLATE = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+
+
+def messages(*spoken: tuple[str, str]) -> list[Message]:
+    return [Message.model_validate({"role": role, "content": content}) for role, content in spoken]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer with a chat template beside it."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIALS, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    library.train_from_iterator(["user and assistant"] * 9, trainer)
+    folder = tmp_path_factory.mktemp("chat")
+    library.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "bos_token": None, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def template(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> TemplateChat:
+    found = find_format(tokenizer, tmp_path_factory.mktemp("model"))
+    assert isinstance(found, TemplateChat)
+    return found
+
+
+def spell(tokenizer: Tokenizer, ids: list[int]) -> list[str | int]:
+    """Text between special tokens, and their ids."""
+    parts: list[Any] = [[]]
+    for index in ids:
+        if index in tokenizer.special_ids:
+            parts += [index, []]
+        else:
+            parts[-1].append(index)
+    return [tokenizer.decode(part) if isinstance(part, list) else part for part in parts]
+
+
+def test_a_template_writes_special_tokens(template: TemplateChat, tokenizer: Tokenizer) -> None:
+    ids = template.encode(messages(("system", "Be short."), ("user", " Hello\n"), ("assistant", "Hi"), ("user", "No")))
+    start, end = 0, 1
+    assert spell(tokenizer, ids) == [
+        "", start, "system\nBe short.", end, "\n", start, "user\nHello", end, "\n", start, "assistant\nHi", end,
+        "\n", start, "user\nNo", end, "\n", start, "assistant\n",
+    ]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from([*SPECIALS, "<|im_", "end|>", "\ue000", "a", " ", "é"]), max_size=8))
+def test_messages_hold_text_only(template: TemplateChat, tokenizer: Tokenizer, parts: list[str]) -> None:
+    content = "".join(parts)
+    spelled = spell(tokenizer, template.encode(messages(("user", f"x{content}x"))))
+    assert spelled == ["", 0, "user\nx" + content.replace("\ue000", "") + "x", 1, "\n", 0, "assistant\n"]
+
+
+def test_where_templates_are_found(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}yes"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    bytes_tokenizer = load_tokenizer("bytes")
+    assert find_format(bytes_tokenizer, tmp_path).encode(messages(("user", "a"))) == list(b"yes")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert find_format(bytes_tokenizer, tmp_path).encode(messages(("user", "a"))) == list(b"file")
+    assert isinstance(find_format(tokenizer, tmp_path), TemplateChat)
+    assert find_format(tokenizer, tmp_path).encode(messages(("user", "a")))[0] == 0
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert isinstance(find_format(bytes_tokenizer, tmp_path), PlainChat)
+
+
+def test_the_folder_one_stands_in_is_not_the_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "chat_template.jinja").write_text("no")
+    monkeypatch.chdir(tmp_path / "here")
+    assert isinstance(find_format(load_tokenizer("bytes"), tmp_path), PlainChat)
+
+
+def test_the_plain_format_grows_at_its_end() -> None:
+    """What was read of a conversation is the beginning of all that follows, so that a prefix cache helps."""
+    plain = PlainChat(load_tokenizer("bytes"))
+    asked = [("system", "Be short."), ("user", "Hi")]
+    first = plain.encode(messages(*asked))
+    assert bytes(first[1:]) == b"System: Be short.\n\nUser: Hi\n\nAssistant:"
+    assert first[0] == 256
+    then = plain.encode(messages(*asked, ("assistant", " Hello there"), ("user", "Bye")))
+    assert then[: len(first) + 12] == first + list(b" Hello there")
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[5].content }}", "refuses"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_templates_that_fail(template: str, told: str) -> None:
+    chat = TemplateChat(load_tokenizer("bytes"), template, {})
+    with pytest.raises(ValueError, match=told):
+        chat.encode(messages(("user", "a")))
+
+
+def test_what_templates_may_use() -> None:
+    template = (
+        "{{ strftime_now('%Y') | length }}{{ {'a': 'é<'} | tojson }}"
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}"
+    )
+    chat = TemplateChat(load_tokenizer("bytes"), template, {})
+    assert bytes(chat.encode(messages(("user", "a"), ("user", "b")))).decode() == '4{"a": "é<"}user'
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("bytes")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json must hold JSON"):
+        find_format(tokenizer, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="JSON object"):
+        find_format(tokenizer, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
+    with pytest.raises(ValueError, match="valid Jinja"):
+        find_format(tokenizer, tmp_path)

@@ -1,0 +1,191 @@
+"""Many clients, clients that go away, and a server that ends: no place is lost, nobody waits for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from serving.conftest import StartServer
+from serving.sites import Site
+from serving.waiting import until
+
+import gecko
+from gecko.data import Tokenizer
+from gecko.serving.app import create_app
+from gecko.serving.limits import Limits
+from gecko.serving.server import Options, build_service
+
+LONG: dict[str, Any] = {"prompt": "abc", "max_tokens": 4000, "temperature": 0}
+
+
+def rows(site: Site) -> float:
+    return site.numbers()["gecko_rows_active"]
+
+
+@contextmanager
+def asking(site: Site, **asked: Any) -> Iterator[None]:
+    """Within the block, a client waits for its answer; at the end of the block it goes away."""
+    host, port = site.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, **asked}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        yield
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_row(site: Site, stream: bool) -> None:
+    made = site.numbers()["gecko_generated_tokens_total"]
+    with asking(site, n=3, stream=stream):
+        until(lambda: rows(site) == 3)
+    until(lambda: rows(site) == 0)
+    assert site.numbers()["gecko_generated_tokens_total"] - made < 3 * 3000
+    site.wait_until_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_while_it_waits_frees_its_place(site: Site, stream: bool) -> None:
+    """Nothing is sent to it that could fail, and still it is noticed."""
+    with asking(site, n=4):
+        until(lambda: rows(site) == 4)
+        with asking(site, n=5, stream=stream):
+            until(lambda: site.numbers()["gecko_queue_length"] == 5)
+        until(lambda: site.numbers()["gecko_queue_length"] == 0)
+        assert rows(site) == 4
+    site.wait_until_idle()
+
+
+def test_disconnects_at_random_moments_leave_nothing(site: Site) -> None:
+    """And those that stay get what they get alone."""
+    chance = random.Random(0)
+    expected = site.post(json={**LONG, "max_tokens": 60}).json()["choices"][0]["text"]
+
+    async def visit(client: httpx2.AsyncClient, number: int) -> str | None:
+        asked = {**LONG, "stream": number % 2 == 0, "max_tokens": 60 if number % 3 else 2000}
+        asked["prompt"] = "abc" if number % 3 else "other " * chance.randrange(1, 300)
+        patience = None if number % 3 else chance.uniform(0, 0.15)
+        try:
+            response = await asyncio.wait_for(client.post(f"{site.url}/v1/completions", json=asked), patience)
+        except TimeoutError:
+            return None
+        assert response.status_code == 200
+        return response.json()["choices"][0]["text"] if number % 2 else _streamed_text(response.text)
+
+    async def visit_all() -> list[str | None]:
+        limits = httpx2.Limits(max_connections=None)
+        async with httpx2.AsyncClient(timeout=60, limits=limits) as client:
+            return await asyncio.gather(*(visit(client, number) for number in range(40)))
+
+    texts = asyncio.run(visit_all())
+    assert {text for number, text in enumerate(texts) if number % 3} == {expected}
+    site.wait_until_idle()
+
+
+def test_ten_thousand_requests_at_once(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As many as there are places are served, all others are told to come later."""
+    limits = Limits(rows=8, queue=92)
+    service = build_service(model, tokenizer, tmp_path, Options("small", limits))
+    app = create_app(service)
+    body = json.dumps({"prompt": "abc", "max_tokens": 2, "temperature": 0}).encode()
+
+    async def ask() -> tuple[int, bytes | None]:
+        told: list[Any] = []
+        incoming: asyncio.Queue[Any] = asyncio.Queue()
+        incoming.put_nowait({"type": "http.request", "body": body})
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "query_string": b"",
+            "path": "/v1/completions", "raw_path": b"/v1/completions", "root_path": "", "scheme": "http",
+            "headers": [(b"content-type", b"application/json")], "server": ("x", 80), "client": ("x", 1),
+        }  # fmt: skip
+
+        async def send(message: Any) -> None:
+            told.append(message)
+
+        await app(scope, incoming.get, send)
+        return told[0]["status"], dict(told[0]["headers"]).get(b"retry-after")
+
+    async def ask_all() -> list[tuple[int, bytes | None]]:
+        service.worker.start()
+        answers = await asyncio.gather(*(ask() for _ in range(10_000)))
+        assert service.admission.taken == 0
+        assert (await ask())[0] == 200
+        await service.worker.close()
+        return answers
+
+    answers = Counter(asyncio.run(ask_all()))
+    assert answers.keys() == {(200, None), (429, b"2")}
+    assert 100 <= answers[200, None] < 1000
+
+
+def test_the_queue_is_full(start: StartServer) -> None:
+    site = start(limits=Limits(rows=1, queue=1))
+    with asking(site), asking(site):
+        until(lambda: site.service.admission.taken == 2)
+        with pytest.raises(openai.RateLimitError) as caught:
+            site.openai.completions.create(model="small", prompt="a")
+        assert caught.value.response.headers["retry-after"] == "2"
+        assert caught.value.code == "queue_full"
+    site.wait_until_idle()
+
+
+def test_a_failing_step_ends_those_it_held_and_no_others(start: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = start(limits=Limits(rows=2))
+    engine = site.service.worker._engine
+    step = engine.step
+    with site.openai.completions.create(model="small", stream=True, **LONG) as stream:
+        next(iter(stream))
+
+        def fail() -> None:
+            monkeypatch.setattr(engine, "step", step)
+            raise RuntimeError("a secret of the machine")
+
+        monkeypatch.setattr(engine, "step", fail)
+        with pytest.raises(openai.APIError, match="model failed") as caught:
+            list(stream)
+        assert "secret" not in str(caught.value)
+    site.wait_until_idle()
+    assert site.post(json={**LONG, "max_tokens": 5}).status_code == 200
+
+
+def test_running_requests_finish_and_new_ones_get_503(start: StartServer) -> None:
+    site = start(grace_seconds=30.0)
+    with site.openai.completions.create(model="small", stream=True, **{**LONG, "max_tokens": 400}) as stream:
+        next(iter(stream))
+        site.server.handle_exit(signal.SIGTERM, None)
+        until(lambda: httpx2.get(f"{site.url}/health").status_code == 503)
+        with pytest.raises(openai.InternalServerError) as caught:
+            site.openai.completions.create(model="small", prompt="a")
+        assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
+        assert caught.value.response.headers["retry-after"] == "2"
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+    until(lambda: site.server.should_exit)
+
+
+def test_what_does_not_finish_in_time_is_told_so(start: StartServer) -> None:
+    site = start(grace_seconds=0.2)
+    begin = time.monotonic()
+    with site.openai.completions.create(model="small", stream=True, **LONG) as stream:
+        next(iter(stream))
+        site.server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(openai.APIError, match="ended before"):
+            list(stream)
+    until(lambda: site.server.should_exit)
+    assert time.monotonic() - begin < 20
+
+
+def _streamed_text(content: str) -> str:
+    chunks = [line.removeprefix("data: ") for line in content.split("\n\n") if line]
+    assert chunks.pop() == "[DONE]"
+    return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)

@@ -1,0 +1,385 @@
+"""Laws of continuous batching: whoever else is there, every text gets what it would get alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gecko
+from gecko.generation import Sampling
+from gecko.serving.engine import Engine
+from gecko.serving.prefix_cache import PrefixCache
+from gecko.serving.request import Finished, QueueFullError, Request, Token
+
+MAX_PIECE = 24
+
+
+def text(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 264, (length,), generator=torch.Generator().manual_seed(1000 * seed + length))
+
+
+def request(prompt: Tensor | None = None, new: int = 5, sampling: Sampling | None = None, **more: Any) -> Request:
+    return Request(text(10) if prompt is None else prompt, new, sampling or Sampling(0.0), more.pop("seed", 0), **more)
+
+
+def alone(model: gecko.Gecko, asked: Request) -> gecko.generation.Generation:
+    options = {name: getattr(asked.sampling, name) for name in Sampling.__dataclass_fields__}
+    return gecko.generate(
+        model, asked.prompt, max_new_tokens=asked.max_new_tokens, seed=asked.seed, stop_tokens=asked.stop_tokens,
+        state=asked.state, **options,
+    )  # fmt: skip
+
+
+@dataclass
+class Log:
+    """What came of each request, by its id; fails at events out of order."""
+
+    tokens: dict[int, list[Token]] = field(default_factory=dict)
+    ends: dict[int, Finished] = field(default_factory=dict)
+
+    def take(self, events: list[Token | Finished]) -> None:
+        for event in events:
+            assert event.request_id not in self.ends, "nothing comes after the end"
+            if isinstance(event, Finished):
+                self.ends[event.request_id] = event
+            else:
+                self.tokens.setdefault(event.request_id, []).append(event)
+
+    def ids(self, request_id: int) -> list[int]:
+        return [event.token for event in self.tokens.get(request_id, [])]
+
+
+def run(engine: Engine, *requests: Request) -> tuple[list[int], Log]:
+    ids, log = [engine.submit(asked) for asked in requests], Log()
+    while not engine.idle:
+        log.take(engine.step())
+    assert (engine.active, engine.queued) == (0, 0)
+    return ids, log
+
+
+SAMPLINGS = st.sampled_from(
+    [
+        Sampling(0.0), Sampling(0.9), Sampling(0.0, repetition_penalty=1.5), Sampling(1.0, top_k=20, top_p=0.8),
+        Sampling(0.8, min_p=0.02, repetition_penalty=1.2, logit_bias={3: 4.0, 260: -100.0}), Sampling(1.2, top_p=0.9),
+    ]
+)  # fmt: skip
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[tuple[int, Request, int | None]]:
+    """Requests with the step at which they come, and that at which they are cancelled, if they are."""
+    found = []
+    for index in range(draw(st.integers(1, 8))):
+        asked = request(
+            text(draw(st.integers(1, 70)), index), draw(st.integers(0, 14)), draw(SAMPLINGS),
+            seed=draw(st.integers(0, 99)), stop_tokens=frozenset(range(draw(st.integers(0, 9)), 264, 10)),
+            log_probabilities=draw(st.sampled_from([None, 0, 3])),
+        )  # fmt: skip
+        found.append((draw(st.integers(0, 12)), asked, draw(st.none() | st.none() | st.integers(0, 25))))
+    return found
+
+
+@settings(max_examples=40)
+@given(arriving=arrivals(), rows=st.integers(1, 4), piece=st.none() | st.integers(1, MAX_PIECE), cached=st.booleans())
+def test_every_text_is_as_if_alone(
+    model: gecko.Gecko, arriving: list[tuple[int, Request, int | None]], rows: int, piece: int | None, cached: bool
+) -> None:
+    engine = Engine(model, rows=rows, piece=piece, prefix_cache=PrefixCache(1 << 20) if cached else None)
+    log, ids = Log(), dict[int, int]()
+    for step in range(10_000):
+        for index, (begin, asked, end) in enumerate(arriving):
+            if begin == step:
+                ids[index] = engine.submit(asked)
+            if end == step and index in ids:
+                engine.cancel(ids[index])
+        log.take(engine.step())
+        assert engine.active <= rows
+        assert engine.active + engine.queued == len(ids) - len(log.ends)
+        if len(ids) == len(arriving) and engine.idle:
+            break
+    assert (engine.active, engine.queued) == (0, 0)
+    assert engine.tokens_made == sum(map(len, log.tokens.values()))
+    for index, (_, asked, _) in enumerate(arriving):
+        as_alone(model, asked, log, ids[index])
+
+
+def as_alone(model: gecko.Gecko, asked: Request, log: Log, request_id: int) -> None:
+    expected, end, tokens = alone(model, asked), log.ends[request_id], log.ids(request_id)
+    if end.reason == "cancelled":
+        assert tokens == expected.tokens[0][: len(tokens)]
+        assert end.position <= len(asked.prompt) + len(tokens)
+        return
+    assert tokens == expected.tokens[0]
+    assert end == Finished(request_id, expected.finish_reasons[0], None, expected.state.position[0])
+    has_the_models_log_probabilities(model, asked, log.tokens.get(request_id, []))
+
+
+def has_the_models_log_probabilities(model: gecko.Gecko, asked: Request, events: list[Token]) -> None:
+    number = asked.log_probabilities
+    if number is None:
+        assert all((event.log_probability, event.likeliest) == (None, ()) for event in events)
+        return
+    if not events:
+        return
+    read = torch.cat([asked.prompt, torch.tensor([event.token for event in events])])
+    with torch.no_grad():
+        logits, _ = model(read.unsqueeze(0))
+    chances = logits[0, len(asked.prompt) - 1 : -1].double().log_softmax(-1)
+    for event, row in zip(events, chances, strict=True):
+        assert event.log_probability == pytest.approx(float(row[event.token]), abs=1e-4)
+        assert len(event.likeliest) == number
+        assert [value for _, value in event.likeliest] == pytest.approx(row.topk(number).values.tolist(), abs=1e-4)
+        assert [float(row[token]) for token, _ in event.likeliest] == pytest.approx(
+            row.topk(number).values.tolist(), abs=1e-4
+        )
+
+
+def test_a_text_goes_on_from_its_state(model: gecko.Gecko) -> None:
+    books = [gecko.generate(model, text(length), max_new_tokens=0).state for length in (33, 5)]
+    asked = [request(text(4, 1), 9, Sampling(0.9), seed=2, state=book) for book in books]
+    before = [book.map(torch.clone) for book in books]
+    ids, log = run(Engine(model, rows=3), *asked, *asked)
+    for request_id, (one, length) in zip(ids, [(asked[0], 33), (asked[1], 5)] * 2, strict=True):
+        assert log.ids(request_id) == alone(model, one).tokens[0]
+        assert log.ends[request_id].position == length + 4 + 9
+    for book, old in zip(books, before, strict=True):
+        assert all(torch.equal(tensor, old.tensors()[name]) for name, tensor in book.tensors().items())
+
+
+def test_a_long_prompt_does_not_stall_the_others(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    hidden = model.hidden
+
+    def watched(tokens: Tensor, **more: Any) -> Any:
+        lengths.append(tokens.shape[1])
+        return hidden(tokens, **more)
+
+    monkeypatch.setattr(model, "hidden", watched)
+    engine = Engine(model, rows=4, piece=16)
+    running = engine.submit(request(new=1000))
+    engine.step()
+    for index in range(3):
+        engine.submit(request(text(300, index), 2))
+    for _ in range(80):
+        lengths.clear()
+        events = engine.step()
+        assert sum(event.request_id == running for event in events) == 1, "a token in every step"
+        assert len(lengths) <= 1
+        assert sum(lengths) <= 16
+    assert engine.active == 1
+
+
+def test_short_prompts_do_not_wait_for_a_long_one(model: gecko.Gecko) -> None:
+    engine = Engine(model, rows=3, piece=16)
+    long, short = engine.submit(request(text(3000))), engine.submit(request(text(20), 1))
+    log = Log()
+    for _ in range(6):
+        log.take(engine.step())
+    assert log.ends[short].reason == "length"
+    assert long not in log.ends
+
+
+def test_without_a_piece_reading_is_short_only_where_others_wait(model: gecko.Gecko) -> None:
+    engine = Engine(model, rows=2)
+    assert (engine._short_piece, engine._long_piece) == (512, 4096)
+    first = engine.submit(request(text(5000), 50))
+    engine.step()
+    assert engine.prompt_tokens_read == 4096
+    while not engine._rows:
+        engine.step()
+    engine.submit(request(text(2000)))
+    engine.step()
+    assert engine.prompt_tokens_read == 5000 + 512
+    engine.cancel(first)
+
+
+@pytest.mark.parametrize("moment", ["queued", "reading", "first", "running", "twice", "after"])
+def test_cancelling_at_any_moment_frees_the_place(model: gecko.Gecko, moment: str) -> None:
+    engine, log = Engine(model, rows=1, piece=8), Log()
+    asked = request(text(20), 4)
+    victim = engine.submit(asked)
+    steps = {"queued": 0, "reading": 1, "first": 3, "running": 5, "twice": 4, "after": 9}[moment]
+    for _ in range(steps):
+        log.take(engine.step())
+    for _ in range(2 if moment == "twice" else 1):
+        engine.cancel(victim)
+    assert (engine.active, engine.queued) == (0, 0)
+    assert engine.idle == (moment == "after")
+    heir = engine.submit(asked)
+    while not engine.idle:
+        log.take(engine.step())
+    position = {"queued": 0, "reading": 8, "first": 21, "running": 23, "twice": 22, "after": 24}[moment]
+    reason = "length" if moment == "after" else "cancelled"
+    assert log.ends[victim] == Finished(victim, reason, None, position)
+    assert log.ids(heir) == alone(model, asked).tokens[0]
+
+
+def test_closing_cancels_everything(model: gecko.Gecko) -> None:
+    engine = Engine(model, rows=2, piece=8)
+    ids = {engine.submit(request(text(length))) for length in (3, 50, 9, 9)}
+    engine.step()
+    engine.step()
+    engine.close()
+    assert (engine.active, engine.queued) == (0, 0)
+    ends = [event for event in engine.step() if isinstance(event, Finished)]
+    assert {event.request_id for event in ends} == ids
+    assert {event.reason for event in ends} == {"cancelled"}
+    assert engine.idle
+
+
+def test_the_queue_has_an_end(model: gecko.Gecko) -> None:
+    engine = Engine(model, rows=1, max_queued=3)
+    for _ in range(3):
+        engine.submit(request())
+    with pytest.raises(QueueFullError, match="3 requests wait"):
+        engine.submit(request())
+    engine.step()
+    engine.submit(request())
+    with pytest.raises(QueueFullError):
+        engine.submit(request())
+    assert engine.queued == 3
+
+
+def test_ten_thousand_wait_and_can_be_cancelled(model: gecko.Gecko) -> None:
+    engine = Engine(model, rows=2, max_queued=10_000)
+    ids = [engine.submit(request(new=1)) for _ in range(10_000)]
+    for request_id in ids[20:]:
+        engine.cancel(request_id)
+    log = Log()
+    while not engine.idle:
+        log.take(engine.step())
+    assert sum(end.reason == "length" for end in log.ends.values()) == 20
+    assert len(log.ends) == 10_000
+
+
+def test_no_new_tokens_only_read(model: gecko.Gecko) -> None:
+    (request_id,), log = run(Engine(model, rows=1), request(text(30), 0))
+    assert log.ends[request_id] == Finished(request_id, "length", None, 30)
+    assert log.ids(request_id) == []
+
+
+OTHER_STATE = "of another model"
+BAD: list[tuple[Mapping[str, Any], type[Exception], str]] = [
+    ({"prompt": torch.tensor([], dtype=torch.int64)}, ValueError, "at least one token"),
+    ({"prompt": torch.tensor(3)}, TypeError, "1-D"),
+    ({"prompt": torch.tensor([[3]])}, TypeError, "1-D"),
+    ({"prompt": torch.tensor([1.5])}, TypeError, "integers"),
+    ({"prompt": torch.tensor([True])}, TypeError, "integers"),
+    ({"prompt": [1, 2]}, ValueError, "tensor"),
+    ({"prompt": torch.tensor([1, 264])}, ValueError, r"0\.\.263; got 264"),
+    ({"prompt": torch.tensor([-1])}, ValueError, r"0\.\.263; got -1"),
+    ({"new": -1}, ValueError, "max_new_tokens"),
+    ({"seed": 2**70}, ValueError, "seed"),
+    ({"log_probabilities": -1}, ValueError, "log_probabilities"),
+    ({"log_probabilities": 265}, ValueError, "log_probabilities"),
+    ({"sampling": Sampling(logit_bias={264: 1.0})}, ValueError, r"0\.\.263; got 264"),
+    ({"state": 3}, ValueError, "one row; got 3"),
+    ({"state": OTHER_STATE}, ValueError, "other weights"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_requests_are_refused_and_touch_nobody(
+    model: gecko.Gecko, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    change = dict(change)
+    if "state" in change:
+        other = gecko.Gecko(model.config)
+        change["state"] = other.empty_state() if change["state"] == OTHER_STATE else model.empty_state(3)
+    engine, asked, log = Engine(model, rows=2), request(new=6), Log()
+    good = engine.submit(asked)
+    log.take(engine.step())
+    with pytest.raises(error, match=message):
+        engine.submit(request(**change))
+    while not engine.idle:
+        log.take(engine.step())
+    assert log.ids(good) == alone(model, asked).tokens[0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("rows", 0), ("max_queued", 0), ("piece", 0)])
+def test_wrong_options_are_refused(model: gecko.Gecko, name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
+        Engine(model, **{name: value})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, top_k=3), Sampling(1.0, repetition_penalty=1.2)])
+def test_a_text_whose_numbers_are_not_finite_ends_alone(model: gecko.Gecko, value: float, sampling: Sampling) -> None:
+    """One token's embedding is broken: who reads it gets no finite logits any more."""
+    broken = gecko.Gecko(model.config)
+    broken.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        broken.embedding.weight[255] = value
+    forced = Sampling(0.0, logit_bias={255: 1000.0})
+    never = Sampling(sampling.temperature, sampling.top_k, None, None, sampling.repetition_penalty, {255: -1000.0})
+    prompts = [text(length).clamp(max=254) for length in (5, 12, 30)]
+    good = [request(prompt, 12, never, seed=4) for prompt in prompts]
+    # One breaks at its prompt, one after its first token; both in the middle of the others' places.
+    bad = [request(torch.tensor([1, 255, 2]), 9, never), request(text(3).clamp(max=254), 9, forced)]
+    engine = Engine(broken, rows=5, piece=16)
+    ids, log = run(engine, good[0], bad[0], good[1], bad[1], good[2])
+    for index, asked in zip((0, 2, 4), good, strict=True):
+        assert log.ids(ids[index]) == alone(model, asked).tokens[0]
+        assert log.ends[ids[index]].reason == "length"
+    for index, tokens in ((1, []), (3, [255])):
+        end = log.ends[ids[index]]
+        assert (end.reason, log.ids(ids[index])) == ("error", tokens)
+        assert end.error is not None and "finite" in end.error
+    # Their places serve others as if nothing had been there.
+    ids, log = run(engine, *good, *good)
+    for request_id, asked in zip(ids, good * 2, strict=True):
+        assert log.ids(request_id) == alone(model, asked).tokens[0]
+
+
+def test_a_prompt_that_cannot_be_read_ends_alone(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = model.hidden
+
+    def fail(tokens: Tensor, **more: Any) -> Any:
+        if 7 in tokens:
+            raise RuntimeError("planted")
+        return hidden(tokens, **more)
+
+    good, bad = request(text(10).clamp(min=8), 6), request(torch.tensor([8] * 20 + [7]))
+    expected = alone(model, good).tokens[0]
+    monkeypatch.setattr(model, "hidden", fail)
+    ids, log = run(Engine(model, rows=2, piece=16), good, bad, good)
+    assert log.ids(ids[0]) == log.ids(ids[2]) == expected
+    assert log.ends[ids[1]] == Finished(ids[1], "error", "RuntimeError: planted", 16)
+
+
+def test_the_model_keeps_its_mode_and_pytorch_its_random_numbers(model: gecko.Gecko) -> None:
+    before = torch.get_rng_state()
+    model.train()
+    try:
+        run(Engine(model), request(sampling=Sampling(1.0)))
+        assert model.training
+    finally:
+        model.eval()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_step_of_an_idle_engine_does_nothing(model: gecko.Gecko) -> None:
+    engine = Engine(model)
+    assert engine.idle
+    assert engine.step() == []
+    engine.cancel(5)
+    assert engine.idle
+
+
+def test_memory_does_not_grow_with_the_texts(model: gecko.Gecko) -> None:
+    engine = Engine(model, rows=2)
+    tensors = [tensor.data_ptr() for tensor in engine._slots._all.tensors().values()]
+    for _ in range(2):
+        engine.submit(request(new=300))
+    while not engine.idle:
+        engine.step()
+    assert [tensor.data_ptr() for tensor in engine._slots._all.tensors().values()] == tensors
+    assert (engine._rows, engine._readers, engine._queue, engine._pending) == ([], {}, {}, [])

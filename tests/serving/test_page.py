@@ -1,0 +1,138 @@
+"""The page at ``/`` in a real browser, without one it is skipped."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving.conftest import StartServer
+from serving.sites import Site
+from serving.waiting import PATIENCE, until
+
+import gecko
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """It fails at any error of the script, and at any request to another place."""
+    page = browser.new_page(viewport={"width": 1200, "height": 760})
+    page.set_default_timeout(PATIENCE * 1000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda request: wrong.append(request.url) if "127.0.0.1" not in request.url else None)
+    yield page
+    page.close()
+    assert [text for text in wrong if not text.startswith("data:")] == []
+
+
+def shows(page: Any, place: str, text: str | re.Pattern[str]) -> None:
+    """Waits until it does."""
+    from playwright.sync_api import expect
+
+    expect(page.locator(place)).to_have_text(text, timeout=PATIENCE * 1000)
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("#prompt", text)
+    page.click("#send")
+    shows(page, "#send", "Send")
+
+
+def position(page: Any) -> int:
+    return int(page.text_content("#position").replace(",", ""))
+
+
+def test_a_conversation(page: Any, site: Site, model: gecko.Gecko) -> None:
+    page.goto(site.url)
+    shows(page, "#model", "small")
+    page.fill("#tokens", "40")
+    page.fill("#temperature", "0")
+    say(page, "Hello <b>you</b>")
+    prompt = [256, *b"User: Hello <b>you</b>\n\nAssistant:"]
+    expected = bytes(gecko.generate(model, prompt, max_new_tokens=40, temperature=0).tokens[0]).decode()
+    assert page.text_content(".assistant") == expected
+    assert page.text_content(".user") == "Hello <b>you</b>"
+    assert position(page) == (len(prompt) + 40)
+    state = page.text_content("#state-bytes")
+    assert state.startswith(f"{model.empty_state().num_bytes / 1000:.1f}")
+    say(page, "More")
+    assert page.locator(".assistant").count() == 2
+    assert position(page) > 2 * 40
+    assert page.text_content("#state-bytes") == state
+    assert page.text_content("#first").endswith("ms")
+    page.click("#clear")
+    assert page.locator(".turn").count() == 0
+    assert position(page) == 0
+
+
+def test_a_text_is_continued(page: Any, site: Site, model: gecko.Gecko) -> None:
+    page.goto(site.url)
+    page.click("#mode-text")
+    page.fill("#tokens", "30")
+    page.fill("#temperature", "0")
+    say(page, "once upon")
+    say(page, "")
+    expected = bytes(gecko.generate(model, [256, *b"once upon"], max_new_tokens=60, temperature=0).tokens[0]).decode()
+    assert page.text_content("#text") == "once upon" + expected
+    assert position(page) == (10 + 60)
+
+
+def test_position_grows_while_text_comes_and_stopping_frees_the_row(page: Any, site: Site) -> None:
+    page.goto(site.url)
+    page.fill("#tokens", "4000")
+    page.fill("#prompt", "Go on")
+    page.click("#send")
+    until(lambda: position(page) > 60)
+    before = position(page)
+    until(lambda: position(page) > before)
+    shows(page, "#send", "Stop")
+    page.click("#send")
+    shows(page, "#send", "Send")
+    site.wait_until_idle()
+    assert position(page) < 4000
+    assert page.locator(".error").count() == 0
+
+
+def test_the_key_is_asked_for(page: Any, start: StartServer) -> None:
+    page.goto(start(api_key="secret").url)
+    page.wait_for_selector("#key")
+    say(page, "Hello")
+    assert "API key" in page.text_content(".error")
+    page.fill("#key", "secret")
+    page.dispatch_event("#key", "change")
+    shows(page, "#model", "small")
+    page.fill("#tokens", "5")
+    say(page, "Hello")
+    assert len(page.text_content(".assistant")) == 5
+
+
+def test_a_saved_state_may_be_chosen(page: Any, start: StartServer, model: gecko.Gecko, tmp_path: Path) -> None:
+    book = gecko.generate(model, [256, *b"a book " * 100], max_new_tokens=0).state
+    book.save(tmp_path / "book.state")
+    page.goto(start(states=tmp_path).url)
+    page.wait_for_selector("#memory")
+    page.select_option("#memory", "book")
+    page.fill("#tokens", "7")
+    say(page, "Who?")
+    assert position(page) == (book.position[0] + len("User: Who?\n\nAssistant:") + 7)

@@ -1,0 +1,194 @@
+"""The engine's thread: nothing is lost between it and the event loop, whenever either ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from serving.waiting import PATIENCE
+
+import gecko
+from gecko.generation import Sampling
+from gecko.serving.engine import Engine
+from gecko.serving.metrics import Metrics
+from gecko.serving.request import Finished, Request, Token
+from gecko.serving.worker import Running, Worker, WorkerClosedError
+
+
+@dataclass
+class Bench:
+    engine: Engine
+    metrics: Metrics
+    worker: Worker
+
+    async def submit(self, *texts: str, tokens: int = 20, seconds: float = 60) -> Running:
+        begun = time.monotonic()
+        return await self.worker.submit([request(text, tokens) for text in texts], begun, begun + seconds)
+
+
+def request(text: str, tokens: int = 20) -> Request:
+    ids = torch.tensor([256, *text.encode()])
+    return Request(ids, tokens, Sampling(0.0), 0, frozenset({256}), None, None)
+
+
+@pytest.fixture
+def bench(model: gecko.Gecko) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]], None]:
+    """Runs a coroutine with a worker that has started; afterwards nothing may be left in the engine."""
+
+    def run(work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+        async def work_and_close() -> None:
+            engine = Engine(model, rows=3, max_queued=50)
+            metrics = Metrics(engine, None)
+            worker = Worker(engine, metrics)
+            worker.start()
+            try:
+                await asyncio.wait_for(work(Bench(engine, metrics, worker)), PATIENCE)
+            finally:
+                await worker.close()
+            assert (engine.active, engine.queued) == (0, 0)
+            assert worker._running == {}
+
+        asyncio.run(work_and_close())
+
+    return run
+
+
+async def tokens_of(running: Running, count: int) -> list[list[int]]:
+    """Tokens of ``count`` requests, until all are finished."""
+    made: list[list[int]] = [[] for _ in range(count)]
+    finished = 0
+    while finished < count:
+        arrived = await running.next()
+        assert arrived is not None
+        index, event = arrived
+        if isinstance(event, Token):
+            made[index].append(event.token)
+        else:
+            assert event.reason == "length"
+            finished += 1
+    return made
+
+
+def alone(model: gecko.Gecko, text: str, tokens: int = 20) -> list[int]:
+    return gecko.generate(model, [256, *text.encode()], max_new_tokens=tokens, temperature=0).tokens[0]
+
+
+def test_requests_get_their_own_tokens(bench: Any, model: gecko.Gecko) -> None:
+    async def work(bench: Bench) -> None:
+        runnings = [await bench.submit(*(f"{first} {second}" for second in range(3))) for first in range(4)]
+        for first, running in enumerate(runnings):
+            assert await tokens_of(running, 3) == [alone(model, f"{first} {second}") for second in range(3)]
+            running.close()
+
+    bench(work)
+
+
+def test_all_or_none_are_taken(bench: Any) -> None:
+    async def work(bench: Bench) -> None:
+        begun = time.monotonic()
+        wrong = Request(torch.tensor([999]), 5, Sampling(0.0), 0, frozenset(), None, None)
+        with pytest.raises(ValueError, match="999"):
+            await bench.worker.submit([request("a"), wrong, request("b")], begun, begun + 60)
+        running = await bench.submit("a")
+        await tokens_of(running, 1)
+        assert bench.engine.tokens_made == 20
+
+    bench(work)
+
+
+def test_cancelled_requests_send_nothing_more(bench: Any, model: gecko.Gecko) -> None:
+    async def work(bench: Bench) -> None:
+        running = await bench.submit("a", "b", tokens=3000)
+        other = await bench.submit("c")
+        await running.next()
+        running.cancel(0)
+        running.close()
+        running.close()
+        assert await tokens_of(other, 1) == [alone(model, "c")]
+
+    bench(work)
+
+
+def test_the_alarm_rings(bench: Any) -> None:
+    async def work(bench: Bench) -> None:
+        running = await bench.submit("a", tokens=3000, seconds=0.1)
+        while await running.next() is not None:
+            pass
+        running.close()
+
+    bench(work)
+
+
+def test_cancelling_at_any_moment_leaves_nothing(bench: Any) -> None:
+    chance = random.Random(0)
+
+    async def visit(bench: Bench) -> None:
+        running = await bench.submit("some words", "more", tokens=1_000_000)
+        try:
+            while await running.next() is not None:
+                pass
+        finally:
+            running.close()
+
+    async def work(bench: Bench) -> None:
+        for _ in range(15):
+            visits = [asyncio.ensure_future(visit(bench)) for _ in range(4)]
+            await asyncio.sleep(chance.choice([0, 0, 0.001, 0.02]))
+            for visitor in visits:
+                visitor.cancel()
+                await asyncio.sleep(chance.choice([0, 0.001]))
+            await asyncio.gather(*visits, return_exceptions=True)
+        while not bench.engine.idle:
+            await asyncio.sleep(0.01)
+
+    bench(work)
+
+
+def test_closing_ends_everything(bench: Any) -> None:
+    async def work(bench: Bench) -> None:
+        running = await bench.submit("a", "b", "c", "d", "e", tokens=3000)
+        await running.next()
+        await bench.worker.close()
+        ended = []
+        while len(ended) < 5:
+            arrived = await running.next()
+            assert arrived is not None
+            if isinstance(arrived[1], Finished):
+                ended.append(arrived[1].reason)
+        assert ended == ["cancelled"] * 5
+        assert not bench.worker.healthy
+        with pytest.raises(WorkerClosedError):
+            await bench.submit("late")
+
+    bench(work)
+
+
+def test_a_failing_step_ends_what_it_held(bench: Any, model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(bench: Bench) -> None:
+        step = bench.engine.step
+
+        def fail() -> None:
+            monkeypatch.setattr(bench.engine, "step", step)
+            raise RuntimeError("planted")
+
+        running = await bench.submit("a", "b", tokens=1_000_000)
+        await running.next()
+        monkeypatch.setattr(bench.engine, "step", fail)
+        reasons = []
+        while len(reasons) < 2:
+            arrived = await running.next()
+            assert arrived is not None
+            if isinstance(arrived[1], Finished):
+                reasons.append((arrived[1].reason, arrived[1].error))
+        assert reasons == [("error", "RuntimeError")] * 2
+        assert await tokens_of(await bench.submit("c"), 1) == [alone(model, "c")]
+        while not bench.engine.idle:
+            await asyncio.sleep(0.01)
+
+    bench(work)
