@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-hf-oldest bench bench-demo clean
 
 demo: .venv/demo  ## Train a tiny model for five minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -12,14 +12,27 @@ test: .venv/test  ## Style, types, import directions, and every test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist loadgroup
+	$(MAKE) --no-print-directory test-hf-oldest
 
-bench: .venv/bench  ## The numbers of benchmarks/results, measured on this machine
+test-hf-oldest: .venv-oldest/test  ## The tests of gecko.hf once more, with the oldest transformers that is supported
+	.venv-oldest/bin/pytest -n auto tests/hf
+
+bench: .venv/bench  ## The numbers of benchmarks/results that need no trained model, measured on this machine
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/decoding.py
+	$(BIN)/python benchmarks/serving_engine.py --write
+	$(BIN)/python benchmarks/server_load.py --write
+	$(BIN)/python benchmarks/kill_recovery.py
+	$(BIN)/python benchmarks/context_exchange.py --write
+
+bench-demo: .venv/bench demo  ## Those of the demo model
+	$(BIN)/python benchmarks/long_reading.py --write
+	$(BIN)/python benchmarks/snapshot.py --write
+	$(BIN)/python benchmarks/quantization.py --write
 
 clean:
-	rm -rf .venv build
+	rm -rf .venv .venv-oldest build
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gecko needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -35,4 +48,12 @@ clean:
 
 .venv/bench: .venv/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[benchmark]'
+	touch $@
+
+.venv-oldest/test: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	awk -F== 'NR == FNR {replaced[$$1]; print; next} !($$1 in replaced)' \
+		constraints-oldest.txt constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt \
+		--editable '.[finetune]' hypothesis pytest pytest-xdist
 	touch $@

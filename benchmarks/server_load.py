@@ -237,7 +237,7 @@ def _report(
     early, late = _thirds(load.resident)
     lines = [
         "# The server under load", "",
-        f"{date.today()}, {hardware}. Model: {arguments.model or 'tiny'}, "
+        f"{date.today()}, {hardware}. Model: {Path(arguments.model or 'tiny').name}, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, float32, {arguments.threads} threads, "
         f"{arguments.rows} rows, {PREFIX_CACHE} MB of prefix cache. "
         f"{arguments.clients} clients on the same machine for {arguments.minutes:g} minutes; "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gecko.allocator import return_freed_memory
 from gecko.extras import require
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def serve(
         name or Path(model).expanduser().resolve().name, limits, prefix_cache * _MEGABYTE,
         _folder(states), _read_key(api_key_file), grace,
     )  # fmt: skip
+    return_freed_memory()
     service = _build(model, tokenizer, device, options)
     with open_socket(host, port) as listening:
         bound = listening.getsockname()[1]
