@@ -6,10 +6,19 @@ from typing import Annotated
 
 import typer
 
+from gecko.cli.consolidate import consolidate
+from gecko.cli.convert import convert
 from gecko.cli.doctor import doctor
 from gecko.cli.errors import ErrorReportingGroup
+from gecko.cli.eval import app as eval_app
 from gecko.cli.generate import generate
 from gecko.cli.info import info
+from gecko.cli.plan import plan
+from gecko.cli.quantize import quantize
+from gecko.cli.read import read
+from gecko.cli.serve import serve
+from gecko.cli.state import app as state_app
+from gecko.cli.tokenize import tokenize
 from gecko.cli.train import train
 from gecko.version import __version__
 
@@ -20,8 +29,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, generate, info, doctor):
+for command in (tokenize, plan, train, read, generate, serve, quantize, convert, consolidate, info, doctor):
     app.command()(command)
+app.add_typer(state_app, name="state")
+app.add_typer(eval_app, name="eval")
 
 
 def _print_version(wanted: bool) -> None:

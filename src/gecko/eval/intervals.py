@@ -1,0 +1,68 @@
+"""How sure a number is: 95 % intervals, each named by its method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gecko.extras import require
+
+Values = NDArray[np.float64]
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+_RESAMPLES_AT_ONCE = 100
+
+
+@dataclass(frozen=True)
+class Interval:
+    low: float
+    high: float
+    method: str
+
+    def map(self, function: Callable[[float], float]) -> Interval:
+        """The interval of an increasing function of the value."""
+        return Interval(function(self.low), function(self.high), self.method)
+
+
+def wilson(successes: int, trials: int) -> Interval:
+    """Of a share of ``trials`` ≥ 1 independent ones."""
+    statistics = require("scipy.stats", "eval")
+    found = statistics.binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
+    return Interval(float(found.low), float(found.high), "Wilson, 95 %")
+
+
+def bootstrap(
+    samples: Sequence[Values], statistic: Callable[..., Values], unit: str, seed: int
+) -> Interval | None:  # fmt: skip
+    """Percentiles over resamples of units drawn with replacement.
+
+    Args:
+        samples: arrays of one value for each unit, all (n,); a unit's values stay together.
+        statistic: of resampled ``samples``, (…, n) each with ``axis`` −1 the units, (…).
+        unit: what is drawn, in the plural.
+
+    Returns:
+        None for fewer than two units: they say nothing of how much units differ.
+    """
+    if len(samples[0]) < 2:
+        return None
+    statistics = require("scipy.stats", "eval")
+    found = statistics.bootstrap(
+        tuple(samples), statistic, n_resamples=RESAMPLES, batch=_RESAMPLES_AT_ONCE, vectorized=True, paired=True,
+        confidence_level=CONFIDENCE, method="percentile", rng=np.random.default_rng(seed),
+    ).confidence_interval  # fmt: skip
+    return Interval(float(found.low), float(found.high), f"bootstrap over {len(samples[0]):,} {unit}, 95 %")
+
+
+def bootstrap_mean(values: Values, unit: str, seed: int) -> Interval | None:
+    """Of the mean of (n,) values."""
+    return bootstrap([values], lambda x, axis=-1: x.mean(axis=axis), unit, seed)
+
+
+def share(hits: Sequence[bool]) -> tuple[float, Interval]:
+    """The share of hits, of at least one trial, and its interval."""
+    return sum(hits) / len(hits), wilson(sum(hits), len(hits))

@@ -1,0 +1,147 @@
+"""lm-evaluation-harness over our model: its requests, and the tasks of Table 1 on files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gecko.eval import GeckoModel
+from gecko.eval.academic import TASKS, academic
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance
+
+from gecko.eval.harness import HarnessModel
+
+WORDS = st.text("abc .é", min_size=1, max_size=30).filter(str.strip)
+
+
+def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=each, idx=i) for i, each in enumerate(arguments)]
+
+
+def log_probabilities(model: GeckoModel, text: str) -> torch.Tensor:
+    """Of every byte of a document, from the logits of one call."""
+    tokens = torch.tensor([[256, *text.encode()]])
+    logits, _ = model.model(tokens[:, :-1])
+    return logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
+
+
+@settings(max_examples=20)
+@given(context=WORDS, one=WORDS, two=WORDS)
+def test_loglikelihood_is_that_of_the_whole_text(model: GeckoModel, context: str, one: str, two: str) -> None:
+    pairs = [(context, one), (context, two), (one, two), ("", one)]
+    found = HarnessModel(model).loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    for (before, text), (value, greedy) in zip(pairs, found, strict=True):
+        with torch.no_grad():
+            moved = len(before.rstrip().encode())  # spaces at the end of a context count to the continuation
+            every = log_probabilities(model, before + text)[moved:]
+        assert value == pytest.approx(float(every.sum()))
+        assert isinstance(greedy, bool)
+
+
+@settings(max_examples=10)
+@given(text=WORDS)
+def test_rolling_is_the_likelihood_of_every_token(model: GeckoModel, text: str) -> None:
+    harness = HarnessModel(model)
+    (rolling,) = harness.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)), disable_tqdm=True)
+    ((whole, _),) = harness.loglikelihood(requests("loglikelihood", ("", text)), disable_tqdm=True)
+    assert rolling == pytest.approx(whole)
+
+
+def test_greedy_answers_count_as_greedy(model: GeckoModel) -> None:
+    harness = HarnessModel(model)
+    settings_of = {"until": [], "max_gen_toks": 3}
+    (text,) = harness.generate_until(requests("generate_until", ("Who is", settings_of)), disable_tqdm=True)
+    tokens = model.write(model.read(torch.tensor([256, *b"Who is"])), 3)
+    assert text == tokens
+    until = {"until": [tokens[1], ""], "max_gen_toks": 3, "do_sample": False}
+    assert harness.generate_until(requests("generate_until", ("Who is", until)), disable_tqdm=True) == [tokens[:1]]
+    with pytest.raises(ValueError, match="must be greedy"):
+        harness.generate_until(requests("generate_until", ("a", {"do_sample": True})), disable_tqdm=True)
+
+
+def save(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("academic")
+    sides = [("dig", "fly"), ("a pan", "sand"), ("run", "eat it"), ("no", "yes")]
+    save(
+        folder,
+        "piqa_val",
+        [{"goal": f"Do {n}", "sol1": a, "sol2": b, "label": n % 2} for n, (a, b) in enumerate(sides)],
+    )
+    save(folder, "nq_open_val", [{"question": f"who is {n}", "answer": [f"Person {n}", "x"]} for n in range(8)])
+    item = {"choices": ["one", "two", "three", "four"], "answer": 2}
+    save(folder, "mmlu_anatomy_dev", [{"question": f"shot {n}", **item} for n in range(5)])
+    save(folder, "mmlu_anatomy_test", [{"question": f"asked {n}", **item} for n in range(3)])
+    save(folder, "mmlu_astronomy_dev", [{"question": f"shot {n}", **item} for n in range(5)])
+    save(folder, "mmlu_astronomy_test", [{"question": f"asked {n}", **item} for n in range(2)])
+    return folder
+
+
+def test_choices_are_those_of_the_likeliest_text(model: GeckoModel, data: Path) -> None:
+    results = academic(model, ["piqa"], data=data)
+    rows = [json.loads(line) for line in (data / "piqa_val.jsonl").read_text().splitlines()]
+    right = {"acc": 0, "acc_norm": 0}
+    for row in rows:
+        context = f"Question: {row['goal']}\nAnswer:"
+        with torch.no_grad():
+            every = [log_probabilities(model, f"{context} {row[side]}") for side in ("sol1", "sol2")]
+        sums = [float(one[len(context) :].sum()) for one in every]
+        by_length = [total / len(row[side]) for total, side in zip(sums, ("sol1", "sol2"), strict=True)]
+        right["acc"] += (sums[1] > sums[0]) == row["label"]
+        right["acc_norm"] += (by_length[1] > by_length[0]) == row["label"]
+    found = {score.name: score for score in results.scores}
+    assert {name: score.value * 4 for name, score in found.items()} == right
+    assert all(score.n == 4 and score.interval is not None for score in results.scores)
+
+
+def test_all_that_a_folder_holds(model: GeckoModel, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shots as in Table 1, MMLU over the items of its subjects, and what is missing is said."""
+    prompts: list[str] = []
+    read = GeckoModel.read
+
+    def spy(self: GeckoModel, tokens: torch.Tensor, after: Any = None) -> Any:
+        prompts.append(self.tokenizer.decode(tokens.tolist()))
+        return read(self, tokens, after)
+
+    monkeypatch.setattr(GeckoModel, "read", spy)
+    results = academic(model, [], data=data, limit=2)
+    scores = {(score.where["task"], score.name): score for score in results.scores}
+    assert scores["mmlu", "acc"].n == 4
+    assert scores["nq_open", "exact_match"].n == 2
+    assert results.settings["shots"] == {"mmlu_anatomy": 5, "mmlu_astronomy": 5, "piqa": 0, "nq_open": 5}
+    asked = [prompt for prompt in prompts if "asked 1" in prompt]
+    assert len(asked) == 2 and all(prompt.count("shot") == 5 for prompt in asked)
+    for number in range(2):
+        (prompt,) = [prompt for prompt in prompts if prompt.endswith(f"Q: who is {number}?\nA:")]
+        assert prompt.count("who is") == 6
+        assert prompt.count(f"who is {number}?") == 1, "the item itself is none of its shots"
+    assert any("other items of the validation split" in note for note in results.notes)
+    assert sum("skipped" in note for note in results.notes) == len(TASKS) - 3
+    assert any("2 subjects" in note for note in results.notes)
+
+
+def test_what_cannot_be_evaluated_is_refused(model: GeckoModel, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Did you mean 'piqa'"):
+        academic(model, ["pica"], data=data)
+    with pytest.raises(FileNotFoundError, match="no file of boolq"):
+        academic(model, ["boolq"], data=data)
+    with pytest.raises(FileNotFoundError, match="holds none of the tasks"):
+        academic(model, [], data=tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        academic(model, [], data=tmp_path / "gone")
+    save(tmp_path, "piqa_train", [{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}])
+    with pytest.raises(FileNotFoundError, match="piqa_val or piqa_test"):
+        academic(model, ["piqa"], data=tmp_path)

@@ -1,0 +1,152 @@
+"""SCROLLS: scores against the official ones, prompts, and data of both kinds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gecko.eval import Results
+from gecko.eval.scrolls import scrolls
+from gecko.eval.scrolls_data import Question, load_questions
+from gecko.eval.scrolls_scores import f1_scores, geometric_mean, rouge_scores
+
+PREDICTIONS = ["exact match example", "hello there", "general kenobi"]
+REFERENCES = [["exact match example"], ["hello", "hi there"], ["commander kenobi"]]
+
+
+def test_scores_are_those_that_the_official_metric_publishes() -> None:
+    """The example in the documentation of SCROLLS' metric, to its four digits."""
+    assert f1_scores(PREDICTIONS, REFERENCES).mean() == pytest.approx(72.2222, abs=1e-4)
+    rouge = rouge_scores(PREDICTIONS, REFERENCES)
+    assert rouge.mean(1) == pytest.approx([72.2222, 33.3333, 72.2222], abs=1e-4)
+    assert float(geometric_mean(*rouge)) == pytest.approx(55.8136, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "references", "percent"),
+    [
+        ("The Cat, sat!", ["a cat sat"], 100),  # case, punctuation and articles do not count
+        ("dog-house", ["doghouse"], 100),  # punctuation leaves no space
+        ("cat cat dog", ["cat dog dog"], 200 / 3),  # words count as often as both hold them
+        ("theatre an", ["the theatre"], 100),  # articles are words, not beginnings of words
+        ("one two", ["three", "two four five", "two"], 200 / 3),  # the best reference
+        ("yes", ["no"], 0),
+    ],
+)
+def test_f1_of_words(prediction: str, references: list[str], percent: float) -> None:
+    assert f1_scores([prediction], [references])[0] == pytest.approx(percent)
+
+
+def test_rouge_has_no_stemming_and_takes_the_best_reference() -> None:
+    rouge = rouge_scores(["cats run"], [["cat runs"]])
+    assert rouge.max() == 0
+    rouge = rouge_scores(["the cat sat"], [["a dog", "the cat sat"]])
+    np.testing.assert_allclose(rouge, 100)
+
+
+def test_empty_answers_are_zero_and_empty_references_refused() -> None:
+    assert f1_scores(["", "the"], [["yes"], ["no"]]).tolist() == [0, 0]
+    assert rouge_scores([""], [["yes"]]).tolist() == [[0], [0], [0]]
+    for scores in (f1_scores, rouge_scores):
+        with pytest.raises(ValueError, match="item 1 must have an answer"):
+            scores(["a", "b"], [["a"], [" "]])
+        with pytest.raises(ValueError, match="every prediction"):
+            scores(["a"], [])
+
+
+QUESTIONS = [Question(f"Document {n // 2}.", f"Question {n}?", (f"answer {n}", "or this")) for n in range(8)]
+
+
+def value(results: Results) -> float:
+    return results.scores[0].value
+
+
+@pytest.mark.parametrize(("task", "shots"), [("narrative_qa", 0), ("qasper", 2), ("qmsum", 1)])
+def test_prompts(rule_model: Any, task: str, shots: int) -> None:
+    """``{CONTEXT} Q: {QUESTION} A:`` after as many shots, of other documents; a document is read once."""
+    prompts: list[str] = []
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return f" answer {prompt.split('Question ')[-1][0]}\nand more"
+
+    model = rule_model(answer=answer)
+    results = scrolls(model, task, QUESTIONS)
+    assert value(results) == pytest.approx(100)
+    for question, prompt in zip(QUESTIONS, prompts, strict=True):
+        *before, last = prompt.split("\n\n")
+        assert last == f"{question.document} Q: {question.text} A:"
+        assert len(before) == shots
+        for shot in before:
+            source = next(q for q in QUESTIONS if f"Q: {q.text}" in shot)
+            assert shot == f"{source.document} Q: {source.text} A: {source.answers[0]}"
+            assert source.document != question.document
+    assert sum("Document" in text for text in model.read_texts) == 4
+    assert any("shots are of other documents" in note for note in results.notes) == bool(shots)
+
+
+def test_shots_from_elsewhere_limits_and_empty_answers(rule_model: Any) -> None:
+    elsewhere = [Question("Elsewhere.", "Which?", ("That.",))]
+    model = rule_model(answer=lambda prompt: "\n" if "Question 0" in prompt else "or this")
+    results = scrolls(model, "qmsum", QUESTIONS, shots=elsewhere, limit=3)
+    assert all(text.startswith("Elsewhere. Q: Which? A: That.\n\n") for text in model.read_texts if "Document" in text)
+    assert results.scores[0].n == 3
+    assert results.notes == [
+        "only the first 3 of 8 questions", "1 of 3 answers are empty, and count as 0"
+    ]  # fmt: skip
+    means = {score.name: score.value for score in results.scores[1:]}
+    assert value(results) == pytest.approx(float(np.cbrt(np.prod(list(means.values())))))
+    with pytest.raises(ValueError, match="2 shots need as many questions of other documents; got 1"):
+        scrolls(model, "qasper", QUESTIONS, shots=elsewhere)
+    with pytest.raises(ValueError, match="Did you mean 'qasper'"):
+        scrolls(model, "qaspr", QUESTIONS)
+
+
+def test_records_of_scrolls(tmp_path: Path) -> None:
+    """Question and document of one input; an item with several answers is repeated under its id."""
+    rows = [
+        ("1", "Why?\n\nA text.\n\nIts end.", "So."),
+        ("2", "Who?\n\nOther.", "I."),
+        ("1", "Why?\n\nA text.\n\nIts end.", "Yes."),
+        ("3", "Where?\n\nA text.\n\nIts end.", "Here."),
+    ]
+    path = tmp_path / "qasper.jsonl"
+    path.write_text("\n".join(json.dumps(dict(zip(("id", "input", "output"), row, strict=True))) for row in rows))
+    assert load_questions(str(path), "qasper", "validation") == [
+        Question("A text.\n\nIts end.", "Why?", ("So.", "Yes.")),
+        Question("A text.\n\nIts end.", "Where?", ("Here.",)),
+        Question("Other.", "Who?", ("I.",)),
+    ]
+
+
+def test_meetings_of_qmsum(tmp_path: Path) -> None:
+    meeting = {
+        "topic_list": [],
+        "meeting_transcripts": [{"speaker": "A", "content": "Hello ."}, {"speaker": "B", "content": "Hi ."}],
+        "general_query_list": [{"query": "Summarize.", "answer": "They met."}],
+        "specific_query_list": [{"query": "Who?", "answer": "A and B.", "relevant_text_span": [["0", "1"]]}],
+    }  # fmt: skip
+    path = tmp_path / "qmsum.jsonl"
+    path.write_text(json.dumps(meeting) + "\n\n")
+    assert load_questions(str(path), "qmsum", "validation") == [
+        Question("A: Hello .\nB: Hi .", "Summarize.", ("They met.",)),
+        Question("A: Hello .\nB: Hi .", "Who?", ("A and B.",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "line 1, must hold one JSON object"), ("[1]", "got a list"), ("", "holds none"),
+     ('{"id": "1", "input": "a", "output": null}', "lacks .'output'."),
+     ('{"id": "1", "input": "no document", "output": "x"}', "an empty line between")],
+)  # fmt: skip
+def test_data_that_cannot_be_scored_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "data.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_questions(str(tmp_path / "data.jsonl"), "qasper", "validation")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        load_questions(str(tmp_path / "gone.jsonl"), "qasper", "validation")

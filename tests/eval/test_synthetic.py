@@ -1,0 +1,138 @@
+"""Synthetic tasks: what is asked can be looked up in the row, and the distance told is where."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gecko.config import GeckoConfig
+from gecko.eval.diagnosis import Diagnosis, diagnose
+from gecko.eval.synthetic import TASKS, TaskSize, guessing, hits_by_distance
+from gecko.ops.loss import IGNORED
+
+SIZES = st.builds(
+    TaskSize, length=st.integers(33, 96), vocab_size=st.integers(24, 64), items=st.integers(1, 8),
+    power_a=st.sampled_from([0.01, 1.0]),
+)  # fmt: skip
+
+
+def made(task: str, size: TaskSize, rows: int = 4, seed: int = 0):  # type: ignore[no-untyped-def]
+    return TASKS[task](size, rows, torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=60)
+@given(task=st.sampled_from(sorted(TASKS)), size=SIZES, seed=st.integers(0, 99))
+def test_every_answer_stands_at_its_source(task: str, size: TaskSize, seed: int) -> None:
+    batch = made(task, size, seed=seed)
+    assert batch.tokens.shape == batch.targets.shape == batch.sources.shape == (4, size.length)
+    assert int(batch.tokens.min()) >= 0 and int(batch.tokens.max()) < size.vocab_size
+    asked = batch.targets != IGNORED
+    assert torch.equal(asked, batch.sources >= 0)
+    rows, places = asked.nonzero(as_tuple=True)
+    sources = batch.sources[rows, places]
+    assert bool((sources < places).all())
+    assert torch.equal(batch.tokens[rows, sources], batch.targets[rows, places])
+    assert asked.sum(1).tolist() == [1 if task == "induction_heads" else size.items] * 4
+
+
+@settings(max_examples=30)
+@given(size=SIZES, seed=st.integers(0, 99))
+def test_mqar_asks_every_key_once(size: TaskSize, seed: int) -> None:
+    batch, pairs = made("mqar", size, seed=seed), size.items
+    keys, values = batch.tokens[:, 0 : 2 * pairs : 2], batch.tokens[:, 1 : 2 * pairs : 2]
+    half = size.vocab_size // 2
+    assert bool(((keys >= 1) & (keys < half)).all()) and bool((values >= half).all())
+    for row in range(4):
+        assert len(set(keys[row].tolist())) == len(set(values[row].tolist())) == pairs
+        places = (batch.targets[row] != IGNORED).nonzero().squeeze(1)
+        assert bool((places >= 2 * pairs).all()) and bool((places % 2 == 0).all())
+        assert sorted(batch.tokens[row, places].tolist()) == sorted(keys[row].tolist())
+        assert torch.equal(batch.tokens[row, batch.sources[row, places] - 1], batch.tokens[row, places])
+
+
+def test_power_a_1_spreads_queries_evenly_and_a_small_one_draws_them_near() -> None:
+    def mean_place(power_a: float) -> float:
+        batch = made("mqar", TaskSize(128, 64, 1, power_a), rows=2000)
+        return float(((batch.targets != IGNORED).nonzero()[:, 1] - 2).double().mean()) / 126
+
+    assert mean_place(1.0) == pytest.approx(0.49, abs=0.02)
+    assert mean_place(0.01) < 0.3
+
+
+def test_selective_copying_keeps_the_order() -> None:
+    batch = made("selective_copying", TaskSize(40, 20, 6))
+    for row in range(4):
+        context = batch.tokens[row, :34]
+        assert batch.targets[row, 34:].tolist() == context[context > 0].tolist()
+        assert batch.tokens[row, 34:].tolist() == [1] * 6
+
+
+def test_induction_asks_what_followed_the_special_token() -> None:
+    batch = made("induction_heads", TaskSize(40, 20))
+    for row in range(4):
+        places = (batch.tokens[row] == 0).nonzero().squeeze(1).tolist()
+        assert places[1] == 39
+        assert int(batch.targets[row, 39]) == int(batch.tokens[row, places[0] + 1])
+
+
+def test_hits_are_told_by_distance_in_chunks() -> None:
+    batch = made("mqar", TaskSize(64, 64, 8), rows=20)
+    predicted = batch.targets.clone()
+    far = (torch.arange(64) // 8 - batch.sources // 8) >= 4
+    predicted[far] = -1
+    found = hits_by_distance(batch, predicted, chunk=8)
+    assert sum(map(len, found.values())) == 160
+    assert all(all(hits) if distance < 4 else not any(hits) for distance, hits in found.items())
+    assert list(found) == sorted(found)
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_sizes_that_do_not_fit_are_refused(task: str) -> None:
+    with pytest.raises(ValueError, match=f"{task} needs"):
+        made(task, TaskSize(length=3, vocab_size=8, items=8))
+
+
+def test_guessing() -> None:
+    size = TaskSize(64, 50, 8)
+    assert [guessing(task, size) for task in ("mqar", "selective_copying", "induction_heads")] == [
+        1 / 8,
+        1 / 48,
+        1 / 49,
+    ]
+
+
+MODEL = GeckoConfig(
+    vocab_size=32, num_layers=2, model_dim=32, key_dim=16, value_dim=64, num_heads=1, ffn_dim=32, cema_modes=4,
+    chunk_size=16, timestep_groups=4,
+)  # fmt: skip
+
+
+def test_training_beats_guessing_and_is_the_same_again() -> None:
+    """Two pairs within one window: attention can look them up."""
+    diagnosis = Diagnosis(
+        size=TaskSize(16, 16, 2), model=MODEL, steps=150, batch_size=32, learning_rate=1e-2, test_rows=100
+    )
+    results = diagnose("mqar", diagnosis, torch.device("cpu"))
+    total = results.scores[0]
+    assert (total.n, total.where) == (200, {"chunks before the question": "any"})
+    assert total.interval is not None and total.interval.low > 0.7, total
+    assert sum(score.n for score in results.scores[1:]) == 200
+    assert results.notes == ["guessing gives 0.5000"]
+    short = dataclasses.replace(diagnosis, steps=3, test_rows=40)
+    again = [diagnose("mqar", short, torch.device("cpu")).details for _ in range(2)]
+    assert again[0] == again[1]
+    other = diagnose("mqar", dataclasses.replace(short, seed=1), torch.device("cpu")).details
+    assert other != again[0]
+
+
+def test_diagnoses_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'mqar'"):
+        diagnose("mqarr", Diagnosis(model=MODEL, size=TaskSize(32, 32, 2), steps=0), torch.device("cpu"))
+    with pytest.raises(ValueError, match="must know all tokens"):
+        Diagnosis(model=MODEL, size=TaskSize(vocab_size=64))
+    with pytest.raises(ValueError, match="at least 1"):
+        Diagnosis(batch_size=0)
