@@ -133,3 +133,6 @@ def test_bad_input_ends_with_one_message_and_no_results(
         assert result.exit_code == 2, (arguments, result.output)
         assert message in result.stderr, result.stderr
         assert not out.exists()
+    result = command("eval", "perplexity", run_folder, book, "-o", tmp_path)
+    assert result.exit_code == 2
+    assert "--out must be a file" in result.stderr

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import take_interrupts
 
 import gecko
 from gecko.cli import app
@@ -96,7 +97,7 @@ def test_a_reader_that_goes_away_is_no_error(run_folder: Path, environment: dict
 def test_interrupt_ends_at_once_and_quietly(run_folder: Path, environment: dict[str, str]) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "gecko", "generate", run_folder, "-n", "10000000"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, preexec_fn=take_interrupts,
     ) as running:  # fmt: skip
         assert running.stdout is not None and running.stderr is not None
         running.stdout.read(5)
@@ -111,11 +112,21 @@ def test_interrupt_ends_at_once_and_quietly(run_folder: Path, environment: dict[
 def test_the_command_has_no_options_that_change_nothing() -> None:
     """A list to look at when an option is added or taken away."""
     known = {
-        "train": {"recipe", "overrides", "resume", "out", "show_list"},
+        "tokenize": {"sources", "tokenizer", "out", "field", "workers", "verify", "executor", "partition", "hours"},
+        "plan": {"recipe", "overrides", "gpus", "gpu", "efficiency", "overlap", "as_json"},
+        "train": {"recipe", "overrides", "resume", "out", "show_list", "replay"},
+        "read": {"model", "books", "out", "state", "loss", "compact", "tokenizer", "device"},
         "generate": {
             "model", "source", "prompt", "file", "state", "save_state", "max_new_tokens", "temperature", "top_k",
-            "top_p", "seed", "stop", "tokenizer", "device",
+            "top_p", "min_p", "repetition_penalty", "seed", "stop", "tokenizer", "device",
         },
+        "serve": {
+            "model", "host", "port", "name", "rows", "queue", "prefix_cache", "states", "api_key_file", "max_body",
+            "max_prompt_tokens", "max_new_tokens", "max_seconds", "grace", "tokenizer", "device",
+        },
+        "quantize": {"model", "out", "bits"},
+        "convert": {"source", "out"},
+        "consolidate": {"source", "out"},
         "info": {"model", "length", "batch", "dtype", "as_json"},
         "doctor": set(),
     }  # fmt: skip

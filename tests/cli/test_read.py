@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from interrupts import take_interrupts
 
 import gecko
 from gecko.cli.texts import split_at_characters
@@ -112,7 +113,9 @@ def test_ctrl_c_keeps_what_was_read_and_says_how_to_go_on(
     book.write_bytes(gzip.compress(text))
     (tmp_path / "more").write_bytes(b"the end")
     arguments = [sys.executable, "-m", "gecko", "read", run_folder, book, tmp_path / "more", "--out", out]
-    reading = subprocess.Popen(list(map(str, arguments)), stderr=subprocess.PIPE, env=environment)
+    reading = subprocess.Popen(
+        list(map(str, arguments)), stderr=subprocess.PIPE, env=environment, preexec_fn=take_interrupts
+    )
     deadline = time.monotonic() + 60
     while not _reads(reading.pid, book) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -56,7 +56,7 @@ def test_a_saved_result_says_how_to_get_it_again(tmp_path: Path) -> None:
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(results.table("title"))
     shown = console.export_text()
-    for part in ("0.2500", "0.1000 .. 0.5000", "8 items", "1.0e-09", "none", "1,024"):
+    for part in ("0.2500", "0.1000 .. 0.5000", "8 items", "1.000e-09", "none", "1,024"):
         assert part in shown
     assert results.methods() == "Wilson, 95 %"
 

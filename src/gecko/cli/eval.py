@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from gecko.config import unknown_name
 from gecko.eval import GeckoModel, Results
 from gecko.eval.results import Report
 from gecko.eval.texts import Text, open_texts
+from gecko.extras import require
 
 app = typer.Typer(no_args_is_help=True, help="Measure what a model can do: every number with n and interval.")
 
@@ -55,6 +57,7 @@ def perplexity(
     """
     from gecko.eval.perplexity import perplexity as measure
 
+    _check_output(out)
     files, chosen = open_texts(texts, joined=joined), None if lengths is None else _sizes("--lengths", lengths)
     models = _models(model, tokenizer, device, renewed_norms)
     with _progress() as report:
@@ -85,6 +88,7 @@ def positions(
     from gecko.eval.positions import Grid
     from gecko.eval.positions import positions as measure
 
+    _check_output(out)
     (size,) = _sizes("--length", length)[:1]
     files, models = open_texts(texts, joined=joined), _models(model, tokenizer, device, renewed_norms)
     border = chunk if chunk is not None else models[0].chunk_size
@@ -122,6 +126,7 @@ def retrieval(
     from gecko.eval.retrieval import RANDOM, Grid
     from gecko.eval.retrieval import retrieval as measure
 
+    _check_output(out)
     places = None if depths == RANDOM else [_number("--depths", part) for part in depths.split(",")]
     grid = Grid(_sizes("--lengths", lengths), places, samples)
     content = [_whole(text) for text in open_texts(texts or [], joined=False)]
@@ -149,6 +154,7 @@ def diagnose(
     from gecko.eval.diagnosis import diagnose as measure
     from gecko.train.hardware import describe_hardware, select_device
 
+    _check_output(out)
     place, diagnosis = select_device(device), _overridden(Diagnosis(), overrides or [])
     keep_freed_memory()
     with _progress() as report:
@@ -177,6 +183,7 @@ def academic(
     """
     from gecko.eval.academic import academic as measure
 
+    _check_output(out)
     folder = None if data is None else Path(data).expanduser()
     (network,) = _models(model, tokenizer, device, False)
     _finish(measure(network, tasks or [], data=folder, limit=limit, seed=seed), network, out)
@@ -205,6 +212,7 @@ def scrolls(
     from gecko.eval.scrolls import scrolls as measure
     from gecko.eval.scrolls_data import load_questions
 
+    _check_output(out)
     questions = load_questions(data, task, "validation")
     shots = None if shots_data is None else load_questions(shots_data, task, "train")
     (network,) = _models(model, tokenizer, device, False)
@@ -213,6 +221,17 @@ def scrolls(
             network, task, questions, shots=shots, limit=limit, new_tokens=new_tokens, seed=seed, report=report
         )
     _finish(results, network, out)
+
+
+def _check_output(out: str | None) -> None:
+    """Before hours of reading, not after them."""
+    require("scipy.stats", "eval")
+    if out is None:
+        return
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--out must be a file in a folder that can be written to; got {out}.")
 
 
 def _models(name: str, tokenizer: str | None, device: str, renewed: bool) -> list[GeckoModel]:

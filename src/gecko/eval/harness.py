@@ -18,6 +18,8 @@ from gecko.eval.scored_model import ScoredModel, encode_document
 
 _BLOCK = 1 << 16
 """Tokens handed to the model at a time."""
+_NEW_TOKENS = 256
+"""Of an answer, where a task does not say; as the harness's own models have it."""
 
 Pair = tuple[tuple[str, str], list[int], list[int]]
 
@@ -29,9 +31,9 @@ class HarnessModel(TemplateLM):
         ValueError: generation settings that ask for sampling, which no task of the suite does.
     """
 
-    def __init__(self, model: ScoredModel[Any], max_new_tokens: int = 256) -> None:
+    def __init__(self, model: ScoredModel[Any]) -> None:
         super().__init__()
-        self._model, self._max_new_tokens = model, max_new_tokens
+        self._model = model
 
     @property
     def eot_token_id(self) -> int:
@@ -79,7 +81,7 @@ class HarnessModel(TemplateLM):
                 raise ValueError("generation must be greedy here; the task asks for do_sample=True.")
             until = settings.get("until") or []
             stops = [until] if isinstance(until, str) else list(until)
-            limit = settings.get("max_gen_toks", self._max_new_tokens)
+            limit = settings.get("max_gen_toks", _NEW_TOKENS)
             reading = self._model.read(encode_document(self._model.tokenizer, context))
             found.append(self._model.write(reading, int(limit), [stop for stop in stops if stop]))
         return found

@@ -85,9 +85,9 @@ class Results:
         places = list(dict.fromkeys(key for score in self.scores for key in score.where))
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False)
         for name in (*places, "score"):
-            table.add_column(name)
+            table.add_column(name, overflow="fold")
         for name in ("value", "95 % interval", "n"):
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         for score in self.scores:
             cells = [_place(score.where.get(name, "")) for name in places]
             table.add_row(*cells, score.name, _readable(score.value), _interval(score), f"{score.n:,} {score.unit}")
@@ -114,4 +114,4 @@ def _readable(value: str | int | float) -> str:
         return f"{value:,}" if isinstance(value, int) else value
     if value == 0 or 1e-3 <= abs(value) < 1000:
         return f"{value:.4f}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1e}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3e}"
