@@ -12,7 +12,7 @@ def tiny() -> Run:
         output="runs/tiny",
         batch_size=4,
         sequence_length=1024,
-        minutes=5.5,
+        minutes=6.0,
         precision="auto",
         optimizer=OptimizerSettings(learning_rate=8e-3),
         schedule=ScheduleSettings(kind="cosine", warmup=0.03),
