@@ -116,8 +116,9 @@ def shard_folder(texts: list[str], tmp_path: Path) -> Path:
         lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
         (tmp_path / "source" / f"{name}.jsonl").write_text(lines)
     sources = [str(tmp_path / "source" / f"{name}.jsonl") for name in "abc"]
-    plan = TokenizingPlan.make(sources, load_tokenizer("bytes"), tmp_path / "shards")
+    tokenizer = load_tokenizer("bytes")
+    plan = TokenizingPlan.make(sources, tokenizer, tmp_path / "shards")
     plan.start()
-    assert len(list(run_here(plan, 1))) == 3
+    assert len(list(run_here(plan, tokenizer, 1))) == 3
     assert plan.finish() is not None
     return tmp_path / "shards"

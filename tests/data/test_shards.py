@@ -92,7 +92,7 @@ def test_every_epoch_covers_the_training_documents_once(
     assert len(seen) == rows.rows_per_epoch * length and set(seen.values()) == {1}
     assert set(scored.values()) <= {1}
     assert not held_out & (set(seen) | set(scored))
-    assert rows.num_tokens - 1 - len(seen) in range(length)
+    assert split.tokens - 1 - len(seen) in range(length)
 
 
 @any_case

@@ -74,14 +74,13 @@ class TokenizedCorpus:
         return self.tokens[begin : begin + self.lengths[index]].astype(np.int64)
 
     def split(self, validation_fraction: float, seed: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
-        """Training and validation documents: a random fraction of the documents, at least one, and the rest.
+        """Training and validation documents: a random fraction of the documents is held out, see ``held_out_count``.
 
         Validation documents come in random order, so that any first part is a sample of all.
 
         Raises:
-            ValueError: fewer than two documents, or a fraction outside (0, 1).
+            ValueError: fewer than two documents to divide, or a fraction outside 0..1.
         """
-        check_fraction(validation_fraction)
         order = permutation(len(self), seed, SPLIT_STREAM)
         count = held_out_count(len(self), validation_fraction)
         return self._select(np.sort(order[count:])), self._select(order[:count])
@@ -111,14 +110,16 @@ class TokenizedCorpus:
         )
 
 
-def check_fraction(validation_fraction: float) -> None:
-    """ValueError outside (0, 1)."""
-    if not 0 < validation_fraction < 1:
-        raise ValueError(f"validation_fraction must lie between 0 and 1; got {validation_fraction}. Try 0.05.")
-
-
 def held_out_count(documents: int, validation_fraction: float) -> int:
-    """How many of so many documents are held out: at least one, and not all; ValueError where that cannot be."""
+    """How many of so many documents are held out: none for 0, all for 1, and between them at least one and not all.
+
+    Raises:
+        ValueError: fewer than two documents to divide, or a fraction outside 0..1.
+    """
+    if not 0 <= validation_fraction <= 1:
+        raise ValueError(f"validation_fraction must lie between 0 and 1; got {validation_fraction}. Try 0.05.")
+    if validation_fraction in (0, 1):
+        return documents if validation_fraction else 0
     if documents < 2:
         raise ValueError(
             f"a corpus must hold at least 2 documents to be split into training and validation; got {documents}. "

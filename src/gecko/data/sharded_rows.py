@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gecko.data.loader import Row, make_row, rows_in
-from gecko.data.packing import SPLIT_STREAM, TokenizedCorpus, check_fraction, held_out_count, permutation
+from gecko.data.packing import SPLIT_STREAM, TokenizedCorpus, held_out_count, permutation
 from gecko.data.shards import Shard, ShardFolder
 from gecko.data.shuffle import Shuffle
 
@@ -42,11 +42,10 @@ class SplitShards:
     is a sample of the whole corpus, and finding it takes no list of documents.
 
     Raises:
-        ValueError: fewer than two documents, or a fraction outside (0, 1).
+        ValueError: fewer than two documents to divide, or a fraction outside 0..1.
     """
 
     def __init__(self, folder: ShardFolder, validation_fraction: float, seed: int) -> None:
-        check_fraction(validation_fraction)
         self.seed = seed
         held_out = _held_out_runs(folder, validation_fraction, seed)
         self.held_out = [run for run in held_out if run.begin < run.end]
@@ -57,8 +56,13 @@ class SplitShards:
             if part.begin < part.end
         ]
         self.documents = sum(part.end - part.begin for part in self.training)
+        self.tokens = sum(part.tokens for part in self.training)
         self.held_out_documents = sum(run.end - run.begin for run in self.held_out)
         self.held_out_tokens = sum(run.tokens for run in self.held_out)
+
+    def rows(self, sequence_length: int) -> ShardedRows:
+        """Of the training documents."""
+        return ShardedRows(self, sequence_length)
 
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
         """Held-out documents in memory, in random order, until they have ``max_tokens`` or are all there."""
@@ -97,8 +101,7 @@ class ShardedRows:
 
     def __init__(self, split: SplitShards, sequence_length: int) -> None:
         self.sequence_length = sequence_length
-        self.num_tokens = sum(part.tokens for part in split.training)
-        self.rows_per_epoch = rows_in(self.num_tokens, sequence_length)
+        self.rows_per_epoch = rows_in(split.tokens, sequence_length)
         self._ranges = split.training
         self._borders = np.cumsum([0, *(part.tokens for part in split.training)])
         self._seed = split.seed

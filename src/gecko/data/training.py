@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gecko.data.corpus import load_documents
-from gecko.data.loader import Loader, PackedRows, Rows
+from gecko.data.loader import Loader, Rows
 from gecko.data.mixture import BLOCK, MixedRows
+from gecko.data.overlap import check_apart
 from gecko.data.packing import TokenizedCorpus
-from gecko.data.sharded_rows import ShardedRows, SplitShards
-from gecko.data.shards import ShardFolder, is_shard_folder
+from gecko.data.split import split_source
 from gecko.data.tokenizers import Tokenizer
+
+VALIDATION_SEED = 0
+"""Of the order of held-out documents that have a source of their own: the same ones for every seed of a run."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class DataRequest:
 
     sequence_length: int
     validation_fraction: float
+    """Part of the documents held out: 0 for none, 1 for all."""
     seed: int
     rank: int = 0
     ranks: int = 1
@@ -56,22 +59,47 @@ class TrainingData:
         return Loader(self.rows, batch_size // parts)
 
 
-def open_training_data(source: str, sources: Sequence[str], tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
+def open_training_data(
+    source: str,
+    sources: Sequence[str],
+    tokenizer: Tokenizer,
+    request: DataRequest,
+    *,
+    validation: str | None = None,
+) -> TrainingData:
     """The data of ``source``, or of the mixture ``sources`` where there is one.
 
     Args:
         source: a folder of token shards, or what ``load_documents`` takes, which is read into memory.
         sources: ``SOURCE=WEIGHT`` each.
+        validation: a source of the held-out documents; all of ``source`` or ``sources`` are then trained on. None:
+            ``request.validation_fraction`` of those are held out.
 
     Raises:
-        FileNotFoundError, ValueError: a source cannot be read or is damaged, was made with another tokenizer, or
-            is too short for a row.
+        FileNotFoundError, ValueError: a source cannot be read or is damaged, was made with another tokenizer, is too
+            short for a row, or has files in common with ``validation``.
     """
-    if not sources:
+    mixture = [parse_source(item) for item in sources]
+    if validation is None:
+        return _open_training(source, mixture, tokenizer, request)
+    check_apart(validation, [name for name, _ in mixture] or [source])
+    training = _open_training(source, mixture, tokenizer, replace(request, validation_fraction=0))
+    rest = split_source(validation, tokenizer, 1, VALIDATION_SEED, rank=request.rank, ranks=request.ranks)
+    return replace(
+        training,
+        held_out_documents=rest.held_out_documents,
+        held_out_tokens=rest.held_out_tokens,
+        held_out=rest.held_out_corpus,
+    )
+
+
+def _open_training(
+    source: str, mixture: Sequence[tuple[str, float]], tokenizer: Tokenizer, request: DataRequest
+) -> TrainingData:
+    if not mixture:
         return _open_source(source, tokenizer, request)
-    named = [parse_source(item) for item in sources]
-    opened = [_open_source(name, tokenizer, request) for name, _ in named]
-    rows = MixedRows([data.rows for data in opened], [weight for _, weight in named], request.seed)
+    opened = [_open_source(name, tokenizer, request) for name, _ in mixture]
+    rows = MixedRows([data.rows for data in opened], [weight for _, weight in mixture], request.seed)
     shares = list(zip(opened, rows.counts, strict=True))
     return TrainingData(
         name=", ".join(f"{data.name} ({count}/{BLOCK})" for data, count in shares),
@@ -96,26 +124,13 @@ def parse_source(item: str) -> tuple[str, float]:
 
 
 def _open_source(source: str, tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
-    return (_open_shards if is_shard_folder(source) else _read_documents)(source, tokenizer, request)
-
-
-def _open_shards(source: str, tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
-    folder = ShardFolder.open(source)
-    folder.check_tokenizer(tokenizer)
-    folder.verify(request.rank, request.ranks)
-    split = SplitShards(folder, request.validation_fraction, request.seed)
-    rows = ShardedRows(split, request.sequence_length)
+    split = split_source(
+        source, tokenizer, request.validation_fraction, request.seed, rank=request.rank, ranks=request.ranks
+    )
     return TrainingData(
-        source, rows, split.documents, rows.num_tokens, split.held_out_documents, split.held_out_tokens,
-        split.held_out_corpus,
+        source, split.rows(request.sequence_length), split.documents, split.tokens, split.held_out_documents,
+        split.held_out_tokens, split.held_out_corpus,
     )  # fmt: skip
-
-
-def _read_documents(source: str, tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
-    corpus = TokenizedCorpus.build(load_documents(source), tokenizer)
-    training, rest = corpus.split(request.validation_fraction, request.seed)
-    rows = PackedRows(training, request.sequence_length, request.seed)
-    return TrainingData(source, rows, len(training), training.num_tokens, len(rest), rest.num_tokens, rest.head)
 
 
 def _joined(corpora: Sequence[TokenizedCorpus]) -> TokenizedCorpus:

@@ -1,0 +1,139 @@
+"""Held-out documents with a source of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gecko.data import ByteTokenizer, DataRequest, TokenizedCorpus, TrainingData, load_tokenizer, open_training_data
+from gecko.data.packing import held_out_count
+from gecko.data.tokenizing import TokenizingPlan, run_task
+
+LENGTH = 8
+TRAINED = [f"trained on {number:02d}" for number in range(20)]
+HELD_OUT = [f"held out {number}" for number in range(7)]
+
+
+def as_shards(texts: list[str], folder: Path) -> str:
+    plan = TokenizingPlan.make([as_lines(texts, folder)], load_tokenizer("bytes"), folder / "shards")
+    plan.start()
+    run_task(plan.folder, 0)
+    plan.finish()
+    return str(folder / "shards")
+
+
+def as_lines(texts: list[str], folder: Path) -> str:
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def as_files(texts: list[str], folder: Path) -> str:
+    for number, text in enumerate(texts):
+        (folder / f"{number:02d}.txt").write_text(text)
+    return str(folder / "*.txt")
+
+
+KINDS = [as_shards, as_lines, as_files]
+Kind = Callable[[list[str], Path], str]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    for name in ("train", "rest"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "train", tmp_path / "rest"
+
+
+def opened(source: str, validation: str | None, seed: int = 0, sources: tuple[str, ...] = ()) -> TrainingData:
+    request = DataRequest(LENGTH, validation_fraction=0.3, seed=seed)
+    return open_training_data(source, sources, ByteTokenizer(), request, validation=validation)
+
+
+def documents(corpus: TokenizedCorpus) -> list[str]:
+    return [bytes(corpus.document(index)[1:-1].tolist()).decode() for index in range(len(corpus))]
+
+
+def first_epoch(data: TrainingData) -> list[int]:
+    return [token for index in range(data.rows.rows_per_epoch) for token in data.rows.row(index)[0].tolist()]
+
+
+@pytest.mark.parametrize("held_out_kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_of_the_source_trains_and_all_of_the_other_is_held_out(
+    kind: Kind, held_out_kind: Kind, folders: tuple[Path, Path]
+) -> None:
+    source, validation = kind(TRAINED, folders[0]), held_out_kind(HELD_OUT, folders[1])
+    orders = []
+    for seed in range(3):
+        data = opened(source, validation, seed)
+        assert (data.documents, data.tokens) == (len(TRAINED), sum(len(text) + 2 for text in TRAINED))
+        assert data.tokens - 1 - len(first_epoch(data)) in range(LENGTH)
+        assert set(first_epoch(data)) <= set("".join(TRAINED).encode()) | {256}
+        orders.append(documents(data.held_out(10**6)))
+        assert data.held_out_documents == len(HELD_OUT)
+        assert data.held_out_tokens == sum(len(text) + 2 for text in HELD_OUT)
+        assert data.held_out(30).num_tokens >= 30
+    # The same texts in the same order whatever the seed: losses of several seeds are over the same rows.
+    assert orders[0] == orders[1] == orders[2] != HELD_OUT
+    assert sorted(orders[0]) == HELD_OUT
+
+
+def test_a_single_document_may_be_held_out(folders: tuple[Path, Path]) -> None:
+    data = opened(as_lines(TRAINED, folders[0]), as_files(["alone"], folders[1]))
+    assert documents(data.held_out(100)) == ["alone"]
+
+
+def test_all_of_a_mixture_trains(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    sources = (f"{as_shards(TRAINED[:8], folders[0])}=3", f"{as_files(TRAINED[8:], tmp_path)}=1")
+    data = opened("ignored", as_lines(HELD_OUT, folders[1]), sources=sources)
+    assert data.documents == len(TRAINED)
+    assert sorted(documents(data.held_out(10**6))) == HELD_OUT
+
+
+def test_without_it_a_fraction_is_held_out(folders: tuple[Path, Path]) -> None:
+    data = opened(as_lines(TRAINED, folders[0]), None)
+    assert (data.documents, data.held_out_documents) == (14, 6)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("how", ["same", "folder", "glob", "link", "shards"])
+def test_what_is_trained_on_is_not_held_out(how: str, mixed: bool, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    source = (as_shards if how == "shards" else as_files)(TRAINED, folders[0])
+    (tmp_path / "link.txt").symlink_to(folders[0] / "03.txt")
+    validation = {
+        "same": source,
+        "folder": str(folders[0]),
+        "glob": str(folders[0] / "0[35].txt"),
+        "link": str(tmp_path / "link.txt"),
+        "shards": f"{tmp_path}/rest/../train/shards/",
+    }[how]
+    named = folders[0] / "shards" if how == "shards" else folders[0] / ("03.txt" if how in ("glob", "link") else "00")
+    with pytest.raises(ValueError, match=r"data\.validation must hold other texts") as caught:
+        opened("ignored" if mixed else source, validation, sources=(f"{source}=1",) if mixed else ())
+    assert str(named) in str(caught.value)
+    assert ("and 1 more" in str(caught.value)) == (how == "glob")
+
+
+def test_a_data_set_and_its_default_split_are_the_same() -> None:
+    with pytest.raises(ValueError, match=r"data\.validation must hold other texts .* wiki \(None, train\)"):
+        opened("hf:wiki", "hf:wiki:train")
+
+
+def test_a_missing_source(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        opened(as_lines(TRAINED, folders[0]), str(folders[1] / "missing"))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 100), st.floats(0, 1))
+def test_count_of_held_out_documents(count: int, fraction: float) -> None:
+    if fraction in (0, 1):
+        assert held_out_count(count, fraction) == fraction * count
+    elif count > 1:
+        assert 1 <= held_out_count(count, fraction) < count
