@@ -2,14 +2,16 @@
 
     python benchmarks/tokenizing.py --tokenizer tokenizer.json --text books/*.txt --write
 
-Both encode the same documents on the same cores, in turns, and the median counts. The bare library is given all
-documents at once, already in memory, and its ids are thrown away; gecko reads the files, encodes, and writes token
-shards with checksums.
+Both encode the same documents on the same cores, in turns, each time in a process of its own (a process that has done
+it before is slower at it), and the median counts. The bare library is given all documents at once, already in memory,
+and its ids are thrown away; gecko reads the files, encodes, and writes token shards with checksums. Processor time is
+that of all threads: other work on the machine changes it less.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -17,6 +19,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -29,59 +33,86 @@ from gecko.data.tokenizing import TokenizingPlan
 from gecko.train.hardware import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "tokenizing.md"
+FAST = "tokenizers, encode_batch_fast"
+
+
+@dataclass(frozen=True)
+class Taken:
+    seconds: float
+    processor: float
+    """Seconds of all threads together."""
+
+
+class Clock:
+    """Takes the time of a block."""
+
+    taken: Taken
+
+    def __enter__(self) -> Clock:
+        self._begin = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        seconds, processor = self._begin
+        self.taken = Taken(time.perf_counter() - seconds, time.process_time() - processor)
 
 
 def main() -> None:
     arguments = _arguments()
     os.environ["RAYON_NUM_THREADS"] = str(arguments.cores)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
-    ways: dict[str, Callable[[], float]] = {
-        "tokenizers, encode_batch": lambda: bare(arguments, "encode_batch"),
-        "tokenizers, encode_batch_fast": lambda: bare(arguments, "encode_batch_fast"),
-        "gecko tokenize": lambda: shards(arguments),
+    ways: dict[str, Callable[[], Taken]] = {
+        "tokenizers, encode_batch": lambda: alone(bare, arguments, "encode_batch"),
+        FAST: lambda: alone(bare, arguments, "encode_batch_fast"),
+        "gecko tokenize": lambda: alone(shards, arguments),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    taken: dict[str, list[Taken]] = {name: [] for name in ways}
     for _ in range(arguments.rounds):
         for name, measure in ways.items():
-            seconds[name].append(measure())
-    page = report(arguments, seconds)
+            taken[name].append(measure())
+    page = report(arguments, taken)
     print(page)
     if arguments.write:
         RESULTS.write_text(page, encoding="utf-8")
 
 
-def bare(arguments: argparse.Namespace, method: str) -> float:
-    """Seconds that the library takes for all documents."""
+def alone(measure: Callable[..., Taken], *given: object) -> Taken:
+    """``measure(*given)`` in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, *given).result()
+
+
+def bare(arguments: argparse.Namespace, method: str) -> Taken:
+    """What the library takes for all documents."""
     texts = [Path(path).read_text(encoding="utf-8") for path in arguments.text]
     library = tokenizers.Tokenizer.from_file(arguments.tokenizer)
     library.encode_special_tokens = True
-    begin = time.perf_counter()
-    encodings = getattr(library, method)(texts, add_special_tokens=False)
-    taken = time.perf_counter() - begin
+    with Clock() as clock:
+        encodings = getattr(library, method)(texts, add_special_tokens=False)
     assert len(encodings) == len(texts)
-    return taken
+    return clock.taken
 
 
-def shards(arguments: argparse.Namespace) -> float:
-    """Seconds from finding the files to the manifest; the tokenizer is loaded before, as for the bare library."""
+def shards(arguments: argparse.Namespace) -> Taken:
+    """From finding the files to the manifest; the tokenizer is loaded before, as for the bare library."""
     folder = Path(tempfile.mkdtemp()) / "shards"
     tokenizer = load_tokenizer(arguments.tokenizer)
     try:
-        begin = time.perf_counter()
-        plan = TokenizingPlan.make(arguments.text, tokenizer, folder)
-        plan.start()
-        for _ in run_here(plan, arguments.cores):
-            pass
-        plan.finish()
-        return time.perf_counter() - begin
+        with Clock() as clock:
+            plan = TokenizingPlan.make(arguments.text, tokenizer, folder)
+            plan.start()
+            for _ in run_here(plan, tokenizer, arguments.cores):
+                pass
+            plan.finish()
+        return clock.taken
     finally:
         shutil.rmtree(folder.parent)
 
 
-def report(arguments: argparse.Namespace, seconds: dict[str, list[float]]) -> str:
+def report(arguments: argparse.Namespace, taken: dict[str, list[Taken]]) -> str:
     size = sum(Path(path).stat().st_size for path in arguments.text)
-    median = {name: statistics.median(taken) for name, taken in seconds.items()}
-    best = min(taken for name, taken in median.items() if name != "gecko tokenize")
+    seconds = {name: statistics.median(one.seconds for one in times) for name, times in taken.items()}
+    processor = {name: statistics.median(one.processor for one in times) for name, times in taken.items()}
     names = sorted(Path(path).name for path in arguments.text)
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     command = f"python benchmarks/tokenizing.py --tokenizer {Path(arguments.tokenizer).name} --cores {arguments.cores}"
@@ -90,15 +121,18 @@ def report(arguments: argparse.Namespace, seconds: dict[str, list[float]]) -> st
         "",
         f"{date.today()}, {hardware}; tokenizers {tokenizers.__version__}. {len(names)} files, {size:,} bytes "
         f"({names[0]} … {names[-1]}), {Path(arguments.tokenizer).name}, {arguments.cores} cores, medians of "
-        f"{arguments.rounds} rounds in turns. Command: `{command} --rounds {arguments.rounds} --text "
-        f"{shlex.quote('*.txt')}`.",
+        f"{arguments.rounds} rounds in turns, load average {os.getloadavg()[1]:.1f}. Command: `{command} "
+        f"--rounds {arguments.rounds} --text {shlex.quote('*.txt')}`.",
         "",
-        "| | seconds | slowest | MB/s | of the faster bare one |",
-        "|---|---:|---:|---:|---:|",
+        "| | seconds | fastest | slowest | MB/s | speed, of the fast one's | processor time, s | of the fast one's |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, taken in median.items():
+    for name in taken:
+        times = [one.seconds for one in taken[name]]
+        median, speed = seconds[name], size / seconds[name] / 1e6
         lines.append(
-            f"| {name} | {taken:.2f} | {max(seconds[name]):.2f} | {size / taken / 1e6:.2f} | {best / taken:.1%} |"
+            f"| {name} | {median:.2f} | {min(times):.2f} | {max(times):.2f} | {speed:.2f} | "
+            f"{seconds[FAST] / median:.1%} | {processor[name]:.2f} | {processor[name] / processor[FAST]:.1%} |"
         )
     lines += [
         "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -10,16 +11,21 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Condition
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gecko.data import ShardFolder, TokenizedCorpus, Tokenizer, executors, load_documents, load_tokenizer
-from gecko.data.executors import TokenizingStep, run_here, run_on_slurm
+from gecko.data.executors import TokenizingStep, run_here, run_on_ray, run_on_slurm
 from gecko.data.shards import SUFFIXES, token_dtype
+from gecko.data.tokenizers import ByteTokenizer, TokenIds
 from gecko.data.tokenizing import TokenizingPlan, run_task
+
+BYTES = load_tokenizer("bytes")
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 def make(corpus: list[str], folder: Path, workers: int = 1) -> dict[str, str]:
     plan = plan_of(corpus, folder)
-    assert len(list(run_here(plan, workers))) == len(plan.tasks)
+    assert len(list(run_here(plan, BYTES, workers))) == len(plan.tasks)
     assert plan.finish() is not None
     return contents(folder)
 
@@ -60,7 +66,7 @@ def test_shards_hold_the_corpus_for_every_tokenizer(
         tokenizer: Tokenizer = load_tokenizer(name)
         plan = plan_of(corpus, tmp_path / f"shards{number}", name)
         assert len(plan.tasks) == 12
-        for _ in run_here(plan, 2):
+        for _ in run_here(plan, tokenizer, 2):
             pass
         plan.finish()
         expected = TokenizedCorpus.build(load_documents(corpus), tokenizer)
@@ -104,6 +110,41 @@ def test_any_number_of_workers_writes_the_same(
     # Above a number of threads it is processes.
     monkeypatch.setattr(executors, "MOST_THREADS", 1)
     assert make(corpus, tmp_path / "processes", workers=2) == one
+
+
+class WatchedTokenizer(ByteTokenizer):
+    """Knows how often it was asked, and by how many at once at most."""
+
+    def __init__(self) -> None:
+        self.calls, self.inside, self.most = 0, 0, 0
+        self.changed = Condition()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        with self.changed:
+            self.calls, self.inside = self.calls + 1, self.inside + 1
+            self.most = max(self.most, self.inside)
+            self.changed.notify_all()
+        time.sleep(0.002)
+        ids = super().encode_batch(texts)
+        with self.changed:
+            self.inside -= 1
+        return ids
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_others_are_encoded_while_a_shard_waits_for_the_disk(
+    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    plan, tokenizer, flush = plan_of(corpus, tmp_path / "shards"), WatchedTokenizer(), os.fsync
+
+    def slow_disk(file: int) -> None:
+        with tokenizer.changed:
+            assert tokenizer.changed.wait_for(lambda: tokenizer.calls > workers, timeout=20)
+        flush(file)
+
+    monkeypatch.setattr(os, "fsync", slow_disk)
+    assert len(list(run_here(plan, tokenizer, workers))) == 12
+    assert tokenizer.calls == 12 and tokenizer.most <= workers
 
 
 def test_datatrove_writes_the_same_and_the_last_rank_finishes(corpus: list[str], tmp_path: Path) -> None:
@@ -153,16 +194,57 @@ def test_slurm_is_not_here(corpus: list[str], tmp_path: Path, monkeypatch: pytes
         run_on_slurm(plan_of(corpus, tmp_path / "slurm"), 2, partition="cpu", hours=1)
 
 
+@pytest.mark.parametrize("prefix", ["", "hf:"])
+def test_tasks_find_relative_sources_from_any_folder(
+    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = plan_of([f"{prefix}texts"], Path("shards").resolve())
+    monkeypatch.chdir("/")
+    assert len(list(run_here(TokenizingPlan.load(plan.folder), BYTES, 1))) == 12
+    assert plan.finish() is not None
+
+
+class RayStandIn:
+    """Runs what Ray's workers would, here; like datatrove's executor it keeps the errors of tasks to itself."""
+
+    def __init__(self, pipeline: list[TokenizingStep], *, tasks: int, workers: int, **_: object) -> None:
+        self.step, self.tasks = pipeline[0], tasks
+
+    def run(self) -> None:
+        for rank in range(self.tasks):
+            with contextlib.suppress(ValueError):
+                self.step(None, rank, self.tasks)
+
+
+def test_ray_tasks_write_the_same_and_one_that_fails_is_told(
+    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the executor, which needs Ray."""
+    monkeypatch.setattr(executors, "require", lambda *_: SimpleNamespace(RayPipelineExecutor=RayStandIn))
+    one = make(corpus, tmp_path / "one")
+    plan = plan_of(corpus, tmp_path / "ray")
+    broken = tmp_path / "texts" / "05.jsonl"
+    content = broken.read_text()
+    broken.write_text("x" * len(content))
+    with pytest.raises(OSError, match=r"1 of 12 shards could not be written; .*ray/executor/logs says why"):
+        run_on_ray(plan, 2)
+    broken.write_text(content)
+    run_on_ray(plan, 2)
+    assert contents(tmp_path / "ray") == one
+
+
 # Stopping and going on.
 
 WORK = """
 import sys
 from pathlib import Path
 import gecko.data.tokenizing as tokenizing
+from gecko.data import load_tokenizer
 from gecko.data.executors import run_here
 plan = tokenizing.TokenizingPlan.load(Path(sys.argv[1]))
 print("ready", flush=True)
-for record in run_here(plan, 2):
+for record in run_here(plan, load_tokenizer("bytes"), 2):
     print(record.name, flush=True)
 """
 
@@ -180,7 +262,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_shards(corpus: list[str], tmp_pa
         process.stdout.close()
     (plan.folder / ".00003.ds.abcdefgh").write_bytes(b"of a killed process")
     before = {record.name: (plan.folder / f"{record.name}.ds").stat().st_mtime_ns for record in plan.done()}
-    rewritten = [record.name for record in run_here(plan, 2)]
+    rewritten = [record.name for record in run_here(plan, BYTES, 2)]
     assert not set(rewritten) & set(before)
     assert all((plan.folder / f"{name}.ds").stat().st_mtime_ns == at for name, at in before.items())
     assert plan.finish() is not None
@@ -193,7 +275,7 @@ def test_a_shard_is_there_only_with_all_its_files(corpus: list[str], tmp_path: P
     plan = TokenizingPlan.load(tmp_path / "shards")
     (plan.folder / f"00004{suffix}").unlink()
     assert len(plan.done()) == 11 and plan.finish() is None
-    assert [record.name for record in run_here(plan, 1)] == ["00004"]
+    assert [record.name for record in run_here(plan, BYTES, 1)] == ["00004"]
     assert plan.finish() is not None and contents(plan.folder) == whole
 
 
@@ -215,7 +297,7 @@ def test_a_full_disk_leaves_whole_shards(corpus: list[str], tmp_path: Path, monk
     assert {path.name for path in plan.folder.iterdir()} == {"tokenize.json", "00000.json"} | {
         f"00000{suffix}" for suffix in SUFFIXES
     }
-    assert len(list(run_here(plan, 1))) == 11
+    assert len(list(run_here(plan, BYTES, 1))) == 11
 
 
 def test_nothing_is_overwritten(corpus: list[str], tmp_path: Path, bpe_folder: Path) -> None:
@@ -234,7 +316,7 @@ def test_a_file_that_changes_meanwhile(corpus: list[str], tmp_path: Path) -> Non
     with (tmp_path / "texts" / "02.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     with pytest.raises(ValueError, match=r"02\.jsonl must not change while it is tokenized"):
-        for _ in run_here(plan, 2):
+        for _ in run_here(plan, BYTES, 2):
             pass
     with pytest.raises(FileExistsError):
         plan_of(corpus, tmp_path / "shards")
@@ -254,7 +336,7 @@ def test_a_tokenizer_that_changes_meanwhile(
 def test_a_source_without_text(tmp_path: Path, corpus: list[str]) -> None:
     (tmp_path / "empty.txt").write_text("")
     plan = plan_of([*corpus, str(tmp_path / "empty.txt")], tmp_path / "shards")
-    for _ in run_here(plan, 1):
+    for _ in run_here(plan, BYTES, 1):
         pass
     with pytest.raises(ValueError, match=r"at least one document with text; got .*empty\.txt"):
         plan.finish()
@@ -265,6 +347,6 @@ def test_a_broken_document_names_its_place(tmp_path: Path, corpus: list[str]) ->
         file.write("not JSON\n")
     plan = plan_of(corpus, tmp_path / "shards")
     with pytest.raises(ValueError, match=r"05\.jsonl, line 21, must hold one JSON object"):
-        for _ in run_here(plan, 2):
+        for _ in run_here(plan, BYTES, 2):
             pass
     assert plan.finish() is None

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 if TYPE_CHECKING:
     from gecko.data.shards import Manifest
+    from gecko.data.tokenizers import Tokenizer
     from gecko.data.tokenizing import TokenizingPlan
 
 EXECUTORS = ("local", "slurm", "ray")
@@ -32,7 +33,7 @@ def tokenize(
         str, typer.Option(help="Field of JSON Lines, Parquet and data sets that holds the text.")
     ] = "text",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Shards written at a time; all cores unless given.")
+        int | None, typer.Option(min=1, help="Shards encoded at a time; all cores unless given.")
     ] = None,
     executor: Annotated[str, typer.Option(help="local, or a cluster: slurm, ray.")] = "local",
     partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
@@ -58,9 +59,10 @@ def tokenize(
     if executor == "slurm" and partition is None:
         raise ValueError("--executor slurm needs the partition to submit to: add --partition NAME.")
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    plan = TokenizingPlan.make(sources, load_tokenizer(tokenizer), out, field=field)
+    loaded = load_tokenizer(tokenizer)
+    plan = TokenizingPlan.make(sources, loaded, out, field=field)
     plan.start()
-    _run(plan, executor, workers, partition or "", hours, console)
+    _run(plan, loaded, executor, workers, partition or "", hours, console)
     manifest = plan.finish()
     if manifest is None:
         console.print(
@@ -74,8 +76,9 @@ def tokenize(
 
 
 def _run(
-    plan: TokenizingPlan, executor: str, workers: int | None, partition: str, hours: int, console: Console
-) -> None:
+    plan: TokenizingPlan, tokenizer: Tokenizer, executor: str, workers: int | None, partition: str, hours: int,
+    console: Console,
+) -> None:  # fmt: skip
     from gecko.data.executors import run_here, run_on_ray, run_on_slurm
 
     if len(plan.done()) == len(plan.tasks):
@@ -88,7 +91,7 @@ def _run(
         if executor == "ray":
             run_on_ray(plan, workers or len(plan.tasks))
         else:
-            for _ in run_here(plan, workers or os.cpu_count() or 1):
+            for _ in run_here(plan, tokenizer, workers or os.cpu_count() or 1):
                 pass
 
 

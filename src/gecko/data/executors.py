@@ -7,15 +7,17 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gecko.data.shards import ShardRecord
-from gecko.data.tokenizing import TokenizingPlan, read_record, run_task
+from gecko.data.tokenizers import Tokenizer
+from gecko.data.tokenizing import TokenizingPlan, read_record, run_task, write_shard
 from gecko.extras import require
 
 MOST_THREADS = 8
@@ -24,8 +26,10 @@ RUN_FOLDER = "executor"
 """Where datatrove keeps its logs, inside the folder of the shards."""
 
 
-def run_here(plan: TokenizingPlan, workers: int) -> Iterator[ShardRecord]:
-    """Write the shards that are not there yet, ``workers`` at a time; each is given out once it is whole.
+def run_here(plan: TokenizingPlan, tokenizer: Tokenizer, workers: int) -> Iterator[ShardRecord]:
+    """Write the shards that are not there yet with the plan's tokenizer; each is given out once it is whole.
+
+    At most ``workers`` are encoded at a time; while threads do it, as many others are written meanwhile.
 
     Raises:
         ValueError, OSError: as ``run_task``; shards that were begun are finished first.
@@ -33,8 +37,8 @@ def run_here(plan: TokenizingPlan, workers: int) -> Iterator[ShardRecord]:
     waiting = [number for number, task in enumerate(plan.tasks) if read_record(plan, task) is None]
     # The largest first: the last to end should be a small one.
     waiting.sort(key=lambda number: -plan.tasks[number].size)
-    with _pool(max(1, min(workers, len(waiting)))) as pool:
-        futures = [pool.submit(run_task, plan.folder, number) for number in waiting]
+    with _writing(plan, tokenizer, max(1, min(workers, len(waiting)))) as submit:
+        futures = [submit(number) for number in waiting]
         try:
             for future in as_completed(futures):
                 yield _result(future)
@@ -43,12 +47,20 @@ def run_here(plan: TokenizingPlan, workers: int) -> Iterator[ShardRecord]:
                 future.cancel()
 
 
-def _pool(workers: int) -> Executor:
-    if workers <= MOST_THREADS:
-        return ThreadPoolExecutor(workers)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(workers, context, initializer=_one_thread)
+@contextmanager
+def _writing(
+    plan: TokenizingPlan, tokenizer: Tokenizer, workers: int
+) -> Iterator[Callable[[int], Future[ShardRecord]]]:
+    """What begins to write a task's shard; the block ends once all that were begun have ended."""
+    if workers > MOST_THREADS:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        with ProcessPoolExecutor(workers, context, initializer=_one_thread) as pool:
+            yield lambda number: pool.submit(run_task, plan.folder, number)
+        return
+    # A shard ends with several waits for the disk: another one is encoded meanwhile.
+    with ThreadPoolExecutor(workers) as encoders, ThreadPoolExecutor(2 * workers) as writers:
+        yield lambda number: writers.submit(write_shard, plan, plan.tasks[number], tokenizer, encoders)
 
 
 def _one_thread() -> None:
@@ -102,12 +114,22 @@ def run_on_slurm(plan: TokenizingPlan, workers: int, *, partition: str, hours: i
 
 
 def run_on_ray(plan: TokenizingPlan, workers: int) -> None:
-    """Run the plan on the Ray cluster that this machine belongs to, ``workers`` tasks at a time, to its end."""
+    """Run the plan on the Ray cluster that this machine belongs to, ``workers`` tasks at a time, to its end.
+
+    Raises:
+        OSError: a shard could not be written; the others are.
+    """
     require("ray", "ray")
     executor = require("datatrove.executor", "ray").RayPipelineExecutor(
         [TokenizingStep(plan.folder.resolve())], tasks=len(plan.tasks), workers=workers, **_common(plan)
     )
     executor.run()
+    # The executor tries a failed task again, then only says that it failed.
+    if missing := len(plan.tasks) - len(plan.done()):
+        raise OSError(
+            None, f"{missing} of {len(plan.tasks)} shards could not be written; {plan.folder / RUN_FOLDER / 'logs'} "
+            "says why. Mend that and run the command again: shards that are whole stay."
+        )  # fmt: skip
 
 
 def _common(plan: TokenizingPlan) -> dict[str, Any]:

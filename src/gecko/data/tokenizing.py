@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from array import array
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class TokenizingPlan:
         """
         _check_outside(folder, sources)
         found = find_sources(sources, field=field)
-        parts = [(source.spec, part) for source in found for whole in source.parts for part in dataset_pieces(whole)]
+        parts = [(s.spec, part) for s in found for whole in s.parts for part in dataset_pieces(_placed(whole))]
         tasks = tuple(
             Task(f"{number:05d}", group[0][0], tuple(part for _, part in group))
             for number, group in enumerate(_groups(parts))
@@ -140,15 +140,19 @@ def run_task(folder: Path, number: int) -> ShardRecord:
     """
     plan = TokenizingPlan.load(folder)
     task = plan.tasks[number]
-    return read_record(plan, task) or write_shard(plan, task, _same_tokenizer(plan.tokenizer))
+    if (record := read_record(plan, task)) is not None:
+        return record
+    with ThreadPoolExecutor(1) as encoders:
+        return write_shard(plan, task, _same_tokenizer(plan.tokenizer), encoders)
 
 
-def write_shard(plan: TokenizingPlan, task: Task, tokenizer: Tokenizer) -> ShardRecord:
-    """Tokenize a task's documents into its shard's files; errors as for ``run_task``."""
+def write_shard(plan: TokenizingPlan, task: Task, tokenizer: Tokenizer, encoders: Executor) -> ShardRecord:
+    """Tokenize a task's documents into its shard's files, encoding in ``encoders``; errors as for ``run_task``."""
     record = ShardRecord(task.name, task.source, 0, 0, 0, ())
     shard = Shard(plan.folder, record, plan.tokenizer.dtype)
     with whole_file(shard.file(SUFFIXES[0])) as temporary:
-        lengths, text_bytes, digest = _write_tokens(temporary, task, tokenizer, shard.dtype)
+        encoded = _encoded(batches(_documents(task)), tokenizer, encoders)
+        lengths, text_bytes, digest = _write_tokens(temporary, encoded, plan.tokenizer)
     columns = [np.cumsum(lengths, dtype="<u8").tobytes(), np.array(text_bytes, "<u8").tobytes()]
     for suffix, column in zip(SUFFIXES[1:], columns, strict=True):
         with whole_file(shard.file(suffix)) as temporary:
@@ -170,6 +174,12 @@ def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
     except (FileNotFoundError, ValueError):
         return None
     return record
+
+
+def _placed(part: Part) -> Part:
+    """The same from every working folder: on a cluster tasks begin in other ones."""
+    local = part.kind != "dataset" or Path(part.name).exists()
+    return dataclasses.replace(part, name=os.path.abspath(part.name)) if local else part
 
 
 def _check_outside(folder: Path, sources: list[str]) -> None:
@@ -196,15 +206,18 @@ def _groups(parts: list[tuple[str, Part]]) -> Iterator[list[tuple[str, Part]]]:
     yield group
 
 
-def _write_tokens(path: Path, task: Task, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> tuple[array, array, str]:
+def _write_tokens(
+    path: Path, encoded: Iterator[tuple[list[str], list[TokenIds]]], tokenizer: TokenizerRecord
+) -> tuple[array, array, str]:
     """Lengths and text bytes of the documents, and the SHA-256 of what was written."""
+    dtype = tokenizer.dtype
     start = np.array([tokenizer.document_start], dtype).tobytes()
     end = np.array([tokenizer.document_end], dtype).tobytes()
     lengths, text_bytes, digest = array("q"), array("q"), sha256()
     with path.open("wb") as file:
-        for texts, encoded in _encoded(batches(_documents(task)), tokenizer):
+        for texts, batch in encoded:
             block = bytearray()
-            for text, ids in zip(texts, encoded, strict=True):
+            for text, ids in zip(texts, batch, strict=True):
                 if len(ids):
                     block += start + ids.astype(dtype).tobytes() + end
                     lengths.append(len(ids) + 2)
@@ -224,17 +237,18 @@ def _documents(task: Task) -> Iterator[str]:
         yield from part.read()
 
 
-def _encoded(texts: Iterator[list[str]], tokenizer: Tokenizer) -> Iterator[tuple[list[str], list[TokenIds]]]:
+def _encoded(
+    texts: Iterator[list[str]], tokenizer: Tokenizer, encoders: Executor
+) -> Iterator[tuple[list[str], list[TokenIds]]]:
     """Batches with their ids; the next one is encoded while the caller is busy with this one."""
-    with ThreadPoolExecutor(1) as pool:
-        waiting = None
-        for batch in texts:
-            begun = (batch, pool.submit(tokenizer.encode_batch, batch))
-            if waiting is not None:
-                yield waiting[0], waiting[1].result()
-            waiting = begun
+    waiting = None
+    for batch in texts:
+        begun = (batch, encoders.submit(tokenizer.encode_batch, batch))
         if waiting is not None:
             yield waiting[0], waiting[1].result()
+        waiting = begun
+    if waiting is not None:
+        yield waiting[0], waiting[1].result()
 
 
 @lru_cache(maxsize=1)
