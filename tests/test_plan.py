@@ -13,9 +13,9 @@ import gecko
 from gecko.model import Block
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan import GPUS, Assumptions, find_gpu, make_plan
-from gecko.plan.communication import context_bytes, traffic
-from gecko.plan.flops import flops_by_part
-from gecko.plan.footprint import block_activations, block_tables, kept_by_model
+from gecko.plan.communication import traffic
+from gecko.plan.counts import counts_of
+from gecko.plan.footprint import kept_by_model
 from gecko.plan.memory import group_sizes, state_memory
 from gecko.recipes import get_recipe
 from gecko.segments import Segments
@@ -45,7 +45,7 @@ def config_of(changes: dict[str, Any]) -> gecko.GeckoConfig:
 def test_flops_are_those_of_the_code(changes: dict[str, Any]) -> None:
     config = config_of(changes)
     measured = (counted_flops(config, 512) - counted_flops(config, 256)) / 256
-    assert sum(part.total for part in flops_by_part(config).values()) == pytest.approx(measured, rel=1e-6)
+    assert sum(part.total for part in counts_of(config).flops(512).values()) == pytest.approx(measured, rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -77,10 +77,10 @@ def test_activations_are_good_to_fifteen_per_cent(changes: dict[str, Any], bfloa
     config, itemsize = config_of(changes), 2 if bfloat16 else 4
     short, long = (kept_by_block(config, length, bfloat16) for length in (256, 512))
     measured = (long - short) / 256
-    assert block_activations(config, itemsize) == pytest.approx(measured, rel=0.15)
+    assert counts_of(config).activations(itemsize) == pytest.approx(measured, rel=0.15)
     # Besides the tables, autocast keeps copies of the weights.
     copies = itemsize * sum(parameter.numel() for parameter in Block(config, 0).parameters()) if bfloat16 else 0
-    assert block_tables(config) == pytest.approx(short - 256 * measured - copies, rel=0.5)
+    assert counts_of(config).tables() == pytest.approx(short - 256 * measured - copies, rel=0.5)
 
 
 def kept_by_block(config: gecko.GeckoConfig, length: int, bfloat16: bool) -> int:
@@ -166,9 +166,10 @@ def test_traffic_of_one_gpu_is_none_and_grows_as_rings_do() -> None:
     assert sent(1, 4, 1)["gather weights"] == 3 / 4 * 2 * (2 * groups.blocks + groups.rest)
     assert sent(1, 4, 1)["reduce gradients"] == 3 / 4 * groups.gradients
     assert sent(8, 4, 1)["sum over replicas"] == 2 * 7 / 8 * groups.gradients / 4
-    assert sent(1, 1, 2)["context exchange"] == 3 * 2 * 3 * context_bytes(config, 2, 2)
+    assert sent(1, 1, 2)["context exchange"] == 3 * 2 * 3 * counts_of(config).context_bytes(2, 2)
     # Counted over gloo: benchmarks/results/context_exchange.md.
-    assert [context_bytes(gecko.GeckoConfig.preset("tiny"), 4, ranks) for ranks in (2, 4)] == [180_768, 296_544]
+    tiny = counts_of(gecko.GeckoConfig.preset("tiny"))
+    assert [tiny.context_bytes(4, ranks) for ranks in (2, 4)] == [180_768, 296_544]
     wide = traffic(config, groups, MeshSizes(1, 16, 1), gpu, parts=1, rows=1, itemsize=2, forwards=1)
     assert wide["reduce gradients"].bandwidth == gpu.network
 

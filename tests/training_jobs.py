@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gecko.baselines import LanguageModel, build_model, meta_model
 from gecko.data import IGNORED, Batch
-from gecko.model import Gecko
 from gecko.parallel.fsdp import empty_sharded_model, fill, whole
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
 from gecko.train import Run, train
@@ -83,14 +83,13 @@ def mine(batch: Batch, ranks: Ranks) -> Batch:
     return Batch(batch.tokens[here], batch.targets[here], batch.segment_ids[here])
 
 
-def model_of(run: Run, ranks: Ranks, *, dtype: torch.dtype) -> Gecko:
+def model_of(run: Run, ranks: Ranks, *, dtype: torch.dtype) -> LanguageModel:
     torch.manual_seed(run.seed)
-    full = Gecko(run.model).to(dtype)
+    full = build_model(run.model).to(dtype)
     if ranks.world == 1:
         model = full
     else:
-        with torch.device("meta"):
-            model = Gecko(run.model).to(dtype)
+        model = meta_model(run.model).to(dtype)
         bfloat16 = run.precision == "bfloat16"
         model = empty_sharded_model(model, ranks.sharding_mesh, CPU, bfloat16=bfloat16)
         fill(model, dict(full.named_parameters()) if ranks.first else None)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from gecko.config import GeckoConfig
+from gecko.fingerprint import fingerprint
+from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.layers.initialise import embedding_
-from gecko.layers.norm import TimestepNorm
+from gecko.layers.norm import LayerNorm, RMSNorm, TimestepNorm
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
-from gecko.quantize import pack, plain_tensors, quantize, stored_bits, unpack
+from gecko.quantize import pack, quantize, stored_bits, unpack
+from gecko.recomputation import ActivationCheckpointing, run_block
 from gecko.segments import Clock, Context, Segments
 from gecko.state import GeckoState
 from gecko.store import load_model, save_model
+from gecko.tokens import check_tokens, trained_targets
 
 
 class Block(nn.Module):
@@ -46,13 +46,16 @@ class Gecko(nn.Module):
 
     ``activation_checkpointing`` ("none") says what backward recomputes of each block instead of keeping it:
     "full" all of it, "selective" all but the outputs of linear layers. ``sharded`` (False) says that parameters
-    are divided among ranks, so that states cannot be tied to these weights.
+    are divided among ranks, so that states cannot be tied to these weights. ``float32_layers`` are the kinds of
+    layers that stay float32 where the rest of a block computes in bfloat16.
     """
+
+    float32_layers: tuple[type[nn.Module], ...] = (CEMA, LayerNorm, RMSNorm, TimestepNorm)
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
         self.config = config
-        self.activation_checkpointing: Literal["none", "selective", "full"] = "none"
+        self.activation_checkpointing: ActivationCheckpointing = "none"
         self.sharded = False
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         embedding_(self.embedding.weight)
@@ -153,7 +156,8 @@ class Gecko(nn.Module):
             x = x * math.sqrt(self.config.model_dim)
         mixers = []
         for i, block in enumerate(self.blocks):
-            x, mixer = self._run(block, x, None if before is None else before.mixers[i], segments)
+            mixer = None if before is None else before.mixers[i]
+            x, mixer = run_block(self.activation_checkpointing, block, x, mixer, segments)
             mixers.append(mixer)
         x, norm = self.final_norm(x, None if before is None else before.final_norm, segments)
         return x, self._state(state, segments, tuple(mixers), norm)
@@ -191,25 +195,12 @@ class Gecko(nn.Module):
         versions = tuple(parameter._version for parameter in self.parameters())
         cached = getattr(self, "_fingerprint", None)
         if cached is None or cached[0] != versions:
-            digest = hashlib.sha256()
-            for name, parameter in self.named_parameters():
-                digest.update(name.encode())
-                for tensor in plain_tensors(parameter):
-                    digest.update(tensor.detach().flatten()[:64].double().cpu().numpy().tobytes())
-            cached = self._fingerprint = (versions, digest.hexdigest()[:16])
+            cached = self._fingerprint = (versions, fingerprint(self))
         return cached[1]
 
     def save(self, folder: str | Path) -> None:
         """Write ``model.safetensors`` and ``config.json``, each whole or not at all."""
         save_model(folder, self.config, pack(self.state_dict()))
-
-    def _run(
-        self, block: nn.Module, x: Tensor, state: MixerState | None, segments: Segments
-    ) -> tuple[Tensor, MixerState]:
-        if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
-            return block(x, state, segments)
-        kept = _keep_projections if self.activation_checkpointing == "selective" else noop_context_fn
-        return checkpoint(block, x, state, segments, use_reentrant=False, context_fn=kept)
 
     def _state(
         self, before: GeckoState | None, segments: Segments, mixers: tuple[MixerState, ...], norm: TimestepNormState
@@ -221,38 +212,11 @@ class Gecko(nn.Module):
     def _trained_targets(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, segments: Segments
     ) -> Tensor:
-        if targets.shape != tokens.shape:
-            raise ValueError(f"targets must have the tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}.")
         self._check_tokens("targets", targets, ignored=True)
-        targets = targets.long()
-        if segment_ids is None:
-            return targets
-        next_document = segment_ids[:, 1:] != segment_ids[:, :-1]
-        last = next_document.new_zeros(len(targets), 1)
-        if segments.next_begins is not None:
-            last = segments.next_begins.to(last.device).unsqueeze(1)
-        return targets.masked_fill(torch.cat([next_document, last], dim=1), IGNORED)
+        return trained_targets(tokens, targets, segment_ids, segments.next_begins)
 
     def _check_tokens(self, name: str, tokens: Tensor, *, ignored: bool = False) -> None:
-        if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            raise TypeError(f"{name} must be integers; got {tokens.dtype}. Use tokens.long() if they are token ids.")
-        if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ValueError(
-                f"{name} must have shape (batch, length) with length of at least 1; got {tuple(tokens.shape)}."
-            )
-        if tokens.device.type == "cpu":
-            wrong = (tokens < 0) | (tokens >= self.config.vocab_size)
-            wrong &= (tokens != IGNORED) if ignored else True
-            if bool(wrong.any()):
-                raise ValueError(
-                    f"{name} must be ids in 0..{self.config.vocab_size - 1}; got {int(tokens[wrong][0])}. "
-                    "Check that the tokenizer is the one the model was trained with."
-                )
-
-
-_keep_projections = partial(
-    create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-)
+        check_tokens(name, tokens, self.config.vocab_size, ignored=ignored)
 
 
 def load(folder: str | Path) -> Gecko:

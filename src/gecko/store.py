@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -15,19 +16,42 @@ WEIGHTS, CONFIG, FORMAT = "model.safetensors", "config.json", "gecko-model-1"
 TIED = ("head.weight", "embedding.weight")
 
 
+class StoredConfig(Protocol):
+    @property
+    def tie_embedding(self) -> bool: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self: ...
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self: ...
+
+
+C = TypeVar("C", bound=StoredConfig)
+
+
+class Layout(NamedTuple):
+    """How models of one architecture lie in their folder."""
+
+    format: str
+    """What the weights' file says of itself."""
+    tied: tuple[str, str]
+    """The head's weight and the embedding's, which may be one."""
+
+
+GECKO = Layout(FORMAT, TIED)
+
+
 def save_model(folder: str | Path, config: GeckoConfig, weights: Mapping[str, Tensor]) -> None:
     """Write a model's folder; a tied head is stored once, as the embedding.
 
     Raises:
         OSError: the disk refused; files that were there before survive.
     """
-    folder = Path(folder)
-    stored = {name: w for name, w in weights.items() if not (config.tie_embedding and name == TIED[0])}
-    # transformers refuses files whose "format" names no framework.
-    save_tensors(folder / WEIGHTS, stored, {"format": "pt", "gecko": FORMAT, "config": json.dumps(config.to_dict())})
     fields = {"model_type": MODEL_TYPE, "architectures": ["GeckoForCausalLM"], **config.to_dict()}
-    with whole_file(folder / CONFIG) as temporary:
-        temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_folder(folder, config, fields, weights, GECKO)
 
 
 def load_model(folder: str | Path) -> tuple[GeckoConfig, dict[str, Tensor]]:
@@ -37,18 +61,37 @@ def load_model(folder: str | Path) -> tuple[GeckoConfig, dict[str, Tensor]]:
         FileNotFoundError: the folder or one of its files is missing.
         ValueError: a file is damaged, or the two are of different models.
     """
+    return read_folder(folder, GeckoConfig, GECKO)
+
+
+def write_folder(
+    folder: str | Path, config: StoredConfig, fields: Mapping[str, Any], weights: Mapping[str, Tensor], layout: Layout
+) -> None:
+    """``save_model`` for any architecture, ``fields`` in its ``config.json``."""
+    folder = Path(folder)
+    stored = {name: w for name, w in weights.items() if not (config.tie_embedding and name == layout.tied[0])}
+    # transformers refuses files whose "format" names no framework.
+    metadata = {"format": "pt", "gecko": layout.format, "config": json.dumps(config.to_dict())}
+    save_tensors(folder / WEIGHTS, stored, metadata)
+    with whole_file(folder / CONFIG) as temporary:
+        temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:
+    """``load_model`` for the architecture whose configs are of ``kind``."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} must be a model's folder with {CONFIG} and {WEIGHTS}; it has no {CONFIG}.")
-    config = GeckoConfig.load(folder / CONFIG)
+    config = kind.load(folder / CONFIG)
     weights, metadata = load_tensors(folder / WEIGHTS)
     found = metadata.get("gecko", metadata.get("format", "another file"))
-    if found != FORMAT:
-        raise ValueError(f"{folder / WEIGHTS} must hold a model's weights ({FORMAT}); it holds {found}.")
-    written = GeckoConfig.from_dict(json.loads(metadata["config"]))
+    if found != layout.format:
+        raise ValueError(f"{folder / WEIGHTS} must hold a model's weights ({layout.format}); it holds {found}.")
+    written = kind.from_dict(json.loads(metadata["config"]))
     if written != config:
         names = [name for name, value in written.to_dict().items() if config.to_dict()[name] != value]
         raise ValueError(f"{folder / CONFIG} and {folder / WEIGHTS} must describe one model; they differ in {names}.")
     if config.tie_embedding:
-        weights[TIED[0]] = weights[TIED[1]]
+        head, embedding = layout.tied
+        weights[head] = weights[embedding]
     return config, weights

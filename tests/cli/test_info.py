@@ -14,7 +14,8 @@ import gecko
 from gecko.cli.info import readable
 from gecko.config import PRESETS
 from gecko.model import Block
-from gecko.plan.footprint import block_activations, inference_memory, parameters_by_component, state_by_part
+from gecko.plan.counts import counts_of
+from gecko.plan.footprint import inference_memory, parameters_by_component
 from gecko.segments import Segments
 
 BASE: dict[str, Any] = {
@@ -41,8 +42,8 @@ def test_a_state_is_as_large_as_it_says(name: str) -> None:
     if name == "tiny":
         with torch.no_grad():
             _, state = gecko.Gecko(config)(torch.zeros(1, 3, dtype=torch.int64))
-        assert sum(state_by_part(config).values()) == state.num_bytes
-    assert sum(state_by_part(config).values()) == gecko.GeckoState.empty(config, device="meta").num_bytes
+        assert sum(counts_of(config).state(3, 4).values()) == state.num_bytes
+    assert sum(counts_of(config).state(99, 4).values()) == gecko.GeckoState.empty(config, device="meta").num_bytes
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_state_is_as_large_as_it_says(name: str) -> None:
 def test_activations_are_estimated_well(changes: dict[str, Any]) -> None:
     config = gecko.GeckoConfig(**{**BASE, **changes})
     measured = (kept_for_backward(config, 512) - kept_for_backward(config, 256)) / 256
-    assert block_activations(config, 4) == pytest.approx(measured, rel=0.15)
+    assert counts_of(config).activations(4) == pytest.approx(measured, rel=0.15)
 
 
 def kept_for_backward(config: gecko.GeckoConfig, length: int) -> int:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from gecko.eval import Results, Score
 from gecko.eval.intervals import Interval, bootstrap, bootstrap_mean, share, wilson
+from gecko.version import code_version
 
 
 def test_wilson_is_the_published_one() -> None:
@@ -48,7 +49,8 @@ def test_a_saved_result_says_how_to_get_it_again(tmp_path: Path) -> None:
     results.save(path, {"name": "m"}, "gecko eval test", {"Processor": "cpu"})
     saved = json.loads(path.read_text())
     for name, value in {"model": {"name": "m"}, "command": "gecko eval test", "seed": 3, "notes": results.notes,
-                        "hardware": {"Processor": "cpu"}, "details": {"curve": [1, 2]}}.items():  # fmt: skip
+                        "hardware": {"Processor": "cpu"}, "details": {"curve": [1, 2]},
+                        **code_version()}.items():  # fmt: skip
         assert saved[name] == value
     first = saved["scores"][0]
     assert (first["value"], first["n"], first["unit"]) == (0.25, 8, "items")

@@ -102,8 +102,8 @@ def test_held_out_loss_is_that_of_one_process(jobs: Jobs, run_in: Callable[..., 
         for got, wanted in zip(found, expected, strict=True):
             assert got["tokens"] == wanted["tokens"]
             assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-9)
-            losses = (np.array(one["loss_by_position"], dtype=float) for one in (got, wanted))
-            np.testing.assert_allclose(*losses, rtol=1e-9)
+            for kept in ("loss_by_position", "row_losses", "row_targets"):
+                np.testing.assert_allclose(*(np.array(one[kept], dtype=float) for one in (got, wanted)), rtol=1e-9)
 
 
 def test_any_number_of_ranks_sees_the_same_batches(jobs: Jobs, run_in: Callable[..., Run]) -> None:

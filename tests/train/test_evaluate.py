@@ -54,6 +54,16 @@ def test_loss_by_position_is_at_its_position(model: Gecko, corpus: TokenizedCorp
     )
 
 
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_row_losses_are_those_of_each_row(model: Gecko, corpus: TokenizedCorpus, batch_size: int) -> None:
+    held_out = HeldOut.of(corpus, 9, 20, batch_size)
+    result = evaluate(model, held_out, "float32")
+    losses, _ = model.token_losses(held_out.rows.tokens, held_out.rows.targets, held_out.rows.segment_ids)
+    assert result.row_losses == pytest.approx(losses.sum(1).tolist(), rel=1e-5)
+    assert result.row_targets == (held_out.rows.targets != -100).sum(1).tolist()
+    assert sum(result.row_losses) / sum(result.row_targets) == pytest.approx(result.loss, rel=1e-12)
+
+
 def test_long_rows_are_binned(model: Gecko, corpus: TokenizedCorpus) -> None:
     result = evaluate(model, HeldOut.of(corpus, 2, 300, 1), "float32")
     assert (result.bin_width, len(result.loss_by_position)) == (3, 100)

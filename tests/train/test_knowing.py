@@ -80,10 +80,10 @@ def test_flops_are_six_a_parameter_and_what_attention_and_memory_add(name: str) 
         model = Gecko(config)
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and ("fc" in n or "to_" in n))
     matrices += config.vocab_size * config.model_dim
-    flops = flops_per_token(config)
+    flops = flops_per_token(config, 1024)
     assert 6 * matrices < flops < 6 * matrices * 2
     window_gone = replace(config, memory="none", chunk_size=1, attention="chunk")
-    assert flops_per_token(window_gone) == pytest.approx(6 * matrices, rel=1e-3)
+    assert flops_per_token(window_gone, 1024) == pytest.approx(6 * matrices, rel=1e-3)
 
 
 def test_weights_and_biases_gets_every_number_and_the_run_keeps_its_name(

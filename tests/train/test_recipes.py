@@ -24,7 +24,9 @@ def test_recipes_are_complete_and_survive_json(name: str, tmp_path: Path) -> Non
     assert get_recipe(str(tmp_path / "recipe.json")) == run
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("gecko_1b", 64), ("gecko_7b", 256), ("megalodon_7b", 256)])
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("gecko_1b", 64), ("gecko_7b", 256), ("megalodon_7b", 256), ("llama2_7b", 128)]
+)
 def test_paper_recipes(name: str, gpus: int) -> None:
     """2 T tokens in rows of 32K, on the GPUs that docs/pretraining.md starts."""
     run = get_recipe(name)

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from gecko.pages.drawing import chunk_borders
 from gecko.train import Run, SampleSettings
 from gecko.train.evaluate import Evaluation
-from gecko.train.figures import chunk_borders
 from gecko.train.metrics import MetricsWriter
 from gecko.train.report import RunFacts, write_report
+from gecko.version import code_name, code_version
 
 
 @pytest.fixture
@@ -44,6 +45,7 @@ def test_text_is_escaped(page: str) -> None:
 
 def test_holds_pictures_numbers_settings_and_commands(page: str) -> None:
     assert page.count("<svg") == 2
+    assert code_name(code_version()) in page
     for text in ("1.2500 nats a byte", "skipped as not finite: 1", "optimizer.learning_rate", "gecko train", "1,234"):
         assert text in page
 

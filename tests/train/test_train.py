@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from gecko.config import GeckoConfig
 from gecko.model import load
+from gecko.parallel.mesh import Ranks
 from gecko.train import CheckpointSettings, Run, TrainResult, train
 from gecko.train.loop import Trainer
 from gecko.train.metrics import read_metrics
 from gecko.train.nonfinite import NonFiniteError
+from gecko.train.texts import load_data
 
 _TIMES = ("seconds", "tokens_per_second", "mfu", "memory_gib", "data_seconds")
 
@@ -232,3 +235,21 @@ def test_too_many_in_a_row_end_the_run_and_keep_the_checkpoint(small_run: Run, m
     with pytest.raises(NonFiniteError, match=r"steps 6 to 8 .*blocks\.1\.feed_forward\.fc2.*--resume"):
         train(replace(small_run, max_skips=3))
     assert [path.name for path in (small_run.folder / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_held_out_texts_of_their_own_are_the_same_for_every_seed(run_in: Callable[[str], Run], tmp_path: Path) -> None:
+    (tmp_path / "rest").mkdir()
+    texts = ["the red river falls", "a green stone", "slowly"]
+    for number, text in enumerate(texts):
+        (tmp_path / "rest" / f"{number}.txt").write_text(text)
+    first = []
+    for seed in (0, 1):
+        run = run_in(f"seed-{seed}")
+        run = replace(run, seed=seed, data=replace(run.data, validation=str(tmp_path / "rest")))
+        assert train(run).evaluation.tokens == sum(len(text) + 1 for text in texts)  # type: ignore[union-attr]
+        first.append(load_data(run, Ranks(), Console(quiet=True)).final.rows.tokens)
+    assert torch.equal(*first)
+    with pytest.raises(ValueError, match=r"data\.validation must hold other texts"):
+        train(replace(run_in("both"), data=replace(run.data, validation=run.data.source)))
+    with pytest.raises(ValueError, match=r"data\.validation must be what the checkpoint was trained with"):
+        train(replace(run, data=replace(run.data, validation=None)), resume=True)

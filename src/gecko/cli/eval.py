@@ -15,12 +15,15 @@ import typer
 from rich.console import Console
 
 from gecko.allocator import keep_freed_memory
-from gecko.cli.models import load_model
+from gecko.baselines import Llama
+from gecko.cli.models import load_any_model, trained_length
 from gecko.config import unknown_name
-from gecko.eval import GeckoModel, Results
+from gecko.eval import GeckoModel, LlamaModel, Results
 from gecko.eval.results import Report
 from gecko.eval.texts import Text, open_texts
 from gecko.extras import require
+
+Scored = GeckoModel | LlamaModel
 
 app = typer.Typer(no_args_is_help=True, help="Measure what a model can do: every number with n and interval.")
 
@@ -234,10 +237,14 @@ def _check_output(out: str | None) -> None:
         raise ValueError(f"--out must be a file in a folder that can be written to; got {out}.")
 
 
-def _models(name: str, tokenizer: str | None, device: str, renewed: bool) -> list[GeckoModel]:
+def _models(name: str, tokenizer: str | None, device: str, renewed: bool) -> Sequence[Scored]:
     """The model, and if asked for once more with renewed norms."""
-    network, vocabulary = load_model(name, tokenizer, device)
+    network, vocabulary = load_any_model(name, tokenizer, device)
     keep_freed_memory()
+    if isinstance(network, Llama):
+        if renewed:
+            raise ValueError("--renewed-norms is for models whose norms remember; a Llama's do not. Leave it out.")
+        return [LlamaModel(network, vocabulary, name, trained_length(name))]
     return [GeckoModel(network, vocabulary, name, renew_norms=renew) for renew in (False, True)[: 1 + renewed]]
 
 
@@ -249,7 +256,7 @@ def _progress() -> Iterator[Report]:
         yield status.update
 
 
-def _by_norms(models: Sequence[GeckoModel], measure: Callable[[GeckoModel], Results]) -> Results:
+def _by_norms(models: Sequence[Scored], measure: Callable[[Scored], Results]) -> Results:
     """One result of all; with several models, scores say which norm statistics they are with."""
     first, *others = [measure(model) for model in models]
     if not others:
@@ -263,10 +270,11 @@ def _by_norms(models: Sequence[GeckoModel], measure: Callable[[GeckoModel], Resu
     return dataclasses.replace(first, scores=scores, details=details)
 
 
-def _finish(results: Results, model: GeckoModel, out: str | None) -> None:
+def _finish(results: Results, model: Scored, out: str | None) -> None:
     from gecko.train.hardware import describe_hardware
 
-    hardware = describe_hardware(model.model.embedding.weight.device)
+    hardware = describe_hardware(next(model.model.parameters()).device)
+    results = dataclasses.replace(results, notes=[*results.notes, *model.notes])
     _report(results, model.describe(), out, hardware)
 
 

@@ -12,8 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gecko.config import GeckoConfig
-from gecko.plan.footprint import inference_memory, parameters_by_component, state_by_part, training_memory
+from gecko.baselines import ModelConfig, load_config
+from gecko.baselines.models import find_preset
+from gecko.plan.counts import counts_of
+from gecko.plan.footprint import inference_memory, parameters_by_component, training_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,12 +44,12 @@ def info(
     if as_json:
         typer.echo(json.dumps({"model": model, "dtype": dtype, "batch": batch, "length": length, **facts}, indent=2))
         return
-    _print_tables(model, facts, f"{batch} × {length:,} tokens", dtype)
+    _print_tables(model, facts, batch, length, dtype)
 
 
-def describe(config: GeckoConfig, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
+def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
     """All numbers that the command shows."""
-    parameters, state = parameters_by_component(config), state_by_part(config)
+    parameters, state = parameters_by_component(config), counts_of(config).state(length, dtype.itemsize)
     memory = {
         "inference": inference_memory(config, dtype, batch, length),
         "training": training_memory(config, batch, length, recompute=False),
@@ -61,24 +63,30 @@ def describe(config: GeckoConfig, dtype: torch.dtype, batch: int, length: int) -
     }
 
 
-def _find_config(model: str) -> GeckoConfig:
+def _find_config(model: str) -> ModelConfig:
     from gecko.cli.models import find_model
     from gecko.store import CONFIG
 
     if Path(model).exists():
-        return GeckoConfig.load(find_model(model) / CONFIG)
-    return GeckoConfig.preset(model)
+        return load_config(find_model(model) / CONFIG)
+    return find_preset(model)
 
 
-def _print_tables(model: str, facts: Mapping[str, Any], text: str, dtype: str) -> None:
+def _print_tables(model: str, facts: Mapping[str, Any], batch: int, length: int, dtype: str) -> None:
     console = Console(highlight=False)
     architecture = ", ".join(f"{name} {value}" for name, value in facts["config"].items())
     console.print(f"[bold]{model}[/bold]: {architecture}\n", soft_wrap=False)
     console.print(_table("Parameters", facts["parameters"], "{:,}".format))
-    console.print(_table("Reading state of one text, at any position", facts["state_bytes_per_row"], readable))
+    console.print(_table(_state_title(facts, length), facts["state_bytes_per_row"], readable))
     for name, parts in facts["memory_bytes"].items():
         kind = dtype if name == "inference" else "float32, AdamW"
-        console.print(_table(f"Memory for {name}: {text}, {kind}", parts, readable))
+        console.print(_table(f"Memory for {name}: {batch} × {length:,} tokens, {kind}", parts, readable))
+
+
+def _state_title(facts: Mapping[str, Any], length: int) -> str:
+    if "keys" in facts["state_bytes_per_row"]:
+        return f"Keys and values of one text of {length:,} tokens"
+    return "Reading state of one text, at any position"
 
 
 def _table(title: str, parts: Mapping[str, int], write: Callable[[int], str]) -> Table:

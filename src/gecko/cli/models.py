@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from gecko.config import PRESETS
+from gecko.baselines import LanguageModel, LlamaConfig, load_any, load_config
+from gecko.baselines.models import PRESETS
 from gecko.data import Tokenizer, check_vocabulary, load_tokenizer
 from gecko.model import Gecko, load
 from gecko.store import CONFIG, WEIGHTS
+
+RECIPE = "recipe.json"
 
 
 def find_model(name: str) -> Path:
@@ -42,7 +45,7 @@ def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenize
     """
     from gecko.train import Run
 
-    recipe = folder / "recipe.json"
+    recipe = folder / RECIPE
     if given is None and not recipe.is_file():
         raise FileNotFoundError(
             f"the model's tokenizer must be named by {recipe}, which training writes; there is none. "
@@ -54,12 +57,40 @@ def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenize
 
 
 def load_model(name: str, tokenizer: str | None, device: str) -> tuple[Gecko, Tokenizer]:
-    """The model that MODEL means, on a device, with its tokenizer; arguments and errors as above."""
+    """The model that MODEL means, on a device, with its tokenizer; arguments and errors as above and below."""
+    from gecko.train.hardware import select_device
+
+    folder = find_gecko(name)
+    model = load(folder).to(select_device(device))
+    return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
+
+
+def find_gecko(name: str) -> Path:
+    """``find_model`` for commands that are not for a Llama: ValueError if it is one."""
+    folder = find_model(name)
+    if isinstance(load_config(folder / CONFIG), LlamaConfig):
+        raise ValueError(
+            f"MODEL must be a Gecko, as this command works with its blocks and states; {name} is a Llama. "
+            "gecko eval and gecko info take it, and transformers opens its folder."
+        )
+    return folder
+
+
+def load_any_model(name: str, tokenizer: str | None, device: str) -> tuple[LanguageModel, Tokenizer]:
+    """``load_model`` for a Llama too."""
     from gecko.train.hardware import select_device
 
     folder = find_model(name)
-    model = load(folder).to(select_device(device))
+    model = load_any(folder).to(select_device(device))
     return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
+
+
+def trained_length(name: str) -> int | None:
+    """Tokens of the rows that MODEL was trained on; None where no recipe lies beside it."""
+    from gecko.train import Run
+
+    recipe = find_model(name) / RECIPE
+    return Run.load(recipe).sequence_length if recipe.is_file() else None
 
 
 def _nothing_there(folder: Path) -> str:

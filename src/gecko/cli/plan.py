@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,10 +28,10 @@ MEMORY_WORDS = {
 }
 FLOPS_WORDS = {
     "linear": "projections and feed-forward: 6 for each number in them",
-    "attention": "whole windows of {window:,} keys; scores once more in backward",
+    "attention": "{keys}; scores once more in backward",
     "memory": "summaries of chunks, their chain, one read",
-    "CEMA": "Toeplitz products within 64 tokens, {modes} modes across",
-    "norms": "running statistics of {groups} groups",
+    "CEMA": "Toeplitz products within 64 tokens, and the modes across",
+    "norms": "running statistics of groups",
     "head": "logits and their gradients",
 }
 TRAFFIC_WORDS = {
@@ -95,15 +96,18 @@ def _print(recipe: str, plan: Plan) -> None:
         f"(replicate × shard), {sizes.context} GPUs to a row (context); a step of {run.tokens_per_step:,} tokens, "
         f"{plan.tokens:,.0f} on each GPU\n"
     )
-    _table(console, "Memory of one GPU", plan.memory, readable, _words(MEMORY_WORDS, plan))
+    _table(console, "Memory of one GPU", plan.memory, readable, _words(MEMORY_WORDS, plan.memory, plan))
     total = sum(plan.memory.values())
     verdict = "fits" if plan.fits else "does not fit; try more GPUs, activation_checkpointing=full or accumulation"
     console.print(f"{readable(total)} of {readable(plan.gpu.memory)}: [bold]{verdict}[/bold]\n")
     work = {name: part.total for name, part in plan.flops.items()} | {"recomputed": plan.recomputed}
-    words = [*_words(FLOPS_WORDS, plan), f"forward again, with activation_checkpointing={run.activation_checkpointing}"]
+    words = [
+        *_words(FLOPS_WORDS, plan.flops, plan),
+        f"forward again, with activation_checkpointing={run.activation_checkpointing}",
+    ]
     _table(console, "Computing, GFLOPs a token", work, lambda flops: f"{flops / 1e9:,.3f}", words)
     sent = {name: kind.size for name, kind in plan.traffic.items()}
-    _table(console, "Bytes that one GPU sends in a step", sent, readable, _words(TRAFFIC_WORDS, plan))
+    _table(console, "Bytes that one GPU sends in a step", sent, readable, _words(TRAFFIC_WORDS, sent, plan))
     _print_time(console, plan)
 
 
@@ -126,19 +130,18 @@ def _print_time(console: Console, plan: Plan) -> None:
         )
 
 
-def _words(words: dict[str, str], plan: Plan) -> list[str]:
-    """Each line's explanation, with the plan's numbers in it."""
-    from gecko.plan.communication import context_bytes
+def _words(words: dict[str, str], parts: Iterable[str], plan: Plan) -> list[str]:
+    """The explanation of each part, with the plan's numbers in it."""
+    from gecko.plan.counts import counts_of
 
-    config, run = plan.run.model, plan.run
+    run, counts = plan.run, counts_of(plan.run.model)
     values = {
         "divided": plan.share.divided, "rows": plan.share.rows, "length": plan.share.length,
         "checkpointing": run.activation_checkpointing, "accumulation": run.accumulation,
-        "window": config.chunk_size * (1 if config.attention == "chunk" else 2), "modes": config.cema_modes,
-        "groups": config.timestep_groups, "replicate": plan.sizes.replicate,
-        "layer": readable(context_bytes(config, plan.share.itemsize, plan.sizes.context)),
+        "keys": counts.keys(run.sequence_length), "replicate": plan.sizes.replicate,
+        "layer": readable(counts.context_bytes(plan.share.itemsize, plan.sizes.context)),
     }  # fmt: skip
-    return [line.format(**values) for line in words.values()]
+    return [words[part].format(**values) for part in parts]
 
 
 def _table(console: Console, title: str, parts: dict[str, Any], write: Any, words: list[str]) -> None:

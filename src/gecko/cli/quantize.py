@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gecko.cli.models import find_model
+from gecko.cli.models import find_gecko
 from gecko.model import load
 from gecko.quantize import quantize as quantize_model
 from gecko.store import CONFIG, WEIGHTS
@@ -33,7 +33,7 @@ def quantize(
 
         gecko generate runs/demo-int8 --prompt "def main("
     """
-    source, target = find_model(model), Path(out).expanduser()
+    source, target = find_gecko(model), Path(out).expanduser()
     if (target / CONFIG).exists():
         raise FileExistsError(f"OUT must be a new folder; {target} holds a model already. Name another one.")
     network = load(source)

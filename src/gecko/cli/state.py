@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gecko.files import load_tensors
 from gecko.ops.working_memory.rules import EMPTY_LOG
-from gecko.plan.footprint import STATE_PARTS, state_part
+from gecko.plan.gecko import STATE_PARTS, state_part
 from gecko.state import GeckoState
 
 DIFFERENT = 1

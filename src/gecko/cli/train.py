@@ -70,4 +70,4 @@ def _list_recipes() -> None:
 
     for name, recipe in RECIPES.items():
         about = inspect.getdoc(recipe) or inspect.getdoc(inspect.getmodule(recipe)) or ""
-        typer.echo(f"{name:<14}{about.partition(chr(10))[0].replace('``', '')}")
+        typer.echo(f"{name:<20}{about.partition(chr(10))[0].replace('``', '')}")

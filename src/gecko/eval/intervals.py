@@ -63,6 +63,14 @@ def bootstrap_mean(values: Values, unit: str, seed: int) -> Interval | None:
     return bootstrap([values], lambda x, axis=-1: x.mean(axis=axis), unit, seed)
 
 
+def student(mean: float, error: float | None, n: int, unit: str) -> Interval | None:
+    """Of a mean over ``n`` units with the standard error ``error``; None where that is."""
+    if error is None:
+        return None
+    reach = float(require("scipy.stats", "eval").t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
+    return Interval(float(mean - reach), float(mean + reach), f"Student's t over {unit}, 95 %")
+
+
 def share(hits: Sequence[bool]) -> tuple[float, Interval]:
     """The share of hits, of at least one trial, and its interval."""
     return sum(hits) / len(hits), wilson(sum(hits), len(hits))

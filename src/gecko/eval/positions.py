@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gecko.eval.intervals import CONFIDENCE, Interval, Values
+from gecko.eval.intervals import Values, student
 from gecko.eval.perplexity import segment_losses
 from gecko.eval.results import Report, Results, Score, quiet
 from gecko.eval.scored_model import ScoredModel
@@ -136,7 +136,7 @@ def _scores(border: Moments, grid: Grid) -> list[Score]:
     where, errors = {"chunk": grid.chunk, "first": grid.first}, border.errors()
     names = ("nats after a border", "nats in the rest", "border minus rest")
     scores = [
-        Score(name, float(mean), border.n, "chunks", _student(mean, error, border.n), where)
+        Score(name, float(mean), border.n, "chunks", student(mean, error, border.n, "chunks"), where)
         for name, mean, error in zip(names, border.mean, [None] * 3 if errors is None else errors, strict=True)
     ]
     if errors is None or not errors[2] > 0:  # one chunk, or all alike: nothing to test
@@ -144,10 +144,3 @@ def _scores(border: Moments, grid: Grid) -> list[Score]:
     t = float(border.mean[2] / errors[2])
     p = 2 * float(require("scipy.stats", "eval").t.sf(abs(t), border.n - 1))
     return [*scores, *(Score(name, x, border.n, "chunks", None, where) for name, x in (("t", t), ("p, two-sided", p)))]
-
-
-def _student(mean: float, error: float | None, n: int) -> Interval | None:
-    if error is None:
-        return None
-    reach = float(require("scipy.stats", "eval").t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
-    return Interval(float(mean - reach), float(mean + reach), "Student's t over chunks, 95 %")

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from gecko.eval.intervals import Interval
 from gecko.files import whole_file
-from gecko.version import __version__
+from gecko.version import code_version
 
 FORMAT = "gecko-evaluation-1"
 
@@ -73,7 +73,7 @@ class Results:
     def save(self, path: Path, model: Mapping[str, Any], command: str, hardware: Mapping[str, str]) -> None:
         """Write JSON, whole or not at all."""
         record = {
-            "format": FORMAT, "version": __version__, "evaluation": self.evaluation, "model": dict(model),
+            "format": FORMAT, **code_version(), "evaluation": self.evaluation, "model": dict(model),
             "command": command, "seed": self.seed, "hardware": dict(hardware), "settings": dict(self.settings),
             "scores": [asdict(score) for score in self.scores], "notes": self.notes, "details": dict(self.details),
         }  # fmt: skip
@@ -90,7 +90,7 @@ class Results:
             table.add_column(name, justify="right", no_wrap=True)
         for score in self.scores:
             cells = [_place(score.where.get(name, "")) for name in places]
-            table.add_row(*cells, score.name, _readable(score.value), _interval(score), f"{score.n:,} {score.unit}")
+            table.add_row(*cells, score.name, readable(score.value), _interval(score), f"{score.n:,} {score.unit}")
         return table
 
     def methods(self) -> str:
@@ -102,14 +102,14 @@ class Results:
 def _interval(score: Score) -> str:
     if score.interval is None:
         return "none"
-    return f"{_readable(score.interval.low)} .. {_readable(score.interval.high)}"
+    return f"{readable(score.interval.low)} .. {readable(score.interval.high)}"
 
 
 def _place(value: str | int | float) -> str:
-    return f"{value:g}" if isinstance(value, float) else _readable(value)
+    return f"{value:g}" if isinstance(value, float) else readable(value)
 
 
-def _readable(value: str | int | float) -> str:
+def readable(value: str | int | float) -> str:
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else value
     if value == 0 or 1e-3 <= abs(value) < 1000:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -10,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gecko.baselines import LanguageModel
 from gecko.data import Tokenizer, check_vocabulary
 from gecko.eval.renewed_norms import renewed_losses
+from gecko.fingerprint import fingerprint
 from gecko.generation import Reading, Sampling, TextStream, TokenStream, read, score
 from gecko.generation.reading import inference
 from gecko.model import Gecko
@@ -78,21 +79,16 @@ class GeckoModel:
         self._renew_norms = renew_norms
 
     @property
+    def notes(self) -> list[str]:
+        """What is to be said of its scores: nothing, a text of any length is read."""
+        return []
+
+    @property
     def chunk_size(self) -> int | None:
         return None if self.model.config.attention == "sliding_window" else self.model.config.chunk_size
 
     def describe(self) -> dict[str, Any]:
-        parameters = {id(parameter): parameter.numel() for parameter in self.model.parameters()}
-        weight = self.model.embedding.weight
-        return {
-            "name": self.name,
-            "weights": self.model.fingerprint(),
-            "parameters": sum(parameters.values()),
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "device": str(weight.device),
-            "tokenizer": self.tokenizer.name,
-            "config": dataclasses.asdict(self.model.config),
-        }
+        return describe_model(self.model, self.tokenizer, self.name)
 
     def losses(self, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
         if self._renew_norms:
@@ -121,6 +117,20 @@ class GeckoModel:
             stop_tokens={self.tokenizer.document_end},
         )  # fmt: skip
         return "".join(TextStream(stream, self.tokenizer, stops))
+
+
+def describe_model(model: LanguageModel, tokenizer: Tokenizer, name: str) -> dict[str, Any]:
+    """``ScoredModel.describe`` of any model of the package."""
+    parameters = list(model.parameters())
+    return {
+        "name": name,
+        "weights": fingerprint(model),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "device": str(parameters[0].device),
+        "tokenizer": tokenizer.name,
+        "config": model.config.to_dict(),
+    }
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> Tensor:

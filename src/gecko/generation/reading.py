@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.model import Gecko
@@ -69,7 +69,7 @@ def pieces(
         TypeError, ValueError: a state of several rows; while iterating, tokens that are no ids of the model.
     """
     size = piece_length(config) if piece is None else piece
-    return _pieces(_checked(tokens, config), _until_border(state, size), size)
+    return cut(checked(tokens, config.vocab_size), _until_border(state, size), size)
 
 
 def piece_length(config: GeckoConfig) -> int:
@@ -79,7 +79,7 @@ def piece_length(config: GeckoConfig) -> int:
 
 
 @contextmanager
-def inference(model: Gecko) -> Iterator[None]:
+def inference(model: nn.Module) -> Iterator[None]:
     """No gradients, and ``model`` in evaluation mode; it returns to the mode it was in."""
     training = model.training
     if training:
@@ -101,22 +101,22 @@ def _until_border(state: GeckoState | None, size: int) -> int:
     return size - state.position[0] % size
 
 
-def _checked(tokens: Iterable[Tensor], config: GeckoConfig) -> Iterator[Tensor]:
+def checked(tokens: Iterable[Tensor], vocab_size: int) -> Iterator[Tensor]:
     """Checked here on the host; on other devices the model cannot look at ids without waiting."""
     for part in tokens:
         if part.dim() != 1 or part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
             raise TypeError(f"a prompt must be 1-D integers; got {part.dtype} of shape {tuple(part.shape)}.")
         part = part.to("cpu", torch.int64)
-        wrong = part[(part < 0) | (part >= config.vocab_size)]
+        wrong = part[(part < 0) | (part >= vocab_size)]
         if len(wrong):
             raise ValueError(
-                f"a prompt must be ids in 0..{config.vocab_size - 1}; got {int(wrong[0])}. "
+                f"a prompt must be ids in 0..{vocab_size - 1}; got {int(wrong[0])}. "
                 "Check that the tokenizer is the one the model was trained with."
             )
         yield part
 
 
-def _pieces(parts: Iterable[Tensor], first: int, size: int) -> Iterator[Tensor]:
+def cut(parts: Iterable[Tensor], first: int, size: int) -> Iterator[Tensor]:
     """The same tokens in pieces of ``size``, the first one of ``first``, the last one as long as it comes."""
     held: list[Tensor] = []
     count, wanted = 0, first

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from gecko.data import StreamDecoder, Tokenizer
 from gecko.generation.stopping import StopStrings
-from gecko.generation.stream import TokenStream
+from gecko.generation.stream import NewToken
 
 
-class TextStream:
+class Tokens(Protocol):
+    """Tokens as they are made, such as a ``TokenStream``."""
+
+    def __iter__(self) -> Iterator[NewToken]: ...
+
+    def stop(self, row: int) -> None: ...
+
+
+S = TypeVar("S", bound=Tokens)
+
+
+class TextStream(Generic[S]):
     """The text of one row, piece by piece; iterate once.
 
     A piece is given out as soon as its characters are whole and cannot belong to a stop string. The stop
@@ -23,7 +35,7 @@ class TextStream:
         ValueError: an empty stop string.
     """
 
-    def __init__(self, tokens: TokenStream, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokens: S, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self.tokens = tokens
         self.num_tokens = 0
         """Tokens made so far."""

@@ -12,16 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gecko.layers.cema import CEMA
-from gecko.layers.norm import LayerNorm, RMSNorm, TimestepNorm
-from gecko.model import Gecko
+from gecko.baselines import LanguageModel
 
-_FLOAT32_LAYERS = (CEMA, LayerNorm, RMSNorm, TimestepNorm)
 _METHODS = ("loss", "token_losses")
 """What is called of a model besides ``forward``."""
 
 
-def shard_model(model: Gecko, mesh: DeviceMesh, *, bfloat16: bool) -> None:
+def shard_model(model: LanguageModel, mesh: DeviceMesh, *, bfloat16: bool) -> None:
     """Divide ``model`` among the ranks of ``mesh`` in place: each block is gathered as it is needed.
 
     Parameters and reductions stay float32. With ``bfloat16`` the blocks' matrices are gathered, and their
@@ -34,7 +31,7 @@ def shard_model(model: Gecko, mesh: DeviceMesh, *, bfloat16: bool) -> None:
         if bfloat16:
             # One group, so one exchange. The first of them to run is what all else in the block depends on,
             # so its backward ends last, as the group's end must.
-            fully_shard([m for m in block.modules() if isinstance(m, _FLOAT32_LAYERS)], mesh=mesh, mp_policy=exact)
+            fully_shard([m for m in block.modules() if isinstance(m, model.float32_layers)], mesh=mesh, mp_policy=exact)
         fully_shard(block, mesh=mesh, mp_policy=half if bfloat16 else exact)
     fully_shard(model, mesh=mesh, mp_policy=exact)
     model.sharded = True
@@ -44,7 +41,9 @@ def shard_model(model: Gecko, mesh: DeviceMesh, *, bfloat16: bool) -> None:
         register_fsdp_forward_method(model, name)
 
 
-def empty_sharded_model(template: Gecko, mesh: DeviceMesh, device: torch.device, *, bfloat16: bool) -> Gecko:
+def empty_sharded_model(
+    template: LanguageModel, mesh: DeviceMesh, device: torch.device, *, bfloat16: bool
+) -> LanguageModel:
     """``template``, built on the meta device, sharded and with memory of any content."""
     shard_model(template, mesh, bfloat16=bfloat16)
     return template.to_empty(device=device)

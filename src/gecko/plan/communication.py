@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gecko.config import GeckoConfig
+from gecko.baselines import ModelConfig
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan.cluster import GPU, GPUS_PER_NODE
-from gecko.plan.footprint import FLOAT
-
-HALF = 2
+from gecko.plan.counts import counts_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class GroupSizes:
 
 
 def traffic(
-    config: GeckoConfig, groups: GroupSizes, sizes: MeshSizes, gpu: GPU, *, parts: int, rows: int, itemsize: int,
+    config: ModelConfig, groups: GroupSizes, sizes: MeshSizes, gpu: GPU, *, parts: int, rows: int, itemsize: int,
     forwards: int,
 ) -> dict[str, Traffic]:  # fmt: skip
     """What one GPU sends in a step of ``parts`` accumulated parts, of ``rows`` rows in all; ``forwards``: 2 with
@@ -46,32 +44,14 @@ def traffic(
     share = (divided - 1) / divided
     link = _link(gpu, divided)
     copies = (sizes.replicate - 1) / sizes.replicate
-    exchange = rows * config.num_layers * context_bytes(config, itemsize, sizes.context) * (forwards + 1)
+    exchanged = counts_of(config).context_bytes(itemsize, sizes.context)
+    exchange = rows * config.num_layers * exchanged * (forwards + 1)
     return {
         "gather weights": Traffic(share * parts * (2 * groups.blocks + groups.rest), link),
         "reduce gradients": Traffic(share * groups.gradients, link),
         "sum over replicas": Traffic(2 * copies * groups.gradients / divided, _link(gpu, divided * sizes.replicate)),
         "context exchange": Traffic(exchange if sizes.context > 1 else 0, _link(gpu, sizes.context)),
     }
-
-
-def context_bytes(config: GeckoConfig, itemsize: int, ranks: int) -> int:
-    """Bytes that the busiest of so many context ranks sends in a layer's forward pass, a row; backward, as many.
-
-    To the next rank: the last attention chunk's keys (float32) and values, and the memory's summary of that chunk.
-    To every later one: the moving average's state, the norm's, the memory's affine map A, B and two weights.
-    ``benchmarks/context_exchange.py`` counts them.
-    """
-    heads, key, value = config.num_heads, config.key_head_dim, config.value_head_dim
-    window = (
-        0 if config.attention == "chunk" else config.chunk_size * (FLOAT * config.key_dim + itemsize * config.value_dim)
-    )
-    later = FLOAT * (2 * config.model_dim * config.cema_modes + 2 * config.timestep_groups)
-    affine = 0
-    if config.memory != "none":
-        affine = FLOAT * heads * key * (key + value)
-        later += affine + 2 * FLOAT * config.key_dim
-    return window + affine + (ranks - 1) * later
 
 
 def _link(gpu: GPU, ranks: int) -> float:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan.cluster import GPU
 from gecko.plan.communication import Traffic, traffic
-from gecko.plan.flops import Flops, flops_by_part
+from gecko.plan.counts import counts_of
 from gecko.plan.memory import Share, group_sizes, step_memory
+from gecko.plan.units import Flops
 from gecko.train import Run
 from gecko.train.utilisation import flops_per_token
 
@@ -70,7 +71,11 @@ class Plan:
     @property
     def utilisation(self) -> float:
         """MFU, as a run would report it."""
-        return self.tokens * flops_per_token(self.run.model) / (self.step_seconds * self.gpu.peak)
+        return (
+            self.tokens
+            * flops_per_token(self.run.model, self.run.sequence_length)
+            / (self.step_seconds * self.gpu.peak)
+        )
 
     @property
     def days(self) -> float | None:
@@ -94,7 +99,7 @@ def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
         sizes.shard * sizes.context, rows // run.accumulation, run.sequence_length // sizes.context,
         sizes.context, half,
     )  # fmt: skip
-    parts = flops_by_part(run.model)
+    parts = counts_of(run.model).flops(run.sequence_length)
     return Plan(
         run, gpu, sizes, share, step_memory(run, share), parts, _recomputed(run, parts),
         traffic(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
 from torch import nn
 
-from gecko.config import GeckoConfig
-from gecko.model import Gecko
+from gecko.baselines import LanguageModel, ModelConfig, meta_model
 from gecko.ops.loss import BLOCK_ELEMENTS
-from gecko.plan.communication import HALF, GroupSizes, context_bytes
-from gecko.plan.footprint import FLOAT, WORK_FACTOR, block_activations, block_tables, kept_by_model
+from gecko.plan.communication import GroupSizes
+from gecko.plan.counts import counts_of
+from gecko.plan.footprint import WORK_FACTOR, kept_by_model
+from gecko.plan.units import FLOAT, HALF
 from gecko.train import Run
 from gecko.train.optimizer import matrix_names
 
@@ -46,7 +46,7 @@ class Share:
         return HALF if self.bfloat16 else FLOAT
 
 
-def state_memory(config: GeckoConfig, divided: int) -> dict[str, int]:
+def state_memory(config: ModelConfig, divided: int) -> dict[str, int]:
     """Bytes of parameters, gradients and AdamW's moments that one GPU keeps: exact, of the GPU that has most.
 
     FSDP cuts every parameter along its first dimension.
@@ -59,7 +59,7 @@ def state_memory(config: GeckoConfig, divided: int) -> dict[str, int]:
     return {"parameters": weights, "gradients": weights, "optimizer": moments}
 
 
-def group_sizes(config: GeckoConfig, *, bfloat16: bool) -> GroupSizes:
+def group_sizes(config: ModelConfig, *, bfloat16: bool) -> GroupSizes:
     """What is gathered together: with bfloat16 the blocks' matrices in it, all else in float32."""
     model = _meta_model(config)
     blocks = sum(_gathered(block, bfloat16) for block in model.blocks)
@@ -71,11 +71,15 @@ def group_sizes(config: GeckoConfig, *, bfloat16: bool) -> GroupSizes:
 def step_memory(run: Run, share: Share) -> dict[str, int]:
     """Bytes of one GPU at the fullest moment of a step, by kind; what is not in ``state_memory`` is an estimate."""
     config, groups = run.model, group_sizes(run.model, bfloat16=share.bfloat16)
-    block = block_activations(config, share.itemsize)
+    counts = counts_of(config)
     kept = share.tokens * kept_by_model(config, share.itemsize, run.activation_checkpointing)
     # Recomputed or not, one block at a time has what it keeps, and as much again for the gradients.
-    work = share.tokens * block * (WORK_FACTOR if run.activation_checkpointing != "none" else WORK_FACTOR - 1)
-    tables = block_tables(config) * (config.num_layers if run.activation_checkpointing == "none" else 1)
+    work = (
+        share.tokens
+        * counts.activations(share.itemsize)
+        * (WORK_FACTOR if run.activation_checkpointing != "none" else WORK_FACTOR - 1)
+    )
+    tables = counts.tables() * (config.num_layers if run.activation_checkpointing == "none" else 1)
     head = config.vocab_size * config.model_dim * FLOAT
     memory = {
         **state_memory(config, share.divided),
@@ -104,7 +108,7 @@ def _buffers(run: Run, groups: GroupSizes, share: Share) -> int:
         # They are exchanged once a step, so until then every GPU has all of them.
         buffers += in_blocks * run.model.num_layers
     if share.context > 1:
-        buffers += 2 * share.rows * context_bytes(run.model, share.itemsize, share.context)
+        buffers += 2 * share.rows * counts_of(run.model).context_bytes(share.itemsize, share.context)
     return buffers
 
 
@@ -114,6 +118,5 @@ def _gathered(block: nn.Module, bfloat16: bool) -> int:
 
 
 @lru_cache(maxsize=1)
-def _meta_model(config: GeckoConfig) -> Gecko:
-    with torch.device("meta"):
-        return Gecko(config)
+def _meta_model(config: ModelConfig) -> LanguageModel:
+    return meta_model(config)

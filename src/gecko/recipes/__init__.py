@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gecko.config import unknown_name
+from gecko.recipes.comparison import COMPARISON
 from gecko.recipes.gecko_1b import gecko_1b
 from gecko.recipes.gecko_7b import gecko_7b
 from gecko.recipes.gecko_15m import gecko_15m
 from gecko.recipes.gecko_125m import gecko_125m
+from gecko.recipes.llama2_7b import llama2_7b
 from gecko.recipes.megalodon_7b import megalodon_7b
 from gecko.recipes.overrides import apply_overrides
 from gecko.recipes.tiny import tiny
@@ -23,6 +25,8 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "gecko_1b": gecko_1b,
     "gecko_7b": gecko_7b,
     "megalodon_7b": megalodon_7b,
+    "llama2_7b": llama2_7b,
+    **COMPARISON,
 }
 
 __all__ = ["RECIPES", "apply_overrides", "get_recipe"]

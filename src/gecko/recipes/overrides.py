@@ -10,7 +10,7 @@ from gecko.config import unknown_name
 from gecko.train import Run
 from gecko.train.fields import flatten
 
-_ORIGIN = ("recipe", "overrides")
+_FIXED = ("recipe", "overrides", "model.model_type")
 
 
 def apply_overrides(run: Run, overrides: Sequence[str]) -> Run:
@@ -20,7 +20,7 @@ def apply_overrides(run: Run, overrides: Sequence[str]) -> Run:
     agree can change in any order. ValueError for an unknown key (with the nearest) or a value that does not fit.
     """
     values = run.to_dict()
-    known = [name for name in flatten(values) if name not in _ORIGIN]
+    known = [name for name in flatten(values) if name not in _FIXED]
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from gecko.model import Gecko
+from gecko.baselines import LanguageModel
 from gecko.parallel.mesh import Ranks
 from gecko.train.batches import Batches
 from gecko.train.evaluate import HeldOut, evaluate
@@ -21,7 +21,7 @@ WARMUP_STEPS = 4
 TIMED_STEPS = 8
 
 
-def steps_in_budget(run: Run, model: Gecko, batches: Batches, held_out: HeldOut, ranks: Ranks) -> int:
+def steps_in_budget(run: Run, model: LanguageModel, batches: Batches, held_out: HeldOut, ranks: Ranks) -> int:
     """The steps that fit into ``run.minutes`` with their evaluations, the measuring itself included; at least 1.
 
     All ranks measure together, and the first rank's clock counts.

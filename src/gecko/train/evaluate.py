@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 
+from gecko.baselines import LanguageModel
 from gecko.data import IGNORED, Batch, TokenizedCorpus, validation_batches
-from gecko.model import Gecko
 from gecko.parallel.fsdp import release
 from gecko.parallel.mesh import Ranks
 from gecko.train.run import Precision
@@ -73,37 +74,46 @@ class Evaluation:
     bin_width: int
     tokens: int
     """Targets."""
+    row_losses: list[float] = field(default_factory=list)
+    """Sum over each row's targets, nats, so that two models can be compared row by row, ..."""
+    row_targets: list[int] = field(default_factory=list)
+    """... and how many these are."""
 
 
 @torch.no_grad()
-def evaluate(model: Gecko, held_out: HeldOut, precision: Precision, ranks: Ranks = _ALONE) -> Evaluation:
+def evaluate(model: LanguageModel, held_out: HeldOut, precision: Precision, ranks: Ranks = _ALONE) -> Evaluation:
     """The loss of ``model`` on the held-out rows, by all ranks together; sums in float64."""
     device = next(model.parameters()).device
     length = held_out.rows.targets.shape[1]
-    total = torch.zeros(length, dtype=torch.float64, device=device)
-    count = torch.zeros(length, dtype=torch.float64, device=device)
+    rows, at_once = len(held_out.rows.targets), held_out.batch_size
+    by_position = torch.zeros(2, length, dtype=torch.float64, device=device)
+    by_row = torch.zeros(2, rows + at_once * ranks.data_ranks, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     here = ranks.columns(length)
-    for tokens, targets, segment_ids in held_out.batches(device, ranks):
+    batches = zip(count(ranks.data_rank, ranks.data_ranks), held_out.batches(device, ranks), strict=False)
+    for number, (tokens, targets, segment_ids) in batches:
         with autocast(precision, device):
             losses, _ = model.token_losses(tokens, targets, segment_ids, context=ranks.context)
-        total[here] += losses.sum(dim=0, dtype=torch.float64)
-        count[here] += (targets != IGNORED).sum(dim=0)
+        found = torch.stack([losses.double(), (targets != IGNORED).double()])
+        by_position[:, here] += found.sum(dim=1)
+        by_row[:, number * at_once : number * at_once + len(targets)] += found.sum(dim=2)
     release(model)
     model.train(was_training)
-    total, count = ranks.sum(torch.stack([total, count]).cpu())
-    return _summary(total, count, held_out.bytes_per_token)
+    return _summary(ranks.sum(by_position.cpu()), ranks.sum(by_row[:, :rows].cpu()), held_out.bytes_per_token)
 
 
-def _summary(total: Tensor, count: Tensor, bytes_per_token: float) -> Evaluation:
-    """``total`` loss and ``count`` of targets, (T,) each."""
-    width = -(-len(total) // POSITION_BINS)
-    bins = zip(_binned(total, width).tolist(), _binned(count, width).tolist(), strict=True)
-    by_position = [loss / targets if targets else None for loss, targets in bins]
-    targets = int(count.sum())
-    loss = float(total.sum()) / targets
-    return Evaluation(loss, loss / bytes_per_token, by_position, width, targets)
+def _summary(by_position: Tensor, by_row: Tensor, bytes_per_token: float) -> Evaluation:
+    """Total loss and number of targets, by position (2, T) and by row (2, R)."""
+    width = -(-by_position.shape[1] // POSITION_BINS)
+    bins = zip(*(_binned(sums, width).tolist() for sums in by_position), strict=True)
+    means = [loss / targets if targets else None for loss, targets in bins]
+    total, targets = by_position.sum(dim=1).tolist()
+    row_losses, row_targets = by_row.tolist()
+    return Evaluation(
+        total / targets, total / targets / bytes_per_token, means, width, int(targets), row_losses,
+        list(map(int, row_targets)),
+    )  # fmt: skip
 
 
 def _binned(values: Tensor, width: int) -> Tensor:

@@ -7,7 +7,8 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gecko.config import unknown_name
+from gecko.baselines.models import CONFIGS, ModelConfig
+from gecko.config import MODEL_TYPE, unknown_name
 
 T = TypeVar("T")
 
@@ -33,10 +34,10 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
 
 def convert(value: Any, annotation: Any, name: str) -> Any:
     """``value`` (text or a JSON value) as ``annotation``; ``name`` is the field in error messages."""
+    if annotation == ModelConfig:
+        return _model(_fields(value, name), name)
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{name} has fields of its own, so set one of them, as {name}.field=value; got {value!r}.")
-        return build(annotation, value, f"{name}.")
+        return build(annotation, _fields(value, name), f"{name}.")
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return _optional(value, annotation, name)
@@ -48,6 +49,21 @@ def convert(value: Any, annotation: Any, name: str) -> Any:
     if origin is tuple:
         return _tuple(value, get_args(annotation), name)
     return _scalar(value, annotation, name)
+
+
+def _fields(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} has fields of its own, so set one of them, as {name}.field=value; got {value!r}.")
+    return value
+
+
+def _model(fields: Mapping[str, Any], name: str) -> ModelConfig:
+    """The config of the kind that ``model_type`` names; a Gecko's without one, as it is in older files."""
+    kind = fields.get("model_type", MODEL_TYPE)
+    if kind not in CONFIGS:
+        raise ValueError(unknown_name(f"{name}.model_type", kind, CONFIGS))
+    own = {field: value for field, value in fields.items() if field != "model_type"}
+    return build(CONFIGS[kind], own, f"{name}.")
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:

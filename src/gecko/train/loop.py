@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gecko.model import Gecko
+from gecko.baselines import LanguageModel
 from gecko.parallel.mesh import Ranks
 from gecko.train.batches import Batches
 from gecko.train.evaluate import HeldOut, evaluate
@@ -46,7 +46,7 @@ class Trainer:
     def __init__(
         self,
         run: Run,
-        model: Gecko,
+        model: LanguageModel,
         optimizer: torch.optim.Optimizer,
         batches: Batches,
         held_out: HeldOut,

@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gecko.baselines import LlamaConfig
+from gecko.pages.drawing import border_stride
+from gecko.pages.style import STYLE
 from gecko.train.evaluate import Evaluation
 from gecko.train.fields import flatten
-from gecko.train.figures import border_stride, loss_by_position, loss_curve
+from gecko.train.figures import loss_by_position, loss_curve
 from gecko.train.metrics import Record, read_metrics
 from gecko.train.report_page import PAGE
 from gecko.train.run import Run
+from gecko.version import code_name, code_version
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ def write_report(run: Run, facts: RunFacts) -> Path:
     validation = [record for record in records if record["kind"] == "validation"]
     page = Environment(autoescape=True).from_string(PAGE)
     html = page.render(
+        style=STYLE,
         title=f"Training report: {run.folder.name}",
         summary=_summary(run, facts),
         pictures=_pictures(run, facts, training, validation),
@@ -58,15 +63,22 @@ def write_report(run: Run, facts: RunFacts) -> Path:
         sample=facts.sample,
         tables=[
             Table("Numbers", _numbers(run, facts, training)),
-            Table("Hardware", dict(facts.hardware)),
+            Table("Hardware and code", {**facts.hardware, "Gecko": code_name(code_version())}),
             Table("Settings", _settings(run)),
         ],
         command=run.command(),
-        generate_command=shlex.join(["gecko", "generate", str(run.folder), "--prompt", run.sample.prompt]),
+        generate_command=_generate_command(run),
     )
     path = run.folder / "report.html"
     path.write_text(html, encoding="utf-8")
     return path
+
+
+def _generate_command(run: Run) -> str | None:
+    """None for a Llama, which ``gecko generate`` does not take."""
+    if isinstance(run.model, LlamaConfig):
+        return None
+    return shlex.join(["gecko", "generate", str(run.folder), "--prompt", run.sample.prompt])
 
 
 def _summary(run: Run, facts: RunFacts) -> str:
@@ -78,8 +90,6 @@ def _summary(run: Run, facts: RunFacts) -> str:
 
 def _pictures(run: Run, facts: RunFacts, training: Sequence[Record], validation: Sequence[Record]) -> list[Picture]:
     result, chunk = facts.evaluation, run.model.chunk_size
-    stride = border_stride(len(result.loss_by_position) * result.bin_width, chunk)
-    which = "chunk borders" if stride == 1 else f"every {stride}th chunk border"
     return [
         Picture(
             "Loss",
@@ -91,10 +101,18 @@ def _pictures(run: Run, facts: RunFacts, training: Sequence[Record], validation:
             "Loss by position",
             loss_by_position(result.loss_by_position, result.bin_width, chunk),
             f"Held-out loss of the finished model, mean over {result.tokens:,} tokens in groups of {result.bin_width} "
-            f"positions. Dotted lines: {which}, {chunk} tokens a chunk. "
+            f"positions. {_borders(result, chunk)}"
             "The first positions, without context, may leave the frame.",
         ),
     ]
+
+
+def _borders(result: Evaluation, chunk: int | None) -> str:
+    if chunk is None:
+        return ""
+    stride = border_stride(len(result.loss_by_position) * result.bin_width, chunk)
+    which = "chunk borders" if stride == 1 else f"every {stride}th chunk border"
+    return f"Dotted lines: {which}, {chunk} tokens a chunk. "
 
 
 def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str, str]:

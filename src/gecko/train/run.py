@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gecko.config import GeckoConfig
+from gecko.baselines.models import ModelConfig, model_type
+from gecko.recomputation import ActivationCheckpointing
 from gecko.train.fields import build
 
 Precision = Literal["auto", "float32", "bfloat16"]
-ActivationCheckpointing = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,11 @@ class DataSettings:
     sources: tuple[str, ...] = ()
     """``SOURCE=WEIGHT`` each: a mixture of sources in place of ``source``; weights are parts of the rows."""
     tokenizer: str = "bytes"
+    validation: str | None = None
+    """Held-out texts with a source of their own, anything that ``source`` takes; all of ``source`` or ``sources`` is
+    then trained on, and a file that is in both is refused. None: ``validation_fraction`` of the documents."""
     validation_fraction: float = 0.05
-    """Part of the documents held out."""
+    """Part of the documents held out, where ``validation`` is None."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class SampleSettings:
 class Run:
     """A complete training run. Recipes return one; ``key=value`` overrides change one."""
 
-    model: GeckoConfig
+    model: ModelConfig
     output: str
     """Folder of the checkpoints, the metrics and the report."""
     data: DataSettings = field(default_factory=DataSettings)
@@ -201,7 +204,9 @@ class Run:
         return dataclasses.replace(self, precision=precision, overrides=(*self.overrides, f"precision={precision}"))
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """All fields; the model's begin with ``model_type``, which says whose config it is."""
+        values = dataclasses.asdict(self)
+        return {**values, "model": {"model_type": model_type(self.model), **values["model"]}}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Run:
@@ -256,16 +261,24 @@ class Run:
                 "compile=true takes activation_checkpointing=none or full: PyTorch cannot recompute parts of a block "
                 "that it compiled in pieces; got selective."
             )
-        context, chunk = self.parallel.context, self.model.chunk_size
-        if context > 1 and self.sequence_length % (context * chunk):
-            chunks = max(1, round(self.sequence_length / (context * chunk)))
-            raise ValueError(
-                f"with parallel.context={context} a rank holds whole chunks of {chunk} tokens, so sequence_length must "
-                f"be a multiple of {context * chunk}; got {self.sequence_length}. "
-                f"Try sequence_length={chunks * context * chunk}."
-            )
+        if self.parallel.context > 1:
+            self._check_context(self.parallel.context)
         if self.parallel.shard is not None:
             self.rows_per_rank(self.parallel.replicate * self.parallel.shard)
+
+    def _check_context(self, ranks: int) -> None:
+        if self.model.chunk_size is None:
+            raise ValueError(
+                "parallel.context must be 1 for a Llama: a token's attention needs the keys of its whole row; "
+                f"got {ranks}. Try parallel.shard in its place."
+            )
+        share = ranks * self.model.chunk_size
+        if self.sequence_length % share:
+            raise ValueError(
+                f"with parallel.context={ranks} a rank holds whole chunks of {self.model.chunk_size} tokens, so "
+                f"sequence_length must be a multiple of {share}; got {self.sequence_length}. "
+                f"Try sequence_length={max(1, round(self.sequence_length / share)) * share}."
+            )
 
     def _check_length(self) -> None:
         if self.steps is None and self.minutes is None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from gecko.model import Gecko
+from gecko.baselines import LanguageModel
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoint import (
     Entries,
@@ -53,7 +53,7 @@ class Saver:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def save(self, model: Gecko, optimizer: torch.optim.Optimizer, position: Position) -> None:
+    def save(self, model: LanguageModel, optimizer: torch.optim.Optimizer, position: Position) -> None:
         """Begin to save; OSError where this or the save before it fails."""
         if self.ranks.world == 1:
             write_checkpoint(

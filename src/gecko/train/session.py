@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 
 from gecko.allocator import keep_freed_memory
-from gecko.generation import generate
-from gecko.model import Gecko, load
+from gecko.baselines import LanguageModel, load_any
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.train.batches import Batches
 from gecko.train.budget import steps_in_budget
@@ -25,12 +24,14 @@ from gecko.train.loop import Outlets, Trainer
 from gecko.train.metrics import MetricsWriter
 from gecko.train.optimizer import build_optimizer
 from gecko.train.progress import TrainingProgress
+from gecko.train.provenance import record_session
 from gecko.train.report import RunFacts, write_report
 from gecko.train.run import Run
+from gecko.train.sample import sample_text
 from gecko.train.saver import Saver
 from gecko.train.signals import StopSignal
 from gecko.train.snapshot import RECIPE, Position, checkpoints_folder, restore_snapshot, write_model
-from gecko.train.start import build_model
+from gecko.train.start import starting_model
 from gecko.train.texts import RunData, load_data
 from gecko.train.watchdog import Watchdog, reported_hangs
 
@@ -42,7 +43,7 @@ class TrainResult:
     run: Run
     """As it was trained: with its number of steps."""
     checkpoint: Path
-    """The newest checkpoint, a folder for ``gecko.load``."""
+    """The newest checkpoint, a folder for ``gecko.load``; for ``gecko.baselines.load_any`` if it may be a Llama's."""
     step: int
     evaluation: Evaluation | None
     """Of the finished model; None where the run was stopped early, by Ctrl-C or SIGTERM."""
@@ -81,7 +82,7 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device) -> TrainR
         run = run.with_precision(ranks.share("bfloat16" if multiplies_bfloat16(device) else "float32"))
     _set_up(run, ranks, console)
     data = ranks.agree(lambda: load_data(run, ranks, console))
-    model = build_model(run, ranks, device, fresh=checkpoint is None)
+    model = starting_model(run, ranks, device, fresh=checkpoint is None)
     batches = Batches(data.rows, ranks)
     with StopSignal() as stop:
         if run.steps is None:
@@ -118,9 +119,9 @@ def _resumed_run(run: Run, checkpoint: Path) -> Run:
     saved = Run.load(checkpoint / RECIPE)
     given = flatten(run.to_dict())
     for name, value in flatten(saved.to_dict()).items():
-        if name.partition(".")[0] in _SAME_ON_RESUME and value != given[name]:
+        if name.partition(".")[0] in _SAME_ON_RESUME and value != given.get(name):
             raise ValueError(
-                f"{name} must be what the checkpoint was trained with, {value!r}; got {given[name]!r}. "
+                f"{name} must be what the checkpoint was trained with, {value!r}; got {given.get(name)!r}. "
                 "Leave it as it was, or start a new run with another output=."
             )
     if run.precision == "auto":
@@ -146,7 +147,7 @@ def _set_up(run: Run, ranks: Ranks, console: Console) -> None:
 
 def _fit(
     run: Run,
-    model: Gecko,
+    model: LanguageModel,
     data: RunData,
     batches: Batches,
     checkpoint: Path | None,
@@ -158,7 +159,7 @@ def _fit(
     position = Position() if checkpoint is None else restore_snapshot(checkpoint, model, optimizer)
     if checkpoint is not None:
         console.print(f"continuing after step {position.step}, from {checkpoint}")
-    ranks.agree(lambda: _save_recipe(run, ranks))
+    ranks.agree(lambda: _save_recipe(run, model, None if checkpoint is None else position.step, ranks))
     assert run.steps is not None
     with ExitStack() as stack:
         display = stack.enter_context(TrainingProgress(console, position.step, run.steps))
@@ -171,10 +172,14 @@ def _fit(
     return trainer.position
 
 
-def _save_recipe(run: Run, ranks: Ranks) -> None:
+def _save_recipe(run: Run, model: LanguageModel, step: int | None, ranks: Ranks) -> None:
+    """The recipe, and what this session runs on; ``step`` is the one it goes on after."""
     if ranks.first:
         run.folder.mkdir(parents=True, exist_ok=True)
         run.save(run.folder / RECIPE)
+        parameters = list(model.parameters())
+        hardware = describe_hardware(parameters[0].device, ranks.world)
+        record_session(run.folder, step, sum(parameter.numel() for parameter in parameters), hardware)
 
 
 def _metrics(run: Run, step: int | None, ranks: Ranks) -> MetricsWriter | nullcontext[None]:
@@ -192,7 +197,9 @@ def _stacks(run: Run) -> Path:
     return run.folder / "stacks"
 
 
-def _finish(run: Run, model: Gecko, data: RunData, checkpoint: Path, ranks: Ranks, console: Console) -> TrainResult:
+def _finish(
+    run: Run, model: LanguageModel, data: RunData, checkpoint: Path, ranks: Ranks, console: Console
+) -> TrainResult:
     """Final loss, and on the first rank the model in one file, a sample and the report."""
     with console.status("final held-out loss, sample and report"):
         result = evaluate(model, data.final, run.precision, ranks)
@@ -202,8 +209,8 @@ def _finish(run: Run, model: Gecko, data: RunData, checkpoint: Path, ranks: Rank
         device = next(model.parameters()).device
         if ranks.world > 1:
             write_model(checkpoint, checkpoint)
-            model = load(checkpoint).to(device)
-        sample = _sample(run, model, data)
+            model = load_any(checkpoint).to(device)
+        sample = sample_text(run, model, data.tokenizer)
         (run.folder / "sample.txt").write_text(run.sample.prompt + sample, encoding="utf-8")
     console.print(
         f"final held-out loss over {result.tokens:,} tokens: "
@@ -216,21 +223,6 @@ def _finish(run: Run, model: Gecko, data: RunData, checkpoint: Path, ranks: Rank
         hardware=describe_hardware(device, ranks.world),
     )
     return TrainResult(run, checkpoint, run.steps or 0, result, _report(run, facts, console))
-
-
-def _sample(run: Run, model: Gecko, data: RunData) -> str:
-    """The model's continuation of the run's prompt, as text."""
-    tokenizer = data.tokenizer
-    prompt = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)])
-    made = generate(
-        model,
-        prompt,
-        max_new_tokens=run.sample.tokens,
-        temperature=run.sample.temperature,
-        seed=run.seed,
-        stop_tokens={tokenizer.document_end},
-    )
-    return tokenizer.decode(made.tokens[0])
 
 
 def _report(run: Run, facts: RunFacts, console: Console) -> Path | None:

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from gecko.config import GeckoConfig
-from gecko.model import Gecko
+from gecko.baselines import LanguageModel, load_config, meta_model
 from gecko.store import CONFIG, WEIGHTS
 from gecko.train.checkpoint import flushed_entries, read_manifest, write_manifest
 from gecko.train.fields import build
@@ -54,7 +53,9 @@ def checkpoints_folder(run: Run) -> Path:
     return run.folder / "checkpoints"
 
 
-def write_whole(folder: Path, run: Run, model: Gecko, optimizer: torch.optim.Optimizer, position: Position) -> None:
+def write_whole(
+    folder: Path, run: Run, model: LanguageModel, optimizer: torch.optim.Optimizer, position: Position
+) -> None:
     """A checkpoint's files, by one rank that has all of the model."""
     model.save(folder)
     save_file(optimizer_tensors(model, optimizer), folder / _OPTIMIZER)
@@ -69,13 +70,13 @@ def write_small_files(folder: Path, run: Run, position: Position, random: Mappin
     run.save(folder / RECIPE)
 
 
-def training_tensors(model: Gecko, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def training_tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters by name and optimizer state by ``parameter name/state name``, sharded where the model is."""
     parameters = {name: parameter.detach() for name, parameter in named_parameters(model)}
     return {**parameters, **optimizer_tensors(model, optimizer)}
 
 
-def restore_snapshot(path: Path, model: Gecko, optimizer: torch.optim.Optimizer) -> Position:
+def restore_snapshot(path: Path, model: LanguageModel, optimizer: torch.optim.Optimizer) -> Position:
     """Load the model, optimizer and random state of a verified checkpoint, all ranks together."""
     read_tensors(path, training_tensors(model, optimizer))
     _set_random_state(path / _RANDOM)
@@ -99,14 +100,12 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False)
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:
-    """Write, alone, the model of a checkpoint to ``folder`` as one ``model.safetensors``, which ``gecko.load`` reads.
+    """Write, alone, the model of a checkpoint to ``folder`` as one ``model.safetensors``, which
+    ``gecko.baselines.load_any`` reads.
 
     Into the checkpoint itself too: its manifest then lists the new file. OSError where the disk is full.
     """
-    config = GeckoConfig.load(checkpoint / CONFIG)
-    with torch.device("meta"):
-        model = Gecko(config)
-    model.to_empty(device="cpu")
+    model = meta_model(load_config(checkpoint / CONFIG)).to_empty(device="cpu")
     read_tensors(checkpoint, {name: parameter.detach() for name, parameter in model.named_parameters()}, alone=True)
     model.save(folder)
     if folder == checkpoint:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import nn
 
-from gecko.model import Block, Gecko, load
+from gecko.baselines import LanguageModel, build_model, load_any, meta_model
+from gecko.model import Block
 from gecko.parallel.fsdp import empty_sharded_model, fill
 from gecko.parallel.mesh import Ranks
 from gecko.store import CONFIG
@@ -15,16 +17,15 @@ from gecko.train.checkpoint import latest_checkpoint
 from gecko.train.run import Run
 
 
-def build_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool) -> Gecko:
+def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool) -> LanguageModel:
     """A new model, or the one of ``run.init_from``; where not ``fresh`` the weights are still to be loaded.
 
     Of many ranks only the first makes the whole model, on the CPU; each gets its part of it.
     """
     if ranks.world == 1:
-        model = (_initial(run) if fresh else Gecko(run.model)).to(device)
+        model = (_initial(run) if fresh else build_model(run.model)).to(device)
         return _configured(model, run)
-    with torch.device("meta"):
-        template = _configured(Gecko(run.model), run)
+    template = _configured(meta_model(run.model), run)
     bfloat16 = run.precision == "bfloat16"
     model = empty_sharded_model(template, ranks.sharding_mesh, device, bfloat16=bfloat16)
     if fresh:
@@ -33,30 +34,32 @@ def build_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool) ->
     return model
 
 
-def _configured(model: Gecko, run: Run) -> Gecko:
+def _configured(model: LanguageModel, run: Run) -> LanguageModel:
     model.activation_checkpointing = run.activation_checkpointing
     if run.compile:
         for block in model.blocks:
-            compile_block(cast(Block, block))
+            compile_block(block)
     return model
 
 
-def compile_block(block: Block) -> None:
+def compile_block(block: nn.Module) -> None:
     """Compile a block but for what mixes tokens: documents lie elsewhere in every batch, and that is laid out on the
     host. What is left has one shape, so that it is compiled once and recomputed by the same code."""
-    mixer: Any = block.mixer
-    for module in (mixer.norm, mixer.cema):
-        module.forward = torch.compiler.disable(module.forward)
-    mixer._mix = torch.compiler.disable(mixer._mix)
+    if isinstance(block, Block):  # a Llama's attention is never compiled
+        mixer: Any = block.mixer
+        for module in (mixer.norm, mixer.cema):
+            module.forward = torch.compiler.disable(module.forward)
+        mixer._mix = torch.compiler.disable(mixer._mix)
     block.compile(dynamic=False)
 
 
-def _initial(run: Run) -> Gecko:
+def _initial(run: Run) -> LanguageModel:
     if run.init_from is None:
-        return Gecko(run.model)
+        return build_model(run.model)
     folder = _model_folder(Path(run.init_from))
-    model = load(folder)
-    different = [name for name, value in run.model.to_dict().items() if model.config.to_dict()[name] != value]
+    model = load_any(folder)
+    found = model.config.to_dict()
+    different = [name for name, value in run.model.to_dict().items() if found.get(name, ...) != value]
     if different:
         raise ValueError(
             f"init_from must hold a model of this run's architecture; {folder} differs in {', '.join(different)}. "

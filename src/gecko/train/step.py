@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gecko.baselines import LanguageModel
 from gecko.data import IGNORED, Batch
-from gecko.model import Gecko
 from gecko.parallel.fsdp import synchronise_gradients, whole
 from gecko.parallel.mesh import Ranks
 from gecko.train.optimizer import set_learning_rate
@@ -67,7 +67,9 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
 
 
-def compute_gradients(model: Gecko, parts: Sequence[Part], precision: Precision, ranks: Ranks = _ALONE) -> float:
+def compute_gradients(
+    model: LanguageModel, parts: Sequence[Part], precision: Precision, ranks: Ranks = _ALONE
+) -> float:
     """Add the gradients of the mean loss over all ranks' parts to the parameters' ``grad``; that loss."""
     total = torch.zeros((), dtype=torch.float64, device=parts[0].tokens.device)
     for part in parts:
@@ -82,7 +84,7 @@ def compute_gradients(model: Gecko, parts: Sequence[Part], precision: Precision,
 
 
 def train_step(
-    model: Gecko,
+    model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     parts: Sequence[Part],
     *,

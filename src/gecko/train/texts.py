@@ -31,9 +31,10 @@ def load_data(run: Run, ranks: Ranks, console: Console) -> RunData:
     settings = run.data
     request = DataRequest(run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world)
     with console.status(f"reading {', '.join(settings.sources) or settings.source}"):
-        data = open_training_data(settings.source, settings.sources, tokenizer, request)
+        data = open_training_data(settings.source, settings.sources, tokenizer, request, validation=settings.validation)
     console.print(f"training: {data.documents:,} documents, {data.tokens:,} tokens of {data.name}")
-    console.print(f"held out: {data.held_out_documents:,} documents, {data.held_out_tokens:,} tokens")
+    of = "" if settings.validation is None else f" of {settings.validation}"
+    console.print(f"held out: {data.held_out_documents:,} documents, {data.held_out_tokens:,} tokens{of}")
     rows = run.rows_per_rank(ranks.data_ranks)
     loader = data.loader(run.batch_size, parts=ranks.data_ranks)
     rest = data.held_out(run.evaluation.final_rows * run.sequence_length + 1)

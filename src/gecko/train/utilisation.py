@@ -10,10 +10,9 @@ import resource
 import time
 
 import torch
+from torch import nn
 
-from gecko.config import GeckoConfig
-from gecko.model import Gecko
-from gecko.train.optimizer import matrix_names
+from gecko.baselines import LlamaConfig, ModelConfig, meta_model
 from gecko.train.run import Run
 
 PEAK_FLOPS = {
@@ -25,23 +24,28 @@ _FORWARD_AND_BACKWARD = 3
 _MEASURED_SIZE = 768
 
 
-def flops_per_token(config: GeckoConfig) -> float:
-    """FLOPs of training on one token, two for a multiplication and addition; backward costs twice forward.
+def flops_per_token(config: ModelConfig, length: int) -> float:
+    """FLOPs of training on one token of rows of ``length``, two for a multiplication and addition; backward costs
+    twice forward.
 
     3 · (2 · numbers in matrices, without the embedding + 2 · (Z + V) · keys a query sees on average
     + 2 · n · Z · V / heads for the working memory), where n is 3 for the adaptive rule (read, correct, write) and
-    2 for the linear one. Norms, moving averages and all else element by element are not counted.
+    2 for the linear one. In a Llama Z and V are the model's width, and a query sees half of its row. Norms, moving
+    averages and all else element by element are not counted.
     """
-    with torch.device("meta"):
-        model = Gecko(config)
-    names = matrix_names(model) - {"embedding.weight"} | {"head.weight"}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    products = sum(parameters[name].numel() for name in names)
+    products = sum(layer.weight.numel() for layer in meta_model(config).modules() if isinstance(layer, nn.Linear))
+    return _FORWARD_AND_BACKWARD * 2 * (products + _mixing_products(config, length))
+
+
+def _mixing_products(config: ModelConfig, length: int) -> float:
+    """Multiplications between tokens, for one of them."""
+    if isinstance(config, LlamaConfig):
+        return config.num_layers * 2 * config.model_dim * length / 2
     keys = {"chunk": 0.5, "sliding_window": 1.0, "sliding_chunk": 1.5}[config.attention] * config.chunk_size
     attention = config.num_layers * (config.key_dim + config.value_dim) * keys
     maps = {"adaptive": 3, "linear": 2, "none": 0}[config.memory]
     memory = config.num_layers * maps * config.key_dim * config.value_head_dim
-    return _FORWARD_AND_BACKWARD * 2 * (products + attention + memory)
+    return attention + memory
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -66,7 +70,7 @@ class Speedometer:
 
     def __init__(self, run: Run, device: torch.device, devices: int) -> None:
         dtype = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
-        self._per_token = flops_per_token(run.model) / (devices * peak_flops(device, dtype))
+        self._per_token = flops_per_token(run.model, run.sequence_length) / (devices * peak_flops(device, dtype))
 
     def utilisation(self, tokens_per_second: float) -> float:
         return tokens_per_second * self._per_token

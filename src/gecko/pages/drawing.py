@@ -1,0 +1,142 @@
+"""Pictures as inline SVG that needs no other file, readable in grey and at half width."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gecko.extras import require
+
+DARK, MIDDLE, LIGHT = "#1b1b1b", "#7a7a7a", "#9a9a9a"
+_COLORS = ("#1b4f72", "#c2570c", "#2e7d32", "#8e24aa", "#00838f", "#b71c1c", "#5d4037", "#424242")
+_DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (9, 2)))
+_MARKERS = ("o", "s", "^", "D", "v", "X", "P", "<", ">")
+_LABEL_WIDTH, _LINE_HEIGHT = 22, 0.07
+_MAX_BORDERS = 40
+
+
+@dataclass(frozen=True)
+class LineStyle:
+    """Three signs that tell a line from others, two of them without colour."""
+
+    color: str
+    dashes: Any
+    marker: str
+
+    @classmethod
+    def of(cls, number: int) -> LineStyle:
+        """The number-th style of a page; styles repeat only after hundreds."""
+        return cls(
+            _COLORS[number % len(_COLORS)], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)]
+        )  # fmt: skip
+
+    def line(self, points: int) -> dict[str, Any]:
+        """Arguments of a line through so many points: about ten of them are marked."""
+        return {
+            "color": self.color, "linestyle": self.dashes, "linewidth": 1.7, "marker": self.marker, "markersize": 5,
+            "markevery": max(1, points // 10),
+        }  # fmt: skip
+
+
+def new_figure(xlabel: str, ylabel: str, *, height: float = 3.6, width: float = 6.6) -> tuple[Any, Any]:
+    """A figure as wide as a page, in inches, and its axes."""
+    figure, (axes,) = new_panels(xlabel, "", 1, height=height, width=width)
+    axes.set_ylabel(ylabel, fontsize=12)
+    return figure, axes
+
+
+def new_panels(xlabel: str, ylabel: str, rows: int, *, height: float, width: float = 6.6) -> tuple[Any, list[Any]]:
+    """A figure of axes below each other that share both scales."""
+    figure = require("matplotlib.figure", "train").Figure(figsize=(width, height), layout="constrained")
+    panels = list(figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0])
+    for axes in panels:
+        axes.tick_params(labelsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel(xlabel, fontsize=12)
+    if ylabel:
+        figure.supylabel(ylabel, fontsize=12)
+    return figure, panels
+
+
+def svg(figure: Any) -> str:
+    """The figure without the XML preamble, and scaled by its box: width and height are left to the page.
+
+    The same figure gives the same text.
+    """
+    text = io.StringIO()
+    with require("matplotlib", "train").rc_context({"svg.hashsalt": "gecko"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    content = text.getvalue()
+    return content[content.index("<svg") :]
+
+
+def label_line_ends(axes: Any, ends: Sequence[tuple[float, LineStyle, str]]) -> None:
+    """Name lines at the right of the axes: (y of the line's end, its style, its name) each, with a piece of the line.
+
+    Where there is room a name stands at the end of its line, else names are apart in the order of the ends. To be
+    called when the scales are final.
+    """
+    names = [textwrap.fill(name, _LABEL_WIDTH) for _, _, name in ends]
+    heights = [_LINE_HEIGHT * (name.count("\n") + 1) for name in names]
+    to_share = axes.transData + axes.transAxes.inverted()
+    right = axes.get_xlim()[1]
+    shares = [min(max(float(to_share.transform((right, y))[1]), 0.0), 1.0) for y, _, _ in ends]
+    for (_, style, _), name, place in zip(ends, names, spread_apart(shares, heights), strict=True):
+        piece = style.line(2) | {"markevery": [1], "clip_on": False, "transform": axes.transAxes}
+        axes.plot([1.02, 1.06, 1.10], [place] * 3, scalex=False, scaley=False, **piece)
+        axes.text(1.12, place, name, color=style.color, fontsize=11, va="center", linespacing=1.0,
+                  transform=axes.transAxes)  # fmt: skip
+
+
+def spread_apart(centers: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """Centers moved as little as needed for intervals of these heights not to overlap, in 0..1 if they fit.
+
+    Their order stays. Neighbours that would overlap become one block around the mean of where its members wanted it.
+    """
+    order = sorted(range(len(centers)), key=lambda i: centers[i])
+    blocks: list[tuple[float, list[int]]] = []
+    for index in order:
+        blocks.append((_block_center([index], centers, heights), [index]))
+        while len(blocks) > 1 and _top(blocks[-2], heights) > _bottom(blocks[-1], heights):
+            (_, upper), (_, lower) = blocks.pop(), blocks.pop()
+            members = lower + upper
+            blocks.append((_block_center(members, centers, heights), members))
+    places = [0.0] * len(centers)
+    for block in blocks:
+        bottom = _bottom(block, heights)
+        for index in block[1]:
+            places[index] = bottom + heights[index] / 2
+            bottom += heights[index]
+    return places
+
+
+def _block_center(members: Sequence[int], centers: Sequence[float], heights: Sequence[float]) -> float:
+    """Where the block's middle must be for its members to be off by 0 on average."""
+    total = sum(heights[index] for index in members)
+    below, wanted = 0.0, []
+    for index in members:
+        wanted.append(centers[index] - below - heights[index] / 2 + total / 2)
+        below += heights[index]
+    return max(total / 2, min(1 - total / 2, sum(wanted) / len(wanted)))
+
+
+def _bottom(block: tuple[float, list[int]], heights: Sequence[float]) -> float:
+    return block[0] - sum(heights[index] for index in block[1]) / 2
+
+
+def _top(block: tuple[float, list[int]], heights: Sequence[float]) -> float:
+    # Rounding must not merge blocks that only touch.
+    return block[0] + sum(heights[index] for index in block[1]) / 2 - 1e-9
+
+
+def chunk_borders(length: int, chunk_size: int) -> list[int]:
+    """The borders to mark: all of them, or every n-th where all would be too many to see."""
+    return list(range(0, length, chunk_size * border_stride(length, chunk_size)))[1:]
+
+
+def border_stride(length: int, chunk_size: int) -> int:
+    return max(1, math.ceil(length / chunk_size / _MAX_BORDERS))

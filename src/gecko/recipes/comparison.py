@@ -1,0 +1,94 @@
+"""The paper's comparison at a million parameters, on bytes: Gecko, Megalodon, Llama 2, and Gecko without its parts.
+
+Everything but the model is the same in all, and parameters are equal within 2 %. Set ``data.source``. A query sees at
+most 128 tokens by attention in each, itself among them, but for the Llama, which sees its whole row: Gecko's sliding
+chunks are of 64, so that a query sees 65 to 128; ``compare_chunk`` has chunks of 128, of which it sees 1 to 128; and
+``chunk_size`` of ``compare_window`` is the window itself, so that it always sees 128. The memory takes what leaves the
+window, so its chunks are of 128 in these two as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from gecko.baselines import LlamaConfig, ModelConfig
+from gecko.config import GeckoConfig
+from gecko.train import (
+    CheckpointSettings,
+    EvaluationSettings,
+    OptimizerSettings,
+    Run,
+    SampleSettings,
+    ScheduleSettings,
+    SkipSettings,
+)
+
+
+def compare_gecko() -> Run:
+    return _comparison("compare_gecko", GeckoConfig.preset("tiny"))
+
+
+def compare_megalodon() -> Run:
+    return _comparison("compare_megalodon", GeckoConfig.preset("megalodon-tiny"))
+
+
+def compare_llama() -> Run:
+    return _comparison("compare_llama", LlamaConfig.preset("llama-tiny"))
+
+
+def compare_chunk() -> Run:
+    """Gecko that attends within a chunk."""
+    return _gecko("compare_chunk", attention="chunk", chunk_size=128)
+
+
+def compare_window() -> Run:
+    """Gecko that attends to a window of the same length for every token."""
+    return _gecko("compare_window", attention="sliding_window", chunk_size=128)
+
+
+def compare_cumulative() -> Run:
+    """Gecko whose timestep norm takes the statistics of all that was read, as Megalodon's."""
+    return _gecko("compare_cumulative", timestep_betas=None)
+
+
+def compare_no_memory() -> Run:
+    """Gecko that has only its moving average for what left the window."""
+    return _gecko("compare_no_memory", memory="none")
+
+
+def compare_linear() -> Run:
+    """Gecko with the memory of Infini-attention (linear, delta rule)."""
+    return _gecko("compare_linear", memory="linear")
+
+
+COMPARISON: dict[str, Callable[[], Run]] = {
+    recipe.__name__: recipe
+    for recipe in (
+        compare_gecko, compare_megalodon, compare_llama, compare_chunk, compare_window, compare_cumulative,
+        compare_no_memory, compare_linear,
+    )
+}  # fmt: skip
+
+
+def _gecko(name: str, **changes: Any) -> Run:
+    return _comparison(name, dataclasses.replace(GeckoConfig.preset("tiny"), **changes))
+
+
+def _comparison(name: str, model: ModelConfig) -> Run:
+    """10 M bytes in 1,221 steps of 8,192."""
+    return Run(
+        model=model,
+        output=f"runs/{name}",
+        batch_size=4,
+        sequence_length=2048,
+        steps=1221,
+        optimizer=OptimizerSettings(learning_rate=8e-3),
+        schedule=ScheduleSettings(kind="cosine", warmup=0.03),
+        evaluation=EvaluationSettings(every=200, rows=64, final_rows=768),
+        checkpoint=CheckpointSettings(every=200, keep=1),
+        sample=SampleSettings(tokens=100),
+        skip=SkipSettings(deviations=None),
+        threads=1,
+    )

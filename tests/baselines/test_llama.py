@@ -1,0 +1,230 @@
+"""A Llama behind our interface is transformers' own, and a document in it knows of no other."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from gecko.baselines import Llama, LlamaConfig, build_model, llama, load_any, load_config, meta_model
+from gecko.baselines.models import PRESETS
+from gecko.data import IGNORED
+from gecko.model import Gecko
+from gecko.recomputation import ActivationCheckpointing
+from gecko.train.start import compile_block
+
+LENGTH = 23
+documents = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+def random_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 264, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def packed(lengths: list[int]) -> Tensor:
+    """Segment ids (1, T) of documents of these lengths, the ids in no order."""
+    ids = random.Random(len(lengths)).sample(range(100), len(lengths))
+    return torch.tensor([[segment for segment, length in zip(ids, lengths, strict=True) for _ in range(length)]])
+
+
+def gradients(model: Llama) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
+@pytest.fixture
+def theirs(model: Llama, tmp_path: Path) -> Any:
+    """What transformers makes of the folder that we write."""
+    model.save(tmp_path / "model")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+
+
+def test_loss_and_gradients_are_those_of_transformers(model: Llama, theirs: Any) -> None:
+    tokens = random_tokens(3, LENGTH + 1)
+    loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    found = gradients(model)
+    expected = theirs(tokens[:, :-1]).logits
+    reference = F.cross_entropy(expected.flatten(0, 1), tokens[:, 1:].flatten())
+    reference.backward()
+    torch.testing.assert_close(model(tokens[:, :-1]), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(loss, reference, rtol=1e-9, atol=1e-9)
+    whole = dict(theirs.named_parameters())
+    assert found.keys() == whole.keys()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, whole[name].grad, rtol=1e-8, atol=1e-10, msg=name)
+
+
+@settings(max_examples=25)
+@given(rows=st.lists(documents, min_size=1, max_size=3))
+def test_a_packed_document_is_as_if_alone(model: Llama, rows: list[list[int]]) -> None:
+    """Outputs, losses and gradients; rows are filled up with one more document where they are shorter."""
+    length = max(map(sum, rows))
+    rows = [[*row, length - sum(row)] if sum(row) < length else row for row in rows]
+    tokens, targets = random_tokens(len(rows), length), random_tokens(len(rows), length, 1)
+    ids = torch.cat([packed(row) for row in rows])
+    model.loss(tokens, targets, ids).backward()
+    together, losses = gradients(model), model.token_losses(tokens, targets, ids)[0]
+    hidden = model.hidden(tokens, ids)
+    counted = sum(length - 1 for row in rows for length in row) + len(rows)
+    for row, lengths in enumerate(rows):
+        begin = 0
+        for part in lengths:
+            here = slice(begin, begin + part)
+            alone = tokens[row : row + 1, here]
+            # A document's last target is the next one's first token, which counts only where the row ends.
+            wanted = targets[row : row + 1, here].clone()
+            if begin + part < length:
+                wanted[:, -1] = IGNORED
+            torch.testing.assert_close(hidden[row : row + 1, here], model.hidden(alone), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(losses[row : row + 1, here], model.token_losses(alone, wanted)[0])
+            share = int((wanted != IGNORED).sum()) / counted
+            (model.loss(alone, wanted) * share).backward()
+            begin += part
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, together[name], rtol=1e-7, atol=1e-9, msg=name)
+
+
+@settings(max_examples=25)
+@given(lengths=documents, seed=st.integers(0, 99))
+def test_token_losses_add_up_to_the_loss(model: Llama, lengths: list[int], seed: int) -> None:
+    ids, length = packed(lengths), sum(lengths)
+    tokens, targets = random_tokens(1, length, seed), random_tokens(1, length, seed + 1)
+    targets[torch.rand(1, length, generator=torch.Generator().manual_seed(seed)) < 0.3] = IGNORED
+    losses, state = model.token_losses(tokens, targets, ids)
+    last = torch.tensor(lengths).cumsum(0)[:-1] - 1
+    counted = targets[0] != IGNORED
+    counted[last] = False
+    assert state is None
+    assert bool((losses[0, ~counted] == 0).all()) and bool((losses[0, counted] > 0).all())
+    torch.testing.assert_close(losses.sum() / max(1, int(counted.sum())), model.loss(tokens, targets, ids).detach())
+
+
+@settings(max_examples=25)
+@given(cuts=st.lists(st.integers(1, LENGTH - 1), max_size=5, unique=True), pairs=st.sampled_from([1, 40, 10**6]))
+def test_read_in_any_pieces_it_is_the_whole(model: Llama, cuts: list[int], pairs: int) -> None:
+    """However many pairs are masked at a time; and what was read before is not changed by reading on."""
+    tokens, cache, parts = random_tokens(2, LENGTH), None, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama, "MASK_ELEMENTS", pairs)
+        for part in torch.tensor_split(tokens, sorted(cuts), dim=1):
+            model.read(random_tokens(2, 3, 5), cache)
+            hidden, cache = model.read(part, cache)
+            parts.append(hidden)
+    assert cache is not None and cache.length == LENGTH
+    torch.testing.assert_close(torch.cat(parts, dim=1), model.hidden(tokens).detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("ids", [None, packed([4, 9, 10])], ids=["one", "packed"])
+def test_recomputed_gradients_are_the_same(model: Llama, mode: ActivationCheckpointing, ids: Tensor | None) -> None:
+    tokens = random_tokens(1, LENGTH + 1)
+    found = []
+    for setting in ("none", mode):
+        model.activation_checkpointing = setting  # type: ignore[assignment]
+        model.loss(tokens[:, :-1], tokens[:, 1:], ids).backward()
+        found.append(gradients(model))
+    model.activation_checkpointing = "none"
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_bfloat16_is_near_float32_and_keeps_norms_in_it(model: Llama) -> None:
+    single = build_model(model.config)
+    single.load_state_dict(model.state_dict())
+    tokens, seen = random_tokens(2, LENGTH + 1), []
+    handles = [
+        module.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+        for module in single.modules()
+        if isinstance(module, model.float32_layers)
+    ]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = single.loss(tokens[:, :-1], tokens[:, 1:], packed([10, 13]).expand(2, -1))
+    loss.backward()
+    assert seen == [torch.float32] * len(handles) and len(handles) == 2 * model.config.num_layers + 1
+    expected = model.loss(tokens[:, :-1], tokens[:, 1:], packed([10, 13]).expand(2, -1))
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=0.02)
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in single.parameters() if parameter.grad is not None)
+
+
+def test_saved_and_loaded_it_is_the_same(model: Llama, tmp_path: Path) -> None:
+    model.save(tmp_path)
+    again = load_any(tmp_path)
+    assert isinstance(again, Llama) and again.config == model.config
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+    tokens = random_tokens(1, 5)
+    assert torch.equal(again(tokens), model(tokens))
+    content = bytearray((tmp_path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="damaged"):
+        load_any(tmp_path)
+
+
+def test_a_folder_is_opened_as_what_it_is(tmp_path: Path) -> None:
+    import gecko
+    from gecko.config import GeckoConfig
+
+    small = GeckoConfig(64, 1, 32, 16, 32, 2, 32, timestep_groups=4)
+    Gecko(small).save(tmp_path / "gecko")
+    assert isinstance(load_any(tmp_path / "gecko"), Gecko)
+    build_model(LlamaConfig(64, 1, 32, 2, 32)).save(tmp_path / "llama")
+    with pytest.raises(ValueError, match="config of a gecko model; it is of 'llama'"):
+        gecko.load(tmp_path / "llama")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match="one of the kinds gecko, llama; it is of 'bert'"):
+        load_config(tmp_path / "config.json")
+    with pytest.raises(FileNotFoundError, match="must be a model's folder"):
+        load_any(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("name", "count"), [("llama2-7b", 6_738_415_616), ("llama-tiny", 995_712)])
+def test_presets_have_their_parameters(name: str, count: int) -> None:
+    assert sum(parameter.numel() for parameter in meta_model(PRESETS[name]).parameters()) == count
+
+
+def test_what_it_does_not_take(model: Llama) -> None:
+    tokens = random_tokens(2, 4)
+    with pytest.raises(ValueError, match=r"ids in 0\.\.263; got 264"):
+        model(torch.full((1, 3), 264))
+    with pytest.raises(ValueError, match=r"targets must have the tokens' shape \(2, 4\); got \(2, 3\)"):
+        model.loss(tokens, tokens[:, 1:])
+    with pytest.raises(ValueError, match="ranks cannot share rows"):
+        model.loss(tokens, tokens, None, object())
+    with pytest.raises(TypeError, match="must be integers"):
+        model(tokens.float())
+
+
+def test_compiled_blocks_are_compiled_once_for_all_documents(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are cut and differentiated as for a device, but nothing is made of them that takes long to compile."""
+    compiled, whole = build_model(model.config).double(), torch.nn.Module.compile
+    compiled.load_state_dict(model.state_dict())
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda block, **options: whole(block, backend="aot_eager", **options)
+    )
+    torch.compiler.reset()
+    for block in compiled.blocks:
+        compile_block(block)
+    counts = torch._dynamo.utils.counters["stats"]
+    graphs = []
+    for lengths in ([LENGTH], [4, 9, 10], [10, 13], [1] * LENGTH, [LENGTH]):
+        tokens, ids = random_tokens(1, LENGTH, len(lengths)), packed(lengths)
+        for one in (compiled, model):
+            one.loss(tokens, tokens, ids).backward()
+        expected = gradients(model)
+        for name, grad in gradients(compiled).items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-8, atol=1e-10, msg=name)
+        graphs.append(counts["unique_graphs"])
+    compiled.read(tokens)
+    torch.compiler.reset()
+    assert graphs[0] > 0 and graphs[1:] == [graphs[1]] * 4 and counts["unique_graphs"] == graphs[-1]
