@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from gecko.cli.compare import compare
 from gecko.cli.consolidate import consolidate
 from gecko.cli.convert import convert
 from gecko.cli.doctor import doctor
@@ -16,6 +17,7 @@ from gecko.cli.info import info
 from gecko.cli.plan import plan
 from gecko.cli.quantize import quantize
 from gecko.cli.read import read
+from gecko.cli.report import report
 from gecko.cli.serve import serve
 from gecko.cli.state import app as state_app
 from gecko.cli.tokenize import tokenize
@@ -29,7 +31,21 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (tokenize, plan, train, read, generate, serve, quantize, convert, consolidate, info, doctor):
+for command in (
+    tokenize,
+    plan,
+    train,
+    compare,
+    report,
+    read,
+    generate,
+    serve,
+    quantize,
+    convert,
+    consolidate,
+    info,
+    doctor,
+):
     app.command()(command)
 app.add_typer(state_app, name="state")
 app.add_typer(eval_app, name="eval")

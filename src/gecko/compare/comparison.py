@@ -1,0 +1,123 @@
+"""``compare(plan)``: from a plan to trained models, and what they say together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from gecko.compare.board import Board
+from gecko.compare.folder import locked
+from gecko.compare.page import write_page
+from gecko.compare.plan import Plan, Planned
+from gecko.compare.pool import Pool, State
+from gecko.compare.record import Comparison, check_folder
+from gecko.compare.results import RunResult, summarise
+from gecko.compare.tables import print_tables
+from gecko.compare.tuning import Trial, edge_notes, trials_of, tuned_rates
+from gecko.extras import require
+from gecko.train.hardware import describe_hardware, select_device
+from gecko.train.signals import StopSignal
+
+_POLL_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    comparison: Comparison
+    stopped: str | None
+    """The signal that ended it early."""
+    failed: bool
+    """Some run failed, or a recipe has no learning rate it can be trained with."""
+    page: Path | None
+    """The HTML page; None while no run is finished."""
+
+
+def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Outcome:
+    """Tune, train and compare; what is there already is used, what was begun goes on.
+
+    Ctrl-C and SIGTERM have the running processes save, and return. Runs that fail are reported, and the others go on.
+
+    Args:
+        jobs: runs at a time, each a process of its own.
+        command: what the user called, for the record.
+
+    Raises:
+        ValueError: the folder holds something else, or another comparison is at work there.
+        ImportError: a package for pictures, the page or intervals is missing.
+    """
+    if jobs < 1:
+        raise ValueError(f"--jobs must be at least 1; got {jobs}.")
+    for module, extra in (("scipy.stats", "eval"), ("matplotlib.figure", "train"), ("jinja2", "train")):
+        require(module, extra)
+    check_folder(plan.folder)
+    with locked(plan.folder, wait=False), StopSignal() as stop:
+        session = _Session(plan, jobs, command, console, stop)
+        session.run()
+        return session.conclude()
+
+
+class _Session:
+    """One call of ``compare``."""
+
+    def __init__(self, plan: Plan, jobs: int, command: str, console: Console, stop: StopSignal) -> None:
+        self.plan, self.jobs, self.command, self.console, self.stop = plan, jobs, command, console, stop
+        device = select_device(next(iter(plan.recipes.values())).device)
+        self.hardware: Mapping[str, str] = describe_hardware(device)
+        self.trials: list[Trial] = []
+        self.rates: dict[str, float] = {}
+        self.main: list[Planned] = []
+        self.states: dict[str, State] = {}
+
+    def run(self) -> None:
+        tuning = self.plan.tuning_runs()
+        self._train(tuning, "tuning", lambda: None)
+        self.trials = trials_of(tuning, self.states)
+        self.rates = tuned_rates(self.plan, self.trials)
+        if not self.stop.requested:
+            self.main = self.plan.main_runs(self.rates)
+            self._train(self.main, "training", lambda: self._comparison().save())
+
+    def conclude(self) -> Outcome:
+        comparison = self._comparison()
+        comparison.save()
+        page = write_page(comparison) if comparison.runs else None
+        print_tables(comparison, self.console)
+        # A rate with which tuning diverges is a finding, not a failure.
+        failed = any(self.states.get(one.label) in ("failed", "diverged") for one in self.main)
+        untuned = not self.stop.requested and len(self.rates) < len(self.plan.recipes)
+        return Outcome(comparison, self.stop.requested, failed or untuned, page)
+
+    def _train(self, planned: Sequence[Planned], title: str, after_each: Callable[[], object]) -> None:
+        with Pool(planned, self.jobs) as pool, Board(self.console, pool, title) as board:
+            while pool.busy and not self.stop.requested:
+                ended = pool.advance()
+                board.update(ended)
+                self.states |= pool.states
+                if ended:
+                    after_each()
+                time.sleep(_POLL_SECONDS)
+            if self.stop.requested and pool.busy:
+                self.console.print(f"{self.stop.requested}: waiting for the running processes to save")
+                pool.stop()
+            self.states |= pool.states
+
+    def _comparison(self) -> Comparison:
+        found = [RunResult.of(one, self.plan.parameters[one.recipe]) for one in self.main]
+        runs = [result for result in found if result is not None]
+        unfinished = {label: state for label, state in self.states.items() if state != "finished"}
+        notes = edge_notes(self.plan, self.rates)
+        if self.plan.tuning is not None:
+            notes += [
+                f"{recipe}: no learning rate was found, for its tuning is not complete or diverged with every rate"
+                for recipe in self.plan.recipes
+                if recipe not in self.rates
+            ]
+        first = next(iter(self.plan.recipes))
+        return Comparison(
+            self.plan, self.command, self.hardware, self.trials, self.rates, runs, summarise(runs, first), unfinished,
+            notes,
+        )  # fmt: skip

@@ -1,0 +1,87 @@
+"""What is on disk of a comparison's run: nothing, a part of it, all of it, or something else."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gecko.compare.plan import Planned
+from gecko.files import whole_file
+from gecko.train import Run
+from gecko.train.evaluate import Evaluation
+from gecko.train.fields import flatten
+
+PLANNED, LOG, LOCK = "planned.json", "log.txt", ".lock"
+RESULTS = "results.json"
+_MOVABLE = ("output", "recipe", "overrides")
+"""Fields that may be others when a comparison goes on: where it is, and how its runs were named."""
+
+
+def claim(planned: Planned) -> Path:
+    """The file that describes the run, written into its folder where it is not there yet.
+
+    Raises:
+        ValueError: the folder holds another run, or something else.
+    """
+    path = planned.run.folder / PLANNED
+    if path.is_file():
+        _check_same(planned.run, Run.load(path), path)
+    elif any(not entry.name.startswith(".") for entry in planned.run.folder.glob("*")):
+        raise ValueError(
+            f"{planned.run.folder} must be empty or hold a run of this comparison, with a {PLANNED}; it holds "
+            "something else. Move it away, or choose another --out."
+        )
+    with whole_file(path) as temporary:
+        planned.run.save(temporary)
+    return path
+
+
+def evaluation_of(run: Run) -> Evaluation | None:
+    """Of the finished run; None where it is not finished.
+
+    Raises:
+        ValueError: the results are not those of a run.
+    """
+    path = run.folder / RESULTS
+    try:
+        return Evaluation(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None  # cut short by a kill; the resumed run writes it again
+    except TypeError as error:
+        raise ValueError(
+            f"{path} must be the results of a run; it has other fields ({error}). Move it away."
+        ) from error
+
+
+@contextmanager
+def locked(folder: Path, *, wait: bool) -> Iterator[None]:
+    """Holds the folder's lock, which ends with the process; ValueError where another has it and not ``wait``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise ValueError(
+                f"one gecko compare at a time works in a folder; another one is at work in {folder}. "
+                "Wait for it, or choose another --out."
+            ) from error
+        yield
+
+
+def _check_same(planned: Run, found: Run, path: Path) -> None:
+    wanted, there = flatten(planned.to_dict()), flatten(found.to_dict())
+    different = [
+        f"{name} ({there.get(name)} there, {wanted.get(name)} now)"
+        for name in {**wanted, **there}
+        if name not in _MOVABLE and wanted.get(name) != there.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"{path.parent} must hold the run that is asked for; it holds one with another {', '.join(different)}. "
+            "Ask for the same as before, or choose another --out."
+        )

@@ -1,0 +1,132 @@
+"""Recipes small enough to train many times over, in the process of the tests."""
+
+from __future__ import annotations
+
+import io
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gecko.compare import Outcome, Plan, compare
+from gecko.compare.worker import DIVERGED
+from gecko.config import GeckoConfig
+from gecko.train import (
+    CheckpointSettings,
+    DataSettings,
+    EvaluationSettings,
+    NonFiniteError,
+    OptimizerSettings,
+    Run,
+    SampleSettings,
+    train,
+)
+
+SMALL = GeckoConfig(
+    vocab_size=257, num_layers=1, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,
+    cema_modes=4, chunk_size=8, timestep_groups=4,
+)  # fmt: skip
+STEPS = 8
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    choose = random.Random(0)
+    words = ["red", "green", "blue", "stone", "river", "runs", "falls", "slowly", "over", "under"]
+    for part, count in (("train", 12), ("rest", 4)):
+        (folder / part).mkdir()
+        for number in range(count):
+            (folder / part / f"{number:02d}.txt").write_text(" ".join(choose.choices(words, k=60)))
+    return folder
+
+
+@pytest.fixture
+def base(texts: Path) -> Run:
+    return Run(
+        model=SMALL,
+        output="unused",
+        data=DataSettings(source=str(texts / "train"), validation=str(texts / "rest")),
+        batch_size=2,
+        sequence_length=24,
+        steps=STEPS,
+        optimizer=OptimizerSettings(learning_rate=1e-2),
+        evaluation=EvaluationSettings(every=3, rows=4, final_rows=32),
+        checkpoint=CheckpointSettings(every=3, keep=2),
+        sample=SampleSettings(prompt="red ", tokens=1),
+        threads=1,
+    )
+
+
+@pytest.fixture
+def recipes(base: Run, tmp_path: Path) -> list[str]:
+    """With memory and without."""
+    base.save(tmp_path / "whole.json")
+    replace(base, model=replace(SMALL, memory="none")).save(tmp_path / "bare.json")
+    return [str(tmp_path / "whole.json"), str(tmp_path / "bare.json")]
+
+
+class TrainsHere:
+    """In place of ``subprocess.Popen``: does a worker's job before it returns."""
+
+    started: list[str]
+    """Folders, in order; one list for all."""
+    after: Callable[[], None]
+    """Called when a run has ended."""
+
+    def __init__(self, command: list[str], stdout: Any, **_: Any) -> None:
+        path, self.stdin = Path(command[-1]), io.BytesIO()
+        self.started.append(f"{path.parent.parent.name}/{path.parent.name}")
+        try:
+            train(Run.load(path), resume=True)
+            self.returncode = 0
+        except NonFiniteError:
+            self.returncode = DIVERGED
+        except Exception:
+            stdout.write(traceback.format_exc().encode())
+            self.returncode = 1
+        type(self).after()
+
+    def poll(self) -> int:
+        return self.returncode
+
+    def wait(self) -> int:
+        return self.returncode
+
+    def terminate(self) -> None: ...
+
+    kill = terminate
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> type[TrainsHere]:
+    """Runs are trained in this process, without a report of their own."""
+
+    class Here(TrainsHere):
+        after = staticmethod(lambda: None)
+
+    Here.started = []
+    monkeypatch.setattr("gecko.compare.pool.Popen", Here)
+    monkeypatch.setattr("gecko.train.session.write_report", lambda *_: None)
+    monkeypatch.setattr("gecko.compare.comparison._POLL_SECONDS", 0)
+    return Here
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, str]]:
+    """``compare`` with a plan, and what it prints; the page takes longer than the rest, so it is made on demand."""
+
+    def run(plan: Plan, jobs: int = 1, *, page: bool = False) -> tuple[Outcome, str]:
+        console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
+        with monkeypatch.context() as patch:
+            if not page:
+                patch.setattr("gecko.compare.comparison.write_page", lambda _: None)
+            outcome = compare(plan, jobs=jobs, command="gecko compare …", console=console)
+        return outcome, console.file.getvalue()  # type: ignore[attr-defined]
+
+    return run

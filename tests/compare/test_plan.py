@@ -1,0 +1,174 @@
+"""What a comparison is made of, and what it refuses before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gecko.compare import Plan, Tuning
+from gecko.compare.plan import rate_name
+from gecko.train import Run
+from gecko.train.fields import flatten
+
+
+@pytest.fixture
+def with_other(base: Run, tmp_path: Path) -> Callable[[Run], list[str]]:
+    """The base recipe, and another one."""
+
+    def write(other: Run) -> list[str]:
+        base.save(tmp_path / "base.json")
+        other.save(tmp_path / "other.json")
+        return [str(tmp_path / "base.json"), str(tmp_path / "other.json")]
+
+    return write
+
+
+def test_runs_differ_in_nothing_but_what_is_compared(recipes: list[str], tmp_path: Path) -> None:
+    plan = Plan.of(recipes, ["steps=5"], tmp_path / "out", seeds=[3, 1], tuning=Tuning((1e-2, 5e-3), 2))
+    runs = plan.main_runs({"whole": 1e-2, "bare": 5e-3})
+    assert [one.label for one in runs] == ["whole seed-3", "bare seed-3", "whole seed-1", "bare seed-1"]
+    fields = [flatten(one.run.to_dict()) for one in runs]
+    assert {name for name in fields[0] if len({str(found[name]) for found in fields}) > 1} == {
+        "model.memory", "output", "optimizer.learning_rate", "seed", "overrides",
+    }  # fmt: skip
+    assert {one.run.output for one in runs} == {
+        f"{tmp_path}/out/{name}/seed-{s}" for name in plan.recipes for s in (1, 3)
+    }
+    assert [(one.run.steps, one.run.seed, one.run.optimizer.learning_rate) for one in runs[1:3]] == [
+        (5, 3, 5e-3), (5, 1, 1e-2),
+    ]  # fmt: skip
+
+
+def test_every_recipe_is_tuned_alike(recipes: list[str], tmp_path: Path) -> None:
+    plan = Plan.of(recipes, [], tmp_path / "out", seeds=[4, 0], tuning=Tuning((2e-3, 4e-3), 3))
+    runs = plan.tuning_runs()
+    assert [one.label for one in runs] == [
+        "whole tuning-2e-3", "bare tuning-2e-3", "whole tuning-4e-3", "bare tuning-4e-3",
+    ]  # fmt: skip
+    assert {(one.run.steps, one.run.seed) for one in runs} == {(3, 4)}
+    assert [one.run.optimizer.learning_rate for one in runs] == [2e-3, 2e-3, 4e-3, 4e-3]
+    assert Plan.of(recipes, [], tmp_path / "out").tuning_runs() == []
+
+
+@given(st.floats(1e-300, 1e300))
+def test_a_rates_name_is_the_rate(rate: float) -> None:
+    assert float(rate_name(rate)) == rate
+    assert rate_name(float(rate_name(rate))) == rate_name(rate)
+
+
+def test_names_of_rates() -> None:
+    assert [rate_name(rate) for rate in (4e-3, 0.0025, 1.0, 12.5)] == ["4e-3", "2.5e-3", "1e0", "1.25e1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda run: replace(run, steps=9), "steps (base: 8, other: 9)"),
+        (lambda run: replace(run, batch_size=4), "batch_size (base: 2, other: 4)"),
+        (lambda run: replace(run, sequence_length=48), "sequence_length (base: 24, other: 48)"),
+        (lambda run: replace(run, precision="bfloat16"), "precision (base: float32, other: bfloat16)"),
+        (lambda run: replace(run, data=replace(run.data, source="stdlib")), "data.source"),
+        (lambda run: replace(run, data=replace(run.data, tokenizer="x")), "data.tokenizer (base: bytes, other: x)"),
+        (lambda run: replace(run, data=replace(run.data, validation=None)), "data.validation"),
+        (lambda run: replace(run, optimizer=replace(run.optimizer, weight_decay=0)), "optimizer.weight_decay"),
+        (lambda run: replace(run, schedule=replace(run.schedule, warmup=0.5)), "schedule.warmup"),
+        (lambda run: replace(run, evaluation=replace(run.evaluation, final_rows=1)), "evaluation.final_rows"),
+        (lambda run: replace(run, skip=replace(run.skip, deviations=None)), "skip.deviations"),
+        (lambda run: replace(run, init_from="x"), "init_from"),
+    ],
+)
+def test_unequal_runs_are_refused(
+    with_other: Callable[[Run], list[str]], base: Run, tmp_path: Path, change: Callable[[Run], Run], named: str
+) -> None:
+    with pytest.raises(ValueError, match="must train alike") as caught:
+        Plan.of(with_other(change(base)), [], tmp_path / "out")
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: replace(run, optimizer=replace(run.optimizer, learning_rate=1e-4)),
+        lambda run: replace(run, sample=replace(run.sample, tokens=5)),
+        lambda run: replace(run, checkpoint=replace(run.checkpoint, every=5)),
+        lambda run: replace(run, seed=5, activation_checkpointing="full", minutes=3.0),
+    ],
+)
+def test_what_may_differ(
+    with_other: Callable[[Run], list[str]], base: Run, tmp_path: Path, change: Callable[[Run], Run]
+) -> None:
+    assert set(Plan.of(with_other(change(base)), [], tmp_path / "out").recipes) == {"base", "other"}
+
+
+def test_an_override_makes_runs_equal(with_other: Callable[[Run], list[str]], base: Run, tmp_path: Path) -> None:
+    both = with_other(replace(base, steps=9))
+    plan = Plan.of(both, ["steps=7", "optimizer.learning_rate=5e-3"], tmp_path / "out")
+    assert [(run.steps, run.optimizer.learning_rate) for run in plan.recipes.values()] == [(7, 5e-3)] * 2
+
+
+def test_models_of_different_size_are_refused(
+    with_other: Callable[[Run], list[str]], base: Run, tmp_path: Path
+) -> None:
+    both = with_other(replace(base, model=replace(base.model, ffn_dim=40)))
+    with pytest.raises(ValueError, match=r"within 2 %; the largest has [\d.]+ % more .*base: [\d,]+, other: [\d,]+"):
+        Plan.of(both, [], tmp_path / "out")
+    plan = Plan.of(both, [], tmp_path / "out", tolerance=0.1)
+    small, large = plan.parameters.values()
+    assert large - small == 3 * 32 * 8  # three matrices of the feed-forward layer
+    Plan.of(both, [], tmp_path / "out", tolerance=large / small - 1)
+    with pytest.raises(ValueError, match="the largest has"):
+        Plan.of(both, [], tmp_path / "out", tolerance=(large - 1) / small - 1)
+
+
+def test_a_llama_and_a_gecko(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    plan = Plan.of(["compare_gecko", "compare_llama", "compare_megalodon"], [], tmp_path / "out")
+    assert [run.recipe for run in plan.recipes.values()] == list(plan.recipes)
+    assert plan.parameters["compare_gecko"] == 993_280
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overrides": ["output=x"]}, "set --out"),
+        ({"overrides": ["seed=1"]}, "set --seeds"),
+        ({"overrides": ["stepz=1"]}, "Did you mean 'steps'"),
+        ({"seeds": [1, 1]}, r"--seeds must be different .* got \[1, 1\]"),
+        ({"seeds": [-1]}, "--seeds must be"),
+        ({"seeds": []}, "--seeds must be"),
+        ({"tolerance": -1}, "--tolerance must be at least 0"),
+        ({"tolerance": float("nan")}, "--tolerance must be at least 0"),
+        ({"overrides": ["steps=none", "minutes=3"]}, "the number of steps must be set, .* got minutes=3"),
+    ],
+)
+def test_bad_options(recipes: list[str], tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.of(recipes, options.pop("overrides", []), tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("rates", [(), (1e-3,), (1e-3, 1e-3), (1e-3, 0.0), (1e-3, float("nan"))])
+def test_tuning_takes_rates_to_choose_from(rates: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="at least two different learning rates above 0"):
+        Tuning(rates, 5)
+    with pytest.raises(ValueError, match="--tuning-steps must be at least 1; got 0"):
+        Tuning((1e-3, 2e-3), 0)
+
+
+def test_names_of_recipes(base: Run, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        base.save(tmp_path / name / "recipe.json")
+        base.save(tmp_path / name / "x.json")
+    plan = Plan.of([str(tmp_path / name / "recipe.json") for name in "ab"], [], tmp_path / "out")
+    assert list(plan.recipes) == ["a", "b"]
+    with pytest.raises(ValueError, match="different names; got x twice"):
+        Plan.of([str(tmp_path / name / "x.json") for name in "ab"], [], tmp_path / "out")
+    with pytest.raises(ValueError, match="at least two recipes; got a"):
+        Plan.of([str(tmp_path / "a" / "recipe.json")], [], tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="must be a recipe file"):
+        Plan.of([str(tmp_path / "missing.json")], [], tmp_path / "out")
