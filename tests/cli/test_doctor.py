@@ -76,3 +76,18 @@ def test_missing_packages_come_with_the_command_that_installs_them(
     assert here.version is not None
     assert (missing.name, missing.version) == ("notthere", None)
     assert "pip install 'gecko-lm[data]'" in command("doctor").stdout
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_package_of_several_extras_is_offered_with_the_least_beside_it(
+    monkeypatch: pytest.MonkeyPatch, order: int
+) -> None:
+    required = [
+        "shared>=1; extra == 'small'", "shared>=1; extra == 'large'", "psutil; extra == 'large'",
+        "gecko-lm[small]; extra == 'middle'", "shared>=1; extra == 'middle'", "shared>=1; extra == 'dev'",
+    ]  # fmt: skip
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: required[::order])
+    assert [(package.name, package.extra) for package in machine.optional_packages()] == [
+        ("psutil", "large"),
+        ("shared", "small"),
+    ]

@@ -1,0 +1,201 @@
+"""What a report is made of: run folders, folders of comparisons, and results of evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gecko.eval.results import FORMAT
+from gecko.train.metrics import Record, read_metrics
+from gecko.train.provenance import read_sessions
+
+RECIPE, COMPARISON, COMPARISON_FORMAT = "recipe.json", "comparison.json", "gecko-comparison-1"
+EVALUATIONS = ("perplexity", "positions", "retrieval", "diagnose", "academic", "scrolls")
+_FIELDS = ("evaluation", "model", "command", "seed", "settings", "scores", "details")
+_EXPECTED = (
+    "a report is made from folders of runs (recipe.json), folders of `gecko compare` (comparison.json) and result "
+    "files of `gecko eval ... --out F.json`"
+)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What training left in a folder."""
+
+    folder: Path
+    recipe: Mapping[str, Any]
+    metrics: list[Record]
+    results: Mapping[str, Any] | None
+    """Of the finished model; None where the run is not finished."""
+    sessions: list[Record]
+    """Code and machine of each time it was started or went on."""
+
+    @property
+    def parameters(self) -> int | None:
+        return int(self.sessions[0]["parameters"]) if self.sessions else None
+
+    @property
+    def tokens_per_step(self) -> int:
+        return int(self.recipe["batch_size"]) * int(self.recipe["sequence_length"])
+
+    @property
+    def steps_done(self) -> int:
+        return max((int(record["step"]) for record in self.metrics), default=0)
+
+
+@dataclass(frozen=True)
+class EvaluationFile:
+    path: Path
+    record: Mapping[str, Any]
+    run: RunFolder | None = None
+    """The run in whose folder the file lies."""
+
+    @property
+    def kind(self) -> str:
+        return str(self.record["evaluation"])
+
+
+@dataclass
+class Material:
+    """All that was found, and an account of it."""
+
+    runs: list[RunFolder] = field(default_factory=list)
+    evaluations: list[EvaluationFile] = field(default_factory=list)
+    comparisons: list[tuple[Path, Mapping[str, Any]]] = field(default_factory=list)
+    given: list[tuple[str, str]] = field(default_factory=list)
+    """Each path as it was given, and what it is."""
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    """What the page does not show, and why."""
+
+    def leave_out(self, what: Path | str, why: str) -> None:
+        if (str(what), why) not in self.left_out:
+            self.left_out.append((str(what), why))
+
+
+def gather(paths: Sequence[Path]) -> Material:
+    """Read everything that ``paths`` lead to, each file once.
+
+    Raises:
+        FileNotFoundError: a path leads nowhere.
+        ValueError: no paths; a path is something else; nothing of it all can be shown.
+    """
+    if not paths:
+        raise ValueError(f"{_EXPECTED}; got none. For example: gecko report runs/demo perplexity.json")
+    material = Material()
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{_EXPECTED}; there is no {path}.")
+        material.given.append((str(path), _add_folder(path, material) if path.is_dir() else _add_file(path, material)))
+    if not material.runs and not material.evaluations:
+        reasons = "; ".join(f"{what}: {why}" for what, why in material.left_out)
+        raise ValueError(f"a report needs at least one run with metrics or one evaluation; left out were {reasons}.")
+    return material
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError where the file holds something else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} must hold JSON; {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object; got a {type(values).__name__}.")
+    return values
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """The record of a result file; ValueError where it is none, or none that a report shows."""
+    record = read_object(path)
+    if record.get("format") != FORMAT:
+        raise ValueError(f'{path} must be a result file of `gecko eval`, with "format": "{FORMAT}"; it is not one.')
+    missing = [name for name in _FIELDS if name not in record]
+    if missing:
+        raise ValueError(f"{path} must be a whole result file of `gecko eval`; it lacks {', '.join(missing)}.")
+    if record["evaluation"] not in EVALUATIONS:
+        raise ValueError(f"{path} holds the evaluation {record['evaluation']!r}; known are {', '.join(EVALUATIONS)}.")
+    return record
+
+
+def _read_comparison(path: Path) -> dict[str, Any]:
+    record = read_object(path)
+    if record.get("format") != COMPARISON_FORMAT:
+        raise ValueError(f'{path} must be of `gecko compare`, with "format": "{COMPARISON_FORMAT}"; it is not.')
+    return record
+
+
+def _add_folder(folder: Path, material: Material) -> str:
+    if (folder / RECIPE).is_file():
+        return _add_run(folder, material)
+    seeds = sorted(path.parent for path in folder.glob(f"*/seed-*/{RECIPE}"))
+    if seeds or (folder / COMPARISON).is_file():
+        return _add_comparison(folder, seeds, material)
+    held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
+    raise ValueError(f"{_EXPECTED}; the folder {folder} is neither: it holds {held}.")
+
+
+def _add_comparison(folder: Path, seeds: Sequence[Path], material: Material) -> str:
+    order: list[str] = []
+    if (folder / COMPARISON).is_file():
+        record = _read_comparison(folder / COMPARISON)
+        material.comparisons.append((folder, record))
+        order = [recipe["recipe"] for recipe in record["recipes"]]
+    else:
+        material.leave_out(folder / COMPARISON, "not there: the comparison is not finished")
+    for seed in sorted(seeds, key=lambda seed: order.index(seed.parent.name) if seed.parent.name in order else -1):
+        _add_run(seed, material)
+    tuning = len(list(folder.glob(f"*/tuning-*/{RECIPE}")))
+    if tuning:
+        material.leave_out(folder, f"the curves of its {tuning} tuning runs; their losses are in a table")
+    return f"comparison, {len(seeds)} runs"
+
+
+def _add_run(folder: Path, material: Material) -> str:
+    if any(run.folder.resolve() == folder.resolve() for run in material.runs):
+        return "run, given before"
+    recipe = read_object(folder / RECIPE)
+    missing = [name for name in ("model", "data", "batch_size", "sequence_length", "seed") if name not in recipe]
+    if missing:
+        raise ValueError(f"{folder / RECIPE} must be the recipe of a run; it lacks {', '.join(missing)}.")
+    results = read_object(folder / "results.json") if (folder / "results.json").is_file() else None
+    run = RunFolder(folder, recipe, read_metrics(folder / "metrics.jsonl"), results, read_sessions(folder))
+    files = sorted((folder / "eval").glob("*.json"))
+    if not run.metrics and not files:
+        material.leave_out(folder, "a run without metrics or evaluations: it was never trained")
+        return "run, left out"
+    material.runs.append(run)
+    shown = sum([_add_found(path, run, material) for path in files])
+    return f"run, {_state(run)}, {shown} evaluations in its eval/"
+
+
+def _state(run: RunFolder) -> str:
+    if run.results is not None:
+        return "finished"
+    return f"not finished: {run.steps_done:,} of {run.recipe.get('steps') or 'an unknown number of'} steps"
+
+
+def _add_found(path: Path, run: RunFolder, material: Material) -> bool:
+    """A file that nobody named: what is wrong with it is stated, and the rest is shown."""
+    try:
+        record = read_evaluation(path)
+    except ValueError as error:
+        material.leave_out(path, str(error))
+        return False
+    return _add_record(EvaluationFile(path, record, run), material)
+
+
+def _add_file(path: Path, material: Material) -> str:
+    if path.name in (RECIPE, COMPARISON):
+        raise ValueError(f"{path} belongs to a folder; give the folder: {path.parent}")
+    file = EvaluationFile(path, read_evaluation(path))
+    return f"evaluation, {file.kind}" if _add_record(file, material) else "evaluation, given before"
+
+
+def _add_record(file: EvaluationFile, material: Material) -> bool:
+    known = {one.path.resolve() for one in material.evaluations}
+    if file.path.resolve() in known:
+        return False
+    material.evaluations.append(file)
+    return True

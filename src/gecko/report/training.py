@@ -1,0 +1,208 @@
+"""Losses of runs by tokens and by time, and what came out at the end."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gecko.eval.results import readable
+from gecko.extras import require
+from gecko.pages.drawing import LineStyle, label_line_ends, new_figure, svg
+from gecko.report.published import published_table
+from gecko.report.reading import Material, RunFolder
+from gecko.report.sections import Picture, Section
+from gecko.report.seeds import seeds_interval
+from gecko.report.subjects import Identity, Subject
+from gecko.report.tables import PLAIN, Cell, Table, span
+from gecko.train.figures import smoothed
+
+_TOKENS = "tokens read"
+Point = tuple[float, float]
+_SETTLED = 0.25
+"""Part of a run after which its loss decides the picture's frame."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The runs of one model, by seed."""
+
+    subject: Subject
+    runs: Mapping[int, RunFolder]
+
+
+def trained(
+    runs: Sequence[RunFolder], identities: Mapping[Path, Identity], subjects: Mapping[Any, Subject], material: Material
+) -> list[Trained]:
+    """Runs by model; of two runs with the same seed the first is shown, the other left out."""
+    found: dict[Any, dict[int, RunFolder]] = {}
+    for run in runs:
+        identity = identities[run.folder]
+        seeds, seed = found.setdefault(identity.key, {}), int(run.recipe["seed"])
+        if seeds.setdefault(seed, run) is not run:
+            material.leave_out(run.folder, f"trained like {seeds[seed].folder}, with the same seed")
+    return [Trained(subjects[key], seeds) for key, seeds in found.items()]
+
+
+def training_sections(models: Sequence[Trained], material: Material) -> list[Section]:
+    """Pictures for each held-out text apart: losses on different texts say nothing of each other."""
+    if not models:
+        return []
+    groups: dict[str, list[Trained]] = {}
+    for model in models:
+        data = next(iter(model.runs.values())).recipe["data"]
+        groups.setdefault(str(sorted((key, str(value)) for key, value in data.items())), []).append(model)
+    pictures = [picture for group in groups.values() for picture in _pictures(group, material)]
+    intro = "Thick: the mean over seeds at the steps that all have; thin: each seed." if _several_seeds(models) else ""
+    if len(groups) > 1:
+        intro += " Runs with other texts or another tokenizer are drawn apart."
+    tables = [_final_table(models), _models_table(models), published_table("training_loss")]
+    return [Section("Training", intro.strip(), pictures, tables)]
+
+
+def held_out_points(run: RunFolder, clock: Mapping[int, float]) -> list[Point]:
+    """(place on the axis, nats a byte), where ``clock`` gives the places of steps."""
+    return [
+        (clock[record["step"]], record["nats_per_byte"]) for record in run.metrics
+        if record["kind"] == "validation" and record.get("nats_per_byte") is not None and record["step"] in clock
+    ]  # fmt: skip
+
+
+def training_points(run: RunFolder, clock: Mapping[int, float]) -> list[Point]:
+    """The same of the training loss in nats a token, means over a fiftieth of the run."""
+    return smoothed([
+        (clock[record["step"]], record["loss"]) for record in run.metrics
+        if record["kind"] == "train" and record.get("loss") is not None
+    ])  # fmt: skip
+
+
+def token_clock(run: RunFolder) -> dict[int, float]:
+    """Tokens read by the end of each step."""
+    steps = {0, *(int(record["step"]) for record in run.metrics)}
+    return {step: step * run.tokens_per_step for step in steps}
+
+
+def minute_clock(run: RunFolder) -> dict[int, float]:
+    """Minutes of training steps by the end of each, without evaluations and checkpoints."""
+    clock, seconds = {0: 0.0}, 0.0
+    for record in run.metrics:
+        if record["kind"] == "train" and record.get("tokens_per_second"):
+            seconds += run.tokens_per_step / record["tokens_per_second"]
+            clock[int(record["step"])] = seconds / 60
+    return clock
+
+
+def _several_seeds(models: Sequence[Trained]) -> bool:
+    return any(len(model.runs) > 1 for model in models)
+
+
+_AXES: Sequence[tuple[str, Callable[[RunFolder], dict[int, float]], Any, str]] = (
+    (_TOKENS, token_clock, held_out_points, "held-out loss, nats a byte"),
+    ("minutes in training steps", minute_clock, held_out_points, "held-out loss, nats a byte"),
+    (_TOKENS, token_clock, training_points, "training loss, nats a token"),
+)
+
+
+def _pictures(models: Sequence[Trained], material: Material) -> list[Picture]:
+    pictures, data = [], next(iter(models[0].runs.values())).recipe["data"]
+    for xlabel, clock, points, ylabel in _AXES:
+        lines = [(model.subject, [points(run, clock(run)) for run in model.runs.values()]) for model in models]
+        drawn = [(subject, [seed for seed in seeds if seed]) for subject, seeds in lines]
+        for (subject, seeds), model in zip(drawn, models, strict=True):
+            if len(seeds) < len(model.runs):
+                material.leave_out(subject.label, f"{ylabel.partition(',')[0]}: not measured in every run")
+        shown = [(subject, seeds) for subject, seeds in drawn if seeds]
+        if shown:
+            what = f"{ylabel.partition(',')[0].capitalize()} by {xlabel}, on {_texts(data)}."
+            pictures.append(Picture(_curves(shown, xlabel, ylabel), f"{what} The start may leave the frame."))
+    return pictures
+
+
+def _texts(data: Mapping[str, Any]) -> str:
+    sources = ", ".join(data.get("sources") or [str(data.get("source"))])
+    held_out = data.get("validation")
+    apart = f"held out: {held_out}" if held_out else f"{data.get('validation_fraction')} of the documents held out"
+    return f"{sources} ({apart}; tokenizer {data.get('tokenizer')})"
+
+
+def _curves(lines: Sequence[tuple[Subject, Sequence[Sequence[Point]]]], xlabel: str, ylabel: str) -> str:
+    figure, axes = new_figure(xlabel, ylabel)
+    ends, settled = [], []
+    for subject, seeds in lines:
+        main = _mean(seeds)
+        for seed in seeds if len(seeds) > 1 else []:
+            axes.plot(*zip(*seed, strict=True), color=subject.style.color, linewidth=0.6, alpha=0.6)
+        _draw_line(axes, main, subject.style)
+        settled += [y for points in (main, *seeds) for x, y in points if x >= _SETTLED * points[-1][0]]
+        ends.append((main[-1][1], subject.style, subject.label))
+    low, high = min(settled), max(settled)
+    margin = 0.06 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + margin)
+    axes.set_xlim(left=0)
+    if xlabel == _TOKENS:
+        axes.xaxis.set_major_formatter(require("matplotlib.ticker", "train").EngFormatter(sep=" "))
+    label_line_ends(axes, ends)
+    return svg(figure)
+
+
+def _draw_line(axes: Any, points: Sequence[Point], style: LineStyle) -> None:
+    axes.plot([x for x, _ in points], [y for _, y in points], **style.line(len(points)))
+
+
+def _mean(seeds: Sequence[Sequence[Point]]) -> list[Point]:
+    """Place and loss averaged over seeds, point by point, as far as all of them go."""
+    return [
+        (statistics.fmean(x for x, _ in points), statistics.fmean(y for _, y in points))
+        for points in zip(*seeds, strict=False)
+    ]  # fmt: skip
+
+
+def _final_table(models: Sequence[Trained]) -> Table:
+    columns = [("model", ""), ("seeds", ""), ("nats a byte", "of held-out text"), ("nats a token", ""), ("n", "")]
+    rows = [row for model in models for row in (_finished_row(model), _unfinished_row(model)) if row is not None]
+    notes = ["Intervals are Student's t over seeds, 95 %; one seed has none. Between tokenizers compare by byte."]
+    return Table("Held-out loss of the finished models", columns, rows, 1, notes)
+
+
+def _finished_row(model: Trained) -> list[Cell] | None:
+    results = {seed: run.results for seed, run in model.runs.items() if run.results is not None}
+    if not results:
+        return None
+    losses = [_mean_cell([float(one[name]) for one in results.values()]) for name in ("nats_per_byte", "loss")]
+    counts = sorted({f"{one['tokens']:,} tokens" for one in results.values()})
+    each = "for each seed" if len(results) > 1 else ""
+    return [Cell(model.subject.label), Cell(", ".join(map(str, results))), *losses, Cell(" or ".join(counts), each)]
+
+
+def _mean_cell(values: Sequence[float]) -> Cell:
+    return Cell(readable(statistics.fmean(values)), span(seeds_interval(values), PLAIN))
+
+
+def _unfinished_row(model: Trained) -> list[Cell] | None:
+    steps = [f"seed {seed}: {run.steps_done:,} steps" for seed, run in model.runs.items() if run.results is None]
+    if not steps:
+        return None
+    return [Cell(model.subject.label), Cell("not finished", "; ".join(steps)), Cell(""), Cell(""), Cell("")]
+
+
+def _models_table(models: Sequence[Trained]) -> Table:
+    columns = [("model", ""), ("differs in", ""), ("parameters", ""), ("steps", ""), ("tokens", ""),
+               ("learning rate", ""), ("tokens a second", "median of steps")]  # fmt: skip
+    rows = [[Cell(text) for text in _model_row(model)] for model in models]
+    return Table("Models", columns, rows, 1, ["Speed is of the machines named under Reproduction, as loaded then."])
+
+
+def _model_row(model: Trained) -> list[str]:
+    run = next(iter(model.runs.values()))
+    steps = run.recipe.get("steps")
+    speeds = [record["tokens_per_second"] for one in model.runs.values() for record in one.metrics
+              if record["kind"] == "train" and record.get("tokens_per_second")]  # fmt: skip
+    rate = run.recipe.get("optimizer", {}).get("learning_rate")
+    return [
+        model.subject.label, model.subject.differences or "–",
+        "not recorded" if run.parameters is None else f"{run.parameters:,}",
+        f"{steps:,}" if steps else "not fixed", f"{steps * run.tokens_per_step:,}" if steps else "–",
+        "–" if rate is None else f"{rate:g}", f"{statistics.median(speeds):,.0f}" if speeds else "–",
+    ]  # fmt: skip

@@ -1,0 +1,114 @@
+"""``gecko consolidate``: what two ranks wrote becomes one file that every command reads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import gecko
+from gecko.train import Run
+from gecko.train.checkpoint import list_checkpoints, verify_checkpoint, write_checkpoint
+
+Command = Callable[..., Any]
+CONFIG = gecko.GeckoConfig(
+    vocab_size=264, num_layers=2, model_dim=16, key_dim=8, value_dim=16, num_heads=2, ffn_dim=16,
+    cema_modes=2, chunk_size=8, timestep_groups=4,
+)  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+TOKENS = torch.arange(24).reshape(1, 24)
+
+
+@pytest.fixture
+def logits() -> dict[int, torch.Tensor]:
+    """Of the model of each step."""
+    return {step: gecko_of(step)(TOKENS)[0] for step in (4, 8)}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Two checkpoints as several ranks leave them: the model is in parts, and there is no model.safetensors."""
+    run = Run(model=CONFIG, output=str(tmp_path / "run"), steps=8)
+    for step in (4, 8):
+
+        def write_files(path: Path, step: int = step) -> None:
+            parts = {name: tensor.detach() for name, tensor in gecko_of(step).named_parameters()}
+            writer = HuggingFaceStorageWriter(str(path / "shards"), thread_count=2)
+            save(parts, storage_writer=writer, no_dist=True)
+            CONFIG.save(path / "config.json")
+            run.save(path / "recipe.json")
+
+        write_checkpoint(run.folder / "checkpoints", step, write_files)
+    return run.folder
+
+
+def gecko_of(step: int) -> gecko.Gecko:
+    torch.manual_seed(step)
+    return gecko.Gecko(CONFIG)
+
+
+def loaded(folder: Path) -> torch.Tensor:
+    return gecko.load(folder)(TOKENS)[0]
+
+
+def test_a_run_becomes_its_newest_checkpoints_model(
+    command: Command, run_folder: Path, tmp_path: Path, logits: dict[int, torch.Tensor]
+) -> None:
+    out = tmp_path / "new" / "model"
+    result = command("consolidate", run_folder, "--out", out)
+    assert result.exit_code == 0 and f"{out}: the model of step-00000008" in result.stdout, result.output
+    assert torch.equal(loaded(out), logits[8])
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json", "recipe.json"}
+    # It reads, and leaves the checkpoints as they were.
+    for checkpoint in list_checkpoints(run_folder / "checkpoints"):
+        assert not (checkpoint / "model.safetensors").exists()
+        verify_checkpoint(checkpoint)
+
+
+def test_a_checkpoint_takes_in_its_own_model_and_stays_whole(
+    command: Command, run_folder: Path, logits: dict[int, torch.Tensor]
+) -> None:
+    checkpoint = run_folder / "checkpoints" / "step-00000004"
+    before = {path: path.read_bytes() for path in (checkpoint / "shards").iterdir()}
+    for _ in range(2):
+        result = command("consolidate", checkpoint)
+        assert result.exit_code == 0, result.output
+        assert torch.equal(loaded(checkpoint), logits[4])
+        verify_checkpoint(checkpoint)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    model = checkpoint / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        verify_checkpoint(checkpoint)
+
+
+def test_other_commands_read_what_was_joined(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    assert command("consolidate", run_folder, "--out", tmp_path / "model").exit_code == 0
+    result = command("info", tmp_path / "model")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_damaged_checkpoint_is_not_joined(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    checkpoint = run_folder / "checkpoints" / "step-00000008"
+    shard = next((checkpoint / "shards").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+    result = command("consolidate", checkpoint, "--out", tmp_path / "model")
+    assert result.exit_code == 2 and shard.name in result.stderr
+    assert not (tmp_path / "model").exists()
+    # Of the run, the last good one is taken, and it is said which.
+    result = command("consolidate", run_folder, "--out", tmp_path / "model")
+    assert result.exit_code == 0 and "the model of step-00000004" in result.stdout
+    assert "skipping the checkpoint" in result.stderr and "step-00000008" in result.stderr
+
+
+def test_where_there_is_no_checkpoint(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(run_folder / "checkpoints")
+    for source in (run_folder, tmp_path / "nothing"):
+        result = command("consolidate", source)
+        assert result.exit_code == 2 and "SOURCE must be a run's folder or a checkpoint" in result.stderr

@@ -1,0 +1,135 @@
+"""What is put together, and what is kept apart."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gecko.report.page import build_sections
+from gecko.report.reading import EvaluationFile, Material, gather
+from gecko.report.sections import Section
+
+
+def sections(material: Material) -> dict[str, Section]:
+    return {section.title: section for section in build_sections(material)}
+
+
+def cells(section: Section, table: int = 0) -> list[list[str]]:
+    return [[cell.value for cell in row] for row in section.tables[table].rows]
+
+
+def changed(file: EvaluationFile, name: str, seed: int = 0, **values: Any) -> EvaluationFile:
+    """A result file of another model, with other ``values``."""
+    record = copy.deepcopy(dict(file.record))
+    record["model"] |= {"name": f"{name}/seed-{seed}"}
+    for key, value in values.items():
+        record["model" if key == "tokenizer" else "settings"][key] = value
+    return EvaluationFile(Path(f"{name}-{seed}.json"), record)
+
+
+@pytest.fixture
+def perplexity(runs: Path) -> EvaluationFile:
+    return gather([runs / "small_gecko" / "seed-0" / "eval" / "perplexity.json"]).evaluations[0]
+
+
+def only(files: Sequence[EvaluationFile]) -> Material:
+    return Material(evaluations=list(files))
+
+
+def test_values_are_means_over_seeds(runs: Path) -> None:
+    found = sections(gather([runs]))["Perplexity by context length"]
+    records = [json.loads((runs / "small_gecko" / f"seed-{seed}" / "eval" / "perplexity.json").read_text())
+               for seed in (0, 1)]  # fmt: skip
+    first = [record["scores"][0] for record in records]
+    assert first[0]["where"] == {"context": 64} and first[0]["name"] == "nats a token"
+    assert cells(found)[0] == [
+        "64",
+        "nats a token",
+        cells(found)[0][2],
+        f"{(first[0]['value'] + first[1]['value']) / 2:.4f}",
+    ]
+    assert "Student's t over 2 seeds" in found.tables[0].notes[0]
+    assert "2,048 tokens for each seed" in found.tables[0].rows[0][3].detail
+
+
+def test_other_tokenizers_and_texts_are_drawn_apart(perplexity: EvaluationFile) -> None:
+    together = sections(only([perplexity, changed(perplexity, "b")]))
+    assert len(together["Perplexity by context length"].pictures) == 1
+    for change in ({"tokenizer": "olmo.json"}, {"texts": ["another.txt"]}):
+        apart = sections(only([perplexity, changed(perplexity, "b", **change)]))["Perplexity by context length"]
+        assert len(apart.pictures) == len(apart.tables) == 2
+        assert "are drawn apart" in apart.intro
+    elsewhere = changed(perplexity, "b", texts=["elsewhere/book.txt"])
+    assert len(sections(only([perplexity, elsewhere]))["Perplexity by context length"].pictures) == 1
+
+
+def test_the_same_score_twice_is_shown_once_and_stated(perplexity: EvaluationFile) -> None:
+    material = only([changed(perplexity, "a"), EvaluationFile(Path("again.json"), changed(perplexity, "a").record)])
+    found = sections(material)["Perplexity by context length"]
+    assert len(found.tables[0].columns) == 3
+    assert material.left_out == [("again.json", "perplexity: some scores are of a model and seed shown already")]
+
+
+def test_p_values_are_not_averaged(runs: Path) -> None:
+    table = sections(gather([runs]))["Loss by position"].tables[0]
+    rows = {row[0].value: row[1] for row in table.rows}
+    assert ";" in rows["p, two-sided"].value and "no interval" not in rows["p, two-sided"].detail
+    assert ";" not in rows["border minus rest"].value
+
+
+def test_renewed_norms_are_another_line(perplexity: EvaluationFile) -> None:
+    record = copy.deepcopy(dict(perplexity.record))
+    kinds = ("all that was read", "last 6 chunks")
+    record["scores"] = [score | {"where": {"norm statistics of": kind, **score["where"]}}
+                        for kind in kinds for score in record["scores"]]  # fmt: skip
+    record["details"] = {kind: record["details"] for kind in kinds}
+    found = sections(only([EvaluationFile(Path("r.json"), record, perplexity.run)]))["Perplexity by context length"]
+    labels = [name for name, _ in found.tables[0].columns[2:]]
+    assert len(labels) == 2 and labels[1] == f"{labels[0]}, norms of the last 6 chunks"
+
+
+def test_shares_are_percent_beside_the_papers(results: Path) -> None:
+    found = sections(gather([results / "piqa.json", results / "story.json"]))
+    academic = found["Academic tasks"]
+    assert cells(academic) == [["piqa", "acc", "35.0"]]
+    assert academic.tables[0].rows[0][2].detail == "18.1 to 56.7; n 20 items"
+    assert [table.published for table in academic.tables] == [False, True, True]
+    assert [table.published for table in found["Questions about long documents"].tables] == [False, True]
+
+
+def test_synthetic_models_are_named_by_what_differs(results: Path) -> None:
+    files = [results / "mqar-adaptive.json", results / "mqar-none.json"]
+    found = sections(gather(files))["Synthetic tasks"]
+    assert [name for name, _ in found.tables[0].columns] == [
+        "chunks before the question", "memory=adaptive", "memory=none",
+    ]  # fmt: skip
+    assert len(found.pictures) == 1 and "guessing" in found.tables[0].notes[1].lower()
+
+
+def test_retrieval_has_a_map_for_each_model(results: Path) -> None:
+    file = gather([results / "passkey.json"]).evaluations[0]
+    found = sections(only([file, changed(file, "other")]))["Retrieval: passkey"]
+    assert len(found.pictures) == 2 and found.statement is not None
+    assert [row[1].value for row in found.tables[0].rows][:4] == ["0 %", "0 %", "100 %", "100 %"]
+
+
+def test_a_seed_trained_twice_is_left_out(runs: Path, copied: Any) -> None:
+    folder = copied("small_gecko", 0)
+    material = gather([runs / "small_gecko" / "seed-0", folder])
+    assert cells(sections(material)["Training"])[0][:2] == ["small_gecko", "0"]
+    assert material.left_out[0][0] == str(folder) and "with the same seed" in material.left_out[0][1]
+
+
+def test_runs_on_other_texts_are_drawn_apart(runs: Path, copied: Any) -> None:
+    folder = copied("small_gecko", 0)
+    recipe = json.loads((folder / "recipe.json").read_text())
+    recipe["data"]["source"] = "other"
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    together = sections(gather([runs / "small_chunk" / "seed-0", runs / "small_gecko" / "seed-0"]))["Training"]
+    apart = sections(gather([runs / "small_chunk" / "seed-0", folder]))["Training"]
+    assert (len(together.pictures), len(apart.pictures)) == (3, 6)

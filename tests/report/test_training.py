@@ -1,0 +1,41 @@
+"""Places on the axes of curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gecko.report.reading import RunFolder
+from gecko.report.training import held_out_points, minute_clock, token_clock, training_points
+from gecko.train.metrics import Record
+
+RECIPE = {"batch_size": 2, "sequence_length": 300, "seed": 0}
+
+
+def run(*records: Record) -> RunFolder:
+    return RunFolder(Path("run"), RECIPE, list(records), None, [])
+
+
+def step(number: int, loss: float | None, speed: float = 10.0, seconds: float = 0.0) -> Record:
+    return {"kind": "train", "step": number, "loss": loss, "tokens_per_second": speed, "seconds": seconds}
+
+
+def held_out(number: int, loss: float | None) -> Record:
+    return {"kind": "validation", "step": number, "loss": 9.0, "nats_per_byte": loss}
+
+
+def test_clocks_count_tokens_and_the_time_of_steps_alone() -> None:
+    """600 tokens at 10 a second are a minute, whatever evaluations took."""
+    it = run(held_out(0, 5), step(1, 4, 10, 1000), step(2, 3, 20, 3000), held_out(2, 2))
+    assert token_clock(it) == {0: 0, 1: 600, 2: 1200}
+    assert minute_clock(it) == pytest.approx({0: 0, 1: 1, 2: 1.5})
+    assert held_out_points(it, token_clock(it)) == [(0, 5), (1200, 2)]
+    assert held_out_points(it, minute_clock(it)) == [(0, 5), (1.5, 2)]
+    assert training_points(it, token_clock(it)) == [(600, 4), (1200, 3)]
+
+
+def test_losses_that_are_not_finite_are_not_drawn() -> None:
+    it = run(step(1, None), held_out(1, None), step(2, 3), held_out(2, 2))
+    assert held_out_points(it, token_clock(it)) == [(1200, 2)]
+    assert training_points(it, token_clock(it)) == [(1200, 3)]
