@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import resource
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,11 @@ def describe(model: gecko.Gecko, folder: Path, files: Sequence[Path], command: s
     return (
         f"{date.today()}, {hardware}. Model: {name}, {count:,} parameters, float32. Text: {text}. Command: `{command}`."
     )
+
+
+def load() -> str:
+    """How busy the machine was in the last minute, for pages that were written beside other work."""
+    return f"Load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores when this was written."
 
 
 def resident() -> int:

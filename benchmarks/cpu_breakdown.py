@@ -1,0 +1,271 @@
+"""Where the time of a training step on the CPU goes: by part of the model, and by kind of operation.
+
+    python benchmarks/cpu_breakdown.py --write            # writes benchmarks/results/cpu.md
+
+``tiny`` (1 M parameters), float32. Times a token come from plain steps, shares from the profiler over other steps of
+the same run, which it slows down. Model FLOPs are those of ``gecko.train.utilisation``, divided by the rate of large
+matrix products, measured between the steps. With one thread, times are the processor's: a busy machine disturbs them
+less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from measuring import load, publish
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from training import step_of
+
+import gecko
+from gecko.allocator import keep_freed_memory
+from gecko.layers.cema import CEMA
+from gecko.layers.feed_forward import FeedForward
+from gecko.layers.norm import LayerNorm, RMSNorm, TimestepNorm
+from gecko.train.hardware import describe_hardware
+from gecko.train.utilisation import flops_per_token
+
+MODULES: dict[type[nn.Module], str] = {
+    TimestepNorm: "timestep norm", CEMA: "moving average", RMSNorm: "RMS norm", LayerNorm: "layer norm",
+    FeedForward: "feed-forward", nn.Linear: "linear layers", nn.Embedding: "embedding",
+}  # fmt: skip
+FUNCTIONS = {
+    "gecko.layers.gated_attention.chunk_attention": "chunk attention",
+    "gecko.layers.gated_attention.working_memory": "working memory",
+    "gecko.model.linear_cross_entropy": "head and loss",
+}
+REST = "gates, queries and keys, sums"
+KINDS = {
+    "matrix products": ("mm", "addmm", "bmm", "baddbmm", "baddbmm_"),
+    "copies and fills": ("copy_", "fill_", "zero_", "cat", "index_select", "index_fill_", "constant_pad_nd"),
+    "sums, norms, softmax": ("sum", "mean", "_softmax", "_softmax_backward_data", "_log_softmax", "logsumexp",
+                             "linalg_vector_norm", "native_layer_norm", "native_layer_norm_backward", "var_mean"),
+}  # fmt: skip
+ELEMENTWISE = "element by element, and the rest"
+_PREFIX = "part: "
+MATRIX = 2048
+"""Side of the matrices that the rate of products is measured by."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """One length of row. Seconds a step, and shares of the profiled time by (part, pass) and by kind."""
+
+    length: int
+    tokens: int
+    seconds: float
+    rate: float
+    """FLOPs a second of large matrix products, measured between the steps."""
+    parts: Counter[tuple[str, str]]
+    kinds: Counter[str]
+
+    @property
+    def share(self) -> float:
+        """Model FLOPs a second over the rate of matrix products."""
+        return flops_per_token(gecko.GeckoConfig.preset("tiny"), self.length) * self.tokens / self.seconds / self.rate
+
+
+@contextmanager
+def named_parts(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the profiler sees which part of the model each operation of forward belongs to."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if type(module) in MODULES:
+                stack.enter_context(_named_module(module, MODULES[type(module)]))
+        for target, part in FUNCTIONS.items():
+            stack.enter_context(_named_function(target, part))
+        yield
+
+
+@contextmanager
+def _named_module(module: nn.Module, part: str) -> Iterator[None]:
+    open_ranges: list[record_function] = []
+
+    def begin(*_: Any) -> None:
+        open_ranges.append(record_function(_PREFIX + part))
+        open_ranges[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def _named_function(target: str, part: str) -> Any:
+    package, _, name = target.rpartition(".")
+    function = getattr(__import__(package, fromlist=[name]), name)
+
+    @wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(_PREFIX + part):
+            return function(*args, **kwargs)
+
+    return patch(target, named)
+
+
+def shares(events: list[Any]) -> tuple[Counter[tuple[str, str]], Counter[str]]:
+    """Self time of all operations by (part, "forward" or "backward" or "other"), and by kind; both sum to 1.
+
+    The profiler gives an operation of forward and the node of backward that belongs to it the same number.
+    """
+    part_of_node: dict[int, str] = {}
+    for event in events:
+        if event.sequence_nr >= 0 and _backward_node(event) is None:
+            part = _part_of(event)
+            if part is not None or event.sequence_nr not in part_of_node:
+                part_of_node[event.sequence_nr] = part or REST
+    parts: Counter[tuple[str, str]] = Counter()
+    kinds: Counter[str] = Counter()
+    for event in events:
+        parts[_place(event, part_of_node)] += event.self_cpu_time_total
+        kinds[_kind(event.name)] += event.self_cpu_time_total
+    return _normalised(parts), _normalised(kinds)
+
+
+def _place(event: Any, part_of_node: dict[int, str]) -> tuple[str, str]:
+    node = _backward_node(event)
+    if node is not None:
+        return part_of_node.get(node.sequence_nr, REST), "backward"
+    if _within(event, "forward and backward") is None:
+        return "clipping and AdamW", "forward"
+    return _part_of(event) or REST, "forward"
+
+
+def _ancestors(event: Any) -> Iterator[Any]:
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
+def _within(event: Any, name: str) -> Any:
+    return next((outer for outer in _ancestors(event) if outer.name == name), None)
+
+
+def _part_of(event: Any) -> str | None:
+    """The innermost named range, but a linear layer or norm of the feed-forward is counted as part of it."""
+    names = [outer.name.removeprefix(_PREFIX) for outer in _ancestors(event) if outer.name.startswith(_PREFIX)]
+    return names[-1] if names else None
+
+
+def _backward_node(event: Any) -> Any:
+    nodes = (outer for outer in _ancestors(event) if outer.name.startswith("autograd::engine::evaluate_function"))
+    return next(nodes, None)
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, names in KINDS.items() if name.removeprefix("aten::") in names), ELEMENTWISE)
+
+
+def _normalised(counts: Counter[Any]) -> Counter[Any]:
+    total = sum(counts.values())
+    return Counter({key: value / total for key, value in counts.items()})
+
+
+def measure(length: int, tokens: int, rounds: int, profiled: int) -> Breakdown:
+    """Plain steps and matrix products in turn, then profiled steps."""
+    torch.manual_seed(0)
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny"))
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        with record_function("forward and backward"):
+            return model.loss(inputs, targets)
+
+    step = step_of(model, loss)
+    batch = torch.randint(0, 256, (tokens // length, length + 1))
+    for _ in range(3):
+        step(batch)
+    a, b = torch.randn(2, MATRIX, MATRIX)
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    pairs = [(_seconds(clock, lambda: step(batch)), _seconds(clock, lambda: a @ b)) for _ in range(rounds)]
+    with named_parts(model), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(profiled):
+            step(batch)
+    parts, kinds = shares(list(profiler.events()))
+    seconds, products = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return Breakdown(length, tokens, seconds, 2 * MATRIX**3 / products, parts, kinds)
+
+
+def _seconds(clock: Callable[[], float], function: Callable[[], Any]) -> float:
+    begin = clock()
+    function()
+    return clock() - begin
+
+
+def page(results: list[Breakdown], rounds: int, command: str) -> list[str]:
+    """The results in Markdown."""
+    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
+    lines = [
+        "# A training step on the CPU", "", f"{hardware}. {load()}", "",
+        f"Gecko `tiny` (1 M parameters), float32, {results[0].tokens:,} tokens a step: loss, backward, clip, AdamW. "
+        f"Steps and large matrix products take turns; figures are medians of {rounds}, in {_clock()}.", "",
+        "| tokens a row | tokens/s | µs a token | matrix products, GFLOP/s | model FLOPs a second over that |",
+        "|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for result in results:
+        lines.append(
+            f"| {result.length:,} | {result.tokens / result.seconds:,.0f} "
+            f"| {1e6 * result.seconds / result.tokens:.1f} | {result.rate / 1e9:.0f} | {result.share:.0%} |"
+        )
+    for result in results:
+        lines += ["", f"## Rows of {result.length:,} tokens: µs a token", "", *_part_table(result)]
+        lines += ["", *_kind_table(result)]
+    return [*lines, "", f"Written by `{command}`."]
+
+
+def _clock() -> str:
+    return "processor time" if torch.get_num_threads() == 1 else "wall time"
+
+
+def _part_table(result: Breakdown) -> list[str]:
+    micro = 1e6 * result.seconds / result.tokens
+    names = sorted({part for part, _ in result.parts}, key=lambda part: -_both(result, part))
+    return [
+        "| part | forward | backward | together | share |", "|---|---:|---:|---:|---:|",
+        *(f"| {part} | {micro * result.parts[part, 'forward']:.1f} | {micro * result.parts[part, 'backward']:.1f} "
+          f"| {micro * _both(result, part):.1f} | {_both(result, part):.0%} |" for part in names),
+    ]  # fmt: skip
+
+
+def _both(result: Breakdown, part: str) -> float:
+    return result.parts[part, "forward"] + result.parts[part, "backward"]
+
+
+def _kind_table(result: Breakdown) -> list[str]:
+    micro = 1e6 * result.seconds / result.tokens
+    return [
+        "| kind | µs a token | share |", "|---|---:|---:|",
+        *(f"| {kind} | {micro * share:.1f} | {share:.0%} |" for kind, share in result.kinds.most_common()),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2_048, 8_192], help="tokens a row")
+    parser.add_argument("--tokens", type=int, default=8_192, help="tokens a step")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--profiled", type=int, default=3, help="steps under the profiler")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/cpu.md")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    keep_freed_memory()
+    results = [measure(length, args.tokens, args.rounds, args.profiled) for length in args.lengths]
+    command = f"python benchmarks/cpu_breakdown.py --threads {args.threads} --tokens {args.tokens} --write"
+    publish("cpu.md", page(results, args.rounds, command), args.write)
+
+
+if __name__ == "__main__":
+    main()

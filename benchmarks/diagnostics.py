@@ -1,0 +1,248 @@
+"""What the working memory tells apart by itself, and what small models learn to keep in it.
+
+    python benchmarks/diagnostics.py resolution      # the operator alone, without training
+    python benchmarks/diagnostics.py train           # gecko eval diagnose, for every case that has no result yet
+    python benchmarks/diagnostics.py page            # results/evidence/diagnose/README.md from the results
+
+``train`` can be stopped and goes on with the next case; ``--minutes`` ends it before a case that would begin later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gecko.eval.intervals import Interval, share, wilson
+from gecko.eval.results import Results, Score
+from gecko.ops.working_memory import working_memory
+from gecko.train.hardware import describe_hardware
+
+FOLDER = Path(__file__).parent / "results" / "evidence" / "diagnose"
+RESOLUTION = "resolution.json"
+
+# The operator alone.
+Rule = Literal["adaptive", "linear"]
+RULES: tuple[Rule, ...] = ("adaptive", "linear")
+KEY_DIMS = (8, 32, 128, 256)
+LENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Euclidean lengths of a key; a new model's keys have length 1 in every head, whatever its width."""
+ROWS, ROWS_AT_ONCE = 128, 32
+TOKENS, CHUNK, PAIRS, VALUES = 128, 16, 4, 32
+
+# Training.
+COMMON = (
+    "size.length=128", "size.vocab_size=64", "size.items=4", "model.num_layers=2", "model.model_dim=64",
+    "model.key_dim=32", "model.value_dim=128", "model.num_heads=1", "model.ffn_dim=128", "model.cema_modes=4",
+    "model.chunk_size=16", "batch_size=32", "learning_rate=1e-2", "weight_decay=0", "steps=1000", "test_rows=300",
+)  # fmt: skip
+SEEDS = (0, 1, 2)
+FAR = 2
+"""Chunks between answer and question from which on no attention of one layer sees the answer."""
+
+
+@dataclass(frozen=True)
+class Case:
+    task: str
+    memory: str
+    attention: str
+    seed: int
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.task}-{self.memory}-{self.attention}-{self.seed}.json"
+
+    def command(self) -> list[str]:
+        own = (f"model.memory={self.memory}", f"model.attention={self.attention}", f"seed={self.seed}")
+        return ["eval", "diagnose", self.task, *COMMON, *own, "--out", self.path.name, "--device", "cpu"]
+
+
+def cases() -> Iterator[Case]:
+    """The most telling first."""
+    for seed in SEEDS:
+        for memory in ("adaptive", "none", "linear"):
+            yield Case("mqar", memory, "sliding_chunk", seed)
+    for attention in ("chunk", "sliding_window"):
+        for memory in ("adaptive", "none"):
+            yield Case("mqar", memory, attention, 0)
+    for task in ("selective_copying", "induction_heads"):
+        for memory in ("adaptive", "none"):
+            yield Case(task, memory, "sliding_chunk", 0)
+
+
+def train(minutes: float) -> None:
+    begin = time.monotonic()
+    for case in cases():
+        if case.path.exists():
+            continue
+        if time.monotonic() - begin > 60 * minutes:
+            break
+        print(shlex.join(["gecko", *case.command()]), flush=True)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, "-m", "gecko", *case.command()], check=True, cwd=FOLDER,
+                       env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+
+
+def resolution() -> None:
+    """How often the value of a key is the best match of what a query equal to the key reads, by the keys' length."""
+    torch.set_num_threads(1)
+    scores = []
+    for rule in RULES:
+        for key_dim in KEY_DIMS:
+            for length in LENGTHS:
+                scores += _resolution(rule, key_dim, length)
+                print(scores[-2].where, f"{scores[-2].value:.3f}, spread {scores[-1].value:.3f}", flush=True)
+    settings = {"tokens": TOKENS, "chunk": CHUNK, "pairs": PAIRS, "values": VALUES, "guessing": 1 / PAIRS}
+    command = "python benchmarks/diagnostics.py resolution"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    Results("resolution", scores, settings, 0).save(
+        FOLDER / RESOLUTION, {"name": "working_memory"}, command, describe_hardware(torch.device("cpu"))
+    )
+
+
+def _resolution(rule: Rule, key_dim: int, length: float) -> list[Score]:
+    """Accuracy, and how much what tokens read differs in relation to its size."""
+    where = {"rule": rule, "key_dim": key_dim, "length": length}
+    generator = torch.Generator().manual_seed(0)
+    hits: list[bool] = []
+    spreads = []
+    for _ in range(ROWS // ROWS_AT_ONCE):
+        keys, values, kept = _rows(key_dim, length, generator)
+        one_hot = torch.nn.functional.one_hot(values, VALUES).float()
+        read, _state = working_memory(keys[:, None], keys[:, None], one_hot[:, None], CHUNK, rule=rule)
+        last = read[:, 0, -CHUNK:]
+        spreads.append(float((last.std(1).square().sum(-1) / last.mean(1).square().sum(-1)).sqrt().mean()))
+        # What every token reads says nothing about one of them.
+        told = (last - last.mean(1, keepdim=True))[:, -PAIRS:]
+        best = told.gather(2, kept[:, None].expand(-1, PAIRS, -1)).argmax(-1)
+        hits += (best == torch.arange(PAIRS)).flatten().tolist()
+    accuracy, interval = share(hits)
+    spread = sum(spreads) / len(spreads)
+    return [
+        Score("accuracy", accuracy, len(hits), "answers", interval, where),
+        Score("spread", spread, ROWS, "rows", None, where),
+    ]
+
+
+def _rows(key_dim: int, length: float, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys (B, T, key_dim) and values (B, T) of random tokens, and the values (B, PAIRS) of those at odd places of the
+    first chunk, whose keys are those of the last tokens once more."""
+    keys = torch.randn(ROWS_AT_ONCE, TOKENS, key_dim, generator=generator)
+    keys *= length / math.sqrt(key_dim) / keys.square().mean(-1, keepdim=True).sqrt()
+    values = torch.randint(VALUES, (ROWS_AT_ONCE, TOKENS), generator=generator)
+    kept = torch.rand(ROWS_AT_ONCE, VALUES, generator=generator).argsort(1)[:, :PAIRS]
+    stored = 2 * torch.arange(PAIRS) + 1
+    values[:, stored] = kept
+    keys[:, -PAIRS:] = keys[:, stored]
+    return keys, values, kept
+
+
+def page() -> str:
+    """The results as tables."""
+    lines = [
+        "# Synthetic tasks, and what the memory tells apart",
+        "",
+        "Made by `python benchmarks/diagnostics.py page` of the JSON files beside it, each of which names its command, "
+        "hardware and version. Intervals: Wilson, 95 %, of the answers of the runs named; runs differ by more.",
+        "",
+    ]
+    if (FOLDER / RESOLUTION).exists():
+        lines += [*_resolution_lines(json.loads((FOLDER / RESOLUTION).read_text(encoding="utf-8"))), ""]
+    lines += _training_lines()
+    return "\n".join(lines) + "\n"
+
+
+def _resolution_lines(record: dict[str, Any]) -> Iterator[str]:
+    n = record["scores"][0]["n"]
+    yield "## The operator alone"
+    yield ""
+    yield (
+        f"{PAIRS} of the first {CHUNK} tokens are asked for {TOKENS // CHUNK - 1} chunks later, by queries equal to "
+        f"their keys; all other tokens are noise, all keys have random directions. Share of queries that read most of "
+        f"the right one of the {PAIRS} values, guessing {1 / PAIRS:.2f}, n = {n:,} in each cell. In brackets how much "
+        "what tokens read differs from token to token, in relation to its size. A new model's keys have length 1."
+    )
+    yield ""
+    yield "| rule | key width | " + " | ".join(f"length {length:g}" for length in LENGTHS) + " |"
+    yield "|---|---:|" + "---:|" * len(LENGTHS)
+    found = {(*score["where"].values(), score["name"]): score for score in record["scores"]}
+    for rule in RULES:
+        for key_dim in KEY_DIMS:
+            cells = []
+            for length in LENGTHS:
+                accuracy, spread = (found[rule, key_dim, length, name] for name in ("accuracy", "spread"))
+                cells.append(f"{_text(accuracy['value'], Interval(**accuracy['interval']))} ({spread['value']:.2g})")
+            yield f"| {rule} | {key_dim} | " + " | ".join(cells) + " |"
+
+
+def _training_lines() -> Iterator[str]:
+    yield "## Trained from scratch"
+    yield ""
+    yield f"`gecko eval diagnose TASK {' '.join(COMMON)}`"
+    yield ""
+    yield f"| task | memory | attention | seeds | 0 or 1 chunks away | {FAR} or more chunks away | n | guessing |"
+    yield "|---|---|---|---|---:|---:|---:|---:|"
+    groups: dict[tuple[str, str, str], list[Case]] = {}
+    for case in cases():
+        groups.setdefault((case.task, case.memory, case.attention), []).append(case)
+    for names, members in groups.items():
+        done = [case for case in members if case.path.exists()]
+        seeds = ", ".join(str(case.seed) for case in done)
+        if not done:
+            yield f"| {' | '.join(names)} | not run | | | | |"
+            continue
+        records = [json.loads(case.path.read_text(encoding="utf-8")) for case in done]
+        near, far = (_pooled(records, is_far) for is_far in (False, True))
+        n = f"{near[1]:,} and {far[1]:,}"
+        guessing = records[0]["settings"]["guessing"]
+        yield f"| {' | '.join(names)} | {seeds} | {_share(*near)} | {_share(*far)} | {n} | {guessing:.3f} |"
+
+
+def _pooled(records: Sequence[dict[str, Any]], far: bool) -> tuple[int, int]:
+    """Right answers, and all, of the questions that are far or not."""
+    hits = total = 0
+    for record in records:
+        for score in record["scores"]:
+            (distance,) = score["where"].values()
+            if distance != "any" and (distance >= FAR) is far:
+                hits, total = hits + round(score["value"] * score["n"]), total + score["n"]
+    return hits, total
+
+
+def _share(hits: int, total: int) -> str:
+    return "none" if total == 0 else _text(hits / total, wilson(hits, total))
+
+
+def _text(value: float, interval: Interval) -> str:
+    return f"{value:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("resolution", "train", "page"))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="train: begin no case after so many")
+    arguments = parser.parse_args()
+    if arguments.part == "resolution":
+        resolution()
+    elif arguments.part == "train":
+        train(arguments.minutes)
+    else:
+        text = page()
+        (FOLDER / "README.md").write_text(text, encoding="utf-8")
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

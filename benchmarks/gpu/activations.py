@@ -1,0 +1,94 @@
+"""What a block keeps for its backward pass, beside the inputs and outputs of its matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from gpu.timing import Bench
+from torch import Tensor, nn
+
+from gecko.config import GeckoConfig
+from gecko.model import Block
+from gecko.segments import Segments
+from gecko.train.step import autocast
+
+MIXING = ("gecko.layers.gated_attention.chunk_attention", "gecko.layers.gated_attention.working_memory")
+
+
+@dataclass(frozen=True)
+class Activations:
+    model: str
+    length: int
+    kept: int
+    """Bytes kept for backward."""
+    needed: int
+    """Bytes of what linear layers, attention and memory read and write, each tensor once."""
+
+
+class _Storages:
+    """Memory seen so far, each piece once, without that of parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sizes: dict[int, int] = {}
+        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._alive: list[Tensor] = []
+
+    def add(self, *found: Any) -> None:
+        for tensor in found:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self._parameters:
+                self._sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                self._alive.append(tensor)  # so that no other takes its place
+
+    @property
+    def total(self) -> int:
+        return sum(self._sizes.values())
+
+
+def measure(name: str, length: int, bench: Bench) -> Activations | None:
+    """One block of a preset on one row; None where that does not fit into the memory."""
+    config = GeckoConfig.preset(name)
+    torch.manual_seed(0)
+    block = Block(config, 0).to(bench.device)
+    x = bench.random(1, length, config.model_dim).requires_grad_()
+    kept, needed = _Storages(block), _Storages(block)
+    try:
+        precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.add(tensor), tensor)[1], lambda x: x)
+        with autocast(precision, bench.device), _watched(block, needed), hooks:
+            block(x, None, Segments.build(1, length, device=bench.device))
+    except torch.OutOfMemoryError:
+        return None
+    return Activations(name, length, kept.total, needed.total)
+
+
+@contextmanager
+def _watched(block: nn.Module, needed: _Storages) -> Iterator[None]:
+    """Notes what the products of a block read and write."""
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        needed.add(*inputs, output)
+
+    handles = [module.register_forward_hook(note) for module in block.modules() if isinstance(module, nn.Linear)]
+    with ExitStack() as stack:
+        for target in MIXING:
+            stack.enter_context(_watched_function(target, needed))
+        yield
+    for handle in handles:
+        handle.remove()
+
+
+def _watched_function(target: str, needed: _Storages) -> Any:
+    package, _, name = target.rpartition(".")
+    function = getattr(__import__(package, fromlist=[name]), name)
+
+    def watched(*inputs: Any, **options: Any) -> Any:
+        output = function(*inputs, **options)
+        needed.add(*inputs, output[0])
+        return output
+
+    return patch(target, watched)

@@ -1,0 +1,146 @@
+"""Every operator of the package, as it is dispatched, in its eager form, and that compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from gpu.shapes import Floor, Shape
+from gpu.timing import Bench
+from torch import Tensor
+
+from gecko.ops.cema import CEMACoefficients, cema
+from gecko.ops.chunk_attention import chunk_attention
+from gecko.ops.fan_out import fan_out
+from gecko.ops.gates import gated
+from gecko.ops.loss import linear_cross_entropy
+from gecko.ops.norms import group_rms_norm
+from gecko.ops.swiglu import swiglu
+from gecko.ops.timestep_norm import timestep_norm
+from gecko.ops.working_memory import working_memory
+
+Function = Callable[..., Tensor]
+GECKO, EAGER, COMPILED = "gecko", "gecko, eager form", "gecko, eager form compiled"
+AVERAGE, TIMESTEP, MIXING = "moving average", "timestep norm", "attention and memory"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A function of float tensors, all of which get gradients, and its floor."""
+
+    name: str
+    function: Function
+    inputs: list[Tensor]
+    floor: Floor
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One form of one operator at one shape. Seconds; None, and a ``reason``, where it did not run."""
+
+    operator: str
+    form: str
+    shape: str
+    floor: Floor
+    forward: float | None = None
+    both: float | None = None
+    reason: str = ""
+
+
+def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
+    """All of them, one after the other, so that only one's tensors live at a time."""
+    config, length = shape.config, shape.length
+    wide, heads = (1, length, config.model_dim), config.num_heads
+    coefficients = _coefficients(config.model_dim, config.cema_modes, bench)
+    yield Operator(
+        AVERAGE, lambda x, *c: cema(x, CEMACoefficients(*c))[0], [bench.random(*wide), *coefficients],
+        shape.moving_average(),
+    )  # fmt: skip
+    weight, bias = (bench.random(config.model_dim, dtype=torch.float32) for _ in range(2))
+    groups, betas, eps = config.timestep_groups, config.timestep_betas, config.norm_eps
+    yield Operator(
+        TIMESTEP, lambda x, w, b: timestep_norm(x, w, b, groups, betas, eps)[0], [bench.random(*wide), weight, bias],
+        shape.norm(),
+    )  # fmt: skip
+    yield Operator(
+        "RMS norm", lambda x, w: group_rms_norm(x, w, config.norm_groups, eps), [bench.random(*wide), weight],
+        shape.norm(),
+    )  # fmt: skip
+    rows = [bench.random(4, config.key_dim, dtype=torch.float32) for _ in range(2)]
+    yield Operator(
+        "fan-out", lambda z, s, o: fan_out(z, s, o, heads, eps), [bench.random(1, length, config.key_dim), *rows],
+        shape.fan_out(),
+    )  # fmt: skip
+    keys, values = (1, heads, length, config.key_head_dim), (1, heads, length, config.value_head_dim)
+    yield Operator(
+        "gate", gated,
+        [bench.random(*values), bench.random(1, length, config.value_dim), bench.random(*values)], shape.gated(),
+    )  # fmt: skip
+    yield Operator("SwiGLU", swiglu, [bench.random(1, length, config.ffn_dim) for _ in range(2)], shape.swiglu())
+    mixed = [*(bench.random(*keys) / config.key_head_dim**0.5 for _ in range(4)), bench.random(*values)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return chunk_attention(q, k, v, config.chunk_size, attention=config.attention)[0]
+
+    def remember(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert config.memory != "none"
+        return working_memory(q, k, v, config.chunk_size, rule=config.memory)[0]
+
+    yield Operator("chunk attention", attend, [mixed[0], mixed[1], mixed[4]], shape.attention())
+    yield Operator("working memory", remember, mixed[2:], shape.memory())
+    yield Operator(
+        MIXING, lambda q, k, qm, km, v: attend(q, k, v) + remember(qm, km, v), mixed, shape.attention_and_memory()
+    )
+    targets = torch.randint(config.vocab_size, (length,), device=bench.device)
+    yield Operator(
+        "head and loss", lambda x, w: linear_cross_entropy(x, w, targets),
+        [bench.random(length, config.model_dim), bench.random(config.vocab_size, config.model_dim)], shape.loss(),
+    )  # fmt: skip
+
+
+def _coefficients(channels: int, modes: int, bench: Bench) -> list[Tensor]:
+    parameters = [bench.random(*size, dtype=torch.float32) for size in ((channels, modes),) * 2]
+    theta = bench.random(channels, dtype=torch.float32)
+    gamma = bench.random(channels, modes, 2, dtype=torch.float32)
+    made = CEMACoefficients.from_parameters(*parameters, theta, gamma)
+    return [made.input, made.log_damping, made.angle, made.output]
+
+
+def measure(operator: Operator, form: str, shape: str, bench: Bench) -> Timing:
+    """Forward alone without gradients, and forward with backward."""
+    inputs = [x.detach().requires_grad_() for x in operator.inputs]
+    try:
+        with torch.no_grad():
+            forward = bench.seconds(lambda: operator.function(*inputs))
+        weight = torch.randn_like(operator.function(*inputs).detach())
+        both = bench.seconds(lambda: torch.autograd.grad(operator.function(*inputs), inputs, weight))
+    except torch.OutOfMemoryError:
+        return Timing(operator.name, form, shape, operator.floor, reason="does not fit into the memory")
+    return Timing(operator.name, form, shape, operator.floor, forward, both)
+
+
+def measure_forms(operator: Operator, shape: str, bench: Bench, *, compiled: bool) -> Iterator[Timing]:
+    """As it is dispatched; where kernels ran, the eager form too; and the eager form compiled if asked for."""
+    yield measure(operator, GECKO, shape, bench)
+    if bench.device.type != "cuda" and not compiled:
+        return
+    with eager_forms():
+        yield measure(operator, EAGER, shape, bench)
+        if compiled:
+            torch.compiler.reset()
+            whole = Operator(operator.name, torch.compile(operator.function), operator.inputs, operator.floor)
+            yield measure(whole, COMPILED, shape, bench)
+
+
+@contextmanager
+def eager_forms() -> Iterator[None]:
+    """While it lasts, no operator takes its kernels."""
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("gecko.ops.") and hasattr(module, "kernels_run_on"):
+                stack.enter_context(patch.object(module, "kernels_run_on", lambda x: False))
+        yield

@@ -1,0 +1,53 @@
+"""Reading and decoding far into a text: tokens a second of prefill, and the time of a token at a position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from gpu.timing import Bench
+
+import gecko
+from gecko.config import GeckoConfig
+from gecko.generation import read
+from gecko.generation.reading import inference
+
+
+@dataclass(frozen=True)
+class Position:
+    model: str
+    position: int
+    prefill: float
+    """Tokens a second, over all that was read up to here."""
+    decode: float
+    """Seconds of one token."""
+
+
+def positions(name: str, config: GeckoConfig, wanted: list[int], bench: Bench) -> Iterator[Position]:
+    """Read on to each position in turn, and decode there; weights and text are random."""
+    torch.manual_seed(0)
+    with bench.device:
+        model = gecko.Gecko(config).to(bench.dtype)
+    read(model, [torch.randint(config.vocab_size, (wanted[0],))])  # kernels are compiled, memory is found
+    state, before, seconds = None, 0, 0.0
+    for position in wanted:
+        text = torch.randint(config.vocab_size, (position - before,))
+        found = []
+        once = Bench(bench.device, bench.dtype, repeats=1, warm_ups=0)
+        seconds += once.seconds(lambda text=text, state=state, found=found: found.append(read(model, [text], state)))
+        state, before = found[0].state, position
+        yield Position(name, position, position / seconds, _decoding(model, state, bench))
+
+
+def _decoding(model: gecko.Gecko, state: gecko.GeckoState, bench: Bench) -> float:
+    """A step writes into the state that it is given: a copy of the one that reading goes on from."""
+    current = state.map(torch.clone)
+    token = torch.zeros(1, dtype=torch.int64, device=bench.device)
+
+    def step() -> None:
+        nonlocal current
+        _, current = model.step(token, current)
+
+    with inference(model):
+        return bench.seconds(step)

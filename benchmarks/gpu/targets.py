@@ -1,0 +1,114 @@
+"""What the kernels are meant to reach on an H200-class card, and what of it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from gpu.activations import Activations
+from gpu.operators import AVERAGE, GECKO, MIXING, TIMESTEP, Timing
+from gpu.peers import SCAN
+from gpu.reading import Position
+from gpu.timing import Rates
+from gpu.training import LLAMA, Training
+
+SHAPE = "gecko-7b"
+"""The targets of operators are at its width, a row of 32,768 tokens, bf16."""
+MODEL = "gecko-1b"
+LENGTHS = {4_096: 1.0, 32_768: 1.5, 131_072: 3.0}
+"""Tokens a row, and how many times Llama's tokens a second."""
+
+
+@dataclass
+class Results:
+    """All that one run measured."""
+
+    rates: Rates
+    peak: float
+    """FLOPs a second of the card, by its vendor where known."""
+    element_size: int
+    timings: list[Timing] = field(default_factory=list)
+    activations: list[Activations] = field(default_factory=list)
+    trainings: list[Training] = field(default_factory=list)
+    positions: list[Position] = field(default_factory=list)
+
+    def timing(self, operator: str, form: str) -> Timing | None:
+        found = (t for t in self.timings if (t.operator, t.form, t.shape) == (operator, form, SHAPE))
+        return next((t for t in found if t.both is not None), None)
+
+    def training(self, model: str, length: int) -> Training | None:
+        found = (t for t in self.trainings if (t.model, t.length) == (model, length))
+        return next((t for t in found if t.speed is not None), None)
+
+    def bandwidth(self, timing: Timing, backward: bool) -> float | None:
+        """Share of the copy's bytes a second that the floor's bytes make."""
+        seconds = timing.both if backward else timing.forward
+        numbers = timing.floor.numbers_both if backward else timing.floor.numbers_forward
+        return None if seconds is None else numbers * self.element_size / seconds / self.rates.copy
+
+    def products(self, timing: Timing, backward: bool) -> float | None:
+        """Share of the matrix rate that the floor's products make."""
+        seconds = timing.both if backward else timing.forward
+        flops = timing.floor.flops_both if backward else timing.floor.flops_forward
+        return None if seconds is None else flops / seconds / self.rates.products
+
+
+@dataclass(frozen=True)
+class Target:
+    what: str
+    least: float
+    """At least, or with ``at_most`` at most."""
+    unit: str
+    find: Callable[[Results], float | None]
+    at_most: bool = False
+
+    def met(self, value: float) -> bool:
+        return value <= self.least if self.at_most else value >= self.least
+
+
+def targets() -> Iterable[Target]:
+    for operator in (AVERAGE, TIMESTEP):
+        yield Target(f"{operator}, forward", 0.70, "of copy bandwidth", _share(operator, Results.bandwidth, False))
+        yield Target(f"{operator}, with backward", 0.55, "of copy bandwidth", _share(operator, Results.bandwidth, True))
+    yield Target(f"{AVERAGE}, with backward", 5.0, "× an associative scan", _against_scan)
+    yield Target(f"{MIXING}, with backward", 0.60, "of the matrix rate", _share(MIXING, Results.products, True))
+    yield Target("activations of a block", 1.2, "× what its products read and write", _activations, at_most=True)
+    yield Target(f"{MODEL}, training at 32,768", 0.50, "MFU", _utilisation)
+    for length, least in LENGTHS.items():
+        yield Target(f"{MODEL}, training at {length:,}", least, "× Llama's tokens/s", _against_llama(length))
+
+
+def _share(
+    operator: str, kind: Callable[[Results, Timing, bool], float | None], backward: bool
+) -> Callable[[Results], float | None]:
+    def find(results: Results) -> float | None:
+        timing = results.timing(operator, GECKO)
+        return None if timing is None else kind(results, timing, backward)
+
+    return find
+
+
+def _against_scan(results: Results) -> float | None:
+    ours, theirs = results.timing(AVERAGE, GECKO), results.timing(AVERAGE, SCAN)
+    if ours is None or theirs is None or ours.both is None or theirs.both is None:
+        return None
+    return theirs.both / ours.both
+
+
+def _activations(results: Results) -> float | None:
+    return next((found.kept / found.needed for found in results.activations if found.model == SHAPE), None)
+
+
+def _utilisation(results: Results) -> float | None:
+    training = results.training(MODEL, 32_768)
+    return None if training is None else training.utilisation(results.peak)
+
+
+def _against_llama(length: int) -> Callable[[Results], float | None]:
+    def find(results: Results) -> float | None:
+        ours, theirs = results.training(MODEL, length), results.training(f"{LLAMA}, equal to {MODEL}", length)
+        if ours is None or theirs is None or ours.speed is None or theirs.speed is None:
+            return None
+        return ours.speed / theirs.speed
+
+    return find

@@ -1,0 +1,97 @@
+"""A training step from end to end: tokens a second, MFU and memory, of Gecko and of a Llama of equal size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from gpu.timing import Bench
+
+from gecko.baselines import LlamaConfig, ModelConfig, build_model, meta_model
+from gecko.config import GeckoConfig
+from gecko.recomputation import ActivationCheckpointing
+from gecko.train.optimizer import build_optimizer
+from gecko.train.run import OptimizerSettings
+from gecko.train.step import Part, train_step
+from gecko.train.utilisation import flops_per_token
+
+CHECKPOINTING: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
+"""Tried in this order: the first that fits is the fastest."""
+LLAMA_HEAD = 64
+LLAMA = "Llama, SDPA flash"
+
+
+@dataclass(frozen=True)
+class Training:
+    """One model at one length of row, one row a step. Numbers are None where nothing fits."""
+
+    model: str
+    parameters: int
+    length: int
+    flops: float
+    """A token."""
+    checkpointing: str = ""
+    seconds: float | None = None
+    peak: int | None = None
+    """Bytes of the card."""
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second."""
+        return None if self.seconds is None else self.length / self.seconds
+
+    def utilisation(self, rate: float) -> float | None:
+        """Of ``rate`` FLOPs a second."""
+        return None if self.speed is None else self.speed * self.flops / rate
+
+
+def equal_llama(config: GeckoConfig) -> LlamaConfig:
+    """As deep and as wide; its feed-forward takes the parameters that Gecko spends elsewhere, to a multiple of 16."""
+    least = LlamaConfig(
+        vocab_size=config.vocab_size, num_layers=config.num_layers, model_dim=config.model_dim,
+        num_heads=max(1, config.model_dim // LLAMA_HEAD), ffn_dim=16, tie_embedding=config.tie_embedding,
+    )  # fmt: skip
+    spare = (count(config) - count(least)) / (3 * config.num_layers * config.model_dim)
+    return dataclasses.replace(least, ffn_dim=16 + max(0, 16 * round(spare / 16)))
+
+
+def count(config: ModelConfig) -> int:
+    """Parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in meta_model(config).parameters())
+
+
+def trainings(name: str, config: GeckoConfig, lengths: list[int], bench: Bench) -> Iterator[Training]:
+    """Gecko and the Llama in turn, by length."""
+    for length in lengths:
+        yield train(name, config, length, bench)
+        yield train(f"{LLAMA}, equal to {name}", equal_llama(config), length, bench)
+
+
+def train(name: str, config: ModelConfig, length: int, bench: Bench) -> Training:
+    nothing = Training(name, count(config), length, flops_per_token(config, length))
+    for checkpointing in CHECKPOINTING:
+        bench.reset_peak()
+        try:
+            seconds = _step_seconds(config, length, checkpointing, bench)
+        except torch.OutOfMemoryError:
+            continue
+        return dataclasses.replace(nothing, checkpointing=checkpointing, seconds=seconds, peak=bench.peak())
+    return dataclasses.replace(nothing, checkpointing="does not fit into the memory")
+
+
+def _step_seconds(config: ModelConfig, length: int, checkpointing: ActivationCheckpointing, bench: Bench) -> float:
+    torch.manual_seed(0)
+    with bench.device:
+        model = build_model(config)
+    model.activation_checkpointing = checkpointing
+    optimizer = build_optimizer(model, OptimizerSettings())
+    tokens = torch.randint(config.vocab_size, (1, length + 1), device=bench.device)
+    part = Part(tokens[:, :-1], tokens[:, 1:], torch.zeros_like(tokens[:, 1:]), 1.0)
+    precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
+
+    def step() -> None:
+        train_step(model, optimizer, [part], learning_rate=1e-4, clip=1.0, precision=precision)
+
+    return bench.seconds(step)
