@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-hf-oldest bench bench-demo clean
+.PHONY: demo test test-kernels test-hf-oldest test-gpu bench bench-demo bench-gpu clean
 
 demo: .venv/demo  ## Train a tiny model for five minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -13,10 +13,13 @@ test: .venv/test  ## Style, types, import directions, and every test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -n auto --dist loadgroup
-	$(MAKE) --no-print-directory test-hf-oldest
+	$(MAKE) --no-print-directory test-kernels test-hf-oldest
 
-test-hf-oldest: .venv-oldest/test  ## The tests of gecko.hf once more, with the oldest transformers that is supported
-	.venv-oldest/bin/pytest -n auto tests/hf
+test-kernels: .venv/test  ## The Triton kernels under Triton's interpreter, by the laws of the operators
+	TRITON_INTERPRET=1 $(BIN)/pytest -n auto tests/kernels/interpreted
+
+test-hf-oldest: .venv-oldest/test  ## What needs transformers once more, with the oldest that is supported
+	.venv-oldest/bin/pytest -n auto tests/hf tests/baselines/test_llama.py tests/baselines/test_config.py
 
 bench: .venv/bench  ## The numbers of benchmarks/results that need no trained model, measured on this machine
 	$(BIN)/python benchmarks/training.py
@@ -25,11 +28,19 @@ bench: .venv/bench  ## The numbers of benchmarks/results that need no trained mo
 	$(BIN)/python benchmarks/server_load.py --write
 	$(BIN)/python benchmarks/kill_recovery.py
 	$(BIN)/python benchmarks/context_exchange.py --write
+	$(BIN)/python benchmarks/cpu_breakdown.py --write
+	$(BIN)/python benchmarks/start_up.py --write
 
 bench-demo: .venv/bench demo  ## Those of the demo model
 	$(BIN)/python benchmarks/long_reading.py --write
 	$(BIN)/python benchmarks/snapshot.py --write
 	$(BIN)/python benchmarks/quantization.py --write
+
+bench-gpu: .venv/bench  ## Operators, training and decoding on the GPU that is there
+	$(BIN)/python benchmarks/operators.py --write
+
+test-gpu: .venv/test  ## The laws of the operators, and models, on the GPU that is there
+	$(BIN)/pytest tests/gpu
 
 clean:
 	rm -rf .venv .venv-oldest build

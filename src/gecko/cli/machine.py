@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,17 +88,16 @@ def paths() -> dict[str, str]:
 
 
 def optional_packages() -> list[Package]:
-    """What the installed package's extras name, without its extra for development."""
+    """What the installed package's extras name, without its extra for development; by the smallest extra of each."""
     try:
         required = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    found = {}
-    for requirement in required:
-        match = re.match(r"""([\w.-]+)[^;]*;\s*extra == ["'](\w+)["']""", requirement)
-        if match and match[2] != "dev" and match[1] != DISTRIBUTION:
-            found[match[1]] = Package(match[1], match[2], _version(match[1]))
-    return [found[name] for name in sorted(found)]
+    matches = (re.match(r"""([\w.-]+)[^;]*;\s*extra == ["'](\w+)["']""", requirement) for requirement in required)
+    named = [(match[1], match[2]) for match in matches if match and match[2] != "dev"]
+    sizes = Counter(extra for _, extra in named)
+    extras = {name: [extra for other, extra in named if other == name] for name, _ in named if name != DISTRIBUTION}
+    return [Package(name, min(extras[name], key=sizes.__getitem__), _version(name)) for name in sorted(extras)]
 
 
 def _version(distribution: str) -> str | None:
