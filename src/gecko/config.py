@@ -189,6 +189,11 @@ PRESETS: dict[str, GeckoConfig] = {
         vocab_size=264, num_layers=4, model_dim=128, key_dim=64, value_dim=256, num_heads=2, ffn_dim=256,
         chunk_size=64, timestep_groups=4,
     ),
+    "megalodon-tiny": GeckoConfig(
+        vocab_size=264, num_layers=4, model_dim=128, key_dim=64, value_dim=256, num_heads=2, ffn_dim=384, swiglu=False,
+        chunk_size=128, timestep_groups=4, rope_base=100_000.0, attention="chunk", memory="none", timestep_betas=None,
+        cema_skip="learned", two_hop_residual=True,
+    ),
     "megalodon-7b": dataclasses.replace(
         _GECKO_7B, ffn_dim=11_264, swiglu=False, chunk_size=4096, rope_base=100_000.0, attention="chunk",
         memory="none", timestep_betas=None, cema_skip="learned", two_hop_residual=True,

@@ -69,3 +69,13 @@ def test_cema_refuses_shapes_that_do_not_fit():
         cema(torch.zeros(2, 4, 6), coefficients)
     with pytest.raises(ValueError, match=r"state must have shape \(2, 5, 3, 2\); got \(1, 5, 3, 2\)"):
         cema(torch.zeros(2, 4, 5), coefficients, torch.zeros(1, 5, 3, 2))
+
+
+def test_cema_with_a_skip_connection():
+    x = torch.randn(2, 70, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    coefficients = CEMACoefficients.from_parameters(*cases.CEMA.draw_parameters(torch.Generator().manual_seed(4)))
+    omega = torch.linspace(-1, 2, 5, dtype=torch.float64)
+    for length in (1, 70):
+        plain, _ = cema(x[:, :length], coefficients)
+        skipping, _ = cema(x[:, :length], coefficients, skip=omega)
+        torch.testing.assert_close(skipping, plain + omega * x[:, :length])

@@ -84,3 +84,32 @@ def test_loss_of_sixteen_bit_hidden_states_is_float32():
 def test_large_logits_do_not_overflow():
     hidden, weight, targets = _case(9, 0.0, torch.float32)
     assert linear_cross_entropy(1e4 * hidden, weight, targets).isfinite()
+
+
+def test_without_gradients_the_loss_is_the_same():
+    hidden, weight, targets = _case(40, 0.3)
+    expected = linear_cross_entropy(hidden, weight, targets)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets), expected)
+
+
+def test_autocast_on_a_cpu_rounds_no_logits():
+    hidden, weight, targets = _case(40, 0.3, torch.float32)
+    expected = linear_cross_entropy(hidden, weight, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = linear_cross_entropy(hidden, weight, targets)
+        each = token_cross_entropy(hidden, weight, targets)
+    assert torch.equal(value, expected)
+    assert torch.equal(each, token_cross_entropy(hidden, weight, targets))
+
+
+def test_products_in_sixteen_bits_stay_near():
+    """What a GPU does under autocast: operands rounded to bfloat16, sums in float32."""
+    hidden, weight, targets = _case(200, 0.2, torch.float32)
+    exact = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), (hidden, weight))
+    rounded = torch.autograd.grad(
+        loss._MeanCrossEntropy.apply(hidden, weight, targets, torch.bfloat16), (hidden, weight)
+    )
+    for got, wanted in zip(rounded, exact, strict=True):
+        assert got.dtype == torch.float32
+        assert (got - wanted).norm() < 0.02 * wanted.norm()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gecko
+from gecko.layers.norm import LayerNorm, RMSNorm
 from gecko.ops.norms import group_layer_norm, group_rms_norm
 
 EPS = 1e-3
@@ -46,3 +48,17 @@ def test_sixteen_bit_inputs_keep_their_dtype_and_use_float32_statistics(norm):
     y = norm(x, weight, 1, EPS)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), norm(x.double(), weight.double(), 1, EPS), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("layer", [RMSNorm, LayerNorm])
+def test_a_norm_layer_rounds_what_linear_layers_would_round(layer):
+    """Under autocast its output is already in their dtype, and they give the very numbers they gave of float32."""
+    config = gecko.GeckoConfig.preset("tiny")
+    norm, linear = layer(config), torch.nn.Linear(config.model_dim, 5)
+    x = _draw(3, 4, config.model_dim).float()
+    whole = norm(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, y, expected = norm(x), linear(norm(x)), linear(whole)
+    assert whole.dtype == torch.float32 and rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, whole.bfloat16())
+    assert torch.equal(y, expected)

@@ -43,8 +43,9 @@ class CEMA(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor | None, segments: Segments) -> tuple[Tensor, Tensor]:
         """x (B, T, D) to the same shape, and the state (B, D, N, 2)."""
-        y, state = cema(x, self._known() if segments.overwrites else self._coefficients(), state, segments=segments)
-        return (y + x if self.omega is None else torch.addcmul(y, x, self.omega.to(x.dtype))), state
+        coefficients = self._known() if segments.overwrites else self._coefficients()
+        skip = x.new_ones(x.shape[-1]) if self.omega is None else self.omega
+        return cema(x, coefficients, state, segments=segments, skip=skip)
 
     def _coefficients(self) -> CEMACoefficients:
         gamma = self.gamma if self.omega is None else self.gamma / math.sqrt(self.gamma.shape[1])

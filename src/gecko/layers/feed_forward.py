@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gecko.config import GeckoConfig
 from gecko.layers.initialise import linear
 from gecko.layers.norm import LayerNorm
+from gecko.ops.swiglu import swiglu
 
 
 class FeedForward(nn.Module):
@@ -26,8 +27,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         u = self.norm(x)
-        hidden = F.silu(self.fc1(u))
-        if self.fc3 is not None:
-            hidden = hidden * self.fc3(u)
-        y = self.fc2(hidden)
+        a = self.fc1(u)
+        y = self.fc2(F.silu(a) if self.fc3 is None else swiglu(a, self.fc3(u)))
         return y if self.scale is None else y * self.scale

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
@@ -16,7 +14,8 @@ from gecko.layers.initialise import linear
 from gecko.layers.norm import RMSNorm, TimestepNorm
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
 from gecko.ops.chunk_attention.ranks import give_last_chunk, state_before
-from gecko.ops.norms import group_rms_norm
+from gecko.ops.fan_out import fan_out
+from gecko.ops.gates import gated, silu_by_head
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory import WorkingMemoryState, working_memory
 from gecko.records import TensorRecord
@@ -61,29 +60,23 @@ class GatedAttention(nn.Module):
         xn, norm = self.norm(x, None if state is None else state.norm, segments)
         averaged, moving = self.cema(xn, None if state is None else state.cema, segments)
         mx = self.cema_norm(averaged)
-        v = F.silu(self._by_head(self.to_value(xn)))
+        v = silu_by_head(self.to_value(xn), self.config.num_heads)
         values_before = give_last_chunk(v, self.pattern, segments)
-        gate = F.silu(self._by_head(self.to_gate(mx)))
+        gate = self.to_gate(mx)
         out, attention, memory = self._mix(self._queries_and_keys(mx), v, gate, state, segments, values_before)
-        y = x + self.to_hidden(mx) + self.to_output(out.transpose(1, 2).flatten(2))
+        y = x + self.to_hidden(mx) + self.to_output(out)
         return y, MixerState(norm, moving, attention, memory)
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        """(B, T, H · d) to (B, H, T, d)."""
-        return x.unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2).contiguous()
 
     def _queries_and_keys(self, mx: Tensor) -> tuple[Tensor, ...]:
         """q, k (and qm, km), each (B, H, T, key_head_dim): (1 + γ_i) / √zh · z + β_i, z of unit RMS per head."""
-        heads, head_dim = self.config.num_heads, self.config.key_head_dim
-        z = group_rms_norm(self.to_shared(mx).to(self.scale.dtype), None, heads, self.config.norm_eps)
-        rows = torch.addcmul(self.offset, z.unsqueeze(2), (1 + self.scale) / math.sqrt(head_dim))
-        return rows.unflatten(-1, (heads, head_dim)).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
+        config = self.config
+        return fan_out(self.to_shared(mx), self.scale, self.offset, config.num_heads, config.norm_eps).unbind(0)
 
     def _mix(
         self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor, state: MixerState | None, segments: Segments,
         values_before: Arriving | None,
     ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:  # fmt: skip
-        """Gated attention plus memory, (B, H, T, value_head_dim), and their states."""
+        """Gated attention plus memory, (B, T, value_dim), and their states."""
         config = self.config
         keys_before = give_last_chunk(projections[1], self.pattern, segments)
         recalled = memory = None
@@ -99,5 +92,4 @@ class GatedAttention(nn.Module):
             projections[0], projections[1], v, config.chunk_size, attention=config.attention,
             rope_base=config.rope_base, rope_heads=config.rope_heads, state=before, segments=segments,
         )  # fmt: skip
-        out = attended * gate if recalled is None else torch.addcmul(recalled, attended, gate)
-        return out, attention, memory
+        return gated(attended, gate, recalled), attention, memory

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.layers.initialise import offsets
+from gecko.ops.dtypes import linear_dtype
 from gecko.ops.norms import group_layer_norm, group_rms_norm
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
 from gecko.segments import Segments
@@ -27,7 +28,7 @@ class TimestepNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / root mean square over each group of features, with a weight."""
+    """x / root mean square over each group of features, with a weight, for linear layers to read: in their dtype."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
@@ -35,11 +36,12 @@ class RMSNorm(nn.Module):
         self.weight = offsets(config.model_dim, config.norm_affine)
 
     def forward(self, x: Tensor) -> Tensor:
-        return group_rms_norm(x, self.weight, self.groups, self.eps)
+        return group_rms_norm(x, self.weight, self.groups, self.eps, linear_dtype(x))
 
 
 class LayerNorm(nn.Module):
-    """Mean zero, variance one over each group of features, with weight and bias."""
+    """Mean zero, variance one over each group of features, with weight and bias, for linear layers to read: in their
+    dtype."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
@@ -48,4 +50,4 @@ class LayerNorm(nn.Module):
         self.bias = offsets(config.model_dim, config.norm_affine)
 
     def forward(self, x: Tensor) -> Tensor:
-        return group_layer_norm(x, self.weight, self.bias, self.groups, self.eps)
+        return group_layer_norm(x, self.weight, self.bias, self.groups, self.eps, linear_dtype(x))

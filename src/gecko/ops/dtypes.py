@@ -13,6 +13,12 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def linear_dtype(x: Tensor) -> torch.dtype:
+    """What a linear layer takes of x: autocast's dtype where that is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def full_precision(x: Tensor) -> AbstractContextManager[None]:
     """A context in which autocast does not touch an operator's own products: what may be 16 bits, it decides."""
     if not torch.is_autocast_enabled(x.device.type):

@@ -7,23 +7,27 @@ from torch import Tensor
 
 from gecko.ops.cema.chunked import cema_chunked, cema_step
 from gecko.ops.cema.coefficients import CEMACoefficients
+from gecko.ops.cema.items import CHUNK, MOST_MODES
 from gecko.ops.cema.reference import cema_reference
 from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
+from gecko.ops.kernels import kernels_of, kernels_run_on
 from gecko.segments import Segments
 
 __all__ = ["CEMACoefficients", "cema", "cema_chunked", "cema_reference", "cema_step", "empty_cema_state"]
 
 
 def cema(
-    x: Tensor, coefficients: CEMACoefficients, state: Tensor | None = None, *, segments: Segments | None = None
-) -> tuple[Tensor, Tensor]:
-    """h_t = q h_{t-1} + p x_t, y_t = Re Σ_k γ_k h_t; h = 0 before a document's first step (paper Eq. 1).
+    x: Tensor, coefficients: CEMACoefficients, state: Tensor | None = None, *,
+    segments: Segments | None = None, skip: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """h_t = q h_{t-1} + p x_t, y_t = Re Σ_k γ_k h_t + ω x_t; h = 0 before a document's first step (paper Eq. 1).
 
     Args:
         x: (B, T, D), any float dtype; the arithmetic is float32 or wider.
         coefficients: per channel, float32 or float64.
         state: h before the first step, (B, D, N, 2) as (real, imaginary); None is zero.
         segments: documents of the call; None is one document that continues.
+        skip: ω, (D,); None is zero.
 
     Returns:
         y (B, T, D) in the dtype of x, and h after the last step, (B, D, N, 2).
@@ -38,10 +42,29 @@ def cema(
     state = empty_cema_state(batch, channels, modes, dtype, x.device) if state is None else state
     check_shape("state", state, (batch, channels, modes, 2))
     segments = segments or Segments.build(batch, length, device=x.device)
-    form = cema_step if length == 1 else cema_chunked
     with full_precision(x):
-        y, state = form(x.to(dtype), coefficients, state, segments)
-    return y.to(x.dtype), state
+        if kernels_run_on(x) and length >= CHUNK and modes <= MOST_MODES and segments.handoff is None:
+            return kernels_of("cema").cema_kernels(x, coefficients, state, segments, skip)
+        y, state = _eager_or_step(x, coefficients, state, segments)
+    y = y.to(x.dtype)
+    return (y if skip is None else torch.addcmul(y, x, skip.to(x.dtype))), state
+
+
+def _eager_or_step(
+    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments
+) -> tuple[Tensor, Tensor]:
+    if x.shape[1] > 1:
+        return cema_chunked(x.to(compute_dtype(x)), coefficients, state, segments)
+    if kernels_run_on(x) and not _wants_gradients(x, coefficients, state):
+        return kernels_of("cema", "triton_step").cema_step_kernel(x, coefficients, state, segments)
+    return cema_step(x.to(compute_dtype(x)), coefficients, state, segments)
+
+
+def _wants_gradients(x: Tensor, coefficients: CEMACoefficients, state: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(
+        tensor.requires_grad
+        for tensor in (x, state, coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output)
+    )
 
 
 def empty_cema_state(

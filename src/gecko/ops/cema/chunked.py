@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.cema.coefficients import CEMACoefficients
+from gecko.ops.cema.tables import chunk_tables
 from gecko.ops.scan import chunk_states
 from gecko.ops.scan_plan import ScanPlan
 from gecko.segments import Segments
@@ -24,27 +24,19 @@ from gecko.segments import Segments
 def cema_chunked(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Same contract as ``cema_reference``."""
     plan = ScanPlan.of(segments)
-    chunk, gamma = plan.chunk, torch.view_as_complex(coefficients.output)
-    powers = coefficients.powers(chunk + 1)
-    driven = coefficients.input.unsqueeze(-1) * powers[..., :chunk]
-    # Modes become (real, imaginary) neighbours; the conjugate turns a sum of products of such pairs into
-    # the real part of the complex product.
-    into_state = torch.view_as_real(driven.flip(-1).transpose(1, 2)).flatten(-2)
-    from_state = torch.view_as_real((gamma.unsqueeze(-1) * powers[..., 1:]).conj().resolve_conj())
-    from_state = from_state.transpose(2, 3).flatten(1, 2)
-    response = torch.einsum("dn,dnc->dc", gamma, driven).real
+    response, into_state, from_state, decay = chunk_tables(coefficients, plan.chunk)
 
     folded = plan.fold(x)
     updates = torch.view_as_complex(torch.bmm(folded, into_state).unflatten(-1, (-1, 2)))
-    states = _walk(updates, powers[..., chunk], state, plan)
+    states = _walk(updates, decay, state, plan)
     arriving = None
     if segments.handoff is not None:
         arriving = segments.handoff.earlier(_final_state(x, coefficients, states, into_state, segments))
     y = torch.bmm(folded, _Toeplitz.apply(response))
     if segments.handoff is not None and arriving is not None:
         state = state + _arrived(arriving.wait(), coefficients, segments.handoff.counts, x.shape[1])
-        states = _walk(updates, powers[..., chunk], state, plan)
-    y = torch.baddbmm(y, torch.view_as_real(states).flatten(-2), from_state)
+        states = _walk(updates, decay, state, plan)
+    y = torch.baddbmm(y, torch.view_as_real(states).flatten(-2), from_state.mT)
     return plan.unfold(y), _final_state(x, coefficients, states, into_state, segments)
 
 
@@ -100,5 +92,7 @@ class _Toeplitz(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         channels, chunk, _ = grad.shape
         # Rows one element longer than the padded ones shift row s by s: each lag becomes a column.
-        flat = F.pad(F.pad(grad, (0, chunk)).flatten(1), (0, chunk))
+        flat = grad.new_empty(channels, chunk * (2 * chunk + 1))
+        rows = flat[:, : 2 * chunk * chunk].unflatten(1, (chunk, 2 * chunk))
+        rows[..., :chunk], rows[..., chunk:] = grad, 0
         return flat.view(channels, chunk, 2 * chunk + 1)[..., :chunk].sum(1)

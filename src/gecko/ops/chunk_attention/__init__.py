@@ -14,6 +14,7 @@ from gecko.ops.chunk_attention.decode import attend_token
 from gecko.ops.chunk_attention.pattern import Pattern
 from gecko.ops.chunk_attention.reference import chunk_attention_reference
 from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
+from gecko.ops.kernels import kernels_run_on
 from gecko.ops.phases import common_phase, run_by_phase
 from gecko.records import TensorRecord
 from gecko.segments import Segments
@@ -83,6 +84,10 @@ def chunk_attention(
     dtype = compute_dtype(q)
     inputs = (q.to(dtype), k.to(dtype), v)
     with full_precision(q):
+        if length > 1 and kernels_run_on(v):
+            from gecko.ops.chunk_attention.triton import attend_on_kernels
+
+            return attend_on_kernels((q, k, v), pattern, state, segments)
         if length == 1:
             return attend_token(inputs, pattern, state, segments)
         if common_phase(segments, 2 * chunk_size) is None:

@@ -48,6 +48,7 @@ def attend_chunks(
         padded(values, 0, empty).flatten(0, 2),
         table,
         entry.unsqueeze(1).expand(-1, q.shape[1], -1).reshape(-1),
+        (*q.shape[:2], slice(phase, phase + length)),
     )
     kept = min(length, 2 * chunk)
     recent = (
@@ -55,8 +56,7 @@ def attend_chunks(
         for old, new in ((before_keys, keys), (before_values, values))
     )
     after = type(state)(*(_in_order(x, -(ring_start + length), 2 * chunk) for x in recent))
-    laid = out.view(*q.shape[:2], -1, v.shape[-1])
-    return laid[:, :, phase : phase + length], after
+    return out, after
 
 
 def _in_order(ring: Tensor, start: int, size: int) -> Tensor:
@@ -94,7 +94,7 @@ def _bias(pattern: Pattern, segments: Segments, phase: int, chunks: int, dtype: 
     return table.to(segments.device), entry.to(segments.device)
 
 
-_SCRATCH = 2**20
+_SCRATCH = 2**18
 """Scores held at a time: what fits a core's cache."""
 
 
@@ -103,35 +103,39 @@ class _WindowAttention(torch.autograd.Function):
 
     q: (blocks, c, d); k: (blocks, w, d); v: (blocks · c, e), of which block i sees w rows from i · c on;
     table: (masks, c, w); entry: (blocks,). Where windows look back, the last block has no full window: it
-    must be padding, and its output is zero.
+    must be padding. place: rows, heads, and which places of each are the call's; the output is these alone,
+    (rows, heads, length, e), so that no gradient of the padding is ever made.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor, entry: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor, entry: Tensor, place: tuple[int, int, slice]
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v, table, entry)
+        ctx.place = rows, heads, held = place
         out = v.new_empty(*q.shape[:2], v.shape[-1])
         windows = _windows_of(v, k.shape[0], k.shape[1], q.shape[1])
-        out[len(windows) :] = 0
         for piece in _pieces(len(windows), table[0].numel()):
             weights = _weights(q[piece], k[piece], table, entry[piece]).to(v.dtype)
             torch.bmm(weights, windows[piece], out=out[piece])
-        return out
+        return out.view(rows, heads, -1, v.shape[-1])[:, :, held]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, table, entry = ctx.saved_tensors
-        grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        grad = grad.contiguous()
+        grad = _laid(grad, ctx.place, q, v)
         windows = _windows_of(v, k.shape[0], k.shape[1], q.shape[1])
+        grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        grad_q[len(windows) :], grad_k[len(windows) :] = 0, 0
         for piece in _pieces(len(windows), table[0].numel()):
             weights = _weights(q[piece], k[piece], table, entry[piece])
-            _add_value_grad(weights.to(v.dtype), grad[piece], grad_v.view(-1, *grad.shape[1:]), piece.start)
+            _value_grad(weights.to(v.dtype), grad[piece], grad_v.view(-1, *grad.shape[1:]), piece.start)
             grad_weights = torch.bmm(grad[piece], windows[piece].mT).to(q.dtype)
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
             torch.bmm(grad_scores, k[piece], out=grad_q[piece])
             torch.bmm(grad_scores.mT, q[piece], out=grad_k[piece])
-        return grad_q, grad_k, grad_v, None, None
+        return grad_q, grad_k, grad_v, None, None, None
 
 
 def _pieces(blocks: int, scores: int) -> list[slice]:
@@ -149,9 +153,27 @@ def _windows_of(v: Tensor, blocks: int, window: int, chunk: int) -> Tensor:
     return v.as_strided((blocks + 1 - window // chunk, window, width), (chunk * width, width, 1))
 
 
-def _add_value_grad(weights: Tensor, grad_out: Tensor, grad_v: Tensor, first: int) -> None:
-    """Each chunk of values, grad_v (blocks, c, e), collects from every window it is part of."""
+def _laid(grad: Tensor, place: tuple[int, int, slice], q: Tensor, v: Tensor) -> Tensor:
+    """The gradient of the output as blocks (blocks, c, e), zero at the padding."""
+    rows, heads, held = place
+    laid = grad.new_empty(rows, heads, q.shape[0] * q.shape[1] // (rows * heads), v.shape[1])
+    laid[:, :, : held.start], laid[:, :, held.stop :] = 0, 0
+    laid[:, :, held] = grad
+    return laid.view(*q.shape[:2], v.shape[1])
+
+
+def _value_grad(weights: Tensor, grad_out: Tensor, grad_v: Tensor, first: int) -> None:
+    """Each chunk of values, grad_v (blocks, c, e), collects from every window it is part of.
+
+    Pieces come in order: the last chunk of a window is met first, and written; it is added to where it is an earlier
+    chunk of the windows after.
+    """
     count, chunk = grad_out.shape[:2]
-    for part in range(weights.shape[2] // chunk):
+    lookback = weights.shape[2] // chunk - 1
+    if first == 0:
+        grad_v[:lookback] = 0
+    own = slice(first + lookback, first + lookback + count)
+    torch.bmm(weights[:, :, lookback * chunk :].mT, grad_out, out=grad_v[own])
+    for part in range(lookback):
         seen = weights[:, :, part * chunk : (part + 1) * chunk]
         grad_v[first + part : first + part + count].baddbmm_(seen.mT, grad_out)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
+from gecko.ops.kernels import kernels_run_on
 from gecko.ops.timestep_norm.chunked import cumulative_statistics, decayed_statistics, standardise
 from gecko.ops.timestep_norm.decode import normalise_token
 from gecko.ops.timestep_norm.reference import timestep_norm_reference
@@ -73,6 +74,10 @@ def timestep_norm(
     state = TimestepNormState.empty(batch, groups, dtype, x.device) if state is None else state
     check_shape("state.mean", state.mean, (batch, groups))
     segments = segments or Segments.build(batch, length, device=x.device)
+    if kernels_run_on(x) and segments.handoff is None:
+        from gecko.ops.timestep_norm.triton import normalise
+
+        return normalise(x, weight, bias, groups, betas, eps, state, segments)
     wide = x.to(dtype)
     with full_precision(x):
         if betas is not None and length == 1 and segments.handoff is None:

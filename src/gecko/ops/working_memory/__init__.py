@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
+from gecko.ops.kernels import kernels_run_on
 from gecko.ops.phases import common_phase, run_by_phase
 from gecko.ops.working_memory.chunked import remember_chunks
 from gecko.ops.working_memory.decode import remember_token
@@ -92,9 +93,15 @@ def working_memory(
     with full_precision(q):
         if length == 1:
             out, state = remember_token(RULES[rule], chunk_size, inputs, state, segments)
-        elif common_phase(segments, chunk_size) is None:
-            form = partial(remember_chunks, RULES[rule], chunk_size)
-            out, state = run_by_phase(form, inputs, state, segments, chunk_size)
+            return out.to(v.dtype), state
+        form = remember_chunks
+        if kernels_run_on(v) and segments.handoff is None:
+            from gecko.ops.working_memory.triton import remember_on_kernels
+
+            form, inputs = remember_on_kernels, (q, k, v)
+        one = partial(form, RULES[rule], chunk_size)
+        if common_phase(segments, chunk_size) is None:
+            out, state = run_by_phase(one, inputs, state, segments, chunk_size)
         else:
-            out, state = remember_chunks(RULES[rule], chunk_size, inputs, state, segments)
+            out, state = one(inputs, state, segments)
     return out.to(v.dtype), state

@@ -10,17 +10,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.dtypes import compute_dtype
+from gecko.ops.kernels import kernels_run_on
 
 
-def group_rms_norm(x: Tensor, weight: Tensor | None, groups: int, eps: float) -> Tensor:
+def group_rms_norm(
+    x: Tensor, weight: Tensor | None, groups: int, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
     """x / √(mean(x²) + ε) · (1 + weight), the mean over each of ``groups`` equal slices of the features.
 
     Args:
-        x: (…, D); weight: (D,) or None. Statistics are float32 or wider; the result has the dtype of x.
+        x: (…, D); weight: (D,) or None. Statistics are float32 or wider.
+        dtype: of the result; None is that of x.
     """
+    dtype = x.dtype if dtype is None else dtype
+    if kernels_run_on(x):
+        from gecko.ops.norms.triton import group_norm
+
+        return group_norm(x, weight, None, groups, eps, False, dtype)
     wide = x.to(compute_dtype(x)).unflatten(-1, (groups, -1))
     y = (_RMSNormalise.apply(wide, eps) if torch.is_grad_enabled() else _rms_normalise(wide, eps)[0]).flatten(-2)
-    return (y if weight is None else y * (1 + weight.to(wide.dtype))).to(x.dtype)
+    return (y if weight is None else y * (1 + weight.to(wide.dtype))).to(dtype)
 
 
 def _rms_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -46,16 +55,24 @@ class _RMSNormalise(torch.autograd.Function):
         return torch.addcmul(grad, y, along, value=-1).mul_(rstd), None
 
 
-def group_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
+def group_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
     """(x − mean) / √(var + ε) · (1 + weight) + bias, mean and biased variance over each group of features.
 
     Args:
-        x: (…, D); weight, bias: (D,) or None. Statistics are float32 or wider; the result has the dtype of x.
+        x: (…, D); weight, bias: (D,) or None. Statistics are float32 or wider.
+        dtype: of the result; None is that of x.
     """
+    dtype = x.dtype if dtype is None else dtype
+    if kernels_run_on(x):
+        from gecko.ops.norms.triton import group_norm
+
+        return group_norm(x, weight, bias, groups, eps, True, dtype)
     wide = x.to(compute_dtype(x))
     scale = None if weight is None else 1 + weight.to(wide.dtype)
     bias = None if bias is None else bias.to(wide.dtype)
     if groups == 1:
-        return F.layer_norm(wide, (x.shape[-1],), scale, bias, eps).to(x.dtype)
+        return F.layer_norm(wide, (x.shape[-1],), scale, bias, eps).to(dtype)
     y = F.layer_norm(wide.unflatten(-1, (groups, -1)), (x.shape[-1] // groups,), eps=eps).flatten(-2)
-    return (y if scale is None or bias is None else torch.addcmul(bias, y, scale)).to(x.dtype)
+    return (y if scale is None or bias is None else torch.addcmul(bias, y, scale)).to(dtype)

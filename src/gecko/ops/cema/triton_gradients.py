@@ -1,0 +1,163 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The kernel of the gradients of CEMA's coefficients: one pass forwards in time, with the states' derivatives.
+
+With h̃ = ∂h / ∂ log q, that is h̃ ← q (h̃ + h) beside h ← q h + p x, the sums over all steps
+    a = Σ_t g_t h_t    and    b = Σ_t g_t h̃_t,    g the gradient of the outputs,
+give those by γ (the conjugate of a) and by log q (that of γ b). Of a chunk's own inputs only the correlations
+c[s, t] = Σ x_s g_t are kept: a and b follow from them by powers of q, outside.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gecko.ops.cema.triton_tiles import complex_product, last_item, load_channels, load_pair, places, power, store_pair
+
+
+@triton.jit
+def _follow(
+    a_real, a_imag, da_real, da_imag, u_real, u_imag, du_real, du_imag,
+    b_real, b_imag, db_real, db_imag, v_real, v_imag, dv_real, dv_imag,
+):  # fmt: skip
+    """z → a z + u and after it z → b z + v, as one such step, with the derivatives of a, u and z by log q."""
+    decay_real, decay_imag = complex_product(b_real, b_imag, a_real, a_imag)
+    one_real, one_imag = complex_product(db_real, db_imag, a_real, a_imag)
+    two_real, two_imag = complex_product(b_real, b_imag, da_real, da_imag)
+    real, imag = complex_product(b_real, b_imag, u_real, u_imag)
+    three_real, three_imag = complex_product(db_real, db_imag, u_real, u_imag)
+    four_real, four_imag = complex_product(b_real, b_imag, du_real, du_imag)
+    return (
+        decay_real, decay_imag, one_real + two_real, one_imag + two_imag,
+        real + v_real, imag + v_imag, three_real + four_real + dv_real, three_imag + four_imag + dv_imag,
+    )  # fmt: skip
+
+
+@triton.jit
+def _advance(h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, q_real, q_imag,
+             precision: tl.constexpr, chunk: tl.constexpr):  # fmt: skip
+    """h and h̃ after one more chunk of inputs (channels, items, chunk)."""
+    d_real, d_imag = complex_product(d_real + chunk * h_real, d_imag + chunk * h_imag, q_real, q_imag)
+    h_real, h_imag = complex_product(h_real, h_imag, q_real, q_imag)
+    b_late = b_x * (chunk - 1 - tl.arange(0, chunk)).to(tl.float32)[None, None, :]
+    h_real = tl.dot(b_x, g_real, h_real, input_precision=precision)
+    h_imag = tl.dot(b_x, g_imag, h_imag, input_precision=precision)
+    d_real = tl.dot(b_late, g_real, d_real, input_precision=precision)
+    d_imag = tl.dot(b_late, g_imag, d_imag, input_precision=precision)
+    return h_real, h_imag, d_real, d_imag
+
+
+@triton.jit(do_not_specialize=["unit"])
+def gradients_kernel(
+    p_x, p_grad, p_in, p_decay, p_before, p_sums, p_derivatives, p_correlation, p_after,
+    p_first, p_begin, p_end, p_kind, p_tiles, channels, modes, unit,
+    precision: tl.constexpr, chunk: tl.constexpr, items: tl.constexpr, b_d: tl.constexpr, b_n: tl.constexpr,
+):  # fmt: skip
+    """Σ g h, Σ g h̃ without a chunk's own inputs, the correlations with those, and the last h̃; all of one row.
+
+    p_x, p_grad: (tokens, channels). p_in, p_decay: (channels, modes, 2). p_before: (rows, channels, modes, 2), and
+    p_sums, p_derivatives, p_after too. p_correlation: (rows, channels, chunk, chunk), by s and t.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    # The blocks of modes of the same channels are neighbours: they read the same tokens.
+    mode_blocks = tl.cdiv(modes, b_n)
+    i_d = tl.program_id(1) // mode_blocks * b_d + tl.arange(0, b_d)
+    i_n = tl.program_id(1) % mode_blocks * b_n + tl.arange(0, b_n)
+    m_mode = (i_d < channels)[:, None] & (i_n < modes)[None, :]
+    i_mode = i_d[:, None] * modes + i_n[None, :]
+    q_real, q_imag = load_pair(p_decay, i_mode, m_mode)
+    in_real, in_imag = load_pair(p_in, i_mode, m_mode)
+    i_t = tl.arange(0, chunk)
+    g_real, g_imag = power(q_real[:, None, :], q_imag[:, None, :], (chunk - 1 - i_t)[None, :, None], 5)
+    g_real, g_imag = complex_product(in_real[:, None, :], in_imag[:, None, :], g_real, g_imag)
+    w_real, w_imag = power(q_real[:, None, :], q_imag[:, None, :], (i_t + 1)[None, :, None], 5)
+    step_real, step_imag = power(q_real, q_imag, chunk, 5)
+    unit_real, unit_imag = power(q_real, q_imag, unit, 9)
+    step_real, step_imag = step_real[:, None, :], step_imag[:, None, :]
+    unit_real, unit_imag = unit_real[:, None, :], unit_imag[:, None, :]
+
+    i_state = row * channels * modes + i_mode
+    c_real, c_imag = load_pair(p_before, i_state, m_mode)
+    e_real = tl.zeros((b_d, b_n), tl.float32)
+    e_imag = tl.zeros((b_d, b_n), tl.float32)
+    sum_real = tl.zeros((b_d, items, b_n), tl.float32)
+    sum_imag = tl.zeros((b_d, items, b_n), tl.float32)
+    der_real = tl.zeros((b_d, items, b_n), tl.float32)
+    der_imag = tl.zeros((b_d, items, b_n), tl.float32)
+    correlation = tl.zeros((b_d, chunk, chunk), tl.float32)
+    steps = unit // chunk
+    for tile in range(tl.load(p_tiles + row), tl.load(p_tiles + row + 1)):
+        i_item = tile * items + tl.arange(0, items)
+        kind = tl.load(p_kind + i_item)[None, :, None]
+        there = i_item > 0
+        i_first = tl.load(p_first + i_item - 1, mask=there, other=0)
+        i_begin = tl.load(p_begin + i_item - 1, mask=there, other=0)
+        i_end = tl.load(p_end + i_item - 1, mask=there, other=0)
+        h_real = tl.zeros((b_d, items, b_n), tl.float32)
+        h_imag = tl.zeros((b_d, items, b_n), tl.float32)
+        d_real = tl.zeros((b_d, items, b_n), tl.float32)
+        d_imag = tl.zeros((b_d, items, b_n), tl.float32)
+        for step in range(steps):
+            offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, False, chunk)
+            b_x = load_channels(p_x, offsets, mask)
+            h_real, h_imag, d_real, d_imag = _advance(
+                h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, step_real, step_imag, precision, chunk
+            )
+        continues = kind == 1
+        a_real = tl.where(continues, unit_real, tl.where(kind == 2, 1.0, 0.0))
+        a_imag = tl.where(continues, unit_imag, 0.0)
+        da_real = tl.where(continues, unit * unit_real, 0.0)
+        da_imag = tl.where(continues, unit * unit_imag, 0.0)
+        h_real = tl.where(continues, h_real, 0.0)
+        h_imag = tl.where(continues, h_imag, 0.0)
+        d_real = tl.where(continues, d_real, 0.0)
+        d_imag = tl.where(continues, d_imag, 0.0)
+        a_real, a_imag, da_real, da_imag, h_real, h_imag, d_real, d_imag = tl.associative_scan(
+            (a_real, a_imag, da_real, da_imag, h_real, h_imag, d_real, d_imag), 1, _follow
+        )
+        more_real, more_imag = complex_product(da_real, da_imag, c_real[:, None, :], c_imag[:, None, :])
+        d_real += more_real
+        d_imag += more_imag
+        more_real, more_imag = complex_product(a_real, a_imag, e_real[:, None, :], e_imag[:, None, :])
+        d_real += more_real
+        d_imag += more_imag
+        more_real, more_imag = complex_product(a_real, a_imag, c_real[:, None, :], c_imag[:, None, :])
+        h_real += more_real
+        h_imag += more_imag
+        c_real = last_item(h_real, items)
+        c_imag = last_item(h_imag, items)
+        e_real = last_item(d_real, items)
+        e_imag = last_item(d_imag, items)
+
+        i_first = tl.load(p_first + i_item)
+        i_begin = tl.load(p_begin + i_item)
+        i_end = tl.load(p_end + i_item)
+        for step in range(steps):
+            offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, False, chunk)
+            b_g = load_channels(p_grad, offsets, mask)
+            v_real = tl.dot(b_g, w_real, input_precision=precision)
+            v_imag = tl.dot(b_g, w_imag, input_precision=precision)
+            more_real, more_imag = complex_product(v_real, v_imag, h_real, h_imag)
+            sum_real += more_real
+            sum_imag += more_imag
+            more_real, more_imag = complex_product(v_real, v_imag, d_real, d_imag)
+            der_real += more_real
+            der_imag += more_imag
+            b_late = b_g * (tl.arange(0, chunk) + 1).to(tl.float32)[None, None, :]
+            v_real = tl.dot(b_late, w_real, input_precision=precision)
+            v_imag = tl.dot(b_late, w_imag, input_precision=precision)
+            more_real, more_imag = complex_product(v_real, v_imag, h_real, h_imag)
+            der_real += more_real
+            der_imag += more_imag
+            b_x = load_channels(p_x, offsets, mask)
+            correlation = tl.dot(tl.permute(b_x, (0, 2, 1)), b_g, correlation, input_precision=precision)
+            h_real, h_imag, d_real, d_imag = _advance(
+                h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, step_real, step_imag, precision, chunk
+            )
+        if tile == tl.load(p_tiles + row + 1) - 1:
+            store_pair(p_after, i_state, last_item(d_real, items), last_item(d_imag, items), m_mode)
+    store_pair(p_sums, i_state, tl.sum(sum_real, 1), tl.sum(sum_imag, 1), m_mode)
+    store_pair(p_derivatives, i_state, tl.sum(der_real, 1), tl.sum(der_imag, 1), m_mode)
+    i_s = (row * channels + i_d)[:, None, None] * (chunk * chunk) + i_t[None, :, None] * chunk + i_t[None, None, :]
+    own = (i_d < channels) & (tl.program_id(1) % mode_blocks == 0)
+    tl.store(p_correlation + i_s, correlation, mask=own[:, None, None])

@@ -1,0 +1,167 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Chunk attention by kernels: the call laid on a grid of chunks, attention there, and the state after it.
+
+Rows may stand at any place of their chunks, each at its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gecko.ops.chunk_attention.pattern import Pattern
+from gecko.ops.chunk_attention.triton_layout import lay, rotary_table
+from gecko.ops.chunk_attention.triton_narrow import WIDEST, narrow_backward, narrow_forward
+from gecko.ops.chunk_attention.triton_wide import wide_backward, wide_forward
+from gecko.ops.dtypes import compute_dtype
+from gecko.segments import Segments
+
+if TYPE_CHECKING:
+    from gecko.ops.chunk_attention import AttentionState
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of a call lie on the grid of n chunks of queries and n + before chunks of keys."""
+
+    chunks: int
+    before: int
+    """1 where windows reach into the chunk before the call's first one."""
+    reads: bool
+    """Whether a query may see what the state holds."""
+    phases: list[int]
+    """Of each row: place of its first token in its chunk."""
+    offset: Tensor
+    """(B,) int64: row of the grid of keys on which the first token lies; the queries' is its remainder mod c."""
+    shift: Tensor
+    """(B,) int64: the ring's slot for a row of the grid, less that row, mod 2c."""
+    ring_offset: Tensor
+    """(B,) int64: the ring's slot for the first token."""
+    first: Tensor
+    """(B, n · c) int32: the first key that a query sees."""
+
+    @classmethod
+    def build(cls, pattern: Pattern, segments: Segments) -> Layout:
+        chunk, position, length = pattern.chunk_size, segments.clock.position, segments.length
+        phase = position % chunk
+        chunks = -(-(int(phase.max()) + length) // chunk)
+        reads = bool((segments.document_starts[:, 0] < position).any())
+        before = int(reads and pattern.lookback)
+        offset = phase + before * chunk
+        first = _first(pattern, segments, chunks, offset).to(segments.device, torch.int32)
+        shift, ring_offset = (position - offset) % (2 * chunk), position % (2 * chunk)
+        offset, shift, ring_offset = (x.to(segments.device) for x in (offset, shift, ring_offset))
+        return cls(chunks, before, reads, phase.tolist(), offset, shift, ring_offset, first)
+
+    @property
+    def common_phase(self) -> int | None:
+        return self.phases[0] if len(set(self.phases)) == 1 else None
+
+    def taken(self, out: Tensor, length: int) -> Tensor:
+        """The call's tokens, (B, H, T, d), from the grid (B, H, n · c, d)."""
+        if self.common_phase is not None:
+            return out[:, :, self.common_phase : self.common_phase + length]
+        return torch.stack([row[:, p : p + length] for row, p in zip(out.unbind(0), self.phases, strict=True)])
+
+
+def _first(pattern: Pattern, segments: Segments, chunks: int, offset: Tensor) -> Tensor:
+    """Where there is no token, a query sees but itself."""
+    chunk, length = pattern.chunk_size, segments.length
+    before = offset[:, None] // chunk * chunk
+    own = torch.arange(chunks * chunk) + before
+    token = own - offset[:, None]
+    start = segments.document_starts.gather(1, token.clamp(0, length - 1))
+    start = start - segments.clock.position[:, None] + offset[:, None]
+    place = own % chunk
+    window = own - pattern.last_slot(place) + pattern.first_slot(place)
+    first = torch.maximum(start, window).clamp(min=0)
+    return torch.where((token >= 0) & (token < length), first, own)
+
+
+def attend_on_kernels(
+    inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, state: AttentionState, segments: Segments
+) -> tuple[Tensor, AttentionState]:
+    """``chunk_attention`` for several tokens a row. Products are of the dtype of v, sums and softmax float32."""
+    q, k, v = inputs
+    chunk, dtype = pattern.chunk_size, v.dtype
+    layout = segments.shared(("layout", pattern), lambda: Layout.build(pattern, segments))
+    table = None
+    if pattern.rope_heads:
+        key = ("turns", chunk, q.shape[-1], pattern.rope_base)
+        table = segments.shared(key, lambda: rotary_table(chunk, q.shape[-1], pattern.rope_base, q.device))
+    query_rows, key_rows = layout.chunks * chunk, (layout.chunks + layout.before) * chunk
+    turn = (chunk, pattern.rope_heads)
+    near = lay(q, None, table, layout.offset % chunk, layout.shift, query_rows, False, *turn, 0, dtype)
+    far = None
+    if pattern.lookback:
+        far = lay(q, None, table, layout.offset % chunk, layout.shift, query_rows, False, *turn, chunk, dtype)
+    ring_keys, ring_values = (state.keys, state.values) if layout.reads else (None, None)
+    keys = lay(k, ring_keys, table, layout.offset, layout.shift, key_rows, False, *turn, 0, dtype)
+    values = v.contiguous()
+    if layout.reads or layout.common_phase != 0 or v.shape[2] != key_rows:
+        values = lay(v, ring_values, None, layout.offset, layout.shift, key_rows, False, chunk, 0, 0, dtype)
+    laid = (None if x is None else x.flatten(0, 1) for x in (near, far, keys, values))
+    out, _ = attend_grid(*laid, layout.first, q.shape[1], chunk)
+    after = (
+        lay(x, ring, turns, layout.ring_offset, layout.shift, 2 * chunk, True, *turn, 0, to)
+        for x, ring, turns, to in ((k, state.keys, table, compute_dtype(k)), (v, state.values, None, dtype))
+    )
+    return layout.taken(out.unflatten(0, q.shape[:2]), q.shape[2]), type(state)(*after)
+
+
+def _is_narrow(v: Tensor) -> bool:
+    """32-bit tiles take three products each and do not fit: they are the library's, whatever their width."""
+    return v.itemsize == 2 and v.shape[2] <= WIDEST
+
+
+@torch.library.custom_op("gecko::attend_grid", mutates_args=())
+def attend_grid(
+    near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Attention on the grid of chunks that ``triton_tiles`` describes.
+
+    Returns:
+        (R, n · c, value width) in the dtype of v, and log₂ Σ exp(score), (R, n · c) float32.
+    """
+    form = narrow_forward if _is_narrow(v) else wide_forward
+    return form(near, far, k, v, first, heads, chunk_size)
+
+
+@attend_grid.register_fake
+def _(near, far, k, v, first, heads, chunk_size):
+    return v.new_empty(*near.shape[:2], v.shape[2]), near.new_empty(near.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("gecko::attend_grid_backward", mutates_args=())
+def attend_grid_backward(
+    grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
+    heads: int, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the outputs by near, far, k and v; that by far is empty where there is none."""
+    form = narrow_backward if _is_narrow(v) else wide_backward
+    grad_near, grad_far, grad_k, grad_v = form(
+        grad.contiguous(), near, far, k, v, first, out, log_sum, heads, chunk_size
+    )
+    return grad_near, near.new_empty(0) if grad_far is None else grad_far, grad_k, grad_v
+
+
+@attend_grid_backward.register_fake
+def _(grad, near, far, k, v, first, out, log_sum, heads, chunk_size):
+    return tuple(near.new_empty(0) if x is None else torch.empty_like(x) for x in (near, far, k, v))
+
+
+def _keep(ctx, inputs, output):
+    near, far, k, v, first, ctx.heads, ctx.chunk_size = inputs
+    ctx.save_for_backward(near, far, k, v, first, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _pass_back(ctx, grad, _):
+    grad_near, grad_far, grad_k, grad_v = attend_grid_backward(grad, *ctx.saved_tensors, ctx.heads, ctx.chunk_size)
+    return grad_near, grad_far if grad_far.numel() else None, grad_k, grad_v, None, None, None
+
+
+attend_grid.register_autograd(_pass_back, setup_context=_keep)

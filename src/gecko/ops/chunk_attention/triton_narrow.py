@@ -1,0 +1,263 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Attention for values that fit a tile: one kernel forward, in the manner of flash attention, and two backward.
+
+FlexAttention with a block mask would do the same work; but it needs one mask a layout of documents, compiles anew for
+what it takes to be static, does not know queries turned in two ways, and its backward cannot be run without a GPU.
+
+Counted for one layer at T tokens: reads q (twice), k, v and writes out once, and 2 · 1.5 c · (key + value width) · H
+operations a token forward; backward 2.5 times that, and scores and g vᵀ once more, for each kernel makes its own.
+gecko-15m at T = 32 K, bf16: 132 MiB and 24 GFLOP forward.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gecko.ops.chunk_attention.triton_tiles import load_rows, log_weights, operand, query_tile, row_dot
+from gecko.ops.kernels import Launch, blocks, tile
+
+WIDEST = 256
+"""Values of up to so many features are attended to by these kernels."""
+
+_VARYING = ["chunks", "heads", "before"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _forward_kernel(
+    p_near, p_far, p_k, p_v, p_first, p_out, p_log_sum, chunks, heads, before, chunk_size: tl.constexpr,
+    width: tl.constexpr, value_width: tl.constexpr, lookback: tl.constexpr, operand_type: tl.constexpr,
+    block_q: tl.constexpr, block_k: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a tile of queries, and log₂ Σ exp(score)."""
+    i_row = tl.program_id(1).to(tl.int64)
+    i_chunk, i_place, i_query, b_first = query_tile(
+        tl.program_id(0), p_first, i_row, chunks, heads, before, chunk_size, block_q
+    )
+    m_all = i_place >= 0
+    i_grid = i_row * chunks * chunk_size + i_query
+    i_own = (i_row * (chunks + before) + i_chunk + before) * chunk_size
+    first = tl.min(b_first, 0)
+    b_top = tl.full((block_q,), -1e30, tl.float32)
+    b_sum = tl.zeros((block_q,), tl.float32)
+    b_out = tl.zeros((block_q, block_v), tl.float32)
+    if lookback:
+        b_q = load_rows(p_far, i_grid, m_all, width, block_d, operand_type)
+        for begin in range((first + chunk_size) // block_k * block_k - chunk_size, 0, block_k):
+            i_key = begin + tl.arange(0, block_k)
+            m_key = (i_key >= first) & (i_key < 0)
+            b_top, b_sum, b_out = _attend(
+                b_q, p_k, p_v, i_own, i_key, m_key, i_place, b_first, b_top, b_sum, b_out,
+                width, value_width, operand_type, block_d, block_v,
+            )  # fmt: skip
+    b_q = load_rows(p_near, i_grid, m_all, width, block_d, operand_type)
+    for begin in range(tl.maximum(first, 0) // block_k * block_k, tl.max(i_place, 0) + 1, block_k):
+        i_key = begin + tl.arange(0, block_k)
+        b_top, b_sum, b_out = _attend(
+            b_q, p_k, p_v, i_own, i_key, i_key < chunk_size, i_place, b_first, b_top, b_sum, b_out,
+            width, value_width, operand_type, block_d, block_v,
+        )  # fmt: skip
+    i_v = tl.arange(0, block_v)
+    p_to = p_out + i_grid[:, None] * value_width + i_v[None, :]
+    tl.store(p_to, (b_out / b_sum[:, None]).to(p_out.dtype.element_ty), mask=(i_v < value_width)[None, :])
+    tl.store(p_log_sum + i_grid, b_top + tl.log2(b_sum))
+
+
+@triton.jit
+def _attend(
+    b_q, p_k, p_v, i_own, i_key, m_key, i_place, b_first, b_top, b_sum, b_out, width: tl.constexpr,
+    value_width: tl.constexpr, operand_type: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """One more block of keys."""
+    b_k = load_rows(p_k, i_own + i_key, m_key, width, block_d, operand_type)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+    b_s = log_weights(b_s, i_key, i_place, b_first, m_key)
+    b_new = tl.maximum(b_top, tl.max(b_s, 1))
+    b_p = tl.exp2(b_s - b_new[:, None])
+    b_scale = tl.exp2(b_top - b_new)
+    b_v = load_rows(p_v, i_own + i_key, m_key, value_width, block_v, operand_type)
+    b_out = tl.dot(b_p.to(operand_type), b_v, b_out * b_scale[:, None], input_precision="tf32x3")
+    return b_new, b_sum * b_scale + tl.sum(b_p, 1), b_out
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _query_grads_kernel(
+    p_near, p_far, p_k, p_v, p_first, p_log_sum, p_grad, p_dot, p_grad_near, p_grad_far, chunks, heads, before,
+    chunk_size: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, lookback: tl.constexpr,
+    operand_type: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr, block_d: tl.constexpr,
+    block_v: tl.constexpr,
+):  # fmt: skip
+    i_row = tl.program_id(1).to(tl.int64)
+    i_chunk, i_place, i_query, b_first = query_tile(
+        tl.program_id(0), p_first, i_row, chunks, heads, before, chunk_size, block_q
+    )
+    m_all = i_place >= 0
+    i_grid = i_row * chunks * chunk_size + i_query
+    i_own = (i_row * (chunks + before) + i_chunk + before) * chunk_size
+    first = tl.min(b_first, 0)
+    b_log_sum = tl.load(p_log_sum + i_grid)
+    b_dot = tl.load(p_dot + i_grid)
+    b_g = load_rows(p_grad, i_grid, m_all, value_width, block_v, operand_type)
+    i_d = tl.arange(0, block_d)
+    i_to = i_grid[:, None] * width + i_d[None, :]
+    if lookback:
+        b_q = load_rows(p_far, i_grid, m_all, width, block_d, operand_type)
+        b_dq = tl.zeros((block_q, block_d), tl.float32)
+        for begin in range((first + chunk_size) // block_k * block_k - chunk_size, 0, block_k):
+            i_key = begin + tl.arange(0, block_k)
+            m_key = (i_key >= first) & (i_key < 0)
+            b_dq = _add_query_grad(
+                b_dq, b_q, b_g, p_k, p_v, i_own, i_key, m_key, i_place, b_first, b_log_sum, b_dot,
+                width, value_width, operand_type, block_d, block_v,
+            )  # fmt: skip
+        tl.store(p_grad_far + i_to, b_dq.to(p_grad_far.dtype.element_ty), mask=(i_d < width)[None, :])
+    b_q = load_rows(p_near, i_grid, m_all, width, block_d, operand_type)
+    b_dq = tl.zeros((block_q, block_d), tl.float32)
+    for begin in range(tl.maximum(first, 0) // block_k * block_k, tl.max(i_place, 0) + 1, block_k):
+        i_key = begin + tl.arange(0, block_k)
+        b_dq = _add_query_grad(
+            b_dq, b_q, b_g, p_k, p_v, i_own, i_key, i_key < chunk_size, i_place, b_first, b_log_sum, b_dot,
+            width, value_width, operand_type, block_d, block_v,
+        )  # fmt: skip
+    tl.store(p_grad_near + i_to, b_dq.to(p_grad_near.dtype.element_ty), mask=(i_d < width)[None, :])
+
+
+@triton.jit
+def _add_query_grad(
+    b_dq, b_q, b_g, p_k, p_v, i_own, i_key, m_key, i_place, b_first, b_log_sum, b_dot, width: tl.constexpr,
+    value_width: tl.constexpr, operand_type: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Of one block of keys: P ⊙ (g vᵀ − Σ g ⊙ out) k."""
+    b_k = load_rows(p_k, i_own + i_key, m_key, width, block_d, operand_type)
+    b_v = load_rows(p_v, i_own + i_key, m_key, value_width, block_v, operand_type)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+    b_p = tl.exp2(log_weights(b_s, i_key, i_place, b_first, m_key) - b_log_sum[:, None])
+    b_ds = b_p * (tl.dot(b_g, tl.trans(b_v), input_precision="tf32x3") - b_dot[:, None])
+    return tl.dot(b_ds.to(operand_type), b_k, b_dq, input_precision="tf32x3")
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _key_grads_kernel(
+    p_near, p_far, p_k, p_v, p_first, p_log_sum, p_grad, p_dot, p_grad_k, p_grad_v, chunks, heads, before,
+    chunk_size: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, lookback: tl.constexpr,
+    operand_type: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr, block_d: tl.constexpr,
+    block_v: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of keys: from the queries of its chunk, then from those of the next one."""
+    i_row = tl.program_id(1).to(tl.int64)
+    tiles: tl.constexpr = (chunk_size + block_k - 1) // block_k
+    i_chunk = (tl.program_id(0) // tiles).to(tl.int64)
+    i_key = tl.program_id(0) % tiles * block_k + tl.arange(0, block_k)
+    m_key = i_key < chunk_size
+    i_grid = (i_row * (chunks + before) + i_chunk) * chunk_size + i_key
+    b_k = load_rows(p_k, i_grid, m_key, width, block_d, operand_type)
+    b_v = load_rows(p_v, i_grid, m_key, value_width, block_v, operand_type)
+    b_dk = tl.zeros((block_k, block_d), tl.float32)
+    b_dv = tl.zeros((block_k, block_v), tl.float32)
+    i_own = i_chunk - before
+    if i_own >= 0:
+        for begin in range(tl.min(i_key, 0) // block_q * block_q, chunk_size, block_q):
+            b_dk, b_dv = _add_key_grads(
+                b_dk, b_dv, b_k, b_v, p_near, p_first, p_log_sum, p_grad, p_dot, i_row, i_own, begin, i_key, m_key,
+                chunks, heads, before, chunk_size, width, value_width, operand_type, block_q, block_d, block_v,
+            )  # fmt: skip
+    if lookback:
+        for begin in range(0, tl.where(i_own + 1 < chunks, chunk_size, 0), block_q):
+            b_dk, b_dv = _add_key_grads(
+                b_dk, b_dv, b_k, b_v, p_far, p_first, p_log_sum, p_grad, p_dot, i_row, i_own + 1, begin,
+                i_key - chunk_size, m_key, chunks, heads, before, chunk_size, width, value_width, operand_type,
+                block_q, block_d, block_v,
+            )  # fmt: skip
+    i_d, i_v = tl.arange(0, block_d), tl.arange(0, block_v)
+    p_to = p_grad_k + i_grid[:, None] * width + i_d[None, :]
+    tl.store(p_to, b_dk.to(p_grad_k.dtype.element_ty), mask=m_key[:, None] & (i_d < width)[None, :])
+    p_to = p_grad_v + i_grid[:, None] * value_width + i_v[None, :]
+    tl.store(p_to, b_dv.to(p_grad_v.dtype.element_ty), mask=m_key[:, None] & (i_v < value_width)[None, :])
+
+
+@triton.jit
+def _add_key_grads(
+    b_dk, b_dv, b_k, b_v, p_q, p_first, p_log_sum, p_grad, p_dot, i_row, i_chunk, begin, i_key, m_key, chunks, heads,
+    before, chunk_size: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, operand_type: tl.constexpr,
+    block_q: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Of one block of queries: Pᵀ g for the values, (P ⊙ (g vᵀ − Σ g ⊙ out))ᵀ q for the keys."""
+    i_place = begin + tl.arange(0, block_q)
+    m_query = i_place < chunk_size
+    i_query = i_chunk * chunk_size + i_place
+    p_starts = p_first + i_row // heads * chunks * chunk_size + i_query
+    b_first = tl.load(p_starts, mask=m_query, other=2**30).to(tl.int32) - ((i_chunk + before) * chunk_size).to(tl.int32)
+    i_grid = i_row * chunks * chunk_size + i_query
+    if tl.min(b_first, 0) <= tl.max(i_key, 0):
+        b_q = load_rows(p_q, i_grid, m_query, width, block_d, operand_type)
+        b_g = load_rows(p_grad, i_grid, m_query, value_width, block_v, operand_type)
+        b_log_sum = tl.load(p_log_sum + i_grid, mask=m_query, other=0.0)
+        b_dot = tl.load(p_dot + i_grid, mask=m_query, other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+        b_p = tl.exp2(log_weights(b_s, i_key, i_place, b_first, m_key) - b_log_sum[:, None])
+        b_dv = tl.dot(tl.trans(b_p.to(operand_type)), b_g, b_dv, input_precision="tf32x3")
+        b_ds = b_p * (tl.dot(b_g, tl.trans(b_v), input_precision="tf32x3") - b_dot[:, None])
+        b_dk = tl.dot(tl.trans(b_ds.to(operand_type)), b_q, b_dk, input_precision="tf32x3")
+    return b_dk, b_dv
+
+
+def _tiles(near: Tensor, v: Tensor, backward: bool) -> dict[str, int]:
+    """Smaller ones for 32 bits, for wide features, and backward, where a program holds twice as much."""
+    block_d, block_v = tile(near.shape[2]), tile(v.shape[2])
+    large = v.itemsize == 2 and block_d + block_v <= 256
+    block_q, block_k = (64, 64) if large else (32, 32)
+    if large and not backward:
+        block_q = 128
+    return dict(block_q=block_q, block_k=block_k, block_d=block_d, block_v=block_v)
+
+
+def _common(
+    near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int, backward: bool
+) -> dict[str, object]:  # fmt: skip
+    chunks = near.shape[1] // chunk_size
+    return dict(
+        p_near=near, p_far=far, p_k=k, p_v=v, p_first=first, chunks=chunks, heads=heads,
+        before=k.shape[1] // chunk_size - chunks, chunk_size=chunk_size, width=near.shape[2], value_width=v.shape[2],
+        lookback=far is not None, operand_type=operand(v), **_tiles(near, v, backward),
+    )  # fmt: skip
+
+
+def _grid(x: Tensor, chunk_size: int, block: object) -> tuple[int, int]:
+    return x.shape[1] // chunk_size * blocks(chunk_size, int(str(block))), x.shape[0]
+
+
+def narrow_forward(
+    near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Outputs (R, n · c, value width) and log₂ of the sums (R, n · c); see ``triton_tiles`` for the inputs."""
+    out = v.new_empty(*near.shape[:2], v.shape[2])
+    log_sum = near.new_empty(near.shape[:2], dtype=torch.float32)
+    common = _common(near, far, k, v, first, heads, chunk_size, False)
+    Launch(
+        _forward_kernel, _grid(near, chunk_size, common["block_q"]), common | dict(p_out=out, p_log_sum=log_sum),
+        warps=8, stages=2,
+    ).run()  # fmt: skip
+    return out, log_sum
+
+
+def narrow_backward(
+    grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
+    heads: int, chunk_size: int,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Gradients by near, far, k and v."""
+    grads = [None if x is None else torch.empty_like(x) for x in (near, far, k, v)]
+    common = _common(near, far, k, v, first, heads, chunk_size, True)
+    common |= dict(p_grad=grad, p_dot=row_dot(grad, out), p_log_sum=log_sum)
+    Launch(
+        _query_grads_kernel, _grid(near, chunk_size, common["block_q"]),
+        common | dict(p_grad_near=grads[0], p_grad_far=grads[1]), warps=8, stages=2,
+    ).run()  # fmt: skip
+    Launch(
+        _key_grads_kernel, _grid(k, chunk_size, common["block_k"]),
+        common | dict(p_grad_k=grads[2], p_grad_v=grads[3]), warps=8, stages=2,
+    ).run()  # fmt: skip
+    grad_near, grad_far, grad_k, grad_v = grads
+    assert grad_near is not None and grad_k is not None and grad_v is not None
+    return grad_near, grad_far, grad_k, grad_v

@@ -1,0 +1,373 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Attention for values wider than a fused kernel can hold: normalised weights of a few chunks in a scratch that is
+reused, then library products (cuBLAS) with the values. Nothing of size T · 2c · H is kept: backward makes the weights
+again from the logarithm of their sum.
+
+A query sees 1.5 c keys on average. The products with the values take the diagonal block by bands of rows, each as far
+as its last row sees: with four bands 1.625 c of the 2 c keys that a whole window has.
+
+Counted for one layer at T = 32 K, one row, bf16, c = 2,048, key width 256, value width 2,048 (multiply-adds are two):
+
+| | gecko-7b (H 4) | gecko-1b (H 2) |
+|---|---|---|
+| q (two turns), k, v read, out written | 1.19 GiB | 0.59 GiB |
+| weights written and read, on their way through the L2 cache | 1.63 GiB | 0.81 GiB |
+| forward: scores for the sums, scores for the weights, weights · v | 0.21 + 0.21 + 1.79 TFLOP | the half |
+| floor: scores and weights · v of what is seen | 0.21 + 1.65 TFLOP | the half |
+| backward: scores, g · vᵀ, weightsᵀ · g, and two products of key width | 0.21 + 1.65 + 1.79 + 0.45 TFLOP | the half |
+| floor: four products and the scores again | 0.21 + 1.65 + 1.65 + 0.41 TFLOP | the half |
+| kept for backward beside inputs and output: the log of the sums | 0.5 MiB | 0.25 MiB |
+
+At 790 TFLOP/s, the rate of an H200's large products, that is 2.4 ms forward and 5.0 ms backward for gecko-7b's floor,
+against 0.27 ms for its bytes at 4.8 TB/s: bound by products, so the library's, where it is the library that does them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gecko.ops.chunk_attention.triton_tiles import log_weights, operand, product_of_rows, query_tile, row_dot
+from gecko.ops.kernels import Launch, blocks, tile
+
+_SCRATCH = 2**26
+"""Bytes of weights held at a time."""
+
+_LEAST_BAND = 256
+"""Rows of queries below which products lose more than the keys that they need not see save."""
+
+_Grads = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""By near, far, k and v."""
+
+_VARYING = ["chunks", "heads", "before"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _log_sum_kernel(
+    p_near, p_far, p_k, p_first, p_out, chunks, heads, before, chunk_size: tl.constexpr, width: tl.constexpr,
+    lookback: tl.constexpr, operand_type: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
+    block_d: tl.constexpr,
+):  # fmt: skip
+    """log₂ Σ exp(score) over the keys that each query sees."""
+    i_row = tl.program_id(1).to(tl.int64)
+    i_chunk, i_place, i_query, b_first = query_tile(
+        tl.program_id(0), p_first, i_row, chunks, heads, before, chunk_size, block_q
+    )
+    i_own = (i_row * (chunks + before) + i_chunk + before) * chunk_size
+    first = tl.min(b_first, 0)
+    b_top = tl.full((block_q,), -1e30, tl.float32)
+    b_sum = tl.zeros((block_q,), tl.float32)
+    i_grid = i_row * chunks * chunk_size + i_query
+    if lookback:
+        for begin in range((first + chunk_size) // block_k * block_k - chunk_size, 0, block_k):
+            i_key = begin + tl.arange(0, block_k)
+            m_key = (i_key >= first) & (i_key < 0)
+            b_s = product_of_rows(
+                p_far, i_grid, p_k, i_own + i_key, m_key, width, operand_type, block_q, block_k, block_d
+            )
+            b_top, b_sum = _add_weights(log_weights(b_s, i_key, i_place, b_first, m_key), b_top, b_sum)
+    for begin in range(tl.maximum(first, 0) // block_k * block_k, tl.max(i_place, 0) + 1, block_k):
+        i_key = begin + tl.arange(0, block_k)
+        m_key = i_key < chunk_size
+        b_s = product_of_rows(p_near, i_grid, p_k, i_own + i_key, m_key, width, operand_type, block_q, block_k, block_d)
+        b_top, b_sum = _add_weights(log_weights(b_s, i_key, i_place, b_first, m_key), b_top, b_sum)
+    tl.store(p_out + i_grid, b_top + tl.log2(b_sum))
+
+
+@triton.jit
+def _add_weights(b_s, b_top, b_sum):
+    b_new = tl.maximum(b_top, tl.max(b_s, 1))
+    return b_new, b_sum * tl.exp2(b_top - b_new) + tl.sum(tl.exp2(b_s - b_new[:, None]), 1)
+
+
+@triton.jit
+def _weights(
+    p_near, p_far, p_k, p_first, p_log_sum, i_row, i_chunk, i_tile, chunks, heads, before, chunk_size: tl.constexpr,
+    width: tl.constexpr, previous: tl.constexpr, operand_type: tl.constexpr, block_q: tl.constexpr,
+    block_k: tl.constexpr, block_d: tl.constexpr,
+):  # fmt: skip
+    """Of tile ``i_tile`` of a chunk's window: places of its queries, its keys by their distance from the chunk's start
+    and which of them there are, whether any is seen, and the weights."""
+    of_queries: tl.constexpr = (chunk_size + block_q - 1) // block_q
+    of_keys: tl.constexpr = (chunk_size + block_k - 1) // block_k
+    _, i_place, i_query, b_first = query_tile(
+        i_chunk * of_queries + i_tile % of_queries, p_first, i_row, chunks, heads, before, chunk_size, block_q
+    )
+    i_part = i_tile // of_queries
+    i_key = i_part % of_keys * block_k + tl.arange(0, block_k)
+    m_key = i_key < chunk_size
+    if previous:
+        i_key -= tl.where(i_part < of_keys, chunk_size, 0)
+    seen = (tl.min(i_key, 0) <= tl.max(i_place, 0)) & (tl.max(i_key, 0) >= tl.min(b_first, 0))
+    b_p = tl.zeros((block_q, block_k), tl.float32)
+    if seen:
+        i_near = i_row * chunks * chunk_size + i_query
+        i_own = (i_row * (chunks + before) + i_chunk + before) * chunk_size
+        p_q = p_near
+        if previous:
+            earlier = i_part < of_keys
+            if earlier:
+                p_q = p_far
+        b_s = product_of_rows(p_q, i_near, p_k, i_own + i_key, m_key, width, operand_type, block_q, block_k, block_d)
+        b_p = tl.exp2(log_weights(b_s, i_key, i_place, b_first, m_key) - tl.load(p_log_sum + i_near)[:, None])
+    return i_place, i_query, i_key, m_key, seen, b_p
+
+
+@triton.jit
+def _store_weights(
+    p_out, b_p, i_block, i_place, i_key, m_key, chunk_size: tl.constexpr, previous: tl.constexpr, band: tl.constexpr
+):  # fmt: skip
+    """Into (blocks, c, window); right of its band of rows, which no product reads, nothing is written."""
+    window: tl.constexpr = 2 * chunk_size if previous else chunk_size
+    if tl.min(i_key, 0) // band <= tl.max(i_place, 0) // band:
+        p_rows = p_out + (i_block * chunk_size + i_place[:, None]) * window + i_key[None, :] + (window - chunk_size)
+        tl.store(p_rows, b_p.to(p_out.dtype.element_ty), mask=m_key[None, :])
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "row", "chunk", "row_step", "chunk_step"])
+def _weights_kernel(
+    p_near, p_far, p_k, p_first, p_log_sum, p_weights, chunks, heads, before, row, chunk, row_step, chunk_step,
+    chunk_size: tl.constexpr, width: tl.constexpr, previous: tl.constexpr, band: tl.constexpr,
+    operand_type: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr, block_d: tl.constexpr,
+):  # fmt: skip
+    """Normalised weights of a piece."""
+    i_block = tl.program_id(1).to(tl.int64)
+    i_row, i_chunk = row + i_block * row_step, chunk + i_block * chunk_step
+    i_place, _, i_key, m_key, _, b_p = _weights(
+        p_near, p_far, p_k, p_first, p_log_sum, i_row, i_chunk, tl.program_id(0), chunks, heads, before,
+        chunk_size, width, previous, operand_type, block_q, block_k, block_d,
+    )  # fmt: skip
+    _store_weights(p_weights, b_p, i_block, i_place, i_key, m_key, chunk_size, previous, band)
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "row", "chunk", "row_step", "chunk_step"])
+def _score_grads_kernel(
+    p_near, p_far, p_k, p_v, p_first, p_log_sum, p_grad, p_dot, p_weights, p_scores, chunks, heads, before,
+    row, chunk, row_step, chunk_step, chunk_size: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
+    previous: tl.constexpr, band: tl.constexpr, operand_type: tl.constexpr, block_q: tl.constexpr,
+    block_k: tl.constexpr, block_d: tl.constexpr,
+):  # fmt: skip
+    """Weights P of a piece and the gradients by its scores, P ⊙ (g vᵀ − Σ g ⊙ out)."""
+    i_block = tl.program_id(1).to(tl.int64)
+    i_row, i_chunk = row + i_block * row_step, chunk + i_block * chunk_step
+    i_place, i_query, i_key, m_key, seen, b_p = _weights(
+        p_near, p_far, p_k, p_first, p_log_sum, i_row, i_chunk, tl.program_id(0), chunks, heads, before,
+        chunk_size, width, previous, operand_type, block_q, block_k, block_d,
+    )  # fmt: skip
+    b_ds = tl.zeros((block_q, block_k), tl.float32)
+    if seen:
+        i_grad = i_row * chunks * chunk_size + i_query
+        i_value = (i_row * (chunks + before) + i_chunk + before) * chunk_size + i_key
+        b_ds = product_of_rows(
+            p_grad, i_grad, p_v, i_value, m_key, value_width, operand_type, block_q, block_k, block_d
+        )
+        b_ds = b_p * (b_ds - tl.load(p_dot + i_grad)[:, None])
+    _store_weights(p_weights, b_p, i_block, i_place, i_key, m_key, chunk_size, previous, band)
+    _store_weights(p_scores, b_ds, i_block, i_place, i_key, m_key, chunk_size, previous, band)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Sizes of a call: R rows of n chunks, ``before`` chunks of keys before them; windows hold one or two chunks."""
+
+    rows: int
+    heads: int
+    chunks: int
+    chunk: int
+    before: int
+    lookback: bool
+
+    @classmethod
+    def of(cls, near: Tensor, far: Tensor | None, k: Tensor, heads: int, chunk_size: int) -> _Shape:
+        chunks = near.shape[1] // chunk_size
+        before = k.shape[1] // chunk_size - chunks
+        return cls(near.shape[0], heads, chunks, chunk_size, before, far is not None)
+
+    def blocked(self, x: Tensor) -> Tensor:
+        """(R, chunks, c, d)"""
+        return x.unflatten(1, (-1, self.chunk))
+
+    def bands(self) -> list[slice]:
+        """Rows of a chunk that one product takes; large enough for the products to stay efficient."""
+        return [slice(i, min(i + self.band, self.chunk)) for i in range(0, self.chunk, self.band)]
+
+    @property
+    def band(self) -> int:
+        return max(_LEAST_BAND, self.chunk // 4)
+
+    def pieces(self, itemsize: int) -> Iterator[_Piece]:
+        """Blocks whose weights are held together. Those without a previous chunk come first, and chunks in order."""
+        alone = 0 if self.lookback and self.before else 1 if self.lookback else self.chunks
+        yield from self._pieces(0, alone, False, itemsize)
+        yield from self._pieces(alone, self.chunks, True, itemsize)
+
+    def _pieces(self, begin: int, end: int, previous: bool, itemsize: int) -> Iterator[_Piece]:
+        most = max(1, _SCRATCH // ((1 + previous) * self.chunk**2 * itemsize))
+        if end - begin > self.rows:
+            for row in range(self.rows):
+                for chunk in range(begin, end, most):
+                    yield _Piece(row, chunk, min(most, end - chunk), False, previous)
+        else:
+            for chunk in range(begin, end):
+                for row in range(0, self.rows, most):
+                    yield _Piece(row, chunk, min(most, self.rows - row), True, previous)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """``count`` chunks from (row, chunk) on: that chunk of rows, or chunks of that row."""
+
+    row: int
+    chunk: int
+    count: int
+    across: bool
+    previous: bool
+
+    def of(self, x: Tensor, shift: int = 0) -> Tensor:
+        """(count, …) of x (R, chunks, …), the chunks ``shift`` further."""
+        chunk = self.chunk + shift
+        if self.across:
+            return x[self.row : self.row + self.count, chunk]
+        return x[self.row, chunk : chunk + self.count]
+
+
+def _tiles(width: int, dtype: torch.dtype) -> dict[str, int]:
+    """Those of a matrix product; smaller ones for 32 bits, which take three products and as many registers."""
+    block_q, block_k, block_d = (128, 128, 64) if dtype.itemsize == 2 else (64, 32, 32)
+    return dict(block_q=block_q, block_k=block_k, block_d=min(tile(width), block_d))
+
+
+def _log_sums(near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, shape: _Shape) -> Tensor:
+    out = near.new_empty(near.shape[:2], dtype=torch.float32)
+    tiles = _tiles(near.shape[2], k.dtype)
+    tiles["block_k"] = max(16, tiles["block_k"] // 2)
+    Launch(
+        _log_sum_kernel, (shape.chunks * blocks(shape.chunk, tiles["block_q"]), shape.rows),
+        dict(
+            p_near=near, p_far=far, p_k=k, p_first=first, p_out=out, chunks=shape.chunks, heads=shape.heads,
+            before=shape.before, chunk_size=shape.chunk, width=near.shape[2], lookback=shape.lookback,
+            operand_type=operand(k), **tiles,
+        ), warps=8, stages=3,
+    ).run()  # fmt: skip
+    return out
+
+
+def _piece_arguments(
+    near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, log_sum: Tensor, shape: _Shape, piece: _Piece
+) -> dict[str, object]:  # fmt: skip
+    return dict(
+        p_near=near, p_far=far, p_k=k, p_first=first, p_log_sum=log_sum, chunks=shape.chunks, heads=shape.heads,
+        before=shape.before, row=piece.row, chunk=piece.chunk, row_step=int(piece.across),
+        chunk_step=int(not piece.across), chunk_size=shape.chunk, width=near.shape[2], previous=piece.previous,
+        band=shape.band, operand_type=operand(k), **_tiles(near.shape[2], k.dtype),
+    )  # fmt: skip
+
+
+def _tiles_of(piece: _Piece, shape: _Shape, arguments: dict[str, object]) -> tuple[int, int]:
+    """The grid of a kernel that makes the weights of a piece."""
+    queries, keys = (blocks(shape.chunk, int(str(arguments[name]))) for name in ("block_q", "block_k"))
+    return queries * keys * (1 + piece.previous), piece.count
+
+
+def _scratch(like: Tensor, shape: _Shape) -> Tensor:
+    """Room for the weights of the largest piece."""
+    pieces = shape.pieces(like.itemsize)
+    return like.new_empty(max(piece.count * (1 + piece.previous) for piece in pieces) * shape.chunk**2)
+
+
+def _room(scratch: Tensor, piece: _Piece, chunk: int) -> Tensor:
+    """(blocks, c, window)"""
+    window = (1 + piece.previous) * chunk
+    return scratch[: piece.count * chunk * window].view(piece.count, chunk, window)
+
+
+def wide_forward(
+    near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Outputs (R, n · c, value width) and log₂ of the sums (R, n · c); see ``triton_tiles`` for the inputs."""
+    shape = _Shape.of(near, far, k, heads, chunk_size)
+    log_sum = _log_sums(near, far, k, first, shape)
+    out = v.new_empty(*near.shape[:2], v.shape[2])
+    scratch = _scratch(v, shape)
+    for piece in shape.pieces(v.itemsize):
+        weights = _room(scratch, piece, chunk_size)
+        arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece) | {"p_weights": weights}
+        Launch(_weights_kernel, _tiles_of(piece, shape, arguments), arguments, warps=8, stages=3).run()
+        values = piece.of(_windows(v, shape, piece), shape.before - piece.previous)
+        outputs = piece.of(shape.blocked(out))
+        for band in shape.bands():
+            keys = weights.shape[2] - chunk_size + band.stop
+            torch.bmm(weights[:, band, :keys], values[:, :keys], out=outputs[:, band])
+    return out, log_sum
+
+
+def _windows(v: Tensor, shape: _Shape, piece: _Piece) -> Tensor:
+    """(R, windows, w, d): overlapping views of v where windows hold two chunks."""
+    rows, length, width = v.shape
+    step = shape.chunk * width
+    sizes = (rows, length // shape.chunk - piece.previous, (1 + piece.previous) * shape.chunk, width)
+    return v.as_strided(sizes, (length * width, step, width, 1))
+
+
+def wide_backward(
+    grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
+    heads: int, chunk_size: int,
+) -> _Grads:  # fmt: skip
+    """Gradients by near, far, k and v."""
+    shape = _Shape.of(near, far, k, heads, chunk_size)
+    dot = row_dot(grad, out)
+    grads = _empty_grads(near, far, k, v, shape)
+    weights, scores = _scratch(v, shape), _scratch(v, shape)
+    for piece in shape.pieces(v.itemsize):
+        p, ds = (_room(x, piece, chunk_size) for x in (weights, scores))
+        arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece) | dict(
+            p_v=v, p_grad=grad, p_dot=dot, p_weights=p, p_scores=ds, value_width=v.shape[2]
+        )
+        # With three stages, an A100's registers do not hold the form for single chunks.
+        stages = 3 if piece.previous else 2
+        Launch(_score_grads_kernel, _tiles_of(piece, shape, arguments), arguments, 8, stages).run()
+        _own_chunk(p[:, :, -chunk_size:], ds[:, :, -chunk_size:], (grad, near, k), grads, piece, shape)
+        if piece.previous:
+            _previous_chunk(p[:, :, :chunk_size], ds[:, :, :chunk_size], (grad, far, k), grads, piece, shape)
+    return grads
+
+
+def _empty_grads(near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, shape: _Shape) -> _Grads:
+    """Zero where no product writes: far of a first chunk, and keys and values before it."""
+    grad_far = None if far is None else torch.empty_like(far)
+    if grad_far is not None and not shape.before:
+        grad_far[:, : shape.chunk] = 0
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    for x in (grad_k, grad_v):
+        x[:, : shape.before * shape.chunk] = 0
+    return torch.empty_like(near), grad_far, grad_k, grad_v
+
+
+def _own_chunk(
+    p: Tensor, ds: Tensor, given: tuple[Tensor, Tensor, Tensor], grads: _Grads, piece: _Piece, shape: _Shape
+) -> None:  # fmt: skip
+    """Gradients between a chunk and itself, from the weights p and score gradients ds (blocks, c, c)."""
+    grad, near, grad_near = (piece.of(shape.blocked(x)) for x in (*given[:2], grads[0]))
+    k, grad_k, grad_v = (piece.of(shape.blocked(x), shape.before) for x in (given[2], *grads[2:]))
+    for band in shape.bands():
+        below = slice(band.start, None)
+        torch.bmm(p[:, below, band].mT, grad[:, below], out=grad_v[:, band])
+        torch.bmm(ds[:, below, band].mT, near[:, below], out=grad_k[:, band])
+        torch.bmm(ds[:, band, : band.stop], k[:, : band.stop], out=grad_near[:, band])
+
+
+def _previous_chunk(
+    p: Tensor, ds: Tensor, given: tuple[Tensor, Tensor | None, Tensor], grads: _Grads, piece: _Piece, shape: _Shape
+) -> None:  # fmt: skip
+    """Gradients between a chunk and the one before, whose keys and values have those of their own chunk already."""
+    assert given[1] is not None and grads[1] is not None, "windows reach back"
+    grad, far, grad_far = (piece.of(shape.blocked(x)) for x in (given[0], given[1], grads[1]))
+    k, grad_k, grad_v = (piece.of(shape.blocked(x), shape.before - 1) for x in (given[2], *grads[2:]))
+    grad_v.baddbmm_(p.mT, grad)
+    grad_k.baddbmm_(ds.mT, far)
+    torch.bmm(ds, k, out=grad_far)

@@ -1,0 +1,40 @@
+"""One unit vector per head, as several rows of queries and keys (paper Eq. 5–6, 16)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gecko.ops.dtypes import check_shape, compute_dtype
+from gecko.ops.kernels import kernels_run_on
+from gecko.ops.norms import group_rms_norm
+
+
+def fan_out(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
+    """n · (1 + scale_i) / √d + offset_i for each row i, with n = z / √(mean(z²) + ε) over each head's d features.
+
+    Args:
+        z: (B, T, H · d), any float dtype; statistics are float32 or wider.
+        scale, offset: (rows, H · d); scale is stored as an offset from 1.
+
+    Returns:
+        (rows, B, H, T, d), contiguous, in the dtype of z.
+
+    Raises:
+        ValueError: the shapes do not fit, or ``heads`` does not divide the features of z.
+    """
+    features = z.shape[-1]
+    if features % heads:
+        raise ValueError(f"heads must divide the features of z; got {heads} and {features}.")
+    check_shape("scale", scale, (scale.shape[0], features))
+    check_shape("offset", offset, tuple(scale.shape))
+    if kernels_run_on(z):
+        from gecko.ops.fan_out.triton import fan_out_kernels
+
+        return fan_out_kernels(z, scale, offset, heads, eps)
+    dtype = compute_dtype(z)
+    normal = group_rms_norm(z.to(dtype), None, heads, eps)
+    rows = torch.addcmul(offset.to(dtype), normal.unsqueeze(2), (1 + scale.to(dtype)) / math.sqrt(features // heads))
+    return rows.to(z.dtype).unflatten(-1, (heads, -1)).permute(2, 0, 3, 1, 4).contiguous()

@@ -1,0 +1,172 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Fan-out on a GPU: z is read once and every row written where attention and memory read it.
+
+A program holds some steps of one head. Backward computes the norm again; programs walk over many steps, so that the
+gradients of scale and offset leave each as one row.
+
+Counted for B = 1, T = 32,768, H · d = 1,024 and four rows in bfloat16 (z is 67 MB): forward z in and four of its size
+out, 0.34 GB; backward five in and one out, 0.40 GB. Each is the least that can move. Rotary embedding would cost no
+bytes here, but is left to attention, whose keys are turned again for the next chunk and whose state keeps them turned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gecko.ops.kernels import Launch, blocks, tile
+
+PROGRAMS = 512
+"""At most so many a head in backward: each leaves a row of the parameters' gradients."""
+
+
+def fan_out_kernels(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
+    """Same contract as ``fan_out`` for z that kernels take."""
+    rows: Tensor = _fan_out(z, scale, offset, heads, eps)
+    return rows
+
+
+def _sizes(rows: int, features: int, heads: int) -> dict[str, Any]:
+    size = features // heads
+    width, held = tile(size, 1), tile(rows, 1)
+    steps = max(1, 4096 // (width * held))
+    return {
+        "features": features, "heads": heads, "size": size, "copies": rows, "width": width, "copies_held": held,
+        "steps": steps, "factor": size**-0.5,
+    }  # fmt: skip
+
+
+def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
+    (batch, length, features), rows = z.shape, scale.shape[0]
+    sizes = _sizes(rows, features, heads)
+    out = z.new_empty(rows, batch, heads, length, features // heads)
+    Launch(_fan, (batch * blocks(length, sizes["steps"]) * heads,), {
+        "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_offset": offset.contiguous(), "p_out": out,
+        "batch": batch, "length": length, "eps": eps, **sizes,
+    }, 8).run()  # fmt: skip
+    return out
+
+
+def _backward(grad: Tensor, z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of z, scale and offset."""
+    (batch, length, features), rows = z.shape, scale.shape[0]
+    sizes = _sizes(rows, features, heads)
+    programs = min(blocks(PROGRAMS, batch), blocks(length, sizes["steps"]))
+    grad_z = torch.empty_like(z, memory_format=torch.contiguous_format)
+    parts = z.new_empty(2, batch * programs, rows, features, dtype=torch.float32)
+    Launch(_gradients, (batch * programs * heads,), {
+        "p_grad": grad.contiguous(), "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_grad_z": grad_z,
+        "p_scale_parts": parts[0], "p_offset_parts": parts[1], "batch": batch, "length": length, "programs": programs,
+        "eps": eps, **sizes,
+    }, 8).run()  # fmt: skip
+    return grad_z, parts[0].sum(0).to(scale.dtype), parts[1].sum(0).to(scale.dtype)
+
+
+_fan_out = torch.library.custom_op("gecko::fan_out", _forward, mutates_args=())
+_fan_out_backward = torch.library.custom_op("gecko::fan_out_backward", _backward, mutates_args=())
+
+
+@_fan_out.register_fake
+def _(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
+    batch, length, features = z.shape
+    return z.new_empty(scale.shape[0], batch, heads, length, features // heads)
+
+
+@_fan_out_backward.register_fake
+def _(grad: Tensor, z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    grad_scale = torch.empty_like(scale, memory_format=torch.contiguous_format)
+    return torch.empty_like(z, memory_format=torch.contiguous_format), grad_scale, torch.empty_like(grad_scale)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    z, scale, offset, *ctx.fixed = inputs
+    ctx.save_for_backward(z, scale)
+    ctx.offset_dtype = offset.dtype
+
+
+def _propagate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    z, scale = ctx.saved_tensors
+    grad_z, grad_scale, grad_offset = _fan_out_backward(grad, z, scale, *ctx.fixed)
+    return grad_z, grad_scale, grad_offset.to(ctx.offset_dtype), None, None
+
+
+_fan_out.register_autograd(_propagate, setup_context=_keep)
+
+
+# Kernels. Rows of the result run along axis 0, steps along axis 1, the features of a head along axis 2.
+
+
+@triton.jit
+def _normal(p_z, first, m_z, eps, features: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+            steps: tl.constexpr):  # fmt: skip
+    """z / √(mean(z²) + ε) over a head's features, (steps, features), the factor (steps, 1), and where z lies."""
+    places = first + tl.arange(0, steps)[:, None] * features + tl.arange(0, width)[None]
+    b_z = tl.load(p_z + places, mask=m_z, other=0.0).to(tl.float32)
+    b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) / size + eps)[:, None]
+    return b_z * b_rstd, b_rstd, places
+
+
+@triton.jit
+def _out_places(i_row, i_head, begin, i_copy, batch, length, heads: tl.constexpr, size: tl.constexpr,
+                width: tl.constexpr, steps: tl.constexpr):  # fmt: skip
+    """Offsets into (rows, B, H, T, d) of the steps from ``begin`` on."""
+    first = (((i_copy.to(tl.int64) * batch + i_row) * heads + i_head) * length + begin) * size
+    return first[:, None, None] + (tl.arange(0, steps)[:, None] * size + tl.arange(0, width)[None])[None]
+
+
+@triton.jit(do_not_specialize=["batch", "length"])
+def _fan(p_z, p_scale, p_offset, p_out, batch, length, eps, factor, features: tl.constexpr, heads: tl.constexpr,
+         size: tl.constexpr, copies: tl.constexpr, width: tl.constexpr, copies_held: tl.constexpr,
+         steps: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    i_head, tiles = program % heads, tl.cdiv(length, steps)
+    i_row, begin = program // heads // tiles, program // heads % tiles * steps
+    i_copy, i_s = tl.arange(0, copies_held), tl.arange(0, width)
+    m_z = (begin + tl.arange(0, steps) < length)[:, None] & (i_s < size)[None]
+    b_n, _, _ = _normal(
+        p_z, (i_row * length + begin) * features + i_head * size, m_z, eps, features, size, width, steps
+    )
+    i_parameter = i_copy[:, None] * features + i_head * size + i_s[None]
+    m_parameter = (i_copy < copies)[:, None] & (i_s < size)[None]
+    b_scale = (1 + tl.load(p_scale + i_parameter, mask=m_parameter, other=0.0).to(tl.float32)) * factor
+    b_offset = tl.load(p_offset + i_parameter, mask=m_parameter, other=0.0).to(tl.float32)
+    b_out = b_n[None] * b_scale[:, None] + b_offset[:, None]
+    places = _out_places(i_row, i_head, begin, i_copy, batch, length, heads, size, width, steps)
+    tl.store(p_out + places, b_out.to(p_out.dtype.element_ty), mask=(i_copy < copies)[:, None, None] & m_z[None])
+
+
+@triton.jit(do_not_specialize=["batch", "length", "programs"])
+def _gradients(p_grad, p_z, p_scale, p_grad_z, p_scale_parts, p_offset_parts, batch, length, programs, eps, factor,
+               features: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, copies: tl.constexpr,
+               width: tl.constexpr, copies_held: tl.constexpr, steps: tl.constexpr):  # fmt: skip
+    """Gradient of z, and those of scale and offset over this program's steps of one row and head, to p_…_parts
+    (B · programs, rows, H · d)."""
+    program = tl.program_id(0).to(tl.int64)
+    i_head, i_part = program % heads, program // heads
+    i_row = i_part // programs
+    i_copy, i_s = tl.arange(0, copies_held), tl.arange(0, width)
+    i_parameter = i_copy[:, None] * features + i_head * size + i_s[None]
+    m_parameter = (i_copy < copies)[:, None] & (i_s < size)[None]
+    b_scale = (1 + tl.load(p_scale + i_parameter, mask=m_parameter, other=0.0).to(tl.float32)) * factor
+    # Summed over steps at the end only: in the loop, that would make all warps wait for each other.
+    b_scale_part = tl.zeros([copies_held, steps, width], tl.float32)
+    b_offset_part = tl.zeros([copies_held, steps, width], tl.float32)
+    for begin in range(i_part % programs * steps, length, programs * steps):
+        m_z = (begin + tl.arange(0, steps) < length)[:, None] & (i_s < size)[None]
+        first = (i_row * length + begin) * features + i_head * size
+        b_n, b_rstd, z_places = _normal(p_z, first, m_z, eps, features, size, width, steps)
+        places = _out_places(i_row, i_head, begin, i_copy, batch, length, heads, size, width, steps)
+        m_grad = (i_copy < copies)[:, None, None] & m_z[None]
+        b_grad = tl.load(p_grad + places, mask=m_grad, other=0.0).to(tl.float32)
+        b_scale_part += b_grad * b_n[None]
+        b_offset_part += b_grad
+        b_grad_n = tl.sum(b_grad * b_scale[:, None], 0)
+        b_grad_z = (b_grad_n - b_n * (tl.sum(b_grad_n * b_n, 1) / size)[:, None]) * b_rstd
+        tl.store(p_grad_z + z_places, b_grad_z.to(p_grad_z.dtype.element_ty), mask=m_z)
+    part = i_part * copies * features + i_parameter
+    tl.store(p_scale_parts + part, tl.sum(b_scale_part, 1) * factor, mask=m_parameter)
+    tl.store(p_offset_parts + part, tl.sum(b_offset_part, 1), mask=m_parameter)

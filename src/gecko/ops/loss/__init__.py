@@ -1,0 +1,139 @@
+"""Projection and cross-entropy in blocks of tokens, so that the logits of a long text never exist at once.
+
+Softmax, loss and the sums of gradients are float32. The products are those of the head as a linear layer: in autocast's
+dtype on a GPU, whose matrix units add bfloat16 operands in float32 and give float32 logits. A CPU would round the
+logits as well, so there they stay in the dtype of the hidden states, whatever autocast says.
+
+``F.linear_cross_entropy`` blocks too, but rounds the loss to 16 bits, is NaN where all targets are ignored, allows
+neither a second backward nor ``torch.compile``, and took 2 to 4 times as long on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gecko.ops.dtypes import compute_dtype, linear_dtype
+from gecko.ops.kernels import kernels_run_on
+
+IGNORED = -100
+"""Target of a token that is not trained on."""
+
+BLOCK_ELEMENTS = 2**22
+"""Logits held at a time on a CPU: what its caches hold."""
+
+GPU_BLOCK_ELEMENTS = 2**27
+"""On a GPU, 768 MB with their gradient in 16 bits: so many tokens that arithmetic bounds the products, and that the sum
+of the weight's gradient, a pass of its own each time, does not count."""
+
+
+class _MeanCrossEntropy(torch.autograd.Function):
+    """Gradients are formed with the logits at hand and only scaled in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        count = (targets != IGNORED).sum().clamp(min=1)
+        total = torch.zeros((), dtype=compute_dtype(hidden), device=hidden.device)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        hidden, projection = hidden.to(dtype), weight.to(dtype)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=total.dtype) if ctx.needs_input_grad[1] else None
+        for block in _blocks(hidden, weight.shape[0]):
+            logits = _product(hidden[block], projection.t())
+            losses, grad = _losses_and_gradient(logits, targets[block], count, dtype)
+            total += losses
+            if grad_hidden is not None:
+                torch.mm(grad, projection, out=grad_hidden[block])
+            if grad_weight is not None:
+                grad_weight += _product(grad.t(), hidden[block])
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (
+            None if grad_hidden is None else (grad_hidden * grad.to(grad_hidden.dtype)).to(ctx.dtypes[0]),
+            None if grad_weight is None else (grad_weight * grad).to(ctx.dtypes[1]),
+            None,
+            None,
+        )
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean of −log softmax(hidden weightᵀ)[target] over targets other than ``IGNORED``; 0 if there are none.
+
+    Args:
+        hidden: (N, D); weight: (V, D); targets: (N,) int64.
+
+    Returns:
+        A scalar, float32 or wider.
+    """
+    dtype = _product_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+            return _MeanCrossEntropy.apply(hidden, weight, targets, dtype)
+        return _token_losses(hidden, weight, targets, dtype).sum() / (targets != IGNORED).sum().clamp(min=1)
+
+
+def token_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """−log softmax(hidden weightᵀ)[target] of every token, 0 where ``IGNORED``; same arguments, no gradient.
+
+    Returns:
+        (N,), float32 or wider.
+    """
+    dtype = _product_dtype(hidden)
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        return _token_losses(hidden, weight, targets, dtype)
+
+
+def _token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    hidden, projection = hidden.to(dtype), weight.to(dtype)
+    losses = []
+    for block in _blocks(hidden, weight.shape[0]):
+        logits = _product(hidden[block], projection.t())
+        losses.append(F.cross_entropy(logits, targets[block], reduction="none", ignore_index=IGNORED))
+    return torch.cat(losses)
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    return linear_dtype(hidden) if hidden.is_cuda else hidden.dtype
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, float32 or wider; a GPU rounds nothing on the way to it."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).to(compute_dtype(a))
+
+
+def _blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
+    size = max(1, (GPU_BLOCK_ELEMENTS if hidden.is_cuda else BLOCK_ELEMENTS) // vocabulary)
+    for begin in range(0, hidden.shape[0], size):
+        yield slice(begin, begin + size)
+
+
+def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The sum of −log softmax(logits)[target], and its gradient over ``count`` by the logits, as ``dtype``."""
+    if kernels_run_on(logits):
+        from gecko.ops.loss.triton import losses_and_gradient
+
+        losses, grad = losses_and_gradient(logits, targets, count, IGNORED, dtype)
+        return losses.sum(), grad
+    log_probabilities = logits.log_softmax(-1)
+    total = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
+    return total, _logit_gradient(log_probabilities, targets, count).to(dtype)
+
+
+def _logit_gradient(log_probabilities: Tensor, targets: Tensor, count: Tensor) -> Tensor:
+    """(softmax − one-hot) / count, zero for ignored targets; overwrites its input."""
+    grad = log_probabilities.exp_()
+    trained = targets != IGNORED
+    grad.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -torch.ones_like(grad[:, :1]))
+    return grad.mul_((trained.to(grad.dtype) / count).unsqueeze(1))

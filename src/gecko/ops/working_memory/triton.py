@@ -1,0 +1,236 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Working memory by kernels: features, library products for what chunks come to, one kernel for the chain, one product
+to read.
+
+The products φᵀψ, φᵀv and ψ(q) M are large, dense and batched (at gecko-7b 256 × 2,048 × 2,048 each), so cuBLAS's; their
+operands are made by kernels in the dtype of v and not kept: backward makes them again.
+
+Counted for one layer at T = 32 K, one row, bf16, of multiply-adds two operations each:
+
+| | gecko-7b (H 4) | gecko-1b (H 2) |
+|---|---|---|
+| q, k, v read, out written | 1.13 GiB | 0.56 GiB |
+| φ, ψ, ψ(q) written and read | 0.38 GiB | 0.19 GiB |
+| sums of values (float32) and memories, written and read | 0.38 GiB | 0.19 GiB |
+| φᵀψ, φᵀv, ψ(q) M | 17 + 137 + 137 GFLOP | the half |
+| chain, three tf32 products each | 17 GFLOP | the half |
+| backward | two products for each of these | the half |
+| kept beside inputs and output: sums of values and keys, A, memories | 224 MiB | 112 MiB |
+
+gecko-7b forward on an H200 at 4.8 TB/s and 790 TFLOP/s: 0.42 ms for the bytes, 0.37 ms for the products.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gecko.ops.phases import common_phase
+from gecko.ops.working_memory.chunked import _normalisers
+from gecko.ops.working_memory.grid import Grid
+from gecko.ops.working_memory.products import product
+from gecko.ops.working_memory.rules import Adaptive, ChunkSummary, Rule, empty_summary
+from gecko.ops.working_memory.triton_chain import chain
+from gecko.ops.working_memory.triton_features import features, features_backward, weigh_backward, weigh_forward
+from gecko.segments import Segments
+
+if TYPE_CHECKING:
+    from gecko.ops.working_memory import WorkingMemoryState
+
+
+def remember_on_kernels(
+    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+) -> tuple[Tensor, WorkingMemoryState]:
+    """``working_memory`` for rows that agree on position mod c, on one rank. See ``remember_chunks``."""
+    phase = common_phase(segments, chunk_size)
+    assert phase is not None, "rows must agree on their phase"
+    grid = segments.shared(("memory", chunk_size), lambda: Grid.build(segments, phase, chunk_size))
+    q, k, v = (grid.lay(x).contiguous() for x in inputs)
+    adaptive = isinstance(rule, Adaptive)
+
+    nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], torch.float32, q.device)
+    current = state.current.where(grid.continues, nothing)
+    weights = weigh(k, grid.counted, adaptive)
+    whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
+    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
+    normalisers = _normalisers(rule, state, whole, resets)
+    before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
+    chunks = ChunkSummary(weights, *summarise(k, v, grid.counted, weights, before, adaptive))
+    if phase:
+        first = rule.merge(current, _at(chunks, 0))
+        chunks = ChunkSummary(*(
+            torch.cat([f.unsqueeze(2), x[:, :, 1:]], dim=2)
+            for f, x in zip(first.tensors().values(), chunks.tensors().values(), strict=True)
+        ))  # fmt: skip
+
+    end = (phase + segments.length) // chunk_size
+    a, rho = _factors(rule, state.previous, chunks, normalisers[:, :, 1 : end + 1])
+    a = a.masked_fill(resets[:, None, :end, None, None], 0)
+    memories, last = chain(
+        *(x.flatten(0, 1).contiguous() for x in (a, state.previous.value_sum, chunks.value_sum, rho, state.memory)),
+        v.dtype,
+    )
+    out = recall(q, memories, grid.allowed, normalisers[:, :, :-2].contiguous(), adaptive)
+    entered = state.previous if end == 0 else _at(chunks, end - 1)
+    going_on = _at(chunks, end) if end < grid.chunks else nothing
+    after = type(state)(last.view_as(state.memory), normalisers[:, :, end].clone(), entered, going_on, resets[:, end])
+    return out.flatten(2, 3)[:, :, phase : phase + segments.length], after
+
+
+def _at(chunks: ChunkSummary, index: int) -> ChunkSummary:
+    """A copy: a view would hold all of them in memory as long as the state lives."""
+    return chunks.map(lambda x: x[:, :, index].clone())
+
+
+def _factors(rule: Rule, previous: ChunkSummary, chunks: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
+    """A and ρ of the chunks that enter, the previous one first; ``after`` are the normalisers with each of them."""
+    steps = after.shape[2]
+    weight, key_sum = (
+        torch.cat([x.unsqueeze(2), y[:, :, : max(steps - 1, 0)]], dim=2)[:, :, :steps]
+        for x, y in ((previous.weight, chunks.weight), (previous.key_sum, chunks.key_sum))
+    )
+    if not isinstance(rule, Adaptive):
+        return torch.eye(after.shape[-1], device=after.device) - key_sum, torch.ones_like(weight)
+    rho = (weight - after).exp()
+    return torch.diag_embed(1 - rho) - rho.unsqueeze(-1) * key_sum, rho
+
+
+@torch.library.custom_op("gecko::memory_weigh", mutates_args=())
+def weigh(k: Tensor, counted: Tensor, adaptive: bool) -> Tensor:
+    """Weights of chunks, (B, H, n, key) float32, of keys k (B, H, n, c, key) that are ``counted`` (B, 1, n, c, 1)."""
+    return weigh_forward(k, counted, adaptive)
+
+
+@weigh.register_fake
+def _(k, counted, adaptive):
+    return k.new_empty(*k.shape[:3], k.shape[4], dtype=torch.float32)
+
+
+@torch.library.custom_op("gecko::memory_weigh_backward", mutates_args=())
+def weigh_gradient(grad: Tensor, k: Tensor, counted: Tensor, weight: Tensor, adaptive: bool) -> Tensor:
+    """Gradient of ``weigh`` by k."""
+    return weigh_backward(grad, k, counted, weight, adaptive)
+
+
+@weigh_gradient.register_fake
+def _(grad, k, counted, weight, adaptive):
+    return torch.empty_like(k)
+
+
+def _keep_weigh(ctx, inputs, output):
+    k, counted, ctx.adaptive = inputs
+    ctx.save_for_backward(k, counted, output)
+
+
+def _pass_back_weigh(ctx, grad):
+    return weigh_gradient(grad, *ctx.saved_tensors, ctx.adaptive), None, None
+
+
+weigh.register_autograd(_pass_back_weigh, setup_context=_keep_weigh)
+
+
+@torch.library.custom_op("gecko::memory_summarise", mutates_args=())
+def summarise(
+    k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor, adaptive: bool
+) -> tuple[Tensor, Tensor]:
+    """Σ φ ψᵀ and Σ φ vᵀ of each chunk, (B, H, n, key, key) and (B, H, n, key, value) float32.
+
+    Args:
+        k: (B, H, n, c, key); v: (B, H, n, c, value); counted: (B, 1, n, c, 1) bool.
+        weight, before: (B, H, n, key) float32: what φ and the linear rule's ψ are divided by.
+    """
+    phi, psi = features(k, counted, weight, before, adaptive, v.dtype)
+    assert phi is not None
+    shape = (*k.shape[:3], k.shape[4], -1)
+    return product(phi.mT, psi).view(shape), product(phi.mT, v.flatten(0, 2)).view(shape)
+
+
+@summarise.register_fake
+def _(k, v, counted, weight, before, adaptive):
+    shape = (*k.shape[:3], k.shape[4])
+    return tuple(k.new_empty(*shape, x.shape[4], dtype=torch.float32) for x in (k, v))
+
+
+@torch.library.custom_op("gecko::memory_summarise_backward", mutates_args=())
+def summarise_gradient(
+    grad_keys: Tensor, grad_values: Tensor, k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor,
+    adaptive: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of ``summarise`` by k, v and the weight (adaptive) or ``before`` (linear)."""
+    phi, psi = features(k, counted, weight, before, adaptive, v.dtype)
+    assert phi is not None
+    grad_keys, grad_values = (x.flatten(0, 2).to(v.dtype) for x in (grad_keys, grad_values))
+    grad_phi = torch.bmm(psi, grad_keys.mT).baddbmm_(v.flatten(0, 2), grad_values.mT)
+    grad_k, grad_divisor = features_backward(k, counted, weight, before, grad_phi, torch.bmm(phi, grad_keys), adaptive)
+    assert grad_divisor is not None
+    return grad_k, torch.bmm(phi, grad_values).view_as(v), grad_divisor
+
+
+@summarise_gradient.register_fake
+def _(grad_keys, grad_values, k, v, counted, weight, before, adaptive):
+    return tuple(torch.empty_like(x) for x in (k, v, weight))
+
+
+def _keep_summarise(ctx, inputs, output):
+    *tensors, ctx.adaptive = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _pass_back_summarise(ctx, grad_keys, grad_values):
+    grad_k, grad_v, divisor = summarise_gradient(grad_keys, grad_values, *ctx.saved_tensors, ctx.adaptive)
+    by_weight, by_before = (divisor, None) if ctx.adaptive else (None, divisor)
+    return grad_k, grad_v, None, by_weight, by_before, None
+
+
+summarise.register_autograd(_pass_back_summarise, setup_context=_keep_summarise)
+
+
+@torch.library.custom_op("gecko::memory_recall", mutates_args=())
+def recall(q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor, adaptive: bool) -> Tensor:
+    """ψ(q) M, zero where not allowed, (B, H, n, c, value) in the dtype of the memories.
+
+    Args:
+        q: (B, H, n, c, key); memories: (B · H, n, key, value); allowed: (B, 1, n, c, 1) bool.
+        normaliser: (B, H, n, key) float32, what the linear rule divides by.
+    """
+    _, psi = features(q, allowed, None, normaliser, adaptive, memories.dtype)
+    return torch.bmm(psi, memories.flatten(0, 1)).view(*q.shape[:4], -1)
+
+
+@recall.register_fake
+def _(q, memories, allowed, normaliser, adaptive):
+    return memories.new_empty(*q.shape[:4], memories.shape[-1])
+
+
+@torch.library.custom_op("gecko::memory_recall_backward", mutates_args=())
+def recall_gradient(
+    grad: Tensor, q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor, adaptive: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``recall`` by q, the memories and the normaliser; that is empty for the adaptive rule."""
+    grad = grad.flatten(0, 2)
+    _, psi = features(q, allowed, None, normaliser, adaptive, memories.dtype)
+    grad_psi = torch.bmm(grad, memories.flatten(0, 1).mT)
+    grad_q, grad_normaliser = features_backward(q, allowed, None, normaliser, None, grad_psi, adaptive)
+    grad_memories = torch.bmm(psi.mT, grad).view_as(memories)
+    return grad_q, grad_memories, normaliser.new_empty(0) if grad_normaliser is None else grad_normaliser
+
+
+@recall_gradient.register_fake
+def _(grad, q, memories, allowed, normaliser, adaptive):
+    by_normaliser = normaliser.new_empty(0) if adaptive else torch.empty_like(normaliser)
+    return torch.empty_like(q), torch.empty_like(memories), by_normaliser
+
+
+def _keep_recall(ctx, inputs, output):
+    *tensors, ctx.adaptive = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _pass_back_recall(ctx, grad):
+    grad_q, grad_memories, by_normaliser = recall_gradient(grad, *ctx.saved_tensors, ctx.adaptive)
+    return grad_q, grad_memories, None, None if ctx.adaptive else by_normaliser, None
+
+
+recall.register_autograd(_pass_back_recall, setup_context=_keep_recall)

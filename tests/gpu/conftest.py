@@ -1,0 +1,22 @@
+"""Tests on the GPU that is there: ``pytest tests/gpu``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _poisoned() -> Iterator[None]:
+    """Unwritten memory is NaN, on the device too. Products need not be deterministic: cuBLAS would refuse."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda")

@@ -1,0 +1,75 @@
+"""A model on the GPU is the model on the CPU: logits, loss, every gradient, states; and bfloat16 stays near."""
+
+from __future__ import annotations
+
+import copy
+
+import cases
+import pytest
+import torch
+from cases import CHUNK, VARIANTS, tokens
+
+import gecko
+from gecko.train.step import autocast
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no CUDA device", allow_module_level=True)
+
+IDS = torch.tensor([[0] * 5 + [1] * 40, [0] * 30 + [1] * 15])
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the largest number."""
+    expected = expected.detach().double()
+    return float((actual.detach().cpu().double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request, device):
+    """One model on the CPU in float64, and on the GPU in float32."""
+    model = cases.model(request.param)
+    return model, copy.deepcopy(model).float().to(device)
+
+
+def test_logits_and_gradients(pair, device):
+    text = tokens(2, 46)
+    for model in pair:
+        where = model.embedding.weight.device
+        model.zero_grad()
+        model.loss(text[:, :-1].to(where), text[:, 1:].to(where), IDS.to(where)).backward()
+    exact, fast = pair
+    assert difference(fast(text.to(device))[0], exact(text)[0]) < 1e-4
+    for (name, wanted), got in zip(exact.named_parameters(), fast.parameters(), strict=True):
+        assert difference(got.grad, wanted.grad) < 1e-3, name
+
+
+def test_reading_in_parts_and_token_by_token(pair, device):
+    exact, fast = pair
+    text = tokens(2, 3 * CHUNK + 5).to(device)
+    with torch.no_grad():
+        whole, _ = exact(text.cpu())
+        first, state = fast(text[:, :13])
+        second, state = fast(text[:, 13:-3], state=state)
+        steps = []
+        for token in text[:, -3:].unbind(1):
+            logits, state = fast.step(token, state)
+            steps.append(logits)
+    read = torch.cat([first, second, torch.stack(steps, dim=1)], dim=1)
+    assert difference(read, whole) < 1e-4
+
+
+def test_bfloat16_is_near(pair, device):
+    exact, fast = pair
+    text = tokens(2, 46)
+    with autocast("bfloat16", device), torch.no_grad():
+        loss = fast.loss(text[:, :-1].to(device), text[:, 1:].to(device), IDS.to(device))
+    with torch.no_grad():
+        wanted = exact.loss(text[:, :-1], text[:, 1:], IDS)
+    assert difference(loss, wanted) < 0.03
+
+
+def test_generation_is_the_same(device):
+    model = cases.model("gecko", torch.float32)
+    prompt = [tokens(1, 20)[0].tolist()]
+    here = gecko.generate(model, prompt, max_new_tokens=12, seed=0)
+    assert gecko.generate(model.to(device), prompt, max_new_tokens=12, seed=0).tokens == here.tokens

@@ -1,0 +1,54 @@
+"""An operator's kernels against its eager form: numbers, gradients, and what ``torch.library`` asks of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Largest difference, relative to the largest number of the tensor; 16 bits round the output once."""
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random numbers that a test may differentiate by."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def agree(kernels: Callable[..., Tensor], eager: Callable[..., Tensor], leaves: Sequence[Tensor | None]) -> None:
+    """``kernels`` give in the leaves' dtypes what ``eager`` gives in float64: the output and every gradient."""
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
+    output, exact = kernels(*leaves), eager(*wide)
+    assert output.shape == exact.shape
+    _same("output", output, exact)
+    weights = normal(*exact.shape, seed=1).detach().to(output.dtype)
+    gradients = _gradients(output, leaves, weights)
+    for i, (got, wanted) in enumerate(zip(gradients, _gradients(exact, wide, weights.double()), strict=True)):
+        _same(f"gradient {i}", got, wanted)
+
+
+def _gradients(output: Tensor, leaves: Sequence[Tensor | None], weights: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(output, [x for x in leaves if x is not None], weights)
+
+
+def _same(name: str, got: Tensor, wanted: Tensor) -> None:
+    tolerance = TOLERANCE[got.dtype]
+    scale = max(1.0, wanted.abs().max().item())
+    torch.testing.assert_close(
+        got.double(), wanted, rtol=tolerance, atol=tolerance * scale, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def is_well_registered(operator: Any, *inputs: Any) -> None:
+    """Schema, fake and autograd of a custom operator fit what it does, and it does not break a compiled graph."""
+    torch.library.opcheck(operator, inputs)
+
+    def around(*inputs: Any) -> Any:
+        first, *rest = inputs
+        return operator(2 * first, *rest)
+
+    found, expected = torch.compile(around, backend="aot_eager", fullgraph=True)(*inputs), around(*inputs)
+    torch.testing.assert_close(found, expected)

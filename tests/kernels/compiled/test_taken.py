@@ -1,0 +1,63 @@
+"""Operators take their kernels for tensors of a GPU, in 16 and 32 bits, and their eager forms for others.
+
+The tensors are fakes: shapes and dtypes on a device that need not be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gecko.ops.fan_out import fan_out
+from gecko.ops.gates import gated, silu_by_head
+from gecko.ops.norms import group_layer_norm, group_rms_norm
+from gecko.ops.swiglu import swiglu
+from gecko.ops.timestep_norm import timestep_norm
+
+Empty = Callable[..., Tensor]
+
+CALLS: dict[str, Callable[[Empty], Tensor]] = {
+    "timestep_norm": lambda e: timestep_norm(e(2, 70, 12), e(12), e(12), 3, (0.9, 0.99), 1e-5)[0],
+    "group_norm": lambda e: group_rms_norm(e(2, 5, 12), e(12), 3, 1e-5),
+    "group_norm centered": lambda e: group_layer_norm(e(2, 5, 12), e(12), e(12), 3, 1e-5),
+    "fan_out": lambda e: fan_out(e(2, 5, 12), e(4, 12), e(4, 12), 3, 1e-5),
+    "silu_by_head": lambda e: silu_by_head(e(2, 5, 12), 3),
+    "gated": lambda e: gated(e(2, 3, 5, 4), e(2, 5, 12), e(2, 3, 5, 4)),
+    "swiglu": lambda e: swiglu(e(3, 4), e(3, 4)),
+}
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "gecko":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def _called(call: Callable[[Empty], Tensor], device: str, dtype: torch.dtype) -> tuple[list[str], Tensor]:
+    with FakeTensorMode(), torch.no_grad(), Recorder() as recorder:
+        y = call(lambda *shape: torch.empty(shape, dtype=dtype, device=device))
+    return recorder.names, y
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_operators_take_kernels_on_a_gpu(name, dtype):
+    names, y = _called(CALLS[name], "cuda:0", dtype)
+    expected_names, expected = _called(CALLS[name], "cpu", dtype)
+    assert names == [name.split()[0]]
+    assert expected_names == []
+    assert (y.shape, y.dtype, y.device.type) == (expected.shape, expected.dtype, "cuda")
+
+
+def test_wide_numbers_take_the_eager_form_there():
+    assert _called(CALLS["swiglu"], "cuda:0", torch.float64)[0] == []

@@ -1,0 +1,157 @@
+"""The kernels of the moving average keep the laws."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import cases
+import laws
+import pytest
+import torch
+
+from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton
+from gecko.ops.cema.items import ItemPlan
+from gecko.segments import Segments
+
+CEMA = cases.CEMA
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels_run() -> Iterator[None]:
+    """Operators take their kernels for tensors of the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gecko.ops.cema.kernels_run_on", lambda x: True)
+        yield
+
+
+SINGLE = [dataclasses.replace(case, dtype=torch.float32) for case in cases.COMMON]
+LONG = [
+    cases.Case(700, "one", (5,), batch=1, dtype=torch.float32),
+    cases.Case(600, "packed", (21,), dtype=torch.float32),
+    cases.Case(320, "edges", (3,), batch=1, dtype=torch.float32),
+]
+"""Several tiles of items, and units of more than one chunk."""
+
+PARTED = {"B2-T40-packed-after23+16-float32", str(LONG[-1])}
+"""Cases that are also read in parts: the forms for short parts are not the kernels', and slow here."""
+
+LAWS = [
+    parameter for parameter in laws.over([*(case for case in SINGLE if case.length >= 16), *LONG])
+    if parameter.values[0] is not laws.split_anywhere or str(parameter.values[1]) in PARTED
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "case"), LAWS)
+def test_cema(law, case):
+    law(CEMA, case)
+
+
+@pytest.mark.parametrize("case", [case for case in SINGLE if case.length < 20], ids=str)
+def test_tokens_without_gradients(case):
+    """Decoding: token by token, by the kernel for one."""
+    given = cases.problem(CEMA, case)
+    exact = given.double()
+    if exact.state is None:
+        exact = dataclasses.replace(exact, state=CEMA.empty(case.batch, torch.float64))
+    reference = laws.read(CEMA.reference, exact)
+    with torch.no_grad():
+        output, state = laws._call(CEMA.fast, given, list(range(case.length + 1)))
+    found = laws.Reading(output, {"state": state}, {})
+    laws.assert_same(found.values, reference.values, laws.TOLERANCE[torch.float32])
+
+
+def _call(channels: int, modes: int, length: int, dtype: torch.dtype, batch: int = 2, documents: bool = True):
+    """Arguments of ``cema``; long memories and short ones."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    parameters = normal(channels, modes), 3 * normal(channels, modes), 2 * normal(channels), normal(channels, modes, 2)
+    ids = (torch.rand(batch, length, generator=generator) < 3 / length).long().cumsum(1) if documents else None
+    x = normal(batch, length, channels).to(dtype)
+    state = 0.3 * normal(batch, channels, modes, 2)
+    return x, CEMACoefficients.from_parameters(*parameters), state, Segments.build(batch, length, segment_ids=ids)
+
+
+@pytest.mark.parametrize(("channels", "modes"), [(17, 16), (16, 1), (9, 11)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cema_of_other_shapes_and_dtypes(channels, modes, dtype):
+    """More channels than a block, fewer, all modes and one. Before it is rounded to 16 bits, a number is off by less
+    than that rounding of the tensor's largest one."""
+    x, coefficients, state, segments = _call(channels, modes, 70, dtype)
+    found = _read(cema, x, coefficients, state, segments)
+    expected = _read(_reference, x.double(), _double(coefficients), state.double(), segments)
+    assert found[0].dtype == dtype
+    rounding = torch.finfo(dtype).eps / 2
+    for got, wanted in zip(found, expected, strict=True):
+        off = (got.double() - wanted).abs()
+        assert (off <= rounding * (wanted.abs() + wanted.abs().max()) + 1e-5 * wanted.abs().max()).all()
+
+
+def _double(coefficients: CEMACoefficients) -> CEMACoefficients:
+    given = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
+    return CEMACoefficients(*(tensor.double() for tensor in given))
+
+
+def _reference(x, coefficients, state, *, segments, skip):
+    y, after = cema_reference(x, coefficients, state, segments)
+    return y + skip * x, after
+
+
+def _read(form, x, coefficients, state, segments):
+    """Outputs, state, and their gradients by everything there is, the skip connection too."""
+    parts = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
+    skip = torch.linspace(-1, 2, x.shape[-1]).to(state.dtype)
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, state, skip, *parts)]
+    y, after = form(leaves[0], CEMACoefficients(*leaves[3:]), leaves[1], segments=segments, skip=leaves[2])
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(tensor.shape, generator=generator).to(x.dtype).to(tensor.dtype) for tensor in (y, after)]
+    return [y.detach(), after.detach(), *torch.autograd.grad([y, after], leaves, weights)]
+
+
+def test_cema_refuses_more_modes_than_fit_by_taking_the_chunked_form():
+    x, coefficients, state, segments = _call(4, 17, 32, torch.float32)
+    y, _ = cema(x, coefficients, state, segments=segments)
+    expected, _ = cema_reference(x, coefficients, state, segments)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def _op_arguments(length: int = 40) -> tuple[object, ...]:
+    x, coefficients, state, segments = _call(5, 3, length, torch.float32)
+    plan = ItemPlan.build(segments)
+    parts = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
+    given = x[:, plan.head :], *parts, torch.randn(5), state
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
+    return (*leaves, plan.forwards.tensors(), plan.backwards.tensors(), plan.unit)
+
+
+def test_the_operator_is_registered_in_full():
+    torch.library.opcheck(triton._cema_op, _op_arguments())
+
+
+def test_the_operator_compiles_in_one_graph():
+    arguments = _op_arguments()
+
+    def squared(*given: object) -> torch.Tensor:
+        y, after = torch.ops.gecko.cema(*given)
+        return (y * y).sum() + after.sum()
+
+    compiled = torch.compile(squared, backend="aot_eager", fullgraph=True)
+    plain, whole = squared(*arguments), compiled(*arguments)
+    torch.testing.assert_close(whole, plain)
+    leaves = arguments[:7]
+    for found, expected in zip(torch.autograd.grad(whole, leaves), torch.autograd.grad(plain, leaves), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_long_memories_stay_accurate():
+    """Over a few thousand steps of filters that hardly decay, as large as the state becomes."""
+    x, coefficients, state, segments = _call(4, 3, 2500, torch.float32, batch=1, documents=False)
+    slow = CEMACoefficients(
+        coefficients.input, coefficients.log_damping * 1e-3, coefficients.angle, coefficients.output
+    )
+    y, _ = cema(x, slow, state, segments=segments)
+    expected, _ = cema_reference(x.double(), _double(slow), state.double(), segments)
+    assert (y - expected).abs().max() < 1e-4 * expected.abs().max()

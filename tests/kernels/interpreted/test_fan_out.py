@@ -1,0 +1,40 @@
+"""The fan-out's kernels are its eager form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.agreement import agree, is_well_registered, normal
+
+from gecko.ops.fan_out import fan_out
+from gecko.ops.fan_out import triton as kernels
+
+EPS = 1e-3
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("length", [1, 11])
+@pytest.mark.parametrize(("heads", "size", "rows"), [(2, 6, 4), (1, 5, 2), (3, 4, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fan_out(batch, length, heads, size, rows, dtype, monkeypatch):
+    """Few programs of small tiles: each walks over several, and the last one is not whole."""
+    monkeypatch.setattr(kernels, "PROGRAMS", 2)
+    sizes = kernels._sizes
+    monkeypatch.setattr(kernels, "_sizes", lambda *shape: {**sizes(*shape), "steps": 4})
+    agree(
+        lambda *leaves: kernels.fan_out_kernels(*leaves, heads, EPS),
+        lambda *leaves: fan_out(*leaves, heads, EPS),
+        (normal(batch, length, heads * size, dtype=dtype), normal(rows, heads * size), normal(rows, heads * size)),
+    )
+
+
+def test_fan_out_in_tiles_as_launched():
+    agree(
+        lambda *leaves: kernels.fan_out_kernels(*leaves, 2, EPS),
+        lambda *leaves: fan_out(*leaves, 2, EPS),
+        (normal(2, 40, 48), normal(4, 48), normal(4, 48)),
+    )
+
+
+def test_fan_out_is_well_registered():
+    is_well_registered(kernels._fan_out, normal(2, 3, 8, dtype=torch.bfloat16), normal(4, 8), normal(4, 8), 2, EPS)

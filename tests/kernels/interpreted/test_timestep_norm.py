@@ -1,0 +1,95 @@
+"""The timestep norm's kernels keep the laws, whatever tiles they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cases
+import laws
+import pytest
+import torch
+from kernels.agreement import is_well_registered, normal
+
+from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
+from gecko.ops.timestep_norm import triton as kernels
+from gecko.segments import Segments
+
+BETAS = (0.999, 0.9999)
+
+
+def _kernel_form(operator: cases.Operator, betas: tuple[float, float] | None) -> cases.Operator:
+    def fast(parameters, inputs, state, segments):
+        state = operator.empty(segments.batch, torch.float32) if state is None else state
+        return kernels.normalise(inputs[0], *parameters, 2, betas, 1e-3, state, segments)
+
+    return replace(operator, fast=fast)
+
+
+DECAY, FAST_DECAY, CUMULATIVE = (
+    _kernel_form(operator, betas)
+    for operator, betas in zip(cases.TIMESTEP_NORMS, (BETAS, (0.7, 0.9), None), strict=True)
+)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Texts of many tiles, carries of many blocks, groups that fill no tile."""
+    sizes = kernels._sizes
+    monkeypatch.setattr(kernels, "_sizes", lambda *shape: {**sizes(*shape), "steps": 4, "together": 4})
+    monkeypatch.setattr(kernels, "_carry_sizes", lambda groups: {"columns": 1, "tiles_at_once": 2})
+
+
+@pytest.mark.parametrize(
+    ("law", "case"), laws.over([replace(case, dtype=torch.float32) for case in cases.ONE_CONFIGURATION])
+)
+@pytest.mark.parametrize("operator", [FAST_DECAY, CUMULATIVE], ids=str)
+def test_timestep_norm_of_many_tiles(operator, law, case, small_tiles):
+    law(operator, case)
+
+
+AS_LAUNCHED = [
+    cases.Case(1, "one", (0, 7), dtype=torch.float32),
+    cases.Case(3, "packed", (5,), dtype=torch.float32),
+    cases.Case(200, "packed", (21, 0), dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", AS_LAUNCHED, ids=str)
+@pytest.mark.parametrize("operator", [DECAY, CUMULATIVE], ids=str)
+def test_timestep_norm_in_tiles_as_launched(operator, case):
+    laws.fast_is_reference(operator, case)
+
+
+@pytest.mark.parametrize("betas", [BETAS, None])
+def test_statistics_survive_a_large_offset(betas, small_tiles):
+    x = (100 + normal(1, 30, 12)).detach()
+    state = TimestepNormState.empty(1, 3)
+    y, _ = kernels.normalise(x, None, None, 3, betas, 1e-5, state, Segments.build(1, 30))
+    exact, _ = timestep_norm(x.double(), None, None, 3, betas, 1e-5)
+    assert (y - exact).abs().max() < 2e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize("betas", [BETAS, None])
+def test_sixteen_bit_activations_keep_float32_statistics(betas):
+    x, weight = normal(1, 6, 12, dtype=torch.bfloat16).detach(), normal(12).detach()
+    state = TimestepNormState.empty(1, 3)
+    y, after = kernels.normalise(x, weight, weight, 3, betas, 1e-5, state, Segments.build(1, 6))
+    exact, expected = timestep_norm(x.double(), weight.double(), weight.double(), 3, betas, 1e-5)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(after.variance.double(), expected.variance, rtol=1e-5, atol=1e-7)
+
+
+def test_counts_near_one_keep_their_digits():
+    """1 − β₂ⁿ at n = 1 is 1e-4: in float32 by way of 1 − exp it would have three digits."""
+    x = normal(1, 1, 64).detach()
+    y, _ = kernels.normalise(x, None, None, 1, BETAS, 0.0, TimestepNormState.empty(1, 1), Segments.build(1, 1))
+    torch.testing.assert_close(y, (x - x.mean()) / x.std(correction=0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("betas", [list(BETAS), None])
+def test_timestep_norm_is_well_registered(betas, small_tiles):
+    count, begins = torch.tensor([3, 0]), torch.tensor([[-1, -1, 2, 2, 2, 5, 5]] * 2, dtype=torch.int32)
+    mean, variance = normal(2, 3), normal(2, 3, seed=1).detach().abs().requires_grad_()
+    inputs = (normal(2, 7, 6), normal(6), normal(6, seed=1), count, mean, variance, begins, 3, betas, 1e-5)
+    is_well_registered(kernels._timestep_norm, *inputs)

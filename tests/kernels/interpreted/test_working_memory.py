@@ -1,0 +1,109 @@
+"""The working memory's kernels keep the laws by both rules."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import cases
+import laws
+import pytest
+import torch
+from cases import CHUNK, Case
+from kernels.agreement import is_well_registered, normal
+
+from gecko.ops.working_memory import WorkingMemoryState, triton_chain, triton_features
+from gecko.ops.working_memory import triton as kernels
+from gecko.ops.working_memory.chunked import remember_chunks
+from gecko.ops.working_memory.rules import RULES
+from gecko.segments import Segments
+
+SINGLE = [
+    replace(case, dtype=torch.float32)
+    for case in (
+        Case(2, "packed"), Case(CHUNK), Case(50, "edges"), Case(30, "one", (5, 22)), Case(12, "first", (17, 17)),
+        Case(40, "singles", (13,)), Case(90, "packed", (21,)),
+    )
+]  # fmt: skip
+ONE = [replace(Case(35, "packed", (21,)), dtype=torch.float32)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    """It counts how often one function is compiled, over all tests."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _on_kernels(monkeypatch):
+    """As for tensors on a GPU."""
+    monkeypatch.setattr(sys.modules["gecko.ops.working_memory"], "kernels_run_on", lambda x: True)
+
+
+@pytest.mark.parametrize("case", SINGLE, ids=str)
+@pytest.mark.parametrize("operator", cases.MEMORIES, ids=str)
+def test_working_memory(operator, case):
+    laws.fast_is_reference(operator, case)
+
+
+@pytest.mark.parametrize(("law", "case"), laws.over(ONE)[1:])
+@pytest.mark.parametrize("operator", cases.MEMORIES, ids=str)
+def test_working_memory_in_parts(operator, law, case):
+    law(operator, case)
+
+
+def _small_tiles(monkeypatch) -> None:
+    monkeypatch.setattr(triton_chain, "_TILE", {"block_r": 16, "block_s": 16})
+    monkeypatch.setattr(triton_features, "_TILE", 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["adaptive", "linear"])
+def test_memories_of_many_tiles(rule, dtype, monkeypatch):
+    """Against the eager form in float64, in tiles of which each chunk and each memory has several."""
+    _small_tiles(monkeypatch)
+    inputs = [normal(1, 2, 100, width, seed=i, dtype=dtype) for i, width in enumerate((18, 18, 35))]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    segments = Segments.build(1, 100, segment_ids=(torch.arange(100) >= 13).long().unsqueeze(0))
+    outputs = []
+    for form, x in ((kernels.remember_on_kernels, inputs), (remember_chunks, exact)):
+        empty = WorkingMemoryState.empty(rule, 1, 2, 18, 35, torch.promote_types(x[0].dtype, torch.float32))
+        out, state = form(RULES[rule], 20, tuple(x), empty, Segments.select(segments, [0]))
+        weights = normal(*out.shape, seed=9).detach()
+        outputs.append((out, state.memory, *torch.autograd.grad(out, x, weights.to(out.dtype))))
+    for got, wanted in zip(*outputs, strict=True):
+        error = (got.double() - wanted).abs().max() / wanted.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 3e-2)
+    assert outputs[0][0].dtype == dtype
+    assert outputs[0][1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+@pytest.mark.parametrize("shift", [-300.0, 300.0])
+def test_adaptive_memory_is_bounded_however_large_the_keys(shift, packed):
+    """Gradients as well: what a mask hides (padding, other documents) must not overflow behind it."""
+    q, k, v = (normal(1, 2, 61, 3, seed=i) for i in range(3))
+    ids = (torch.arange(61) >= 13).long().unsqueeze(0) if packed else None
+    state = WorkingMemoryState.empty("adaptive", 1, 2, 3, 3)
+    segments = Segments.build(1, 61, segment_ids=ids)
+    out, state = kernels.remember_on_kernels(RULES["adaptive"], CHUNK, (q, 200 * k + shift, v), state, segments)
+    (out.sum() + sum(x.sum() for x in state.tensors().values() if x.is_floating_point())).backward()
+    assert out.isfinite().all() and state.memory.isfinite().all()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_kernels_are_well_registered(adaptive):
+    q, k, v = (normal(2, 2, 3, CHUNK, width, seed=i) for i, width in enumerate((3, 3, 4)))
+    mask = torch.rand(2, 1, 3, CHUNK, 1, generator=torch.Generator().manual_seed(3)) < 0.7
+    weight, before = (normal(2, 2, 3, 3, seed=i).detach() + 4 for i in (5, 6))
+    is_well_registered(kernels.weigh, k, mask, adaptive)
+    is_well_registered(kernels.summarise, k, v, mask, weight, before, adaptive)
+    is_well_registered(kernels.recall, q, normal(4, 3, 3, 4), mask, before, adaptive)
+
+
+@pytest.mark.parametrize(("steps", "reads"), [(0, 1), (2, 3), (3, 3)])
+def test_chain_is_well_registered(steps, reads):
+    a, rho = normal(2, steps, 3, 3), normal(2, steps, 3)
+    first, initial, b = normal(2, 3, 4), normal(2, 3, 4, seed=1), normal(2, reads, 3, 4)
+    is_well_registered(kernels.chain, a, first, b, rho, initial, torch.float32)

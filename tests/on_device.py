@@ -1,0 +1,28 @@
+"""Operators of ``cases.py`` that take their numbers to a device and bring the results back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from cases import Form, Operator, map_state
+from torch import Tensor
+
+from gecko.segments import Segments
+
+
+def on_device(operator: Operator, device: torch.device) -> Operator:
+    """The operator whose fast form runs on ``device``; numbers, gradients too, stay on the CPU for the laws."""
+    return dataclasses.replace(operator, fast=_taken(operator.fast, device))
+
+
+def _taken(form: Form, device: torch.device) -> Form:
+    def fast(parameters: list[Tensor], inputs: list[Tensor], state: Any, segments: Segments) -> tuple[Tensor, Any]:
+        there = dataclasses.replace(segments, device=device, _shared={})
+        given = [[x.to(device) for x in some] for some in (parameters, inputs)]
+        output, after = form(*given, map_state(state, lambda x: x.to(device)), there)
+        assert output.device.type == device.type
+        return output.cpu(), map_state(after, lambda x: x.cpu())
+
+    return fast

@@ -1,0 +1,52 @@
+"""The gates are their equations, in the layouts that their neighbours have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gecko.ops.gates import gated, silu_by_head
+from gecko.ops.swiglu import swiglu
+
+
+def _draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def test_silu_by_head():
+    x = _draw(2, 5, 12)
+    y = silu_by_head(x, 3)
+    assert y.shape == (2, 3, 5, 4) and y.is_contiguous()
+    for head in range(3):
+        torch.testing.assert_close(y[:, head], _silu(x[..., 4 * head : 4 * head + 4]))
+
+
+@pytest.mark.parametrize("recalls", [True, False])
+def test_gated(recalls):
+    attended, gate, recalled = _draw(2, 3, 5, 4), _draw(2, 5, 12), _draw(2, 3, 5, 4, seed=1) if recalls else None
+    out = gated(attended, gate, recalled)
+    assert out.shape == (2, 5, 12)
+    for head in range(3):
+        own = slice(4 * head, 4 * head + 4)
+        expected = attended[:, head] * _silu(gate[..., own]) + (recalled[:, head] if recalls else 0)
+        torch.testing.assert_close(out[..., own], expected)
+
+
+def test_swiglu():
+    a, b = _draw(2, 5, 6), _draw(2, 5, 6, seed=1)
+    torch.testing.assert_close(swiglu(a, b), _silu(a) * b)
+
+
+def test_gates_refuse_shapes_that_do_not_fit():
+    attended = torch.zeros(2, 3, 5, 4)
+    with pytest.raises(ValueError, match=r"gate must have shape \(2, 5, 12\); got \(2, 5, 4\)"):
+        gated(attended, torch.zeros(2, 5, 4), None)
+    with pytest.raises(ValueError, match=r"recalled must have shape \(2, 3, 5, 4\); got \(2, 3, 5, 1\)"):
+        gated(attended, torch.zeros(2, 5, 12), torch.zeros(2, 3, 5, 1))
+    with pytest.raises(ValueError, match=r"b must have shape \(2, 3\); got \(2, 1\)"):
+        swiglu(torch.zeros(2, 3), torch.zeros(2, 1))
