@@ -8,7 +8,7 @@ from functools import lru_cache
 from torch import nn
 
 from gecko.baselines import LanguageModel, ModelConfig, meta_model
-from gecko.ops.loss import BLOCK_ELEMENTS
+from gecko.ops.loss import GPU_BLOCK_ELEMENTS
 from gecko.plan.communication import GroupSizes
 from gecko.plan.counts import counts_of
 from gecko.plan.footprint import WORK_FACTOR, kept_by_model
@@ -85,7 +85,7 @@ def step_memory(run: Run, share: Share) -> dict[str, int]:
         **state_memory(config, share.divided),
         "activations kept": int(kept) + tables,
         "block in hand": int(work),
-        "logits and loss": 3 * FLOAT * BLOCK_ELEMENTS + 2 * share.tokens * config.model_dim * FLOAT + head,
+        "logits and loss": (FLOAT + HALF) * GPU_BLOCK_ELEMENTS + 2 * share.tokens * config.model_dim * FLOAT + head,
         "communication buffers": _buffers(run, groups, share),
     }
     memory["reserve"] = RESERVE + int(SLACK * sum(memory.values()))

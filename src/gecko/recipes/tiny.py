@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from gecko.config import GeckoConfig
-from gecko.train import (
-    CheckpointSettings,
-    EvaluationSettings,
-    OptimizerSettings,
-    Run,
-    SampleSettings,
-    ScheduleSettings,
-    SkipSettings,
-)
+from gecko.train import CheckpointSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings, ScheduleSettings
 
 
 def tiny() -> Run:
@@ -27,6 +19,4 @@ def tiny() -> Run:
         evaluation=EvaluationSettings(every=100),
         checkpoint=CheckpointSettings(every=200),
         sample=SampleSettings(prompt="def ", tokens=800),
-        # The 4,096 tokens of a step can be of one file: a table of code points is no fault of the optimizer.
-        skip=SkipSettings(deviations=None),
     )

@@ -14,7 +14,7 @@ from gecko.ops.chunk_attention.triton_wide import wide_backward, wide_forward
 SIZES = [
     ("gecko-7b", torch.bfloat16, 255, CAPABILITIES), ("gecko-7b", torch.float32, 255, (80,)),
     ("gecko-125m", torch.bfloat16, 255, (90,)), ("megalodon-7b", torch.bfloat16, 255, (90,)),
-    ("gecko-15m", torch.bfloat16, 200, CAPABILITIES), ("tiny", torch.bfloat16, 216, (90,)),
+    ("gecko-15m", torch.bfloat16, 200, CAPABILITIES), ("tiny", torch.bfloat16, 232, (90,)),
 ]  # fmt: skip
 """Preset, dtype of values, registers a thread (255 is all there are), capabilities; gecko-1b has gecko-7b's heads."""
 

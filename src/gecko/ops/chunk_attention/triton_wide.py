@@ -245,7 +245,7 @@ def _tiles(width: int, dtype: torch.dtype) -> dict[str, int]:
 def _log_sums(near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, shape: _Shape) -> Tensor:
     out = near.new_empty(near.shape[:2], dtype=torch.float32)
     tiles = _tiles(near.shape[2], k.dtype)
-    tiles["block_k"] = max(16, tiles["block_k"] // 2)
+    tiles["block_k"] = min(tiles["block_k"], 64)
     Launch(
         _log_sum_kernel, (shape.chunks * blocks(shape.chunk, tiles["block_q"]), shape.rows),
         dict(

@@ -18,8 +18,8 @@ from torch import Tensor
 from gecko.ops.kernels import Launch, blocks, tile
 from gecko.ops.working_memory.rules import EMPTY_LOG
 
-_TILE = 4096
-"""Numbers that a program holds, 32 a thread."""
+_TILE = 2048
+"""Numbers that a program holds, 16 a thread."""
 
 _EMPTY_LOG = tl.constexpr(EMPTY_LOG)
 
