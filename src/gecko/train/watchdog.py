@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from types import TracebackType
 
-
 GRACE_SECONDS = 5.0
 """Between writing the stacks and the end: when the first rank goes, the others fail at once, and not in their wait."""
 
