@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from corpora import write_corpus
 
 pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
@@ -47,12 +47,7 @@ def model(request: pytest.FixtureRequest) -> Llama:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    choose = random.Random(0)
-    words = ["red", "green", "blue", "stone", "river", "runs", "falls", "slowly", "over", "under"]
-    for number in range(20):
-        (folder / f"{number:02d}.txt").write_text(" ".join(choose.choices(words, k=60)), encoding="utf-8")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import random
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import BYTE_MODEL, write_corpus
 from rich.console import Console
 
 from gecko.compare import Outcome, Plan, compare
 from gecko.compare.worker import DIVERGED
-from gecko.config import GeckoConfig
 from gecko.train import (
     CheckpointSettings,
     DataSettings,
@@ -27,22 +26,15 @@ from gecko.train import (
     train,
 )
 
-SMALL = GeckoConfig(
-    vocab_size=257, num_layers=1, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,
-    cema_modes=4, chunk_size=8, timestep_groups=4,
-)  # fmt: skip
+SMALL = replace(BYTE_MODEL, num_layers=1)
 STEPS = 8
 
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    choose = random.Random(0)
-    words = ["red", "green", "blue", "stone", "river", "runs", "falls", "slowly", "over", "under"]
-    for part, count in (("train", 12), ("rest", 4)):
-        (folder / part).mkdir()
-        for number in range(count):
-            (folder / part / f"{number:02d}.txt").write_text(" ".join(choose.choices(words, k=60)))
+    write_corpus(folder / "train", 12)
+    write_corpus(folder / "rest", 4, first=12)
     return folder
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import BYTE_MODEL, write_corpus
 from jobs import Jobs
 
-from gecko.config import GeckoConfig
 from gecko.train import (
     CheckpointSettings,
     DataSettings,
@@ -21,11 +20,6 @@ from gecko.train import (
     Run,
     SampleSettings,
 )
-
-SMALL = GeckoConfig(
-    vocab_size=257, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,
-    cema_modes=4, chunk_size=8, timestep_groups=4,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -37,12 +31,7 @@ def jobs() -> Iterator[Jobs]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    choose = random.Random(0)
-    words = ["red", "green", "blue", "stone", "river", "runs", "falls", "slowly", "over", "under"]
-    for number in range(20):
-        (folder / f"{number:02d}.txt").write_text(" ".join(choose.choices(words, k=60)), encoding="utf-8")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
 @pytest.fixture
@@ -51,7 +40,7 @@ def run_in(corpus: Path, tmp_path: Path) -> Callable[..., Run]:
 
     def make(name: str, *, replicate: int = 1, shard: int | None = None, context: int = 1, **changes: Any) -> Run:
         run = Run(
-            model=SMALL,
+            model=BYTE_MODEL,
             output=str(tmp_path / name),
             data=DataSettings(source=str(corpus), validation_fraction=0.2),
             batch_size=8,

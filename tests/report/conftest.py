@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import words, write_corpus
 from typer.testing import CliRunner
 
 from gecko.cli import app
@@ -45,12 +45,6 @@ def small_run(corpus: Path, output: Path, recipe: str, seed: int) -> Run:
     )  # fmt: skip
 
 
-def words(count: int, seed: int = 0) -> str:
-    choose = random.Random(seed)
-    names = ["red", "green", "blue", "stone", "river", "runs", "falls", "slowly", "over", "under"]
-    return " ".join(choose.choices(names, k=count))
-
-
 def share_score(name: str, hits: int, n: int, unit: str, where: dict[str, Any]) -> Score:
     return Score(name, hits / n, n, unit, wilson(hits, n), where)
 
@@ -63,10 +57,7 @@ def save(path: Path, evaluation: str, model: Path, scores: list[Score]) -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(12):
-        (folder / f"{number:02d}.txt").write_text(words(60, number), encoding="utf-8")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts", 12)
 
 
 @pytest.fixture(scope="session")

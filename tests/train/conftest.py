@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from corpora import BYTE_MODEL, write_corpus
 
-from gecko.config import GeckoConfig
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
-
-SMALL = GeckoConfig(
-    vocab_size=257, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,
-    cema_modes=4, chunk_size=8, timestep_groups=4,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    choose = random.Random(0)
-    words = ["red", "green", "blue", "stone", "river", "runs", "falls", "slowly", "over", "under"]
-    for number in range(20):
-        text = " ".join(choose.choices(words, k=60))
-        (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")
-    return folder
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
 @pytest.fixture
-def small_run(corpus_folder: Path, tmp_path: Path) -> Run:
+def small_run(corpus: Path, tmp_path: Path) -> Run:
     """Twelve steps, about a quarter of a second."""
     return Run(
-        model=SMALL,
+        model=BYTE_MODEL,
         output=str(tmp_path / "run"),
-        data=DataSettings(source=str(corpus_folder), validation_fraction=0.2),
+        data=DataSettings(source=str(corpus), validation_fraction=0.2),
         batch_size=2,
         sequence_length=24,
         steps=12,

@@ -6,27 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from corpora import BYTE_MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gecko.config import GeckoConfig
 from gecko.data import IGNORED, Batch
 from gecko.model import Gecko
 from gecko.train.optimizer import build_optimizer
 from gecko.train.run import OptimizerSettings
 from gecko.train.step import compute_gradients, split_batch, train_step
 
-SMALL = GeckoConfig(
-    vocab_size=257, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,
-    cema_modes=4, chunk_size=8, timestep_groups=4,
-)  # fmt: skip
 CPU = torch.device("cpu")
 
 
 def random_batch(seed: int, rows: int = 6, length: int = 19, ignored: float = 0.0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, SMALL.vocab_size, (rows, length + 1), generator=generator)
+    tokens = torch.randint(0, BYTE_MODEL.vocab_size, (rows, length + 1), generator=generator)
     segments = (torch.rand(rows, length, generator=generator) < 0.1).cumsum(dim=1)
     targets = tokens[:, 1:].clone()
     targets[torch.rand(rows, length, generator=generator) < ignored] = IGNORED
@@ -45,7 +41,7 @@ def gradients(model: Gecko, batch: Batch, parts: int) -> tuple[Tensor, list[Tens
 def test_a_batch_in_parts_is_the_batch(seed: int, parts: int, ignored: float) -> None:
     """Also where parts have very different numbers of targets."""
     torch.manual_seed(0)
-    model = Gecko(SMALL).double()
+    model = Gecko(BYTE_MODEL).double()
     batch = random_batch(seed, ignored=ignored)
     if not batch.scored_tokens:
         return
@@ -69,7 +65,7 @@ def step_of(model: Gecko, **changes: Any) -> Any:
 
 def test_gradients_are_clipped_to_the_norm() -> None:
     torch.manual_seed(0)
-    model = Gecko(SMALL)
+    model = Gecko(BYTE_MODEL)
     assert step_of(model, clip=0.01).grad_norm > 0.01
     norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
     assert norms.norm().item() == pytest.approx(0.01, rel=1e-3)
@@ -77,10 +73,10 @@ def test_gradients_are_clipped_to_the_norm() -> None:
 
 def test_bfloat16_keeps_parameters_gradients_and_loss_in_float32() -> None:
     torch.manual_seed(0)
-    model = Gecko(SMALL)
+    model = Gecko(BYTE_MODEL)
     seen = set()
     model.blocks[0].mixer.to_value.register_forward_hook(lambda m, i, out: seen.add(out.dtype))  # type: ignore
-    exact = step_of(Gecko(SMALL).requires_grad_(True))
+    exact = step_of(Gecko(BYTE_MODEL).requires_grad_(True))
     rounded = step_of(model, precision="bfloat16")
     assert seen == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -90,7 +86,7 @@ def test_bfloat16_keeps_parameters_gradients_and_loss_in_float32() -> None:
 
 def test_activation_checkpointing_changes_no_gradient() -> None:
     torch.manual_seed(0)
-    model = Gecko(SMALL)
+    model = Gecko(BYTE_MODEL)
     _, kept = gradients(model, random_batch(2), 1)
     model.activation_checkpointing = "full"
     _, recomputed = gradients(model, random_batch(2), 1)

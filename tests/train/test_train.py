@@ -57,7 +57,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, stop: Callable[[], No
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], TrainResult]:
+def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], TrainResult]:
     """The result of the same run in another folder, trained once."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     results: list[TrainResult] = []

@@ -1,0 +1,26 @@
+"""Texts of a few words, small enough to train on many times over, and a model of their bytes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from gecko.config import GeckoConfig
+
+WORDS = ["red", "green", "blue", "stone", "river", "runs", "falls", "slowly", "over", "under"]
+BYTE_MODEL = GeckoConfig(
+    vocab_size=257, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,
+    cema_modes=4, chunk_size=8, timestep_groups=4,
+)  # fmt: skip
+
+
+def words(count: int, seed: int = 0) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def write_corpus(folder: Path, files: int = 20, first: int = 0) -> Path:
+    """``files`` texts of 60 words each, all different, numbered from ``first``; the folder is made."""
+    folder.mkdir(parents=True)
+    for number in range(first, first + files):
+        (folder / f"{number:02d}.txt").write_text(words(60, number), encoding="utf-8")
+    return folder
