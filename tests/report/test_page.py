@@ -112,7 +112,7 @@ def test_command(runs: Path, tmp_path: Path) -> None:
         ([str(tmp_path / "gone"), "-o", str(out)], "there is no"),
         ([str(tmp_path / "other.json"), "-o", str(out)], "must be a result file"),
         ([str(runs), "-o", str(tmp_path)], "--out must be a file"),
-        ([str(runs), "-o", str(tmp_path / "gone" / "r.html")], "--out must be a file"),
+        ([str(runs), "-o", str(tmp_path / "other.json" / "r.html")], "--out must be a file"),
         ([], "Missing argument"),
     ):
         failed = CliRunner().invoke(app, ["report", *arguments])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from rich.console import Console
 from gecko.allocator import keep_freed_memory
 from gecko.baselines import Llama
 from gecko.cli.models import load_any_model, trained_length
+from gecko.cli.output import output_file
 from gecko.config import unknown_name
 from gecko.eval import GeckoModel, LlamaModel, Results
 from gecko.eval.results import Report
@@ -229,12 +229,8 @@ def scrolls(
 def _check_output(out: str | None) -> None:
     """Before hours of reading, not after them."""
     require("scipy.stats", "eval")
-    if out is None:
-        return
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--out must be a file in a folder that can be written to; got {out}.")
+    if out is not None:
+        output_file(out)
 
 
 def _models(name: str, tokenizer: str | None, device: str, renewed: bool) -> Sequence[Scored]:
@@ -286,7 +282,7 @@ def _report(results: Results, model: Mapping[str, Any], out: str | None, hardwar
     for note in results.notes:
         console.print(f"note: {note}", markup=False)
     if out is not None:
-        results.save(Path(out), model, shlex.join(["gecko", *sys.argv[1:]]), hardware)
+        results.save(output_file(out), model, shlex.join(["gecko", *sys.argv[1:]]), hardware)
         typer.echo(f"written to {out}", err=True)
 
 

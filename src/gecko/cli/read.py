@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor
 from gecko.allocator import keep_freed_memory
 from gecko.cli.errors import INTERRUPTED
 from gecko.cli.models import load_model
+from gecko.cli.output import output_file
 from gecko.cli.texts import STANDARD_INPUT, TextReading, named_text
 from gecko.generation import read as read_tokens
 from gecko.generation import score
@@ -59,16 +59,16 @@ def read(
     """
     from gecko.train.signals import StopSignal
 
-    _check_output(out, loss)
+    target = _output(out, loss)
     texts = [named_text(book) for book in books]
     before = None if state is None else GeckoState.load(state)
     network, vocabulary = load_model(model, tokenizer, device)
     keep_freed_memory()
     with StopSignal() as stop, TextReading(texts, vocabulary, stopped=lambda: stop.requested is not None) as reading:
         done = _read(network, reading, before, loss)
-    if out is not None:
-        done.state.save(out, compact=compact)
-    typer.echo(_summary(done, out), err=True)
+    if target is not None:
+        done.state.save(target, compact=compact)
+    typer.echo(_summary(done, target), err=True)
     if reading.unfinished is not None:
         options = {"--state": out, "--out": out, "--tokenizer": tokenizer}
         given = [part for name, value in options.items() if value is not None for part in (name, value)]
@@ -88,16 +88,10 @@ class _Done:
     """Nats a token, where it was asked for and there was anything to predict."""
 
 
-def _check_output(out: str | None, loss: bool) -> None:
-    """Before an hour of reading, not after it."""
-    if out is None:
-        if not loss:
-            raise ValueError("--out must name the file for the reading state, for example --out book.state; got none.")
-        return
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--out must be a file in a folder that can be written to; got {out}.")
+def _output(out: str | None, loss: bool) -> Path | None:
+    if out is None and not loss:
+        raise ValueError("--out must name the file for the reading state, for example --out book.state; got none.")
+    return None if out is None else output_file(out)
 
 
 def _read(model: Gecko, reading: TextReading, before: GeckoState | None, with_loss: bool) -> _Done:
@@ -120,14 +114,14 @@ def _score(model: Gecko, tokens: Iterator[Tensor], state: GeckoState | None) -> 
     return state, total / count if count else None
 
 
-def _summary(done: _Done, out: str | None) -> str:
+def _summary(done: _Done, out: Path | None) -> str:
     lines = [
         f"read {done.tokens:,} tokens ({done.bytes:,} bytes) in {done.seconds:.2f} s, "
         f"{done.tokens / done.seconds:,.0f} tokens a second"
     ]
     if done.loss is not None and done.bytes:
         lines.append(f"loss {done.loss:.4f} nats a token, {done.loss * done.tokens / done.bytes:.4f} a byte")
-    where = "" if out is None else f" in {out} ({Path(out).stat().st_size:,} bytes)"
+    where = "" if out is None else f" in {out} ({out.stat().st_size:,} bytes)"
     lines.append(f"position {done.state.position[0]:,}; state of {done.state.num_bytes:,} bytes{where}")
     return "\n".join(lines)
 

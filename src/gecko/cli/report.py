@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from gecko.cli.output import output_file
 
 
 def report(
@@ -29,9 +30,7 @@ def report(
     """
     from gecko.report import write_page
 
-    path = Path(out).expanduser()
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--out must be a file in a folder that can be written to; got {out}.")
+    path = output_file(out)
     material = write_page([Path(run).expanduser() for run in runs], path, shlex.join(["gecko", *sys.argv[1:]]))
     for what, why in material.left_out:
         typer.echo(f"left out: {what}: {why}", err=True)
