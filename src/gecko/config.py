@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 Attention = Literal["sliding_chunk", "chunk", "sliding_window"]
 Memory = Literal["adaptive", "linear", "none"]
 CEMASkip = Literal["identity", "learned"]
+Config = TypeVar("Config")
 
 MODEL_TYPE = "gecko"
 """What ``model_type`` says in a ``config.json`` that transformers reads too."""
@@ -83,35 +85,21 @@ class GeckoConfig:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GeckoConfig:
         """The named architecture, with single fields changed by keyword."""
-        if name not in PRESETS:
-            raise ValueError(unknown_name("preset", name, PRESETS))
-        return dataclasses.replace(PRESETS[name], **changes)
+        return dataclasses.replace(named(PRESETS, name), **changes)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> GeckoConfig:
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in fields:
-            if name not in known:
-                raise ValueError(unknown_name("config field", name, known))
-        missing = [f.name for f in dataclasses.fields(cls) if f.name not in fields and f.default is dataclasses.MISSING]
-        if missing:
-            raise ValueError(f"a config needs the fields {missing}, which this one lacks; got {sorted(fields)}.")
-        return cls(**fields)
+        return cls(**checked_fields(cls, fields))
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> GeckoConfig:
-        try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} must hold a model config as JSON; {error}.") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{path} must hold a JSON object with config fields; got a {type(fields).__name__}.")
+        fields = read_fields(path)
         return cls.from_dict(fields if "model_type" not in fields else cls._among_others(fields, path))
 
     @classmethod
@@ -123,11 +111,8 @@ class GeckoConfig:
         return {name: value for name, value in fields.items() if name in known}
 
     def _check_positive(self) -> None:
-        for name in ("vocab_size", "num_layers", "model_dim", "key_dim", "value_dim", "num_heads", "ffn_dim",
-                     "cema_modes", "chunk_size", "timestep_groups", "norm_groups"):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
+        check_counts(self, ("vocab_size", "num_layers", "model_dim", "key_dim", "value_dim", "num_heads", "ffn_dim",
+                            "cema_modes", "chunk_size", "timestep_groups", "norm_groups"))  # fmt: skip
 
     def _check_choices(self) -> None:
         for name, choices in (("attention", Attention), ("memory", Memory), ("cema_skip", CEMASkip)):
@@ -158,6 +143,44 @@ class GeckoConfig:
             raise ValueError(f"norm_eps must be positive; got {self.norm_eps}.")
         if not self.rope_base > 1:
             raise ValueError(f"rope_base must be above 1; got {self.rope_base}.")
+
+
+def read_fields(path: str | Path) -> dict[str, Any]:
+    """The fields of a config's file. ValueError where it is no JSON object."""
+    try:
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} must hold a model config as JSON; {error}.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must hold a JSON object with config fields; got a {type(fields).__name__}.")
+    return fields
+
+
+def checked_fields(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields``, if the dataclass ``cls`` has all of them and lacks none that it needs; else ValueError."""
+    known = {field.name for field in dataclasses.fields(cls)}
+    for name in fields:
+        if name not in known:
+            raise ValueError(unknown_name("config field", name, known))
+    missing = [f.name for f in dataclasses.fields(cls) if f.name not in fields and f.default is dataclasses.MISSING]
+    if missing:
+        raise ValueError(f"a config needs the fields {missing}, which this one lacks; got {sorted(fields)}.")
+    return fields
+
+
+def check_counts(config: object, names: Iterable[str]) -> None:
+    """ValueError unless the named attributes are whole numbers of at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
+
+
+def named(presets: Mapping[str, Config], name: str) -> Config:
+    """The preset of that name; ValueError with the nearest of them where there is none."""
+    if name not in presets:
+        raise ValueError(unknown_name("preset", name, presets))
+    return presets[name]
 
 
 def unknown_name(kind: str, name: object, known: Any) -> str:

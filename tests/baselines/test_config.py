@@ -70,6 +70,20 @@ def test_scaled_positions_are_refused(tmp_path: Path) -> None:
             load_config(tmp_path / "config.json")
 
 
+def test_files_that_are_no_config_of_a_llama(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for content, message in (
+        ("{", "must hold a model config as JSON"),
+        ("[1]", "must hold a JSON object with config fields; got a list"),
+        ('{"hidden_size": 8}', "must hold the config of a llama model; it is of 'no model_type'"),
+        ('{"model_type": "gecko"}', "must hold the config of a llama model; it is of 'gecko'"),
+        ('{"model_type": "llama", "hidden_size": 8}', r"a config needs the fields \['vocab_size', 'num_layers'"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            LlamaConfig.load(path)
+
+
 def test_names_are_suggested() -> None:
     assert find_preset("llama-tiny") == LlamaConfig.preset("llama-tiny")
     with pytest.raises(ValueError, match="Did you mean 'llama2-7b'"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gecko.config import unknown_name
+from gecko.config import check_counts, checked_fields, named, read_fields
 
 MODEL_TYPE = "llama"
 """What ``model_type`` says in a ``config.json``, as in transformers' own."""
@@ -37,10 +37,7 @@ class LlamaConfig:
     tie_embedding: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "ffn_dim", "num_key_value_heads"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
+        check_counts(self, ("vocab_size", "num_layers", "model_dim", "num_heads", "ffn_dim", "num_key_value_heads"))
         if self.model_dim % (2 * self.num_heads):
             raise ValueError(
                 "rotary embedding turns pairs of features, so model_dim must be a multiple of 2 · num_heads; "
@@ -76,20 +73,14 @@ class LlamaConfig:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> LlamaConfig:
         """The named architecture, with single fields changed by keyword."""
-        if name not in PRESETS:
-            raise ValueError(unknown_name("preset", name, PRESETS))
-        return dataclasses.replace(PRESETS[name], **changes)
+        return dataclasses.replace(named(PRESETS, name), **changes)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> LlamaConfig:
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in fields:
-            if name not in known:
-                raise ValueError(unknown_name("config field", name, known))
-        return cls(**fields)
+        return cls(**checked_fields(cls, fields))
 
     def for_transformers(self) -> dict[str, Any]:
         """The ``config.json`` that transformers reads."""
@@ -103,14 +94,15 @@ class LlamaConfig:
     @classmethod
     def load(cls, path: str | Path) -> LlamaConfig:
         """From a ``config.json`` that ``save`` or transformers wrote. ValueError where it is of another model."""
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        fields = read_fields(path)
         if fields.get("model_type") != MODEL_TYPE:
-            raise ValueError(f"{path} must hold the config of a {MODEL_TYPE} model; it is of {fields['model_type']!r}.")
+            kind = fields.get("model_type", "no model_type")
+            raise ValueError(f"{path} must hold the config of a {MODEL_TYPE} model; it is of {kind!r}.")
         # transformers 5 keeps the base of the rotary embedding one level deeper.
         fields = {**fields, **(fields.get("rope_parameters") or {})}
         if fields.get("rope_type", "default") != "default" or fields.get("rope_scaling"):
             raise ValueError(f"{path} must be of a Llama with plain rotary embedding; its positions are scaled.")
-        values = {ours: fields[theirs] for ours, theirs in NAMES.items() if theirs in fields}
+        values = checked_fields(cls, {ours: fields[theirs] for ours, theirs in NAMES.items() if theirs in fields})
         heads, shared = values["num_heads"], values.get("key_value_heads")
         return cls(**{**values, "key_value_heads": None if shared == heads else shared})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from gecko.baselines.config import LlamaConfig
 from gecko.baselines.llama import Llama, load_llama
 from gecko.config import MODEL_TYPE as GECKO
 from gecko.config import PRESETS as GECKO_PRESETS
-from gecko.config import GeckoConfig, unknown_name
+from gecko.config import GeckoConfig, named, read_fields
 from gecko.model import Gecko, load
 from gecko.store import CONFIG
 
@@ -46,11 +45,7 @@ def load_config(path: str | Path) -> ModelConfig:
     Raises:
         ValueError: it is of another kind of model, or no config.
     """
-    try:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} must hold a model config as JSON; {error}.") from error
-    kind = fields.get("model_type", GECKO) if isinstance(fields, dict) else GECKO
+    kind = read_fields(path).get("model_type", GECKO)
     if kind not in CONFIGS:
         raise ValueError(f"{path} must be of one of the kinds {', '.join(CONFIGS)}; it is of {kind!r}.")
     return CONFIGS[kind].load(path)
@@ -66,9 +61,7 @@ def load_any(folder: str | Path) -> LanguageModel:
 
 def find_preset(name: str) -> ModelConfig:
     """ValueError for an unknown name, with the nearest."""
-    if name not in PRESETS:
-        raise ValueError(unknown_name("preset", name, PRESETS))
-    return PRESETS[name]
+    return named(PRESETS, name)
 
 
 def model_type(config: ModelConfig) -> str:
