@@ -175,13 +175,14 @@ def test_what_is_not_of_this_comparison_is_left_alone(
 def test_damaged_files_of_a_run(here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path) -> None:
     call(planned("out", seeds=(0,), tuning=None))
     before, folder = numbers(tmp_path / "out"), tmp_path / "out" / "whole" / "seed-0"
-    (folder / "results.json").write_text((folder / "results.json").read_text()[:40])
+    (folder / "results.json").unlink()
     call(planned("out", seeds=(0,), tuning=None))
-    assert here.started[2:] == ["whole/seed-0"], "results cut short are made again from the finished run"
+    assert here.started[2:] == ["whole/seed-0"], "missing results are made again from the finished run"
     assert numbers(tmp_path / "out") == before
-    (folder / "results.json").write_text('{"other": 1}')
-    with pytest.raises(ValueError, match=r"results\.json must be the results of a run"):
-        call(planned("out", seeds=(0,), tuning=None))
+    for content in ('{"other": 1}', (folder / "results.json").read_text()[:40]):
+        (folder / "results.json").write_text(content)
+        with pytest.raises(ValueError, match=r"results\.json must be the results of a run"):
+            call(planned("out", seeds=(0,), tuning=None))
     (folder / "planned.json").write_text("{")
     with pytest.raises(ValueError, match=r"planned\.json must hold a recipe as JSON"):
         call(planned("out", seeds=(0,), tuning=None))

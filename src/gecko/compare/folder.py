@@ -50,12 +50,8 @@ def evaluation_of(run: Run) -> Evaluation | None:
         return Evaluation(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return None  # cut short by a kill; the resumed run writes it again
-    except TypeError as error:
-        raise ValueError(
-            f"{path} must be the results of a run; it has other fields ({error}). Move it away."
-        ) from error
+    except (TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be the results of a run; it is not ({error}). Move it away.") from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gecko.allocator import keep_freed_memory
 from gecko.baselines import LanguageModel, load_any
+from gecko.files import whole_file
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.train.batches import Batches
 from gecko.train.budget import steps_in_budget
@@ -205,7 +206,8 @@ def _finish(
         result = evaluate(model, data.final, run.precision, ranks)
         if not ranks.first:
             return TrainResult(run, checkpoint, run.steps or 0, result, None)
-        (run.folder / "results.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+        with whole_file(run.folder / "results.json") as temporary:
+            temporary.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
         device = next(model.parameters()).device
         if ranks.world > 1:
             write_model(checkpoint, checkpoint)
