@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from gecko.compare.folder import evaluation_of
 from gecko.compare.plan import Planned
 from gecko.eval.intervals import Interval, Values, bootstrap, student
 from gecko.train.evaluate import Evaluation
-from gecko.train.metrics import Record, read_metrics
+from gecko.train.metrics import Record, read_metrics, seconds_by_step
 
 _BOOTSTRAP_SEED = 0
 
@@ -65,12 +64,12 @@ class RunResult:
                 f"{run.folder}/metrics.jsonl must have one line for each of {run.steps} steps; it has {len(steps)}. "
                 "Restore it, or delete the run's folder: the same command trains it again."
             )
-        speeds = [record["tokens_per_second"] for record in steps]
-        seconds = [0.0, *accumulate(run.tokens_per_step / speed for speed in speeds)]
+        seconds = seconds_by_step(steps, run.tokens_per_step)
+        speed = statistics.median(record["tokens_per_second"] for record in steps)
         return cls(
             planned.recipe, run.seed, planned.name, parameters, run.optimizer.learning_rate, len(steps),
-            len(steps) * run.tokens_per_step, sum("skipped" in record for record in steps), evaluation, seconds[-1],
-            statistics.median(speeds), _curve(records, run.tokens_per_step, seconds),
+            len(steps) * run.tokens_per_step, sum("skipped" in record for record in steps), evaluation,
+            seconds[len(steps)], speed, _curve(records, run.tokens_per_step, seconds),
         )  # fmt: skip
 
 
@@ -150,7 +149,7 @@ def _over_rows(evaluation: Evaluation, other: Evaluation | None = None) -> Inter
     return bootstrap([losses, targets], mean, "held-out rows", _BOOTSTRAP_SEED)
 
 
-def _curve(records: Sequence[Record], tokens_per_step: int, seconds: Sequence[float]) -> list[Point]:
+def _curve(records: Sequence[Record], tokens_per_step: int, seconds: Mapping[int, float]) -> list[Point]:
     return [
         Point(record["step"], record["step"] * tokens_per_step, seconds[record["step"]], record["nats_per_byte"])
         for record in records

@@ -18,6 +18,7 @@ from gecko.report.seeds import seeds_interval
 from gecko.report.subjects import Identity, Subject
 from gecko.report.tables import PLAIN, Cell, Table, span
 from gecko.train.figures import smoothed
+from gecko.train.metrics import seconds_by_step
 
 _TOKENS = "tokens read"
 Point = tuple[float, float]
@@ -86,12 +87,7 @@ def token_clock(run: RunFolder) -> dict[int, float]:
 
 def minute_clock(run: RunFolder) -> dict[int, float]:
     """Minutes of training steps by the end of each, without evaluations and checkpoints."""
-    clock, seconds = {0: 0.0}, 0.0
-    for record in run.metrics:
-        if record["kind"] == "train" and record.get("tokens_per_second"):
-            seconds += run.tokens_per_step / record["tokens_per_second"]
-            clock[int(record["step"])] = seconds / 60
-    return clock
+    return {step: seconds / 60 for step, seconds in seconds_by_step(run.metrics, run.tokens_per_step).items()}
 
 
 def _several_seeds(models: Sequence[Trained]) -> bool:

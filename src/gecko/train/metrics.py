@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -74,6 +74,16 @@ def read_metrics(path: Path) -> list[Record]:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number}, must be a JSON object; {error}.") from error
     return records
+
+
+def seconds_by_step(records: Iterable[Record], tokens_per_step: int) -> dict[int, float]:
+    """Spent in training steps by the end of each, without evaluations and checkpoints; 0 at step 0."""
+    clock, seconds = {0: 0.0}, 0.0
+    for record in records:
+        if record["kind"] == "train" and record.get("tokens_per_second"):
+            seconds += tokens_per_step / record["tokens_per_second"]
+            clock[int(record["step"])] = seconds
+    return clock
 
 
 def truncate_metrics(path: Path, step: int) -> None:
