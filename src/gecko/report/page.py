@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
-from gecko.extras import require
-from gecko.files import whole_file
-from gecko.pages.style import STYLE
+from gecko.pages.html import write_html
 from gecko.report.compared import comparison_sections
 from gecko.report.perplexity import perplexity_sections
 from gecko.report.positions import positions_sections
@@ -44,16 +41,10 @@ def write_page(paths: Sequence[Path], out: Path, command: str) -> Material:
     """
     material = gather(paths)
     sections = build_sections(material)
-    template = (resources.files("gecko.report") / "page.html.j2").read_text(encoding="utf-8")
-    page = require("jinja2", "train").Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    html = page.from_string(template).render(
-        style=STYLE, sections=sections, material=material, made=reproduction(material), command=command,
-        code=code_name(code_version()), summary=_summary(material),
+    write_html(
+        out, "gecko.report/page.html.j2", title="Gecko report", sections=sections, material=material,
+        made=reproduction(material), command=command, code=code_name(code_version()), summary=_summary(material),
     )  # fmt: skip
-    with whole_file(out) as temporary:
-        temporary.write_text(html, encoding="utf-8")
     return material
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from gecko.baselines import LlamaConfig
 from gecko.pages.drawing import border_stride
-from gecko.pages.style import STYLE
+from gecko.pages.html import write_html
 from gecko.train.evaluate import Evaluation
 from gecko.train.fields import flatten
 from gecko.train.figures import loss_by_position, loss_curve
 from gecko.train.metrics import Record, read_metrics
-from gecko.train.report_page import PAGE
 from gecko.train.run import Run
 from gecko.version import code_name, code_version
 
@@ -47,14 +46,13 @@ class RunFacts:
 
 def write_report(run: Run, facts: RunFacts) -> Path:
     """Write ``report.html`` into the run's folder from its metrics. ImportError where matplotlib is missing."""
-    from jinja2 import Environment
-
     records = read_metrics(run.folder / "metrics.jsonl")
     training = [record for record in records if record["kind"] == "train"]
     validation = [record for record in records if record["kind"] == "validation"]
-    page = Environment(autoescape=True).from_string(PAGE)
-    html = page.render(
-        style=STYLE,
+    path = run.folder / "report.html"
+    write_html(
+        path,
+        "gecko.train/report.html.j2",
         title=f"Training report: {run.folder.name}",
         summary=_summary(run, facts),
         pictures=_pictures(run, facts, training, validation),
@@ -69,8 +67,6 @@ def write_report(run: Run, facts: RunFacts) -> Path:
         command=run.command(),
         generate_command=_generate_command(run),
     )
-    path = run.folder / "report.html"
-    path.write_text(html, encoding="utf-8")
     return path
 
 
