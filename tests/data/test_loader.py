@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,6 +120,20 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
         for epoch in range(4)
     }
     assert len(orders) == 16
+
+
+def test_rows_of_a_long_document_do_not_follow_each_other() -> None:
+    corpus, orders = numbered_corpus([4000]), set()
+    for seed in range(3):
+        loader = PackedLoader(corpus, 4, 10, seed)
+        rows = loader.rows_per_epoch
+        for epoch in range(3):
+            batches = [loader.batch(epoch * (rows // 4) + step) for step in range(rows // 4)]
+            orders.add(tuple(row[0] // 10 for batch in batches for row in batch.tokens.tolist()))
+    assert len(orders) == 9
+    for order in orders:
+        neighbours = sum(after == before + 1 for before, after in itertools.pairwise(order))
+        assert sorted(order) == list(range(rows)) and neighbours < rows / 20
 
 
 @any_case

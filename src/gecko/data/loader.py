@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gecko.data.packing import SPLIT_STREAM, TokenizedCorpus, permutation
+from gecko.data.shuffle import Shuffle
 
 IGNORED = -100
 """The target that the loss leaves out."""
@@ -79,9 +80,10 @@ class Loader:
 class PackedRows:
     """Rows of a corpus in memory.
 
-    Every epoch lays all documents end to end in a random order of its own and cuts them into rows
-    of ``sequence_length + 1`` tokens, the last of which is the first of the next row. What does
-    not fill a row at the end of an epoch is left out. The orders of the last two epochs used are kept.
+    Every epoch lays all documents end to end in a random order of its own, cuts them into rows of
+    ``sequence_length + 1`` tokens, the last of which is the first of the next row, and takes the rows in a random
+    order: else a batch would be of one book. What does not fill a row at the end of an epoch is left out. The orders
+    of the last two epochs used are kept.
 
     Raises:
         ValueError: the corpus is shorter than a row, or the length or the seed is out of range.
@@ -91,14 +93,19 @@ class PackedRows:
         self.sequence_length = sequence_length
         self.rows_per_epoch = rows_in(corpus.num_tokens, sequence_length)
         permutation(1, seed, SPLIT_STREAM)  # refuses a negative seed now, not at the first batch
+        self._corpus, self._seed = corpus, seed
         # Two epochs, because the rows of one batch may lie in two.
-        self._layout = lru_cache(maxsize=2)(
-            lambda epoch: _Layout.of(corpus, permutation(len(corpus), seed, SPLIT_STREAM + 1 + epoch))
-        )
+        self._epoch = lru_cache(maxsize=2)(self._laid_out)
 
     def row(self, index: int) -> Row:
         epoch, row = divmod(index, self.rows_per_epoch)
-        return self._layout(epoch).row(row * self.sequence_length, self.sequence_length)
+        layout, order = self._epoch(epoch)
+        return layout.row(order[row] * self.sequence_length, self.sequence_length)
+
+    def _laid_out(self, epoch: int) -> tuple[_Layout, Shuffle]:
+        documents, rows = SPLIT_STREAM + 1 + 2 * epoch, SPLIT_STREAM + 2 + 2 * epoch
+        layout = _Layout.of(self._corpus, permutation(len(self._corpus), self._seed, documents))
+        return layout, Shuffle.of(self.rows_per_epoch, self._seed, rows)
 
 
 class PackedLoader(Loader):

@@ -13,7 +13,7 @@ from gecko.data.tokenizers import Tokenizer
 
 BATCH_CHARACTERS = 1 << 20
 SPLIT_STREAM = 0
-"""The random stream of the split; epoch e takes stream e + 1."""
+"""The random stream of the split; epochs take those after it."""
 
 
 @dataclass(frozen=True)
