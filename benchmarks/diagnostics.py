@@ -14,7 +14,6 @@ import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gecko.cli.app import app
 from gecko.eval.intervals import Interval, share, wilson
 from gecko.eval.results import Results, Score
 from gecko.ops.working_memory import working_memory
@@ -44,55 +44,74 @@ TOKENS, CHUNK, PAIRS, VALUES = 128, 16, 4, 32
 
 # Training.
 COMMON = (
-    "size.length=128", "size.vocab_size=64", "size.items=4", "model.num_layers=2", "model.model_dim=64",
-    "model.key_dim=32", "model.value_dim=128", "model.num_heads=1", "model.ffn_dim=128", "model.cema_modes=4",
-    "model.chunk_size=16", "batch_size=32", "learning_rate=1e-2", "weight_decay=0", "steps=1000", "test_rows=300",
+    "size.length=64", "size.vocab_size=32", "size.items=4", "size.noise=false", "model.num_layers=1",
+    "model.model_dim=64", "model.key_dim=32", "model.value_dim=64", "model.num_heads=1", "model.ffn_dim=128",
+    "model.cema_modes=4", "model.chunk_size=8", "batch_size=32", "learning_rate=1e-2", "weight_decay=0", "steps=200",
+    "test_rows=300",
 )  # fmt: skip
+"""One layer, so that what is further away than attention sees can only come from the memory or the moving average."""
 SEEDS = (0, 1, 2)
+RATES = ("3e-3", "3e-2")
+"""Tried besides, equally for all memories."""
 FAR = 2
-"""Chunks between answer and question from which on no attention of one layer sees the answer."""
+"""Chunks between answer and question from which on no attention sees the answer."""
+LONG = "model.memory_key_length=5.66"
+"""The root of the key width."""
+MEMORIES = (
+    ("model.memory=adaptive",), ("model.memory=adaptive", LONG), ("model.memory=linear",),
+    ("model.memory=linear", LONG), ("model.memory=none",),
+)  # fmt: skip
+HARDER = (
+    "size.noise=true", "size.items=8", "size.length=128", "model.key_dim=16",
+)  # fmt: skip
+"""Each with long keys, to see where it breaks."""
 
 
 @dataclass(frozen=True)
 class Case:
     task: str
-    memory: str
-    attention: str
+    changes: tuple[str, ...]
+    """Of ``COMMON``."""
     seed: int
 
     @property
     def path(self) -> Path:
-        return FOLDER / f"{self.task}-{self.memory}-{self.attention}-{self.seed}.json"
+        values = (change.rpartition(".")[2].replace("=", "-") for change in self.changes)
+        return FOLDER / f"{'-'.join([self.task, *values, str(self.seed)])}.json"
 
     def command(self) -> list[str]:
-        own = (f"model.memory={self.memory}", f"model.attention={self.attention}", f"seed={self.seed}")
-        return ["eval", "diagnose", self.task, *COMMON, *own, "--out", self.path.name, "--device", "cpu"]
+        changes = (*self.changes, f"seed={self.seed}")
+        changed = {change.partition("=")[0] for change in changes}
+        kept = (setting for setting in COMMON if setting.partition("=")[0] not in changed)
+        return ["eval", "diagnose", self.task, *kept, *changes, "--out", self.path.name, "--device", "cpu"]
 
 
 def cases() -> Iterator[Case]:
     """The most telling first."""
     for seed in SEEDS:
-        for memory in ("adaptive", "none", "linear"):
-            yield Case("mqar", memory, "sliding_chunk", seed)
-    for attention in ("chunk", "sliding_window"):
-        for memory in ("adaptive", "none"):
-            yield Case("mqar", memory, attention, 0)
+        yield from (Case("mqar", changes, seed) for changes in MEMORIES)
+    for harder in HARDER:
+        yield Case("mqar", ("model.memory=adaptive", LONG, harder), 0)
     for task in ("selective_copying", "induction_heads"):
-        for memory in ("adaptive", "none"):
-            yield Case(task, memory, "sliding_chunk", 0)
+        yield from (Case(task, changes, 0) for changes in (MEMORIES[0], MEMORIES[1], MEMORIES[-1]))
+    for rate in RATES:
+        yield from (Case("mqar", (*changes, f"learning_rate={rate}"), 0) for changes in MEMORIES)
 
 
 def train(minutes: float) -> None:
+    """In this process: starting one takes as long as some cases."""
+    torch.set_num_threads(1)
     begin = time.monotonic()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    os.chdir(FOLDER)
     for case in cases():
         if case.path.exists():
             continue
         if time.monotonic() - begin > 60 * minutes:
             break
         print(shlex.join(["gecko", *case.command()]), flush=True)
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", "gecko", *case.command()], check=True, cwd=FOLDER,
-                       env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+        sys.argv = ["gecko", *case.command()]
+        app(case.command(), standalone_mode=False)
 
 
 def resolution() -> None:
@@ -192,22 +211,23 @@ def _training_lines() -> Iterator[str]:
     yield ""
     yield f"`gecko eval diagnose TASK {' '.join(COMMON)}`"
     yield ""
-    yield f"| task | memory | attention | seeds | 0 or 1 chunks away | {FAR} or more chunks away | n | guessing |"
-    yield "|---|---|---|---|---:|---:|---:|---:|"
-    groups: dict[tuple[str, str, str], list[Case]] = {}
+    yield f"| task | changes | seeds | 0 or 1 chunks away | {FAR} or more chunks away | n | guessing |"
+    yield "|---|---|---|---:|---:|---:|---:|"
+    groups: dict[tuple[str, tuple[str, ...]], list[Case]] = {}
     for case in cases():
-        groups.setdefault((case.task, case.memory, case.attention), []).append(case)
-    for names, members in groups.items():
+        groups.setdefault((case.task, case.changes), []).append(case)
+    for (task, changes), members in groups.items():
         done = [case for case in members if case.path.exists()]
-        seeds = ", ".join(str(case.seed) for case in done)
+        names = f"{task} | {', '.join(changes)}"
         if not done:
-            yield f"| {' | '.join(names)} | not run | | | | |"
+            yield f"| {names} | not run | | | | |"
             continue
         records = [json.loads(case.path.read_text(encoding="utf-8")) for case in done]
         near, far = (_pooled(records, is_far) for is_far in (False, True))
+        seeds = ", ".join(str(case.seed) for case in done)
         n = f"{near[1]:,} and {far[1]:,}"
         guessing = records[0]["settings"]["guessing"]
-        yield f"| {' | '.join(names)} | {seeds} | {_share(*near)} | {_share(*far)} | {n} | {guessing:.3f} |"
+        yield f"| {names} | {seeds} | {_share(*near)} | {_share(*far)} | {n} | {guessing:.3f} |"
 
 
 def _pooled(records: Sequence[dict[str, Any]], far: bool) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ from gecko.config import PRESETS
         ({"key_dim": 6}, r"key_dim / num_heads must be even; got 3. Change key_dim, or set rope_heads=0"),
         ({"timestep_betas": (0.9, 1.0)}, r"timestep_betas must be two decays in \[0, 1\), or None; got \(0.9, 1.0\)"),
         ({"timestep_betas": (0.9,)}, "timestep_betas must be two decays"),
+        ({"memory_key_length": 0.0}, "memory_key_length must be positive and finite; got 0.0"),
+        ({"memory_key_length": math.inf}, "memory_key_length must be positive and finite; got inf"),
         ({"norm_eps": 0.0}, "norm_eps must be positive; got 0.0"),
         ({"norm_eps": float("nan")}, "norm_eps must be positive; got nan"),
         ({"rope_base": 1.0}, "rope_base must be above 1; got 1.0"),

@@ -326,6 +326,22 @@ def test_initialisation():
             assert not parameter.any(), name
 
 
+@pytest.mark.parametrize("memory", ["adaptive", "linear", "none"])
+def test_memory_keys_begin_with_their_length(memory):
+    """Of γ only the rows of the memory change, and nothing else of the model: no other number is drawn."""
+
+    def parameters(**changes):
+        torch.manual_seed(0)
+        return dict(gecko.Gecko(gecko.GeckoConfig.preset("tiny", memory=memory, **changes)).named_parameters())
+
+    plain, longer = parameters(), parameters(memory_key_length=2.5)
+    for name, parameter in longer.items():
+        before = plain[name].detach().clone()
+        if name.endswith("mixer.scale"):
+            before[2:] = 1.5
+        assert torch.equal(parameter, before), name
+
+
 # Bad input
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,9 @@ class GeckoConfig:
     attention: Attention = "sliding_chunk"
     memory: Memory = "adaptive"
     """What happens to tokens that left the window: adaptive (AWM), linear (Infini-attention), none."""
+    memory_key_length: float = 1.0
+    """Length, in every head, of the memory's queries and keys in a new model: 1 is the paper's. About the root of a
+    head's width, the memory tells keys apart from the first step on (docs/evidence.md)."""
     timestep_betas: tuple[float, float] | None = (0.999, 0.9999)
     """Decays of mean and variance of the timestep norm; None is the cumulative norm of Megalodon."""
     timestep_groups: int = 64
@@ -139,6 +143,8 @@ class GeckoConfig:
             len(self.timestep_betas) != 2 or not all(0 <= beta < 1 for beta in self.timestep_betas)
         ):
             raise ValueError(f"timestep_betas must be two decays in [0, 1), or None; got {self.timestep_betas}.")
+        if not 0 < self.memory_key_length < math.inf:
+            raise ValueError(f"memory_key_length must be positive and finite; got {self.memory_key_length}.")
         if not self.norm_eps > 0:
             raise ValueError(f"norm_eps must be positive; got {self.norm_eps}.")
         if not self.rope_base > 1:

@@ -16,7 +16,7 @@ from gecko.ops.loss import IGNORED
 
 SIZES = st.builds(
     TaskSize, length=st.integers(33, 96), vocab_size=st.integers(24, 64), items=st.integers(1, 8),
-    power_a=st.sampled_from([0.01, 1.0]),
+    power_a=st.sampled_from([0.01, 1.0]), noise=st.booleans(),
 )  # fmt: skip
 
 
@@ -52,6 +52,9 @@ def test_mqar_asks_every_key_once(size: TaskSize, seed: int) -> None:
         assert bool((places >= 2 * pairs).all()) and bool((places % 2 == 0).all())
         assert sorted(batch.tokens[row, places].tolist()) == sorted(keys[row].tolist())
         assert torch.equal(batch.tokens[row, batch.sources[row, places] - 1], batch.tokens[row, places])
+        between = torch.ones(size.length, dtype=torch.bool)
+        between[: 2 * pairs], between[places] = False, False
+        assert size.noise == bool(batch.tokens[row, between].any())
 
 
 def test_power_a_1_spreads_queries_evenly_and_a_small_one_draws_them_near() -> None:

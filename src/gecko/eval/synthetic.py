@@ -36,13 +36,16 @@ class TaskSize:
     items: int = 8
     power_a: float = 1.0
     """MQAR: gaps between pair and query follow a power law of exponent a − 1; 1 is uniform."""
+    noise: bool = True
+    """MQAR: random tokens between the queries, keys and values among them; else token 0, which is neither (Zoology's
+    ``random_non_queries``)."""
 
 
 def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
     """Multi-query associative recall: pairs of key and value, then each key once more, and its value is asked.
 
-    As in Zoology, with random tokens between the queries: keys from the lower half of the vocabulary, values from
-    the upper, no key nor value twice in a row; queries at even places after the pairs.
+    As in Zoology, with random tokens or token 0 between the queries: keys from the lower half of the vocabulary but
+    token 0, values from the upper, no key nor value twice in a row; queries at even places after the pairs.
 
     Raises:
         ValueError: length or vocabulary are too small for the pairs.
@@ -58,7 +61,7 @@ def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatc
     values = half + _drawn(torch.zeros(size.vocab_size - half), rows, pairs, generator)
     law = (size.power_a - 1) * torch.arange(1, space + 1).log()
     queries = 2 * pairs + 2 * _drawn(law, rows, pairs, generator)
-    tokens = torch.randint(size.vocab_size, (rows, size.length), generator=generator)
+    tokens = torch.randint(size.vocab_size if size.noise else 1, (rows, size.length), generator=generator)
     tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
     tokens.scatter_(1, queries, keys)
     places = (2 * torch.arange(pairs) + 1).expand(rows, -1)

@@ -53,6 +53,7 @@ class GatedAttention(nn.Module):
         self.to_output = linear(value_dim, model_dim, bias=False)
         rows = 2 if config.memory == "none" else 4
         self.scale = nn.Parameter(torch.zeros(rows, key_dim))
+        nn.init.constant_(self.scale[2:], config.memory_key_length - 1)
         self.offset = nn.Parameter(torch.zeros(rows, key_dim))
 
     def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
