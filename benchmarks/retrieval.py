@@ -1,0 +1,254 @@
+"""Retrieval past the attention window: small models are trained on books with needles, and asked for others.
+
+    python benchmarks/retrieval.py documents   # needles in books, as runs/needles/*.jsonl
+    python benchmarks/retrieval.py train       # gecko train on books and needles, for every model
+    python benchmarks/retrieval.py ask         # accuracy by distance, of every model that is trained
+    python benchmarks/retrieval.py page        # results/evidence/retrieval/README.md
+
+A needle, ``[K=7]``, says the number of a letter, at a random place of a book's prose. Where it stands again, it is a
+question: what follows ``[K=``. ``train`` can be stopped and goes on with ``--steps`` as
+before; ``--models`` takes some of them. All paths are relative to where the commands are run, the same for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gecko import load
+from gecko.data import load_tokenizer
+from gecko.eval.intervals import share, wilson
+from gecko.eval.results import Results, Score
+from gecko.eval.scored_model import describe_model
+from gecko.eval.synthetic import SyntheticBatch, hits_by_distance
+from gecko.files import whole_file
+from gecko.generation.reading import inference
+from gecko.ops.loss import IGNORED
+from gecko.train import latest_checkpoint
+from gecko.train.hardware import describe_hardware
+
+FOLDER = Path(__file__).parent / "results" / "evidence" / "retrieval"
+RUNS = Path("runs/needles")
+
+NEEDLE = "[{key}={value}]"
+KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+VALUES = 10
+PAIRS = 8
+"""Different needles of a document, whatever its length."""
+MENTIONS = 4
+"""Of a needle in a document to train on; in one to ask it is mentioned twice, so that its distance is one number."""
+LENGTH = 1024
+"""Tokens of a document to train on, its two ends included: a row."""
+TRAINED, TESTED = 8000, 300
+"""Documents to train on; of each length to ask."""
+TEST_LENGTHS = (1024, 4096)
+AT_ONCE = 8192
+"""Tokens read together in a test."""
+
+MODELS: dict[str, tuple[str, ...]] = {
+    "gecko": ("compare_gecko",),
+    "gecko-long-keys": ("compare_gecko", "model.memory_key_length=5.66"),
+    "no-memory": ("compare_no_memory",),
+}
+"""Recipe, and what differs from it. 5.66 is the root of a head's width, 32."""
+NEEDLES, BOOKS = 0.75, 0.25
+"""Parts of the rows to train on."""
+BANDS = ((0, 1), (2, 4), (5, 8), (9, 15), (16, 31), (32, 63))
+"""Chunks between answer and question; from 2 on, no attention of one layer sees the answer."""
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str
+    questions: list[tuple[int, int]]
+    """(place of the answer, place of the same digit before), in characters."""
+
+
+def document(texts: Sequence[str], characters: int, mentions: int, rng: random.Random) -> Document:
+    """Prose of one of the texts with ``PAIRS`` needles, each ``mentions`` times."""
+    needles = [NEEDLE.format(key=key, value=rng.randrange(VALUES)) for key in rng.sample(KEYS, PAIRS)]
+    answer = needles[0].index("=") + 1
+    prose = _prose(texts, characters - mentions * sum(map(len, needles)), rng)
+    order = [*range(PAIRS)] * mentions
+    rng.shuffle(order)
+    parts, seen, questions, written, last = [], dict[int, int](), [], 0, 0
+    for cut, needle in zip(sorted(rng.sample(range(len(prose)), len(order))), order, strict=True):
+        parts += [prose[last:cut], needles[needle]]
+        place = written + cut - last + answer
+        if needle in seen:
+            questions.append((place, seen[needle]))
+        seen[needle] = place
+        written, last = written + cut - last + len(needles[needle]), cut
+    return Document("".join([*parts, prose[last:]]), questions)
+
+
+def _prose(texts: Sequence[str], characters: int, rng: random.Random) -> str:
+    text = rng.choice([text for text in texts if len(text) > characters])
+    first = rng.randrange(len(text) - characters)
+    return text[first : first + characters]
+
+
+def read_books(folder: Path) -> list[str]:
+    """ASCII, so that characters are bytes, single spaces, and no brackets, which only needles have."""
+    books = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
+    if not books:
+        raise FileNotFoundError(f"{folder} must hold books as .txt; it has none.")
+    plain = [book.encode("ascii", "ignore").decode().translate(str.maketrans("[]", "()")) for book in books]
+    return [re.sub(r"\s+", " ", book) for book in plain]
+
+
+def write_documents(train: Path, held_out: Path) -> None:
+    """``train.jsonl`` of the first books; a file for each length of a test of the others."""
+    rng, texts = random.Random("train"), read_books(train)
+    _write(RUNS / "train.jsonl", [document(texts, LENGTH - 2, MENTIONS, rng) for _ in range(TRAINED)])
+    texts = read_books(held_out)
+    for length in TEST_LENGTHS:
+        rng = random.Random(f"test {length}")
+        _write(_test_file(length), [document(texts, length - 1, 2, rng) for _ in range(TESTED)])
+
+
+def _write(path: Path, documents: Sequence[Document]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as temporary:
+        temporary.write_text("".join(json.dumps(vars(one)) + "\n" for one in documents), encoding="utf-8")
+
+
+def _test_file(length: int) -> Path:
+    return RUNS / f"test-{length}.jsonl"
+
+
+def train(models: Sequence[str], steps: int, books: str, held_out: str) -> None:
+    for name in models:
+        recipe, *changes = MODELS[name]
+        sources = f"{books}={BOOKS},{RUNS / 'train.jsonl'}={NEEDLES}"
+        command = [
+            "train", recipe, "--resume", "--out", str(RUNS / name), *changes, f"steps={steps}",
+            f"sequence_length={LENGTH}", f"batch_size={8192 // LENGTH}", f"data.sources={sources}",
+            f"data.validation={held_out}", "evaluation.rows=16", "evaluation.final_rows=256", "checkpoint.every=25",
+        ]  # fmt: skip
+        print(shlex.join(["gecko", *command]), flush=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", "gecko", *command], check=True, env=environment)
+
+
+def ask(models: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    for name in models:
+        checkpoint = latest_checkpoint(RUNS / name / "checkpoints")
+        if checkpoint is None:
+            continue
+        model, tokenizer = load(checkpoint), load_tokenizer("bytes")
+        steps = int(checkpoint.name.rsplit("-", 1)[-1])
+        scores = [score for length in TEST_LENGTHS for score in _scores(model, length)]
+        settings = {
+            "recipe": MODELS[name], "steps": steps, "needle": NEEDLE, "pairs": PAIRS, "guessing": 1 / VALUES,
+            "documents": TESTED, "chunk": model.config.chunk_size,
+        }  # fmt: skip
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        Results("needles", scores, settings, 0).save(
+            FOLDER / f"{name}.json", describe_model(model, tokenizer, name),
+            f"python benchmarks/retrieval.py ask --models {name}", describe_hardware(torch.device("cpu")),
+        )  # fmt: skip
+        print(name, "done", flush=True)
+
+
+def _scores(model: Any, length: int) -> Iterator[Score]:
+    found: dict[int, list[bool]] = {}
+    for batch in _batches(length):
+        with inference(model):
+            logits, _ = model(batch.tokens)
+        for distance, hits in hits_by_distance(batch, logits.argmax(-1), model.config.chunk_size).items():
+            found.setdefault(distance, []).extend(hits)
+    for distance, hits in sorted(found.items()):
+        value, interval = share(hits)
+        yield Score("accuracy", value, len(hits), "answers", interval, {"length": length, "chunks": distance})
+
+
+def _batches(length: int) -> Iterator[SyntheticBatch]:
+    lines = _test_file(length).read_text(encoding="utf-8").splitlines()
+    rows = max(1, AT_ONCE // length)
+    start = load_tokenizer("bytes").document_start
+    for first in range(0, len(lines), rows):
+        records = [json.loads(line) for line in lines[first : first + rows]]
+        tokens = torch.tensor([[start, *record["text"].encode()] for record in records])
+        targets, sources = torch.full_like(tokens, IGNORED), torch.full_like(tokens, -1)
+        for row, record in enumerate(records):
+            # The start shifts all places by one; the question is the token before its answer.
+            places, earlier = (torch.tensor(side) for side in zip(*record["questions"], strict=True))
+            targets[row, places], sources[row, places] = tokens[row, places + 1], earlier + 1
+        yield SyntheticBatch(tokens, targets, sources)
+
+
+def page() -> str:
+    """The results as tables."""
+    records = {name: json.loads(path.read_text(encoding="utf-8"))
+               for name in MODELS if (path := FOLDER / f"{name}.json").exists()}  # fmt: skip
+    lines = [
+        "# Retrieval past the attention window",
+        "",
+        "Made by `python benchmarks/retrieval.py page` of the JSON files beside it, each of which names its command, "
+        "hardware and version. Share of right answers [Wilson, 95 %] (n). Guessing gives "
+        f"{1 / VALUES:.2f}. Of one model each: another seed may differ by more.",
+        "",
+    ]
+    for length in TEST_LENGTHS:
+        lines += _table(records, length)
+    return "\n".join(lines)
+
+
+def _table(records: dict[str, dict[str, Any]], length: int) -> Iterator[str]:
+    bands = [band for band in BANDS if 64 * band[0] < length]
+    yield f"## Documents of {length:,} bytes, {PAIRS} needles"
+    yield ""
+    yield "| model | steps | " + " | ".join(f"{low} to {high} chunks" for low, high in bands) + " |"
+    yield "|---|---:|" + "---:|" * len(bands)
+    for name, record in records.items():
+        cells = [_cell(record["scores"], length, band) for band in bands]
+        yield f"| {name} | {record['settings']['steps']} | " + " | ".join(cells) + " |"
+    yield ""
+
+
+def _cell(scores: Sequence[dict[str, Any]], length: int, band: tuple[int, int]) -> str:
+    inside = [score for score in scores
+              if score["where"]["length"] == length and band[0] <= score["where"]["chunks"] <= band[1]]  # fmt: skip
+    total = sum(score["n"] for score in inside)
+    if not total:
+        return "none"
+    hits = sum(round(score["value"] * score["n"]) for score in inside)
+    interval = wilson(hits, total)
+    return f"{hits / total:.3f} [{interval.low:.3f}, {interval.high:.3f}] ({total:,})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("documents", "train", "ask", "page"))
+    parser.add_argument("--books", default="books/train", help="a folder of books to train on")
+    parser.add_argument("--held-out", default="books/held_out", help="a folder of others to ask in")
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=600, help="train: of 8,192 bytes")
+    arguments = parser.parse_args()
+    if arguments.part == "documents":
+        write_documents(Path(arguments.books), Path(arguments.held_out))
+    elif arguments.part == "train":
+        train(arguments.models, arguments.steps, arguments.books, arguments.held_out)
+    elif arguments.part == "ask":
+        ask(arguments.models)
+    else:
+        (FOLDER / "README.md").write_text(page(), encoding="utf-8")
+        print(page())
+
+
+if __name__ == "__main__":
+    main()
