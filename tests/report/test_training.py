@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from gecko.report.reading import RunFolder
-from gecko.report.training import held_out_points, minute_clock, token_clock, training_points
+from gecko.report.training import (
+    Trained,
+    _finished_row,
+    held_out_points,
+    minute_clock,
+    token_clock,
+    training_points,
+)
 from gecko.train.metrics import Record
 
 RECIPE = {"batch_size": 2, "sequence_length": 300, "seed": 0}
@@ -33,6 +41,21 @@ def test_clocks_count_tokens_and_the_time_of_steps_alone() -> None:
     assert held_out_points(it, token_clock(it)) == [(0, 5), (1200, 2)]
     assert held_out_points(it, minute_clock(it)) == [(0, 5), (1.5, 2)]
     assert training_points(it, token_clock(it)) == [(600, 4), (1200, 3)]
+
+
+def test_interval_of_one_seed_is_over_rows() -> None:
+    """Half of 400 rows have loss 1, the others 3 nats a token; a token has two bytes."""
+    losses = [20.0 * (1 + 2 * (row % 2)) for row in range(400)]
+    results = {"loss": 2.0, "nats_per_byte": 1.0, "tokens": 8000, "row_losses": losses, "row_targets": [20] * 400}
+    cells = _finished_row(Trained(Mock(label="model"), {0: RunFolder(Path("run"), RECIPE, [], results, [])}))
+    assert cells is not None
+    for cell, scale in zip(cells[2:4], (0.5, 1), strict=True):
+        low, high = map(float, cell.detail.split(" to "))
+        assert high - low == pytest.approx(2 * 1.96 * scale / 20, rel=0.1) and low < 2 * scale < high
+    none = _finished_row(
+        Trained(Mock(label="model"), {0: RunFolder(Path("run"), RECIPE, [], {**results, "row_losses": []}, [])})
+    )
+    assert none is not None and none[2].detail == "no interval"
 
 
 def test_losses_that_are_not_finite_are_not_drawn() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gecko.compare.folder import evaluation_of
 from gecko.compare.plan import Planned
-from gecko.eval.intervals import Interval, Values, bootstrap, student
+from gecko.eval.intervals import Interval, bootstrap_ratio, student
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import Record, read_metrics, seconds_by_step
 
@@ -142,11 +142,7 @@ def _over_rows(evaluation: Evaluation, other: Evaluation | None = None) -> Inter
             raise ValueError("models are compared on the same held-out rows; these two were tested on different ones.")
         losses = losses - np.array(other.row_losses)
     per_byte = evaluation.nats_per_byte / evaluation.loss
-
-    def mean(losses: Values, targets: Values, axis: int = -1) -> Values:
-        return losses.sum(axis=axis) / targets.sum(axis=axis) * per_byte
-
-    return bootstrap([losses, targets], mean, "held-out rows", _BOOTSTRAP_SEED)
+    return bootstrap_ratio(losses * per_byte, targets, "held-out rows", _BOOTSTRAP_SEED)
 
 
 def _curve(records: Sequence[Record], tokens_per_step: int, seconds: Mapping[int, float]) -> list[Point]:

@@ -63,6 +63,11 @@ def bootstrap_mean(values: Values, unit: str, seed: int) -> Interval | None:
     return bootstrap([values], lambda x, axis=-1: x.mean(axis=axis), unit, seed)
 
 
+def bootstrap_ratio(sums: Values, counts: Values, unit: str, seed: int) -> Interval | None:
+    """Of Σ ``sums`` / Σ ``counts``, (n,) both."""
+    return bootstrap([sums, counts], lambda x, n, axis=-1: x.sum(axis=axis) / n.sum(axis=axis), unit, seed)
+
+
 def student(mean: float, error: float | None, n: int, unit: str) -> Interval | None:
     """Of a mean over ``n`` units with the standard error ``error``; None where that is."""
     if error is None:

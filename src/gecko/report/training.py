@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from gecko.eval.intervals import Interval, bootstrap_ratio
 from gecko.eval.results import readable
 from gecko.extras import require
 from gecko.pages.drawing import LineStyle, label_line_ends, new_figure, svg
@@ -22,6 +25,7 @@ from gecko.train.metrics import seconds_by_step
 
 _TOKENS = "tokens read"
 Point = tuple[float, float]
+_BOOTSTRAP_SEED = 0
 _SETTLED = 0.25
 """Part of a run after which its loss decides the picture's frame."""
 
@@ -158,22 +162,35 @@ def _mean(seeds: Sequence[Sequence[Point]]) -> list[Point]:
 def _final_table(models: Sequence[Trained]) -> Table:
     columns = [("model", ""), ("seeds", ""), ("nats a byte", "of held-out text"), ("nats a token", ""), ("n", "")]
     rows = [row for model in models for row in (_finished_row(model), _unfinished_row(model)) if row is not None]
-    notes = ["Intervals are Student's t over seeds, 95 %; one seed has none. Between tokenizers compare by byte."]
-    return Table("Held-out loss of the finished models", columns, rows, 1, notes)
+    note = (
+        "Intervals, 95 %: Student's t over seeds; of one seed a bootstrap over held-out rows, which does not say how "
+        "much another seed would differ. Between tokenizers compare by byte."
+    )
+    return Table("Held-out loss of the finished models", columns, rows, 1, [note])
 
 
 def _finished_row(model: Trained) -> list[Cell] | None:
     results = {seed: run.results for seed, run in model.runs.items() if run.results is not None}
     if not results:
         return None
-    losses = [_mean_cell([float(one[name]) for one in results.values()]) for name in ("nats_per_byte", "loss")]
+    losses = [_mean_cell(list(results.values()), name) for name in ("nats_per_byte", "loss")]
     counts = sorted({f"{one['tokens']:,} tokens" for one in results.values()})
     each = "for each seed" if len(results) > 1 else ""
     return [Cell(model.subject.label), Cell(", ".join(map(str, results))), *losses, Cell(" or ".join(counts), each)]
 
 
-def _mean_cell(values: Sequence[float]) -> Cell:
-    return Cell(readable(statistics.fmean(values)), span(seeds_interval(values), PLAIN))
+def _mean_cell(results: Sequence[Mapping[str, Any]], name: str) -> Cell:
+    values = [float(one[name]) for one in results]
+    interval = seeds_interval(values) if len(values) > 1 else _over_rows(results[0], name)
+    return Cell(readable(statistics.fmean(values)), span(interval, PLAIN))
+
+
+def _over_rows(results: Mapping[str, Any], name: str) -> Interval | None:
+    """Of the loss ``name`` of one run; None where the losses of its rows were not kept."""
+    if not results.get("row_losses"):
+        return None
+    losses, targets = np.array(results["row_losses"]), np.array(results["row_targets"], float)
+    return bootstrap_ratio(losses * (float(results[name]) / results["loss"]), targets, "held-out rows", _BOOTSTRAP_SEED)
 
 
 def _unfinished_row(model: Trained) -> list[Cell] | None:
