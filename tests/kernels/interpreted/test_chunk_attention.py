@@ -31,12 +31,6 @@ PATTERNS = [operator for operator in cases.ATTENTIONS if operator.name.endswith(
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler():
-    """It counts how often one function is compiled, over all tests."""
-    torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True)
 def _on_kernels(monkeypatch):
     """As for tensors on a GPU."""
     monkeypatch.setattr(sys.modules["gecko.ops.chunk_attention"], "kernels_run_on", lambda x: True)

@@ -29,12 +29,6 @@ ONE = [replace(Case(35, "packed", (21,)), dtype=torch.float32)]
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler():
-    """It counts how often one function is compiled, over all tests."""
-    torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True)
 def _on_kernels(monkeypatch):
     """As for tensors on a GPU."""
     monkeypatch.setattr(sys.modules["gecko.ops.working_memory"], "kernels_run_on", lambda x: True)
