@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from gecko.ops.kernels import kernels_installed
+
 DISTRIBUTION = "gecko-lm"
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "asimd", "sve", "bf16")
 FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -82,9 +84,18 @@ def paths() -> dict[str, str]:
     fast = torch.cuda.is_bf16_supported() if device == "cuda" else bool(FAST_BFLOAT16 & cpu_features())
     return {
         "device": f"{device}, as device=auto means here",
-        "operators": "chunked PyTorch forms for prompts and training, one-token forms for decoding",
+        "operators": _operators(device),
         "bfloat16": "in hardware: precision=bfloat16 may pay" if fast else "emulated: stay with precision=float32",
     }
+
+
+def _operators(device: str) -> str:
+    eager = "chunked PyTorch forms for prompts and training, one-token forms for decoding"
+    if device == "cpu":
+        return eager
+    if not kernels_installed():
+        return f"{eager}; without the Triton kernels: pip install 'gecko-lm[kernels]'"
+    return f"Triton kernels; for float64 {eager}"
 
 
 def optional_packages() -> list[Package]:

@@ -49,11 +49,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def kernels_run_on(x: Tensor) -> bool:
     """Whether operators take their kernels for ``x``: on a GPU, in at most 32 bits, and what they need installed."""
-    return x.is_cuda and x.dtype in DTYPES and _installed()
+    return x.is_cuda and x.dtype in DTYPES and kernels_installed()
 
 
 @cache
-def _installed() -> bool:
+def kernels_installed() -> bool:
+    """Whether Triton is there, and this package itself: code that was copied for the hub holds no kernels."""
     return all(importlib.util.find_spec(name) is not None for name in ("triton", "gecko"))
 
 

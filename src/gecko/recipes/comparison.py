@@ -27,14 +27,17 @@ from gecko.train import (
 
 
 def compare_gecko() -> Run:
+    """Gecko of a million parameters on 10 M bytes, with which the others are compared. Set data.source."""
     return _comparison("compare_gecko", GeckoConfig.preset("tiny"))
 
 
 def compare_megalodon() -> Run:
+    """Megalodon of the same size, as its authors released it."""
     return _comparison("compare_megalodon", GeckoConfig.preset("megalodon-tiny"))
 
 
 def compare_llama() -> Run:
+    """Llama 2 of the same size."""
     return _comparison("compare_llama", LlamaConfig.preset("llama-tiny"))
 
 
