@@ -44,10 +44,10 @@ TOKENS, CHUNK, PAIRS, VALUES = 128, 16, 4, 32
 
 # Training.
 COMMON = (
-    "size.length=64", "size.vocab_size=32", "size.items=4", "size.noise=false", "model.num_layers=1",
-    "model.model_dim=64", "model.key_dim=32", "model.value_dim=64", "model.num_heads=1", "model.ffn_dim=128",
-    "model.cema_modes=4", "model.chunk_size=8", "batch_size=32", "learning_rate=1e-2", "weight_decay=0", "steps=200",
-    "test_rows=300",
+    "size.length=64", "size.vocab_size=32", "size.items=4", "size.noise=false", "model.vocab_size=32",
+    "model.num_layers=1", "model.model_dim=64", "model.key_dim=32", "model.value_dim=64", "model.num_heads=1",
+    "model.ffn_dim=128", "model.cema_modes=4", "model.chunk_size=8", "batch_size=32", "learning_rate=1e-2",
+    "weight_decay=0", "steps=300", "test_rows=300",
 )  # fmt: skip
 """One layer, so that what is further away than attention sees can only come from the memory or the moving average."""
 SEEDS = (0, 1, 2)
@@ -61,9 +61,7 @@ MEMORIES = (
     ("model.memory=adaptive",), ("model.memory=adaptive", LONG), ("model.memory=linear",),
     ("model.memory=linear", LONG), ("model.memory=none",),
 )  # fmt: skip
-HARDER = (
-    "size.noise=true", "size.items=8", "size.length=128", "model.key_dim=16",
-)  # fmt: skip
+HARDER = ("size.noise=true", "size.items=8", "size.items=15", "size.length=256", "model.key_dim=8")
 """Each with long keys, to see where it breaks."""
 
 
@@ -76,8 +74,8 @@ class Case:
 
     @property
     def path(self) -> Path:
-        values = (change.rpartition(".")[2].replace("=", "-") for change in self.changes)
-        return FOLDER / f"{'-'.join([self.task, *values, str(self.seed)])}.json"
+        settings = (change.removeprefix("model.").removeprefix("size.") for change in self.changes)
+        return FOLDER / f"{'-'.join([self.task, *settings, str(self.seed)]).replace('=', '-')}.json"
 
     def command(self) -> list[str]:
         changes = (*self.changes, f"seed={self.seed}")
@@ -94,6 +92,8 @@ def cases() -> Iterator[Case]:
         yield Case("mqar", ("model.memory=adaptive", LONG, harder), 0)
     for task in ("selective_copying", "induction_heads"):
         yield from (Case(task, changes, 0) for changes in (MEMORIES[0], MEMORIES[1], MEMORIES[-1]))
+    for memory in (MEMORIES[0], MEMORIES[2]):
+        yield Case("mqar", (*memory, "steps=1200"), 0)
     for rate in RATES:
         yield from (Case("mqar", (*changes, f"learning_rate={rate}"), 0) for changes in MEMORIES)
 
