@@ -5,8 +5,8 @@
     python benchmarks/retrieval.py ask         # accuracy by distance, of every model that is trained
     python benchmarks/retrieval.py page        # results/evidence/retrieval/README.md
 
-A needle, ``[K=7]``, says the number of a letter, at a random place of a book's prose. Where it stands again, it is a
-question: what follows ``[K=``. ``train`` can be stopped and goes on with ``--steps`` as
+A needle, ``[K7]``, says the number of a letter, at a random place of a book's prose. Where it stands again, it is a
+question: what follows ``[K``. ``train`` can be stopped and goes on with ``--steps`` as
 before; ``--models`` takes some of them. All paths are relative to where the commands are run, the same for each.
 """
 
@@ -42,18 +42,22 @@ from gecko.train.hardware import describe_hardware
 FOLDER = Path(__file__).parent / "results" / "evidence" / "retrieval"
 RUNS = Path("runs/needles")
 
-NEEDLE = "[{key}={value}]"
+NEEDLE = "[{key}{value}]"
+ANSWER = 2
+"""Its place in a needle."""
 KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 VALUES = 10
-PAIRS = 8
-"""Different needles of a document, whatever its length."""
-MENTIONS = 4
-"""Of a needle in a document to train on; in one to ask it is mentioned twice, so that its distance is one number."""
-LENGTH = 1024
+PAIRS, MENTIONS = (4, 12), (2, 6)
+"""Different needles of a document to train on, and how often each stands there: from, to."""
+ASKED = 8
+"""Needles of a document to ask, each there twice, so that its distance is one number."""
+CHUNK = 16
+"""Attention sees 32 bytes at most, so that many distances beyond it fit into a row that the memory can hold."""
+LENGTH = 512
 """Tokens of a document to train on, its two ends included: a row."""
 TRAINED, TESTED = 8000, 300
 """Documents to train on; of each length to ask."""
-TEST_LENGTHS = (1024, 4096)
+TEST_LENGTHS = (512, 2048)
 AT_ONCE = 8192
 """Tokens read together in a test."""
 
@@ -63,9 +67,11 @@ MODELS: dict[str, tuple[str, ...]] = {
     "no-memory": ("compare_no_memory",),
 }
 """Recipe, and what differs from it. 5.66 is the root of a head's width, 32."""
-NEEDLES, BOOKS = 0.75, 0.25
+NEEDLES, BOOKS = 0.875, 0.125
 """Parts of the rows to train on."""
-BANDS = ((0, 1), (2, 4), (5, 8), (9, 15), (16, 31), (32, 63))
+ROWS, RATE = 8, "6e-3"
+"""Of a step: half of what the recipes read, and less than their 8e-3."""
+BANDS = ((0, 1), (2, 4), (5, 8), (9, 16), (17, 31), (32, 63), (64, 127))
 """Chunks between answer and question; from 2 on, no attention of one layer sees the answer."""
 
 
@@ -76,17 +82,16 @@ class Document:
     """(place of the answer, place of the same digit before), in characters."""
 
 
-def document(texts: Sequence[str], characters: int, mentions: int, rng: random.Random) -> Document:
-    """Prose of one of the texts with ``PAIRS`` needles, each ``mentions`` times."""
-    needles = [NEEDLE.format(key=key, value=rng.randrange(VALUES)) for key in rng.sample(KEYS, PAIRS)]
-    answer = needles[0].index("=") + 1
+def document(texts: Sequence[str], characters: int, pairs: int, mentions: int, rng: random.Random) -> Document:
+    """Prose of one of the texts with needles, each ``mentions`` times."""
+    needles = [NEEDLE.format(key=key, value=rng.randrange(VALUES)) for key in rng.sample(KEYS, pairs)]
     prose = _prose(texts, characters - mentions * sum(map(len, needles)), rng)
-    order = [*range(PAIRS)] * mentions
+    order = [*range(pairs)] * mentions
     rng.shuffle(order)
     parts, seen, questions, written, last = [], dict[int, int](), [], 0, 0
     for cut, needle in zip(sorted(rng.sample(range(len(prose)), len(order))), order, strict=True):
         parts += [prose[last:cut], needles[needle]]
-        place = written + cut - last + answer
+        place = written + cut - last + ANSWER
         if needle in seen:
             questions.append((place, seen[needle]))
         seen[needle] = place
@@ -112,11 +117,12 @@ def read_books(folder: Path) -> list[str]:
 def write_documents(train: Path, held_out: Path) -> None:
     """``train.jsonl`` of the first books; a file for each length of a test of the others."""
     rng, texts = random.Random("train"), read_books(train)
-    _write(RUNS / "train.jsonl", [document(texts, LENGTH - 2, MENTIONS, rng) for _ in range(TRAINED)])
+    sizes = ((rng.randint(*PAIRS), rng.randint(*MENTIONS)) for _ in range(TRAINED))
+    _write(RUNS / "train.jsonl", [document(texts, LENGTH - 2, *size, rng) for size in sizes])
     texts = read_books(held_out)
     for length in TEST_LENGTHS:
         rng = random.Random(f"test {length}")
-        _write(_test_file(length), [document(texts, length - 1, 2, rng) for _ in range(TESTED)])
+        _write(_test_file(length), [document(texts, length - 1, ASKED, 2, rng) for _ in range(TESTED)])
 
 
 def _write(path: Path, documents: Sequence[Document]) -> None:
@@ -135,8 +141,9 @@ def train(models: Sequence[str], steps: int, books: str, held_out: str) -> None:
         sources = f"{books}={BOOKS},{RUNS / 'train.jsonl'}={NEEDLES}"
         command = [
             "train", recipe, "--resume", "--out", str(RUNS / name), *changes, f"steps={steps}",
-            f"sequence_length={LENGTH}", f"batch_size={8192 // LENGTH}", f"data.sources={sources}",
-            f"data.validation={held_out}", "evaluation.rows=16", "evaluation.final_rows=256", "checkpoint.every=25",
+            f"model.chunk_size={CHUNK}", f"sequence_length={LENGTH}", f"batch_size={ROWS}",
+            f"optimizer.learning_rate={RATE}", f"data.sources={sources}", f"data.validation={held_out}",
+            "evaluation.rows=16", "evaluation.final_rows=64", "checkpoint.every=50",
         ]  # fmt: skip
         print(shlex.join(["gecko", *command]), flush=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -153,7 +160,7 @@ def ask(models: Sequence[str]) -> None:
         steps = int(checkpoint.name.rsplit("-", 1)[-1])
         scores = [score for length in TEST_LENGTHS for score in _scores(model, length)]
         settings = {
-            "recipe": MODELS[name], "steps": steps, "needle": NEEDLE, "pairs": PAIRS, "guessing": 1 / VALUES,
+            "recipe": MODELS[name], "steps": steps, "needle": NEEDLE, "pairs": ASKED, "guessing": 1 / VALUES,
             "documents": TESTED, "chunk": model.config.chunk_size,
         }  # fmt: skip
         FOLDER.mkdir(parents=True, exist_ok=True)
@@ -209,8 +216,8 @@ def page() -> str:
 
 
 def _table(records: dict[str, dict[str, Any]], length: int) -> Iterator[str]:
-    bands = [band for band in BANDS if 64 * band[0] < length]
-    yield f"## Documents of {length:,} bytes, {PAIRS} needles"
+    bands = [band for band in BANDS if CHUNK * band[0] < length]
+    yield f"## Documents of {length:,} bytes, {ASKED} needles"
     yield ""
     yield "| model | steps | " + " | ".join(f"{low} to {high} chunks" for low, high in bands) + " |"
     yield "|---|---:|" + "---:|" * len(bands)
@@ -237,7 +244,7 @@ def main() -> None:
     parser.add_argument("--books", default="books/train", help="a folder of books to train on")
     parser.add_argument("--held-out", default="books/held_out", help="a folder of others to ask in")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
-    parser.add_argument("--steps", type=int, default=600, help="train: of 8,192 bytes")
+    parser.add_argument("--steps", type=int, default=400, help=f"train: of {ROWS * LENGTH:,} bytes")
     arguments = parser.parse_args()
     if arguments.part == "documents":
         write_documents(Path(arguments.books), Path(arguments.held_out))
