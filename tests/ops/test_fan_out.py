@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from gecko.ops.fan_out import fan_out
+from gecko.ops import slices
+from gecko.ops.fan_out import fan_out, fan_out_reference
 
 EPS = 1e-3
 
@@ -30,6 +31,14 @@ def test_fan_out(rows, heads, size):
             expected = normal * (1 + scale[row, own]) / math.sqrt(size) + offset[row, own]
             torch.testing.assert_close(out[row, :, head], expected)
     assert torch.autograd.gradcheck(lambda *x: fan_out(*x, heads, EPS), (z, scale, offset))
+
+
+@pytest.mark.parametrize("numbers", [40, 500])
+def test_gradients_in_slices_of_steps_and_of_rows(numbers, monkeypatch):
+    monkeypatch.setattr(slices, "_NUMBERS", numbers)
+    given = _draw(3, 5, 12), _draw(4, 12), _draw(4, 12)
+    torch.testing.assert_close(fan_out(*given, 2, EPS), fan_out_reference(*given, 2, EPS))
+    assert torch.autograd.gradcheck(lambda *x: fan_out(*x, 2, EPS), given)
 
 
 def test_sixteen_bit_input_keeps_its_dtype_and_is_rounded_once():

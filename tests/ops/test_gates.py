@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gecko.ops.gates import gated, silu_by_head
+from gecko.ops import slices
+from gecko.ops.gates import gated, gated_reference, silu_by_head, silu_by_head_reference
 from gecko.ops.swiglu import swiglu
 
 
@@ -35,6 +36,19 @@ def test_gated(recalls):
         own = slice(4 * head, 4 * head + 4)
         expected = attended[:, head] * _silu(gate[..., own]) + (recalled[:, head] if recalls else 0)
         torch.testing.assert_close(out[..., own], expected)
+
+
+@pytest.mark.parametrize("numbers", [24, 100, 2**17])
+@pytest.mark.parametrize("recalls", [True, False])
+def test_gradients_in_slices_of_steps_of_rows_and_of_all(numbers, recalls, monkeypatch):
+    """The last slice of a row, and of the batch, is smaller than the others."""
+    monkeypatch.setattr(slices, "_NUMBERS", numbers)
+    x = _draw(3, 5, 12)
+    given = _draw(3, 3, 5, 4), x, _draw(3, 3, 5, 4, seed=1) if recalls else None
+    torch.testing.assert_close(gated(*given), gated_reference(*given))
+    torch.testing.assert_close(silu_by_head(x, 3), silu_by_head_reference(x, 3))
+    assert torch.autograd.gradcheck(gated, given)
+    assert torch.autograd.gradcheck(lambda x: silu_by_head(x, 3), (x,))
 
 
 def test_swiglu():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from gecko.ops.dtypes import check_shape, compute_dtype
+from gecko.ops.fan_out.eager import FanOut
+from gecko.ops.fan_out.reference import fan_out_reference
 from gecko.ops.kernels import kernels_run_on
-from gecko.ops.norms import group_rms_norm
+
+__all__ = ["fan_out", "fan_out_reference"]
 
 
 def fan_out(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
@@ -35,6 +36,6 @@ def fan_out(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) ->
 
         return fan_out_kernels(z, scale, offset, heads, eps)
     dtype = compute_dtype(z)
-    normal = group_rms_norm(z.to(dtype), None, heads, eps)
-    rows = torch.addcmul(offset.to(dtype), normal.unsqueeze(2), (1 + scale.to(dtype)) / math.sqrt(features // heads))
-    return rows.to(z.dtype).unflatten(-1, (heads, -1)).permute(2, 0, 3, 1, 4).contiguous()
+    form = fan_out_reference if torch.compiler.is_compiling() else FanOut.apply
+    rows: Tensor = form(z.to(dtype), scale.to(dtype), offset.to(dtype), heads, eps)
+    return rows.to(z.dtype)

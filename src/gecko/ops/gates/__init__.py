@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.dtypes import check_shape
+from gecko.ops.gates.eager import Gated, SiLUByHead
+from gecko.ops.gates.reference import gated_reference, silu_by_head_reference
 from gecko.ops.kernels import kernels_run_on
+
+__all__ = ["gated", "gated_reference", "silu_by_head", "silu_by_head_reference"]
 
 
 def silu_by_head(x: Tensor, heads: int) -> Tensor:
@@ -16,7 +19,9 @@ def silu_by_head(x: Tensor, heads: int) -> Tensor:
         from gecko.ops.gates.triton import silu_by_head_kernels
 
         return silu_by_head_kernels(x, heads)
-    return F.silu(_by_head(x, heads))
+    if torch.compiler.is_compiling():
+        return silu_by_head_reference(x, heads)
+    return SiLUByHead.apply(x, heads)
 
 
 def gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
@@ -39,10 +44,6 @@ def gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
         from gecko.ops.gates.triton import gated_kernels
 
         return gated_kernels(attended, gate, recalled)
-    factor = F.silu(_by_head(gate, heads))
-    out = attended * factor if recalled is None else torch.addcmul(recalled, attended, factor)
-    return out.transpose(1, 2).flatten(2)
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
+    if torch.compiler.is_compiling():
+        return gated_reference(attended, gate, recalled)
+    return Gated.apply(attended, gate, recalled)

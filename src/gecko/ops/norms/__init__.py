@@ -28,14 +28,21 @@ def group_rms_norm(
 
         return group_norm(x, weight, None, groups, eps, False, dtype)
     wide = x.to(compute_dtype(x)).unflatten(-1, (groups, -1))
-    y = (_RMSNormalise.apply(wide, eps) if torch.is_grad_enabled() else _rms_normalise(wide, eps)[0]).flatten(-2)
+    y = (_RMSNormalise.apply(wide, eps) if torch.is_grad_enabled() else rms_normalise(wide, eps)[0]).flatten(-2)
     return (y if weight is None else y * (1 + weight.to(wide.dtype))).to(dtype)
 
 
-def _rms_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / √(mean(x²) + ε) over the last dimension, and the factor that x is multiplied with."""
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
     rstd = torch.rsqrt(square + eps)
     return x * rstd, rstd
+
+
+def rms_normalise_grad(grad: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
+    """The gradient of x from that of y = x · rstd."""
+    along = (grad * y).mean(-1, keepdim=True)
+    return torch.addcmul(grad, y, along, value=-1).mul_(rstd)
 
 
 class _RMSNormalise(torch.autograd.Function):
@@ -43,16 +50,14 @@ class _RMSNormalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        y, rstd = _rms_normalise(x, eps)
+        y, rstd = rms_normalise(x, eps)
         ctx.save_for_backward(y, rstd)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        y, rstd = ctx.saved_tensors
-        along = (grad * y).mean(-1, keepdim=True)
-        return torch.addcmul(grad, y, along, value=-1).mul_(rstd), None
+        return rms_normalise_grad(grad, *ctx.saved_tensors), None
 
 
 def group_layer_norm(
