@@ -11,39 +11,40 @@ from torch.autograd.function import once_differentiable
 
 
 class _AffineChain(torch.autograd.Function):
+    """One map at a time, in scratch that stays in cache: where matrices of a batch lie apart, products do not write."""
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
-        batch, heads, count = a.shape[:3]
-        factors, terms = (x.permute(2, 0, 1, 3, 4).flatten(1, 2) for x in (a, b))
-        memories = b.new_empty(count + 1, batch * heads, *b.shape[3:])
-        memories[0] = initial.flatten(0, 1)
-        for i in range(count):
-            torch.baddbmm(terms[i], factors[i], memories[i], out=memories[i + 1])
-        ctx.save_for_backward(factors, memories)
-        return memories.unflatten(1, (batch, heads)).permute(1, 2, 0, 3, 4)
+    def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        memories = torch.empty_like(b, memory_format=torch.contiguous_format)
+        factors, terms, places = (x.flatten(0, 1).unbind(1) for x in (a, b, memories))
+        memory = initial.flatten(0, 1)
+        for factor, term, place in zip(factors, terms, places, strict=True):
+            place.copy_(memory)
+            memory = torch.baddbmm(term, factor, memory)
+        ctx.save_for_backward(a, memories)
+        return memories, memory.view(initial.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        factors, memories = ctx.saved_tensors
-        batch, heads = grad.shape[:2]
-        total = grad.permute(2, 0, 1, 3, 4).flatten(1, 2).clone(memory_format=torch.contiguous_format)
+    def backward(ctx: Any, grad: Tensor, grad_last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, memories = ctx.saved_tensors
+        grad_b = torch.empty_like(memories)
+        factors, grads, places = (x.flatten(0, 1).unbind(1) for x in (a, grad, grad_b))
+        total = grad_last.flatten(0, 1)
         for i in range(len(factors) - 1, -1, -1):
-            total[i].baddbmm_(factors[i].mT, total[i + 1])
-        grad_factors = total[1:] @ memories[:-1].mT
-        grads = (x.unflatten(1, (batch, heads)) for x in (grad_factors, total))
-        grad_a, grad_b = (x.permute(1, 2, 0, 3, 4) for x in grads)
-        return grad_a, grad_b[:, :, 1:], grad_b[:, :, 0]
+            places[i].copy_(total)
+            total = torch.baddbmm(grads[i], factors[i].mT, total)
+        return grad_b @ memories.mT, grad_b, total.view(grad_last.shape)
 
 
-def affine_chain(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
-    """M_{i+1} = A_i M_i + B_i.
+def affine_chain(a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+    """M_{i+1} = A_i M_i + B_i from M_0 = ``initial``.
 
     Args:
         a: (B, H, n, key, key); b: (B, H, n, key, value); initial: (B, H, key, value).
 
     Returns:
-        M_0 … M_n, (B, H, n + 1, key, value).
+        M_0 … M_{n−1}, (B, H, n, key, value), and M_n, (B, H, key, value).
     """
     return _AffineChain.apply(a, b, initial)
 

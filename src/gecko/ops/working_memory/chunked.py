@@ -35,7 +35,8 @@ def remember_chunks(
 
     nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
     current = state.current.where(grid.continues, nothing)
-    weights = rule.weigh(k, grid.counted)
+    counted = None if grid.whole else grid.counted
+    weights = rule.weigh(k, counted)
     whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
     resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
     normalisers = _normalisers(rule, state, whole, resets)
@@ -43,21 +44,22 @@ def remember_chunks(
         state, resets = weights_before(rule, chunk_size, state, whole, normalisers, resets, segments)
         normalisers = _normalisers(rule, state, whole, resets)
     before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
-    summaries = rule.summarise(k, v, grid.counted, weights, before)
+    summaries = rule.summarise(k, v, counted, weights, before)
     if segments.handoff is not None:
         state = replace(state, previous=summary_before(state.previous, _slice(summaries, -1), segments.handoff))
-    entered = _enter(rule, state.previous, current, summaries)
+    entering, left = _enter(rule, state.previous, current, summaries)
 
-    a, b = rule.affine(_slice(entered, slice(0, grid.chunks)), normalisers[:, :, 1:-1])
+    a, b = rule.affine(entering, normalisers[:, :, 1:-1])
     a = a.masked_fill(resets[:, None, :-1, None, None], 0)
     chain = affine_chain if segments.handoff is None else partial(affine_chain_of_ranks, segments.handoff)
-    memories = chain(a, b, state.memory)
-    out = rule.read(q, grid.allowed, memories[:, :, :-1], normalisers[:, :, :-2])
+    memories, last = chain(a, b, state.memory)
+    out = rule.read(q, grid.allowed, memories, normalisers[:, :, :-2])
 
     end = (phase + segments.length) // chunk_size
+    completed = end == grid.chunks
     after = type(state)(
-        memories[:, :, end], normalisers[:, :, end], _slice(entered, end),
-        _slice(entered, end + 1) if end < grid.chunks else nothing, resets[:, end],
+        last if completed else memories[:, :, end], normalisers[:, :, end], left[completed],
+        nothing if completed else left[1], resets[:, end],
     )  # fmt: skip
     return out.flatten(2, 3)[:, :, phase : phase + segments.length], after
 
@@ -70,11 +72,25 @@ def _normalisers(rule: Rule, state: WorkingMemoryState, weights: Tensor, resets:
     return segmented_scan(rule.accumulate, all_weights, torch.cat([torch.zeros_like(first[:, :1]), first], dim=1))
 
 
-def _enter(rule: Rule, previous: ChunkSummary, current: ChunkSummary, chunks: ChunkSummary) -> ChunkSummary:
-    """(B, H, n + 1, …): the previous chunk, then the grid's, the first completed by its earlier tokens."""
+def _enter(
+    rule: Rule, previous: ChunkSummary, current: ChunkSummary, chunks: ChunkSummary
+) -> tuple[ChunkSummary, tuple[ChunkSummary, ChunkSummary]]:
+    """Of the previous chunk and the grid's n, the first of these completed by its earlier tokens: the first n, which
+    the chain enters, (B, H, n, …), and the last two."""
     first = rule.merge(current, _slice(chunks, 0))
     parts = zip(previous.tensors().values(), first.tensors().values(), chunks.tensors().values(), strict=True)
-    return ChunkSummary(*(torch.cat([p.unsqueeze(2), f.unsqueeze(2), c[:, :, 1:]], dim=2) for p, f, c in parts))
+    entering, before_last, last = zip(*(_entering(*part) for part in parts), strict=True)
+    return ChunkSummary(*entering), (ChunkSummary(*before_last), ChunkSummary(*last))
+
+
+def _entering(previous: Tensor, first: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    count = chunks.shape[2]
+    if count == 1:  # a copy: where decoding overwrites a state, no other may lie in the same memory
+        return previous.unsqueeze(2), previous.clone(), first
+    # Parts, not slices: the gradient of a slice is as large as what it was cut from.
+    _, middle, last = chunks.split([1, count - 2, 1], dim=2)
+    entering = torch.cat([previous.unsqueeze(2), first.unsqueeze(2), middle], dim=2)
+    return entering, middle[:, :, -1] if count > 2 else first, last.squeeze(2)
 
 
 def _slice(summary: ChunkSummary, index: int | slice) -> ChunkSummary:

@@ -16,6 +16,7 @@ from gecko.segments import Segments
 class Grid:
     """n chunks, the first of which holds ``phase`` tokens of earlier calls, the last maybe ``empty`` places.
 
+    whole: every place holds a token that is counted.
     counted: (B, 1, n, c, 1) bool, tokens of the call that belong to the last document of their chunk so far.
     allowed: (B, 1, n, c, 1) bool, tokens whose document began before the previous chunk: they may read.
     resets: (B, n) bool, the document at the chunk's end (so far) began in it.
@@ -25,6 +26,7 @@ class Grid:
     phase: int
     chunks: int
     empty: int
+    whole: bool
     counted: Tensor
     allowed: Tensor
     resets: Tensor
@@ -50,7 +52,7 @@ class Grid:
         resets = last_start >= torch.arange(chunks) * chunk_size
         continues = last_start[:, 0] < phase
         return cls(
-            phase, chunks, empty, on_grid(counted), on_grid(allowed),
+            phase, chunks, empty, bool(counted.all()) and phase == empty == 0, on_grid(counted), on_grid(allowed),
             resets.to(segments.device), continues.to(segments.device),
         )  # fmt: skip
 

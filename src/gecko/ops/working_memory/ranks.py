@@ -59,15 +59,15 @@ def summary_before(previous: ChunkSummary, last: ChunkSummary, handoff: Handoff)
     return ChunkSummary(previous.weight, previous.key_sum + key_sum, previous.value_sum + value_sum)
 
 
-def affine_chain_of_ranks(handoff: Handoff, a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
+def affine_chain_of_ranks(handoff: Handoff, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
     """``affine_chain`` from what all earlier ranks' chains come to; ``initial`` is zero but on rank 0."""
-    key_dim = a.shape[-1]
+    key_dim, value_dim = a.shape[-1], initial.shape[-1]
     identity = torch.eye(key_dim, dtype=a.dtype, device=a.device).expand(*initial.shape[:2], -1, -1)
-    maps = affine_chain(a, torch.cat([torch.zeros_like(a), b], dim=-1), torch.cat([identity, initial], dim=-1))
-    arrived = handoff.earlier(maps[:, :, -1]).wait()
+    maps, whole = affine_chain(a, torch.cat([torch.zeros_like(a), b], dim=-1), torch.cat([identity, initial], dim=-1))
+    arrived = handoff.earlier(whole).wait()
     memory = torch.zeros_like(initial)
     for i in range(len(arrived) - 1, -1, -1):
-        factor, term = arrived[i].split([key_dim, initial.shape[-1]], dim=-1)
+        factor, term = arrived[i].split([key_dim, value_dim], dim=-1)
         memory = factor @ memory + term
-    factors, terms = maps.split([key_dim, initial.shape[-1]], dim=-1)
-    return terms + factors @ memory.unsqueeze(2)
+    (factors, terms), (factor, term) = (x.split([key_dim, value_dim], dim=-1) for x in (maps, whole))
+    return terms + factors @ memory.unsqueeze(2), term + factor @ memory

@@ -45,13 +45,13 @@ class Rule(Protocol):
     empty_weight: float
     """The weight of no tokens."""
 
-    def weigh(self, k: Tensor, counted: Tensor) -> Tensor:
-        """Weight (…, key) of the tokens k (…, T, key) that are ``counted`` (…, T, 1)."""
+    def weigh(self, k: Tensor, counted: Tensor | None) -> Tensor:
+        """Weight (…, key) of the tokens k (…, T, key) that are ``counted`` (…, T, 1); None is all."""
 
     def accumulate(self, first: Tensor, second: Tensor) -> Tensor:
         """The weight of two sets of tokens together."""
 
-    def summarise(self, k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor) -> ChunkSummary:
+    def summarise(self, k: Tensor, v: Tensor, counted: Tensor | None, weight: Tensor, before: Tensor) -> ChunkSummary:
         """The counted tokens of one chunk, whose weight is ``weight``, after chunks that come to ``before``."""
 
     def merge(self, first: ChunkSummary, second: ChunkSummary) -> ChunkSummary:
@@ -88,14 +88,14 @@ class Adaptive:
 
     empty_weight = EMPTY_LOG
 
-    def weigh(self, k: Tensor, counted: Tensor) -> Tensor:
-        return k.masked_fill(~counted, EMPTY_LOG).logsumexp(-2)
+    def weigh(self, k: Tensor, counted: Tensor | None) -> Tensor:
+        return _masked(k, counted, EMPTY_LOG).logsumexp(-2)
 
     def accumulate(self, first: Tensor, second: Tensor) -> Tensor:
         return torch.logaddexp(first, second)
 
-    def summarise(self, k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor) -> ChunkSummary:
-        phi = (k - weight.unsqueeze(-2)).masked_fill(~counted, -torch.inf).exp()
+    def summarise(self, k: Tensor, v: Tensor, counted: Tensor | None, weight: Tensor, before: Tensor) -> ChunkSummary:
+        phi = _masked(k - weight.unsqueeze(-2), counted, -torch.inf).exp()
         return ChunkSummary(weight, phi.mT @ k.softmax(-1), phi.mT @ v)
 
     def merge(self, first: ChunkSummary, second: ChunkSummary) -> ChunkSummary:
@@ -128,14 +128,14 @@ class Linear:
 
     empty_weight = 0.0
 
-    def weigh(self, k: Tensor, counted: Tensor) -> Tensor:
-        return _elu1(k).masked_fill(~counted, 0).sum(-2)
+    def weigh(self, k: Tensor, counted: Tensor | None) -> Tensor:
+        return _masked(_elu1(k), counted, 0).sum(-2)
 
     def accumulate(self, first: Tensor, second: Tensor) -> Tensor:
         return first + second
 
-    def summarise(self, k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor) -> ChunkSummary:
-        phi = _elu1(k).masked_fill(~counted, 0)
+    def summarise(self, k: Tensor, v: Tensor, counted: Tensor | None, weight: Tensor, before: Tensor) -> ChunkSummary:
+        phi = _masked(_elu1(k), counted, 0)
         return ChunkSummary(weight, phi.mT @ _normalised(_elu1(k), before), phi.mT @ v)
 
     def merge(self, first: ChunkSummary, second: ChunkSummary) -> ChunkSummary:
@@ -160,6 +160,10 @@ class Linear:
 
     def read(self, q: Tensor, allowed: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
         return _normalised(_elu1(q), normaliser).masked_fill(~allowed, 0) @ memory
+
+
+def _masked(x: Tensor, counted: Tensor | None, value: float) -> Tensor:
+    return x if counted is None else x.masked_fill(~counted, value)
 
 
 def _elu1(x: Tensor) -> Tensor:
