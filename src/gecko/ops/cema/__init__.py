@@ -45,16 +45,15 @@ def cema(
     with full_precision(x):
         if kernels_run_on(x) and length >= CHUNK and modes <= MOST_MODES and segments.handoff is None:
             return kernels_of("cema").cema_kernels(x, coefficients, state, segments, skip)
-        y, state = _eager_or_step(x, coefficients, state, segments)
+        if length > 1:
+            y, state = cema_chunked(x.to(dtype), coefficients, state, segments, skip)
+            return y.to(x.dtype), state
+        y, state = _step(x, coefficients, state, segments)
     y = y.to(x.dtype)
     return (y if skip is None else torch.addcmul(y, x, skip.to(x.dtype))), state
 
 
-def _eager_or_step(
-    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments
-) -> tuple[Tensor, Tensor]:
-    if x.shape[1] > 1:
-        return cema_chunked(x.to(compute_dtype(x)), coefficients, state, segments)
+def _step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     if kernels_run_on(x) and not _wants_gradients(x, coefficients, state):
         return kernels_of("cema", "triton_step").cema_step_kernel(x, coefficients, state, segments)
     return cema_step(x.to(compute_dtype(x)), coefficients, state, segments)

@@ -21,10 +21,14 @@ from gecko.ops.scan_plan import ScanPlan
 from gecko.segments import Segments
 
 
-def cema_chunked(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Same contract as ``cema_reference``."""
+def cema_chunked(
+    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Same contract as ``cema_reference``, and ω x added to y for ``skip`` ω (D,)."""
     plan = ScanPlan.of(segments)
     response, into_state, from_state, decay = chunk_tables(coefficients, plan.chunk)
+    if skip is not None:  # as part of the response at lag 0 it takes no pass over x
+        response = torch.cat([response[:, :1] + skip.to(response.dtype).unsqueeze(1), response[:, 1:]], dim=1)
 
     folded = plan.fold(x)
     updates = torch.view_as_complex(torch.bmm(folded, into_state).unflatten(-1, (-1, 2)))
@@ -36,7 +40,7 @@ def cema_chunked(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segme
     if segments.handoff is not None and arriving is not None:
         state = state + _arrived(arriving.wait(), coefficients, segments.handoff.counts, x.shape[1])
         states = _walk(updates, decay, state, plan)
-    y = torch.baddbmm(y, torch.view_as_real(states).flatten(-2), from_state.mT)
+    y = y.baddbmm_(torch.view_as_real(states).flatten(-2), from_state.mT)
     return plan.unfold(y), _final_state(x, coefficients, states, into_state, segments)
 
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.chunk_attention.pattern import Pattern
 from gecko.ops.phases import common_phase, padded
+from gecko.ops.rotary import rotate
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
@@ -38,12 +39,14 @@ def attend_chunks(
     empty = chunks * chunk - phase - length
 
     before_keys, before_values = (_in_order(x, ring_start, 2 * chunk) for x in (state.keys, state.values))
+    phases = segments.shared(("phases", pattern, q.dtype), lambda: pattern.phases(q, place))
     unseen = 2 * chunk - pattern.lookback * chunk - phase
-    keys = torch.cat([before_keys[:, :, unseen:], pattern.rotate(k, place)], dim=2)
+    queries, keys = (rotate(x, phases, pattern.rope_heads) for x in (q, k))
+    keys = torch.cat([before_keys[:, :, unseen:], keys], dim=2)
     values = torch.cat([before_values[:, :, unseen:], v], dim=2)
     table, entry = segments.shared(("bias", pattern, q.dtype), lambda: _bias(pattern, segments, phase, chunks, q.dtype))
     out = _WindowAttention.apply(
-        padded(pattern.rotate(q, place), phase, empty + pattern.lookback * chunk).reshape(-1, chunk, q.shape[-1]),
+        padded(queries, phase, empty + pattern.lookback * chunk).reshape(-1, chunk, q.shape[-1]),
         _windows(padded(keys, 0, empty), pattern).flatten(0, 2),
         padded(values, 0, empty).flatten(0, 2),
         table,

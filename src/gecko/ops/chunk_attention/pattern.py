@@ -38,7 +38,8 @@ class Pattern:
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Turn x (B, H, T, d) by ``positions`` that broadcast against (B, H, T)."""
-        if self.rope_heads == 0:
-            return x
-        phases = rotary_phases(positions, x.shape[-1], self.rope_base, x.dtype, x.device)
-        return rotate(x, phases, self.rope_heads)
+        return x if self.rope_heads == 0 else rotate(x, self.phases(x, positions), self.rope_heads)
+
+    def phases(self, x: Tensor, positions: Tensor) -> Tensor:
+        """What ``rotary.rotate`` turns x (B, H, T, d) by."""
+        return rotary_phases(positions, x.shape[-1], self.rope_base, x.dtype, x.device)
