@@ -263,7 +263,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     results = [measure(length, args.tokens, args.rounds, args.profiled) for length in args.lengths]
-    command = f"python benchmarks/cpu_breakdown.py --threads {args.threads} --tokens {args.tokens} --write"
+    command = (
+        f"python benchmarks/cpu_breakdown.py --threads {args.threads} --tokens {args.tokens} "
+        f"--rounds {args.rounds} --write"
+    )
     publish("cpu.md", page(results, args.rounds, command), args.write)
 
 
