@@ -13,6 +13,7 @@ before; ``--models`` takes some of them. All paths are relative to where the com
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from gecko import load
+from gecko import Gecko, load
 from gecko.data import load_tokenizer
 from gecko.eval.intervals import share, wilson
 from gecko.eval.results import Results, Score
@@ -47,17 +48,18 @@ ANSWER = 2
 """Its place in a needle."""
 KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 VALUES = 10
-PAIRS, MENTIONS = (4, 12), (2, 6)
+PAIRS, MENTIONS = (1, 4), (2, 6)
 """Different needles of a document to train on, and how often each stands there: from, to."""
-ASKED = 8
+ASKED = (1, 4)
 """Needles of a document to ask, each there twice, so that its distance is one number."""
-CHUNK = 16
-"""Attention sees 32 bytes at most, so that many distances beyond it fit into a row that the memory can hold."""
-LENGTH = 512
+CHUNK = 8
+"""Attention sees 16 bytes at most, so that many distances beyond it fit into a short row."""
+LENGTH = 128
 """Tokens of a document to train on, its two ends included: a row."""
-TRAINED, TESTED = 8000, 300
-"""Documents to train on; of each length to ask."""
-TEST_LENGTHS = (512, 2048)
+TRAINED, TESTED = 32_000, 1200
+"""Documents to train on; answers of each length and number of needles."""
+TEST_LENGTHS = (128, 512)
+TESTS = tuple(itertools.product(TEST_LENGTHS, ASKED))
 AT_ONCE = 8192
 """Tokens read together in a test."""
 
@@ -69,9 +71,9 @@ MODELS: dict[str, tuple[str, ...]] = {
 """Recipe, and what differs from it. 5.66 is the root of a head's width, 32."""
 NEEDLES, BOOKS = 0.875, 0.125
 """Parts of the rows to train on."""
-ROWS, RATE = 8, "6e-3"
-"""Of a step: half of what the recipes read, and less than their 8e-3."""
-BANDS = ((0, 1), (2, 4), (5, 8), (9, 16), (17, 31), (32, 63), (64, 127))
+ROWS, RATE = 16, "6e-3"
+"""Of a step: a quarter of what the recipes read, and less than their 8e-3."""
+BANDS = ((0, 1), (2, 4), (5, 8), (9, 15), (16, 31), (32, 63))
 """Chunks between answer and question; from 2 on, no attention of one layer sees the answer."""
 
 
@@ -115,14 +117,14 @@ def read_books(folder: Path) -> list[str]:
 
 
 def write_documents(train: Path, held_out: Path) -> None:
-    """``train.jsonl`` of the first books; a file for each length of a test of the others."""
+    """``train.jsonl`` of the first books; of the others a file for each length and number of needles."""
     rng, texts = random.Random("train"), read_books(train)
     sizes = ((rng.randint(*PAIRS), rng.randint(*MENTIONS)) for _ in range(TRAINED))
     _write(RUNS / "train.jsonl", [document(texts, LENGTH - 2, *size, rng) for size in sizes])
     texts = read_books(held_out)
-    for length in TEST_LENGTHS:
-        rng = random.Random(f"test {length}")
-        _write(_test_file(length), [document(texts, length - 1, ASKED, 2, rng) for _ in range(TESTED)])
+    for length, asked in TESTS:
+        rng = random.Random(f"test {length} {asked}")
+        _write(_test_file(length, asked), [document(texts, length - 1, asked, 2, rng) for _ in range(TESTED // asked)])
 
 
 def _write(path: Path, documents: Sequence[Document]) -> None:
@@ -131,8 +133,8 @@ def _write(path: Path, documents: Sequence[Document]) -> None:
         temporary.write_text("".join(json.dumps(vars(one)) + "\n" for one in documents), encoding="utf-8")
 
 
-def _test_file(length: int) -> Path:
-    return RUNS / f"test-{length}.jsonl"
+def _test_file(length: int, asked: int) -> Path:
+    return RUNS / f"test-{length}-{asked}.jsonl"
 
 
 def train(models: Sequence[str], steps: int, books: str, held_out: str) -> None:
@@ -143,48 +145,53 @@ def train(models: Sequence[str], steps: int, books: str, held_out: str) -> None:
             "train", recipe, "--resume", "--out", str(RUNS / name), *changes, f"steps={steps}",
             f"model.chunk_size={CHUNK}", f"sequence_length={LENGTH}", f"batch_size={ROWS}",
             f"optimizer.learning_rate={RATE}", f"data.sources={sources}", f"data.validation={held_out}",
-            "evaluation.rows=16", "evaluation.final_rows=64", "checkpoint.every=50",
+            "evaluation.rows=16", "evaluation.final_rows=64", "checkpoint.every=50", "checkpoint.keep=10",
         ]  # fmt: skip
         print(shlex.join(["gecko", *command]), flush=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, "-m", "gecko", *command], check=True, env=environment)
 
 
-def ask(models: Sequence[str]) -> None:
+def ask(models: Sequence[str], at: int | None) -> None:
     torch.set_num_threads(1)
     for name in models:
-        checkpoint = latest_checkpoint(RUNS / name / "checkpoints")
-        if checkpoint is None:
+        checkpoints = RUNS / name / "checkpoints"
+        checkpoint = latest_checkpoint(checkpoints) if at is None else checkpoints / f"step-{at:08}"
+        if checkpoint is None or not checkpoint.exists():
             continue
         model, tokenizer = load(checkpoint), load_tokenizer("bytes")
-        steps = int(checkpoint.name.rsplit("-", 1)[-1])
-        scores = [score for length in TEST_LENGTHS for score in _scores(model, length)]
+        steps, run = (
+            int(checkpoint.name.rsplit("-", 1)[-1]),
+            json.loads((checkpoint / "recipe.json").read_text("utf-8")),
+        )
+        scores = [score for length, asked in TESTS for score in _scores(model, length, asked)]
         settings = {
-            "recipe": MODELS[name], "steps": steps, "needle": NEEDLE, "pairs": ASKED, "guessing": 1 / VALUES,
-            "documents": TESTED, "chunk": model.config.chunk_size,
+            "recipe": MODELS[name], "steps": steps, "needle": NEEDLE, "guessing": 1 / VALUES,
+            "chunk": model.config.chunk_size, "run": run,
         }  # fmt: skip
         FOLDER.mkdir(parents=True, exist_ok=True)
-        Results("needles", scores, settings, 0).save(
-            FOLDER / f"{name}.json", describe_model(model, tokenizer, name),
-            f"python benchmarks/retrieval.py ask --models {name}", describe_hardware(torch.device("cpu")),
+        Results("needles", scores, settings, run["seed"]).save(
+            FOLDER / f"{name}-{steps}.json", describe_model(model, tokenizer, name),
+            f"python benchmarks/retrieval.py ask --models {name} --at {steps}", describe_hardware(torch.device("cpu")),
         )  # fmt: skip
         print(name, "done", flush=True)
 
 
-def _scores(model: Any, length: int) -> Iterator[Score]:
+def _scores(model: Gecko, length: int, asked: int) -> Iterator[Score]:
     found: dict[int, list[bool]] = {}
-    for batch in _batches(length):
+    for batch in _batches(length, asked):
         with inference(model):
             logits, _ = model(batch.tokens)
         for distance, hits in hits_by_distance(batch, logits.argmax(-1), model.config.chunk_size).items():
             found.setdefault(distance, []).extend(hits)
     for distance, hits in sorted(found.items()):
         value, interval = share(hits)
-        yield Score("accuracy", value, len(hits), "answers", interval, {"length": length, "chunks": distance})
+        where = {"length": length, "needles": asked, "chunks": distance}
+        yield Score("accuracy", value, len(hits), "answers", interval, where)
 
 
-def _batches(length: int) -> Iterator[SyntheticBatch]:
-    lines = _test_file(length).read_text(encoding="utf-8").splitlines()
+def _batches(length: int, asked: int) -> Iterator[SyntheticBatch]:
+    lines = _test_file(length, asked).read_text(encoding="utf-8").splitlines()
     rows = max(1, AT_ONCE // length)
     start = load_tokenizer("bytes").document_start
     for first in range(0, len(lines), rows):
@@ -198,38 +205,58 @@ def _batches(length: int) -> Iterator[SyntheticBatch]:
         yield SyntheticBatch(tokens, targets, sources)
 
 
+def _description() -> str:
+    needle, window = NEEDLE.format(key="K", value=7), f"{CHUNK + 1} to {2 * CHUNK}"
+    return (
+        f"Language models of 1 M parameters on bytes, trained on rows of {LENGTH} bytes, {ROWS} a step. {NEEDLES:.1%} "
+        f"of rows are prose of books with {PAIRS[0]} to {PAIRS[1]} needles such as `{needle}`, each {MENTIONS[0]} to "
+        f"{MENTIONS[1]} times; the others are books as they are. Then they are asked in books held out, where each "
+        f"needle stands twice: which digit is the most likely after the second `{needle[:ANSWER]}`. Guessing gives "
+        f"{1 / VALUES:.2f}. Chunks are of {CHUNK} bytes, so that a query sees {window} bytes by attention in each "
+        "layer; four times that window is 8 chunks."
+    )
+
+
 def page() -> str:
     """The results as tables."""
-    records = {name: json.loads(path.read_text(encoding="utf-8"))
-               for name in MODELS if (path := FOLDER / f"{name}.json").exists()}  # fmt: skip
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
+    records = sorted(
+        found, key=lambda record: (record["settings"]["steps"], list(MODELS).index(record["model"]["name"]))
+    )
     lines = [
         "# Retrieval past the attention window",
         "",
         "Made by `python benchmarks/retrieval.py page` of the JSON files beside it, each of which names its command, "
-        "hardware and version. Share of right answers [Wilson, 95 %] (n). Guessing gives "
-        f"{1 / VALUES:.2f}. Of one model each: another seed may differ by more.",
+        "hardware and version.",
+        "",
+        _description(),
+        "",
+        "Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its question. Of one model each: "
+        "another seed may differ by more.",
         "",
     ]
-    for length in TEST_LENGTHS:
-        lines += _table(records, length)
+    for test in TESTS:
+        lines += _table(records, test)
     return "\n".join(lines)
 
 
-def _table(records: dict[str, dict[str, Any]], length: int) -> Iterator[str]:
-    bands = [band for band in BANDS if CHUNK * band[0] < length]
-    yield f"## Documents of {length:,} bytes, {ASKED} needles"
+def _table(records: Sequence[dict[str, Any]], test: tuple[int, int]) -> Iterator[str]:
+    bands = [band for band in BANDS if CHUNK * band[0] < test[0]]
+    yield f"## Documents of {test[0]:,} bytes, needles: {test[1]}"
     yield ""
     yield "| model | steps | " + " | ".join(f"{low} to {high} chunks" for low, high in bands) + " |"
     yield "|---|---:|" + "---:|" * len(bands)
-    for name, record in records.items():
-        cells = [_cell(record["scores"], length, band) for band in bands]
-        yield f"| {name} | {record['settings']['steps']} | " + " | ".join(cells) + " |"
+    for record in records:
+        cells = [_cell(record["scores"], test, band) for band in bands]
+        yield f"| {record['model']['name']} | {record['settings']['steps']} | " + " | ".join(cells) + " |"
     yield ""
 
 
-def _cell(scores: Sequence[dict[str, Any]], length: int, band: tuple[int, int]) -> str:
-    inside = [score for score in scores
-              if score["where"]["length"] == length and band[0] <= score["where"]["chunks"] <= band[1]]  # fmt: skip
+def _cell(scores: Sequence[dict[str, Any]], test: tuple[int, int], band: tuple[int, int]) -> str:
+    places = ((*score["where"].values(), score) for score in scores)
+    inside = [
+        score for length, asked, chunks, score in places if (length, asked) == test and band[0] <= chunks <= band[1]
+    ]
     total = sum(score["n"] for score in inside)
     if not total:
         return "none"
@@ -244,6 +271,7 @@ def main() -> None:
     parser.add_argument("--books", default="books/train", help="a folder of books to train on")
     parser.add_argument("--held-out", default="books/held_out", help="a folder of others to ask in")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--at", type=int, help="ask: after this many steps (a multiple of 50), not after the last")
     parser.add_argument("--steps", type=int, default=400, help=f"train: of {ROWS * LENGTH:,} bytes")
     arguments = parser.parse_args()
     if arguments.part == "documents":
@@ -251,7 +279,7 @@ def main() -> None:
     elif arguments.part == "train":
         train(arguments.models, arguments.steps, arguments.books, arguments.held_out)
     elif arguments.part == "ask":
-        ask(arguments.models)
+        ask(arguments.models, arguments.at)
     else:
         (FOLDER / "README.md").write_text(page(), encoding="utf-8")
         print(page())
