@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gecko.allocator import keep_freed_memory
 from gecko.baselines import LanguageModel, load_any
+from gecko.denormals import flush_denormals
 from gecko.files import whole_file
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.train.batches import Batches
@@ -137,6 +138,7 @@ def _set_up(run: Run, ranks: Ranks, console: Console) -> None:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     keep_freed_memory()
+    flush_denormals()
     if ranks.world > 1:
         sizes = ranks.sizes
         console.print(
