@@ -1,4 +1,4 @@
-"""Denormal numbers are zero in the thread that asked for it, and in those that PyTorch starts afterwards."""
+"""Denormal numbers are zero within the context, in the threads that PyTorch starts there too, and nowhere after it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,41 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from gecko.denormals import flushed_denormals
+
+pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 only")
 
 PROGRAM = """
 import torch
-from gecko.denormals import flush_denormals
+from gecko.denormals import flushed_denormals
 torch.set_num_threads(3)
-assert flush_denormals()
-small = torch.full((1 << 20,), 1.0e-30)
-assert not (small * 1.0e-9).any()
-small.requires_grad_(True)
-(small * 1.0e-9).sum().backward(torch.tensor(1.0e-30))
-assert not small.grad.any()
+with flushed_denormals():
+    small = torch.full((1 << 20,), 1.0e-30)
+    assert not (small * 1.0e-9).any()
+    small.requires_grad_(True)
+    (small * 1.0e-9).sum().backward(torch.tensor(1.0e-30))
+    assert not small.grad.any()
 """
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 only")
+def small() -> float:
+    return (torch.tensor(1e-30) * 1e-9).item()
+
+
+def test_only_within_it() -> None:
+    assert small()
+    with pytest.raises(KeyError), flushed_denormals():
+        assert not small()
+        with flushed_denormals():
+            assert not small()
+        assert not small()
+        raise KeyError
+    assert small()
+
+
 def test_all_threads_flush() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
     with pytest.raises(subprocess.CalledProcessError):
-        subprocess.run([sys.executable, "-c", PROGRAM.replace("assert flush_denormals()", "")], check=True)
+        subprocess.run([sys.executable, "-c", PROGRAM.replace("with flushed_denormals()", "if True")], check=True)

@@ -18,7 +18,7 @@ from gecko.baselines import Llama
 from gecko.cli.models import load_any_model, trained_length
 from gecko.cli.output import output_file
 from gecko.config import unknown_name
-from gecko.denormals import flush_denormals
+from gecko.denormals import flushed_denormals
 from gecko.eval import GeckoModel, LlamaModel, Results
 from gecko.eval.results import Report
 from gecko.eval.texts import Text, open_texts
@@ -27,6 +27,12 @@ from gecko.extras import require
 Scored = GeckoModel | LlamaModel
 
 app = typer.Typer(no_args_is_help=True, help="Measure what a model can do: every number with n and interval.")
+
+
+@app.callback()
+def _measuring(context: typer.Context) -> None:
+    context.with_resource(flushed_denormals())
+
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or a run's: its newest checkpoint.")]
 Texts = Annotated[list[str], typer.Argument(metavar="TEXT...", help="Files of any length, .gz and .zst too.")]
@@ -161,7 +167,6 @@ def diagnose(
     _check_output(out)
     place, diagnosis = select_device(device), _overridden(Diagnosis(), overrides or [])
     keep_freed_memory()
-    flush_denormals()
     with _progress() as report:
         results = measure(task, diagnosis, place, report=report)
     described = {"name": f"from scratch, {task}", "config": diagnosis.model.to_dict(), "device": str(place)}
@@ -239,7 +244,6 @@ def _models(name: str, tokenizer: str | None, device: str, renewed: bool) -> Seq
     """The model, and if asked for once more with renewed norms."""
     network, vocabulary = load_any_model(name, tokenizer, device)
     keep_freed_memory()
-    flush_denormals()
     if isinstance(network, Llama):
         if renewed:
             raise ValueError("--renewed-norms is for models whose norms remember; a Llama's do not. Leave it out.")

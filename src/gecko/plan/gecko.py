@@ -53,17 +53,19 @@ class GeckoCounts:
 
     def activations(self, itemsize: int) -> float:
         """The residual stream, norms, averages, queries, keys and the memory are float32 always."""
-        config, key_dim, value_dim = self.config, self.config.key_dim, self.config.value_dim
-        # In float32 a tensor is kept once for all its products; autocast makes a copy for each.
-        residual = 4 * FLOAT + (3 * FLOAT if itemsize == FLOAT else 6 * itemsize)
-        kept = float(residual * config.model_dim + 6 * itemsize * value_dim)
-        kept += FLOAT * ((3 + self._windows) * key_dim + 9 * config.timestep_groups)
+        config, key_dim = self.config, self.config.key_dim
+        kept = float((4 * FLOAT + 3 * itemsize) * config.model_dim + 5 * itemsize * config.value_dim)
+        kept += FLOAT * ((2 + self._windows) * key_dim + 9 * config.timestep_groups)
         kept += (4 if config.swiglu else 2) * itemsize * config.ffn_dim
         kept += 2 * FLOAT * config.model_dim * config.cema_modes / SCAN_CHUNK
-        if config.memory != "none":
-            kept += FLOAT * ((5 if config.memory == "adaptive" else 4) * key_dim + value_dim)
-            kept += FLOAT * key_dim * (3 * config.key_head_dim + 4 * config.value_head_dim) / config.chunk_size
-        return kept
+        return kept if config.memory == "none" else kept + self._memory_activations(itemsize)
+
+    def _memory_activations(self, itemsize: int) -> float:
+        config, adaptive = self.config, self.config.memory == "adaptive"
+        # In float32 attention's queries and keys stay as long as the memory's: they are one tensor, and not copied.
+        rows = (5 if adaptive else 7) + (0 if itemsize < FLOAT else 3 if adaptive else 2)
+        products = (3 if adaptive else 1) * (config.key_head_dim + config.value_head_dim)
+        return FLOAT * (rows * config.key_dim + config.value_dim + config.key_dim * products / config.chunk_size)
 
     def tables(self) -> int:
         """The moving average's tables: powers, into the state, out of it, and the Toeplitz matrices."""

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gecko.allocator import keep_freed_memory
 from gecko.baselines import LanguageModel, load_any
-from gecko.denormals import flush_denormals
+from gecko.denormals import flushed_denormals
 from gecko.files import whole_file
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.train.batches import Batches
@@ -73,7 +73,7 @@ def train(run: Run, resume: bool = False) -> TrainResult:
         device = select_device(run.device, local if world > 1 else None)
     # The watchdog, which writes stacks, comes before a collective's own time limit.
     timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
-    with connected(sizes, device, timeout) as ranks:
+    with flushed_denormals(), connected(sizes, device, timeout) as ranks:
         return _train(run, resume, ranks, device)
 
 
@@ -138,7 +138,6 @@ def _set_up(run: Run, ranks: Ranks, console: Console) -> None:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     keep_freed_memory()
-    flush_denormals()
     if ranks.world > 1:
         sizes = ranks.sizes
         console.print(
