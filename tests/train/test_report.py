@@ -46,7 +46,7 @@ def test_text_is_escaped(page: str) -> None:
 def test_holds_pictures_numbers_settings_and_commands(page: str) -> None:
     assert page.count("<svg") == 2
     assert code_name(code_version()) in page
-    for text in ("1.2500 nats a byte", "skipped as not finite: 1", "optimizer.learning_rate", "gecko train", "1,234"):
+    for text in ("1.2500 nats a byte", "of which skipped: 1", "optimizer.learning_rate", "gecko train", "1,234"):
         assert text in page
 
 

@@ -117,7 +117,7 @@ def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str,
         "Held-out loss": f"{facts.evaluation.nats_per_byte:.4f} nats a byte, {facts.evaluation.loss:.4f} a token",
         "Held-out tokens": f"{facts.evaluation.tokens:,}",
         "Parameters": f"{facts.parameters:,}",
-        "Steps": f"{len(training):,}, of which skipped as not finite: {len(training) - len(taken)}",
+        "Steps": f"{len(training):,}, of which skipped: {len(training) - len(taken)}",
         "Tokens trained on": f"{len(taken) * run.tokens_per_step:,}",
     }
     if taken:
