@@ -39,10 +39,10 @@ def remember_chunks(
     weights = rule.weigh(k, counted)
     whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
     resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
-    normalisers = _normalisers(rule, state, whole, resets)
+    normalisers = normalisers_of(rule, state, whole, resets)
     if segments.handoff is not None:
         state, resets = weights_before(rule, chunk_size, state, whole, normalisers, resets, segments)
-        normalisers = _normalisers(rule, state, whole, resets)
+        normalisers = normalisers_of(rule, state, whole, resets)
     before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
     summaries = rule.summarise(k, v, counted, weights, before)
     if segments.handoff is not None:
@@ -64,7 +64,7 @@ def remember_chunks(
     return out.flatten(2, 3)[:, :, phase : phase + segments.length], after
 
 
-def _normalisers(rule: Rule, state: WorkingMemoryState, weights: Tensor, resets: Tensor) -> Tensor:
+def normalisers_of(rule: Rule, state: WorkingMemoryState, weights: Tensor, resets: Tensor) -> Tensor:
     """(B, H, n + 2, key): before the previous chunk, after it, and after each chunk of the grid."""
     all_weights = torch.cat([state.normaliser.unsqueeze(2), state.previous.weight.unsqueeze(2), weights], dim=2)
     index = torch.arange(1, all_weights.shape[2], device=resets.device)

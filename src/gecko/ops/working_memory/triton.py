@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.phases import common_phase
-from gecko.ops.working_memory.chunked import _normalisers
+from gecko.ops.working_memory.chunked import normalisers_of
 from gecko.ops.working_memory.grid import Grid
 from gecko.ops.working_memory.products import product
 from gecko.ops.working_memory.rules import Adaptive, ChunkSummary, Rule, empty_summary
@@ -55,7 +55,7 @@ def remember_on_kernels(
     weights = weigh(k, grid.counted, adaptive)
     whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
     resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
-    normalisers = _normalisers(rule, state, whole, resets)
+    normalisers = normalisers_of(rule, state, whole, resets)
     before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
     chunks = ChunkSummary(weights, *summarise(k, v, grid.counted, weights, before, adaptive))
     if phase:
