@@ -120,7 +120,7 @@ def test_files_that_are_no_json(content, tmp_path):
 
 def test_json_that_is_no_object(tmp_path):
     (tmp_path / "config.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match="must hold a JSON object with config fields; got a list"):
+    with pytest.raises(ValueError, match="must hold a model config as a JSON object; got a list"):
         GeckoConfig.load(tmp_path / "config.json")
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from gecko.json_file import read_object
+
 Attention = Literal["sliding_chunk", "chunk", "sliding_window"]
 Memory = Literal["adaptive", "linear", "none"]
 CEMASkip = Literal["identity", "learned"]
@@ -153,13 +155,7 @@ class GeckoConfig:
 
 def read_fields(path: str | Path) -> dict[str, Any]:
     """The fields of a config's file. ValueError where it is no JSON object."""
-    try:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} must hold a model config as JSON; {error}.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} must hold a JSON object with config fields; got a {type(fields).__name__}.")
-    return fields
+    return read_object(path, "a model config")
 
 
 def checked_fields(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:

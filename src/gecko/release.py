@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import zipfile
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from gecko.json_file import read_object
 
 CONFIG, WEIGHTS = "config.json", "consolidated.pth"
 
@@ -52,14 +53,10 @@ def _find_weights(folder: Path) -> Path:
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"the release's {CONFIG} must lie beside the weights; there is no {path}.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must hold the release's config as JSON; {error}.") from error
-    if isinstance(config, dict):
-        config = config.get("model", config)
+    config = read_object(path, "the release's config")
+    config = config.get("model", config)
     if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold an object with the model's fields, or one with it under 'model'.")
+        raise ValueError(f"{path} must hold an object under 'model', if it has one; got a {type(config).__name__}.")
     if "model_type" in config:
         raise ValueError(f"{path} is of a {config['model_type']!r} folder, not of a reference release.")
     return config

@@ -74,7 +74,7 @@ def test_files_that_are_no_config_of_a_llama(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for content, message in (
         ("{", "must hold a model config as JSON"),
-        ("[1]", "must hold a JSON object with config fields; got a list"),
+        ("[1]", "must hold a model config as a JSON object; got a list"),
         ('{"hidden_size": 8}', "must hold the config of a llama model; it is of 'no model_type'"),
         ('{"model_type": "gecko"}', "must hold the config of a llama model; it is of 'gecko'"),
         ('{"model_type": "llama", "hidden_size": 8}', r"a config needs the fields \['vocab_size', 'num_layers'"),

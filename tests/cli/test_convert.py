@@ -121,7 +121,7 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: (f / "consolidated.pth").unlink(), "must hold consolidated.pth"),
     (lambda f: (f / "config.json").unlink(), "config.json must lie beside the weights"),
     (lambda f: (f / "config.json").write_text("{"), "must hold the release's config as JSON"),
-    (lambda f: (f / "config.json").write_text("[]"), "must hold an object"),
+    (lambda f: (f / "config.json").write_text("[]"), "must hold the release's config as a JSON object; got a list"),
     (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "is of a 'llama' folder"),
     (lambda f: (f / "consolidated.pth").write_bytes(b"not at all"), "must hold tensors as torch.save"),
     (lambda f: (f / "consolidated.pth").write_bytes(b""), "must be a file written by torch.save"),

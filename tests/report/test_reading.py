@@ -43,7 +43,7 @@ def test_bad_input_is_refused(tmp_path: Path, runs: Path, results: Path) -> None
         (None, ValueError, "got none"),
         (tmp_path / "gone", FileNotFoundError, "there is no"),
         (tmp_path / "empty", ValueError, "it holds nothing"),
-        (tmp_path / "text.txt", ValueError, "must hold JSON"),
+        (tmp_path / "text.txt", ValueError, "must hold a result of `gecko eval` as JSON"),
         (tmp_path / "other.json", ValueError, "must be a result file of `gecko eval`"),
         (tmp_path / "list.json", ValueError, "got a list"),
         (tmp_path / "new.json", ValueError, "'poetry'; known are perplexity"),

@@ -146,7 +146,7 @@ def test_what_templates_may_use() -> None:
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("bytes")
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json must hold JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json must hold a tokenizer as JSON"):
         find_format(tokenizer, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ValueError, match="JSON object"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gecko.compare.plan import Planned
 from gecko.files import whole_file
+from gecko.json_file import read_object
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
 from gecko.train.fields import flatten
@@ -47,10 +47,10 @@ def evaluation_of(run: Run) -> Evaluation | None:
     """
     path = run.folder / RESULTS
     try:
-        return Evaluation(**json.loads(path.read_text(encoding="utf-8")))
+        return Evaluation(**read_object(path, "the results of a run"))
     except FileNotFoundError:
         return None
-    except (TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path} must be the results of a run; it is not ({error}). Move it away.") from error
 
 

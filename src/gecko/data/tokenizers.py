@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gecko.extras import require
+from gecko.json_file import read_object
 
 TokenIds = NDArray[np.int64]
 
@@ -241,15 +241,7 @@ def _unreadable(path: Path, kind: str, error: Exception) -> ValueError:
 
 
 def _read_config(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _unreadable(path, "a tokenizer's configuration in JSON", error) from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object; got a {type(config).__name__}.")
-    return config
+    return {} if path is None else read_object(path, "a tokenizer's configuration")
 
 
 def _find_borders(vocabulary: dict[str, int], config: dict[str, Any], name: str) -> tuple[int, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gecko.eval.results import FORMAT
+from gecko.json_file import read_object
 from gecko.train.metrics import Record, read_metrics
 from gecko.train.provenance import read_sessions
 
@@ -95,20 +95,9 @@ def gather(paths: Sequence[Path]) -> Material:
     return material
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError where the file holds something else."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} must hold JSON; {error}.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object; got a {type(values).__name__}.")
-    return values
-
-
 def read_evaluation(path: Path) -> dict[str, Any]:
     """The record of a result file; ValueError where it is none, or none that a report shows."""
-    record = read_object(path)
+    record = read_object(path, "a result of `gecko eval`")
     if record.get("format") != FORMAT:
         raise ValueError(f'{path} must be a result file of `gecko eval`, with "format": "{FORMAT}"; it is not one.')
     missing = [name for name in _FIELDS if name not in record]
@@ -120,7 +109,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 
 def _read_comparison(path: Path) -> dict[str, Any]:
-    record = read_object(path)
+    record = read_object(path, "a comparison")
     if record.get("format") != COMPARISON_FORMAT:
         raise ValueError(f'{path} must be of `gecko compare`, with "format": "{COMPARISON_FORMAT}"; it is not.')
     return record
@@ -155,11 +144,12 @@ def _add_comparison(folder: Path, seeds: Sequence[Path], material: Material) -> 
 def _add_run(folder: Path, material: Material) -> str:
     if any(run.folder.resolve() == folder.resolve() for run in material.runs):
         return "run, given before"
-    recipe = read_object(folder / RECIPE)
+    recipe = read_object(folder / RECIPE, "a recipe")
     missing = [name for name in ("model", "data", "batch_size", "sequence_length", "seed") if name not in recipe]
     if missing:
         raise ValueError(f"{folder / RECIPE} must be the recipe of a run; it lacks {', '.join(missing)}.")
-    results = read_object(folder / "results.json") if (folder / "results.json").is_file() else None
+    written = folder / "results.json"
+    results = read_object(written, "the results of a run") if written.is_file() else None
     run = RunFolder(folder, recipe, read_metrics(folder / "metrics.jsonl"), results, read_sessions(folder))
     files = sorted((folder / "eval").glob("*.json"))
     if not run.metrics and not files:

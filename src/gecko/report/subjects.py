@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gecko.json_file import read_object
 from gecko.pages.drawing import LineStyle
-from gecko.report.reading import RECIPE, EvaluationFile, RunFolder, read_object
+from gecko.report.reading import RECIPE, EvaluationFile, RunFolder
 from gecko.train.fields import flatten
 
 _NOT_THE_MODEL = (
@@ -122,7 +123,7 @@ def _run_named(name: Path, runs: Sequence[RunFolder]) -> RunFolder | None:
     if len(found) == 1:
         return found[0]
     if not found and (name / RECIPE).is_file() and (name / "metrics.jsonl").is_file():
-        return RunFolder(name, read_object(name / RECIPE), [], None, [])
+        return RunFolder(name, read_object(name / RECIPE, "a recipe"), [], None, [])
     return None
 
 

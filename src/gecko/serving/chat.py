@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from gecko.data import Tokenizer
 from gecko.extras import require
+from gecko.json_file import read_object
 from gecko.serving.schemas import Message
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -131,13 +132,7 @@ def _special_tokens(folder: Path) -> dict[str, int]:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must hold JSON; {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object; got a {type(content).__name__}.")
-    return content
+    return read_object(path, "a tokenizer")
 
 
 def _environment() -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gecko.baselines.models import ModelConfig, model_type
+from gecko.json_file import read_object
 from gecko.recomputation import ActivationCheckpointing
 from gecko.train.fields import build
 
@@ -219,12 +220,7 @@ class Run:
 
     @classmethod
     def load(cls, path: str | Path) -> Run:
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} must hold a recipe as JSON; {error}.") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold a JSON object with the fields of a run; got a {type(values).__name__}.")
+        values = read_object(path, "a recipe")
         values.pop("command", None)
         return cls.from_dict(values)
 
