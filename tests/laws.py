@@ -36,10 +36,14 @@ class Reading:
         return {"output": self.output, **{f"state {name}": x for name, x in self.state.items()}}
 
 
-def read(form: Form, given: Problem, cuts: Iterable[int] = (), weights: Tensor | None = None) -> Reading:
+def read(
+    form: Form, given: Problem, cuts: Iterable[int] = (), weights: Tensor | None = None,
+    laid: Callable[[Tensor], Tensor] = Tensor.contiguous,
+) -> Reading:  # fmt: skip
     """Read in one call, or in several with ``cuts`` between them.
 
-    Gradients are of Σ weights · output, or, without ``weights``, of all outputs and the last state by random weights.
+    Gradients are of Σ weights · output, or, without ``weights``, of all outputs and the last state by random weights,
+    which lie in memory as ``laid`` leaves them.
     """
     leaves = _leaves(given)
     output, state = _call(form, leaves, [0, *cuts, given.length])
@@ -47,7 +51,7 @@ def read(form: Form, given: Problem, cuts: Iterable[int] = (), weights: Tensor |
         terms = [(output, weights)]
     else:
         generator = torch.Generator().manual_seed(7)
-        terms = [(x, random_like(x, generator)) for x in (output, *_floats(tensors(state)).values())]
+        terms = [(x, laid(random_like(x, generator))) for x in (output, *_floats(tensors(state)).values())]
     gradients = _gradients(terms, _named(leaves))
     return Reading(output.detach(), {name: x.detach() for name, x in tensors(state).items()}, gradients)
 
@@ -160,7 +164,25 @@ def packed_is_alone(operator: Operator, case: Case) -> None:
         assert_same(packed_gradients, {name: single.gradients[name] for name in names}, TOLERANCE[case.dtype])
 
 
-ALL = (fast_is_reference, split_anywhere, packed_is_alone)
+def any_strides(operator: Operator, case: Case) -> None:
+    """Inputs, a state and gradients whose axes lie in memory in another order give what they give in the usual one."""
+    given = problem(operator, case)
+    turned = replace(
+        given, parameters=list(map(_turned, given.parameters)), inputs=list(map(_turned, given.inputs)),
+        state=map_state(given.state, _turned),
+    )  # fmt: skip
+    expected, found = read(operator.fast, given), read(operator.fast, turned, laid=_turned)
+    assert_same(found.values, expected.values, TOLERANCE[case.dtype])
+    assert_same(found.gradients, expected.gradients, TOLERANCE[case.dtype])
+
+
+def _turned(x: Tensor) -> Tensor:
+    """The same numbers, the first axis last in memory, or before the real and imaginary parts of a number."""
+    last = x.dim() - (2 if x.dim() > 2 and x.shape[-1] == 2 else 1)
+    return x if last < 1 else x.transpose(0, last).contiguous().transpose(0, last)
+
+
+ALL = (fast_is_reference, split_anywhere, packed_is_alone, any_strides)
 
 
 def over(cases: Iterable[Case]) -> list[Any]:
@@ -176,6 +198,8 @@ def over(cases: Iterable[Case]) -> list[Any]:
 def _says_something(law: Law, case: Case) -> bool:
     if law is split_anywhere:
         return case.length > 1
+    if law is any_strides:
+        return case.layout == "packed" and case.batch > 1
     return law is not packed_is_alone or case.layout != "one"
 
 

@@ -30,6 +30,7 @@ def rotate(x: Tensor, phases: Tensor, heads: int) -> Tensor:
     """
     if heads == 0:
         return x
+    x = x if x.stride(-1) == 1 else x.contiguous()  # parts of a complex number are neighbours
     pairs = torch.view_as_complex(x[:, :heads].unflatten(-1, (-1, 2)))
     turned = torch.view_as_real(pairs * phases).flatten(-2)
     return turned if heads == x.shape[1] else torch.cat([turned, x[:, heads:]], dim=1)

@@ -55,7 +55,7 @@ def cema_kernels(
     if plan.head_segments is not None:
         y_head, state = cema_chunked(head.float(), coefficients, state, plan.head_segments)
         head = y_head.to(x.dtype) if skip is None else torch.addcmul(y_head, head, skip).to(x.dtype)
-    before = state * plan.continues.view(-1, 1, 1, 1)
+    before = (state * plan.continues.view(-1, 1, 1, 1)).contiguous()
     given = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
     y, after = _cema_op(
         x[:, plan.head :].contiguous(), *(tensor.to(before.dtype).contiguous() for tensor in given),
@@ -155,7 +155,8 @@ def _backward(
 
 
 def _conjugate(pairs: Tensor) -> Tensor:
-    return pairs * pairs.new_tensor([1.0, -1.0])
+    """Without signs from the host: to copy them to a GPU waits until it has done all that was asked of it so far."""
+    return torch.view_as_real(torch.view_as_complex(pairs).conj_physical())
 
 
 def _sums(

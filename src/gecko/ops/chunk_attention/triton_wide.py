@@ -207,7 +207,8 @@ class _Shape:
         yield from self._pieces(alone, self.chunks, True, itemsize)
 
     def _pieces(self, begin: int, end: int, previous: bool, itemsize: int) -> Iterator[_Piece]:
-        most = max(1, _SCRATCH // ((1 + previous) * self.chunk**2 * itemsize))
+        # Blocks are the second axis of a grid, which ends at 65,535.
+        most = min(65_535, max(1, _SCRATCH // ((1 + previous) * self.chunk**2 * itemsize)))
         if end - begin > self.rows:
             for row in range(self.rows):
                 for chunk in range(begin, end, most):

@@ -148,7 +148,7 @@ def _backward(
             "steps": sizes["steps"], **decay,
         })  # fmt: skip
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    grad_before = torch.empty_like(grad_mean), torch.empty_like(grad_variance)
+    grad_before = grad_mean.new_empty(grad_mean.shape), grad_variance.new_empty(grad_variance.shape)
     parts = mean.new_empty(2, batch * tiles, features)
     Launch(gradients, (batch * tiles * across,), {
         **given, "p_grad_x": grad_x, "p_scale_parts": parts[0], "p_shift_parts": parts[1],
@@ -173,14 +173,14 @@ def _(
     tiles = blocks(length, _sizes(length, int(features), groups)["steps"])
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     carry = mean.new_empty(batch, tiles - 1, 2, groups)
-    return y, torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance), carry
+    return y, *(x.new_empty(x.shape) for x in (count, mean, variance)), carry
 
 
 @_timestep_norm_backward.register_fake
 def _(grad_y: Tensor, grad_mean: Tensor, grad_variance: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     scale = grad_mean.new_empty(x.shape[-1])
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return grad_x, scale, torch.empty_like(scale), torch.empty_like(grad_mean), torch.empty_like(grad_variance)
+    return grad_x, scale, torch.empty_like(scale), *(x.new_empty(x.shape) for x in (grad_mean, grad_variance))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

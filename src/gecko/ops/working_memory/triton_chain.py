@@ -143,7 +143,7 @@ def chain_backward_forms(
     grad_first, grad_b, even, odd = (
         torch.zeros_like(first),
         torch.empty_like(b),
-        grad_last.clone(),
+        grad_last.clone(memory_format=torch.contiguous_format),
         torch.empty_like(first),
     )
     grad_b[:, max(steps - 1, 0) :] = 0
