@@ -40,7 +40,7 @@ bench-gpu: .venv/bench  ## Operators, training and decoding on the GPU that is t
 	$(BIN)/python benchmarks/operators.py --write
 
 test-gpu: .venv/test  ## The laws of the operators, and models, on the GPU that is there
-	$(BIN)/pytest tests/gpu
+	$(BIN)/pytest -n 4 tests/gpu
 
 clean:
 	rm -rf .venv .venv-oldest build

@@ -82,8 +82,12 @@ def peak() -> int:
 
 def publish(name: str, lines: Sequence[str], write: bool) -> None:
     """Print a page, and put it among the results if asked to."""
-    page = "\n".join(lines) + "\n"
-    print(page)
+    print("\n".join(lines) + "\n")
     if write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / name).write_text(page, encoding="utf-8")
+        put(name, lines)
+
+
+def put(name: str, lines: Sequence[str]) -> None:
+    """Put a page among the results."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / name).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu.timing import Bench
+from gpu.timing import Bench, why
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
@@ -31,18 +31,23 @@ class Activations:
 
 
 class _Storages:
-    """Memory seen so far, each piece once, without that of parameters."""
+    """Memory seen so far, each piece once, without that of parameters and of what autocast makes of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._sizes: dict[int, int] = {}
         self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._shapes = {(*sorted(parameter.shape), parameter.dtype) for parameter in model.parameters()}
         self._alive: list[Tensor] = []
 
     def add(self, *found: Any) -> None:
         for tensor in found:
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self._parameters:
+            if isinstance(tensor, Tensor) and not self._of_parameter(tensor):
                 self._sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
                 self._alive.append(tensor)  # so that no other takes its place
+
+    def _of_parameter(self, tensor: Tensor) -> bool:
+        rounded = tensor.dtype == torch.bfloat16 and (*sorted(tensor.shape), torch.float32) in self._shapes
+        return rounded or tensor.untyped_storage().data_ptr() in self._parameters
 
     @property
     def total(self) -> int:
@@ -54,14 +59,16 @@ def measure(name: str, length: int, bench: Bench) -> Activations | None:
     config = GeckoConfig.preset(name)
     torch.manual_seed(0)
     block = Block(config, 0).to(bench.device)
-    x = bench.random(1, length, config.model_dim).requires_grad_()
     kept, needed = _Storages(block), _Storages(block)
     try:
+        # Under autocast embeddings are float32, and so is what blocks hand on.
+        x = bench.random(1, length, config.model_dim, dtype=torch.float32).requires_grad_()
         precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.add(tensor), tensor)[1], lambda x: x)
         with autocast(precision, bench.device), _watched(block, needed), hooks:
             block(x, None, Segments.build(1, length, device=bench.device))
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        print(why(error))
         return None
     return Activations(name, length, kept.total, needed.total)
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 from gpu.shapes import Floor, Shape
-from gpu.timing import Bench
+from gpu.timing import Bench, why
 from torch import Tensor
 
 from gecko.ops.cema import CEMACoefficients, cema
@@ -22,6 +22,7 @@ from gecko.ops.norms import group_rms_norm
 from gecko.ops.swiglu import swiglu
 from gecko.ops.timestep_norm import timestep_norm
 from gecko.ops.working_memory import working_memory
+from gecko.segments import Segments
 
 Function = Callable[..., Tensor]
 GECKO, EAGER, COMPILED = "gecko", "gecko, eager form", "gecko, eager form compiled"
@@ -55,16 +56,18 @@ def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
     """All of them, one after the other, so that only one's tensors live at a time."""
     config, length = shape.config, shape.length
     wide, heads = (1, length, config.model_dim), config.num_heads
+    # A model lays a call out once for all layers.
+    segments = Segments.build(1, length, device=bench.device)
     coefficients = _coefficients(config.model_dim, config.cema_modes, bench)
     yield Operator(
-        AVERAGE, lambda x, *c: cema(x, CEMACoefficients(*c))[0], [bench.random(*wide), *coefficients],
-        shape.moving_average(),
+        AVERAGE, lambda x, *c: cema(x, CEMACoefficients(*c), segments=segments)[0],
+        [bench.random(*wide), *coefficients], shape.moving_average(),
     )  # fmt: skip
     weight, bias = (bench.random(config.model_dim, dtype=torch.float32) for _ in range(2))
     groups, betas, eps = config.timestep_groups, config.timestep_betas, config.norm_eps
     yield Operator(
-        TIMESTEP, lambda x, w, b: timestep_norm(x, w, b, groups, betas, eps)[0], [bench.random(*wide), weight, bias],
-        shape.norm(),
+        TIMESTEP, lambda x, w, b: timestep_norm(x, w, b, groups, betas, eps, segments=segments)[0],
+        [bench.random(*wide), weight, bias], shape.norm(),
     )  # fmt: skip
     yield Operator(
         "RMS norm", lambda x, w: group_rms_norm(x, w, config.norm_groups, eps), [bench.random(*wide), weight],
@@ -84,11 +87,11 @@ def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
     mixed = [*(bench.random(*keys) / config.key_head_dim**0.5 for _ in range(4)), bench.random(*values)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return chunk_attention(q, k, v, config.chunk_size, attention=config.attention)[0]
+        return chunk_attention(q, k, v, config.chunk_size, attention=config.attention, segments=segments)[0]
 
     def remember(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert config.memory != "none"
-        return working_memory(q, k, v, config.chunk_size, rule=config.memory)[0]
+        return working_memory(q, k, v, config.chunk_size, rule=config.memory, segments=segments)[0]
 
     yield Operator("chunk attention", attend, [mixed[0], mixed[1], mixed[4]], shape.attention())
     yield Operator("working memory", remember, mixed[2:], shape.memory())
@@ -115,25 +118,28 @@ def measure(operator: Operator, form: str, shape: str, bench: Bench) -> Timing:
     inputs = [x.detach().requires_grad_() for x in operator.inputs]
     try:
         with torch.no_grad():
-            forward = bench.seconds(lambda: operator.function(*inputs))
+            forward = bench.seconds(lambda: operator.function(*inputs), queued=True)
         weight = torch.randn_like(operator.function(*inputs).detach())
-        both = bench.seconds(lambda: torch.autograd.grad(operator.function(*inputs), inputs, weight))
-    except torch.OutOfMemoryError:
-        return Timing(operator.name, form, shape, operator.floor, reason="does not fit into the memory")
+        both = bench.seconds(lambda: torch.autograd.grad(operator.function(*inputs), inputs, weight), queued=True)
+    except Exception as error:
+        return Timing(operator.name, form, shape, operator.floor, reason=why(error))
     return Timing(operator.name, form, shape, operator.floor, forward, both)
 
 
-def measure_forms(operator: Operator, shape: str, bench: Bench, *, compiled: bool) -> Iterator[Timing]:
-    """As it is dispatched; where kernels ran, the eager form too; and the eager form compiled if asked for."""
+def measure_forms(operator: Operator, shape: str, bench: Bench) -> Iterator[Timing]:
+    """As it is dispatched; where kernels ran, the eager form too."""
     yield measure(operator, GECKO, shape, bench)
-    if bench.device.type != "cuda" and not compiled:
-        return
+    if bench.device.type == "cuda":
+        with eager_forms():
+            yield measure(operator, EAGER, shape, bench)
+
+
+def measure_compiled(operator: Operator, shape: str, bench: Bench) -> Timing:
+    """The eager form compiled."""
+    torch.compiler.reset()
+    whole = Operator(operator.name, torch.compile(operator.function), operator.inputs, operator.floor)
     with eager_forms():
-        yield measure(operator, EAGER, shape, bench)
-        if compiled:
-            torch.compiler.reset()
-            whole = Operator(operator.name, torch.compile(operator.function), operator.inputs, operator.floor)
-            yield measure(whole, COMPILED, shape, bench)
+        return measure(whole, COMPILED, shape, bench)
 
 
 @contextmanager

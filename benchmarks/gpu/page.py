@@ -28,7 +28,8 @@ def page(results: Results, bench: Bench, hardware: str, command: str) -> list[st
     rates, dtype = results.rates, str(bench.dtype).removeprefix("torch.")
     return [
         f"# {hardware.partition(';')[0]}", "", f"{hardware}.", "",
-        f"{dtype}, medians of {bench.repeats} calls after {bench.warm_ups}. In the same run a large copy moves "
+        f"{dtype}, medians of {bench.repeats} calls after {bench.warm_ups}, fewer where calls are long; on a GPU, "
+        "operators without the time that the host takes to launch them. In the same run a large copy moves "
         f"{rates.copy / 1e9:,.0f} GB/s, and a large product makes {rates.products / 1e12:,.2f} TFLOP/s; the peak that "
         f"MFU is counted by is {results.peak / 1e12:,.2f}.", "",
         *_targets(results), *_operators(results), *_activations(results), *_trainings(results), *_positions(results),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from gpu.operators import AVERAGE, Operator, Timing, measure
 from gpu.shapes import Floor, Shape
-from gpu.timing import Bench
+from gpu.timing import Bench, why
 from torch import Tensor
 
 HEAD = 128
@@ -33,8 +33,8 @@ def peers(shape: Shape, bench: Bench) -> Iterator[Timing]:
     for name, form, make, floor in makers:
         try:
             made = make(shape, bench)
-        except torch.OutOfMemoryError:
-            made = "does not fit into the memory"
+        except Exception as error:
+            made = why(error)
         if isinstance(made, str):
             yield Timing(name, form, shape.name, floor, reason=made)
         else:

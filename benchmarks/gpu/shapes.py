@@ -55,31 +55,31 @@ class Shape:
 
     def gated(self) -> Floor:
         size = self.length * self.config.value_dim
-        return Floor(4 * size, 11 * size)
+        return Floor(4 * size, 10 * size)
 
     def swiglu(self) -> Floor:
         size = self.length * self.config.ffn_dim
         return Floor(3 * size, 8 * size)
 
     def attention(self) -> Floor:
-        keys, values = self.config.key_dim, self.config.value_dim
-        size = self.length * (2 * keys + 2 * values)
-        return Floor(size, 2.5 * size, 2 * self.visible_pairs * (keys + values))
+        return self._mixing(2, 2 * self.visible_pairs * (self.config.key_dim + self.config.value_dim))
 
     def memory(self) -> Floor:
         """Read, corrected and written once a token."""
-        keys, values = self.config.key_dim, self.config.value_dim
-        size = self.length * (2 * keys + 2 * values)
-        return Floor(size, 2.5 * size, 2 * 3 * self.length * keys * self.config.value_head_dim)
+        return self._mixing(2, 2 * 3 * self.length * self.config.key_dim * self.config.value_head_dim)
 
     def attention_and_memory(self) -> Floor:
-        a, b = self.attention(), self.memory()
-        further = 2 * self.length * self.config.key_dim
-        return Floor(a.numbers_forward + further, a.numbers_both + 2.5 * further, a.flops_forward + b.flops_forward)
+        return self._mixing(4, self.attention().flops_forward + self.memory().flops_forward)
+
+    def _mixing(self, rows: int, flops: float) -> Floor:
+        """Of so many rows of queries and keys, and one of values: backward reads them again, and writes gradients."""
+        keys, values = rows * self.length * self.config.key_dim, self.length * self.config.value_dim
+        return Floor(keys + 2 * values, 3 * keys + 5 * values, flops)
 
     def loss(self) -> Floor:
         width, words = self.config.model_dim, self.config.vocab_size
-        return Floor(self.length * width, 3 * self.length * width, 2 * self.length * width * words)
+        size = (self.length + words) * width
+        return Floor(size, 3 * size, 2 * self.length * width * words)
 
     def whole_attention(self) -> Floor:
         """Attention of every token to all before it, in heads as wide as the model together."""

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+LONGEST = 5.0
+"""Seconds that the calls of one function take, about: of long ones there are fewer, but three."""
+SCRATCH_BYTES, FILLS = 2**28, 48
+"""Several times a card's cache, and how often it is filled before a call: some milliseconds of work."""
+NO_ROOM = "does not fit into the memory"
+
+
+def why(error: Exception) -> str:
+    """Why something was not measured, in a few words. One failure must not take the other results with it."""
+    # What cuBLAS and Triton cannot get is no OutOfMemoryError of PyTorch.
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+        return NO_ROOM
+    traceback.print_exception(error)
+    first = str(error).strip().partition("\n")[0].replace("|", "/")
+    return f"failed, {type(error).__name__}: {first[:100]}"
 
 
 @dataclass(frozen=True)
@@ -22,29 +40,45 @@ class Bench:
     repeats: int
     warm_ups: int
 
-    def seconds(self, function: Callable[[], Any]) -> float:
-        """The median time of ``function``, which is called a few times before."""
-        for _ in range(self.warm_ups):
-            function()
-        return statistics.median(self._once(function) for _ in range(self.repeats))
+    def seconds(self, function: Callable[[], Any], *, queued: bool = False) -> float:
+        """The median time of ``function``, which is called a few times before; ``queued`` as for ``once``."""
+        self.once(function)  # kernels are compiled, memory is found
+        calls = max(3, int(LONGEST / self.once(function)))
+        for _ in range(min(calls, self.warm_ups) - 2):
+            self.once(function)
+        return statistics.median(self.once(function, queued=queued) for _ in range(min(calls, self.repeats)))
 
-    def _once(self, function: Callable[[], Any]) -> float:
+    def once(self, function: Callable[[], Any], *, queued: bool = False) -> float:
+        """The time of one call.
+
+        ``queued``: a GPU is given work before it, behind which the host can launch the call's kernels: what is
+        measured is their time, as in a long step, and not the host's. Nor is anything of the call in the cache.
+        """
         if self.device.type != "cuda":
             begin = time.perf_counter()
             function()
             return time.perf_counter() - begin
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
-        begin.record()
+        if queued:
+            self._occupy()
+        first.record()
         function()
-        end.record()
+        last.record()
         torch.cuda.synchronize(self.device)
-        return begin.elapsed_time(end) / 1e3
+        return first.elapsed_time(last) / 1e3
+
+    def _occupy(self) -> None:
+        """Give the device some milliseconds of work."""
+        scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
+        for _ in range(FILLS):
+            scratch.zero_()
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
 
     def reset_peak(self) -> None:
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -68,7 +102,7 @@ class Rates:
         """By copying ``numbers`` numbers, and a product of ``size`` × ``size``."""
         source = bench.random(numbers)
         target = torch.empty_like(source)
-        copied = bench.seconds(lambda: target.copy_(source))
+        copied = bench.seconds(lambda: target.copy_(source), queued=True)
         a, b = bench.random(size, size), bench.random(size, size)
-        multiplied = bench.seconds(lambda: a @ b)
+        multiplied = bench.seconds(lambda: a @ b, queued=True)
         return cls(2 * numbers * source.element_size() / copied, 2 * size**3 / multiplied)

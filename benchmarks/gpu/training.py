@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from gpu.timing import Bench
+from gpu.timing import NO_ROOM, Bench, why
 
 from gecko.baselines import LlamaConfig, ModelConfig, build_model, meta_model
 from gecko.config import GeckoConfig
@@ -75,10 +75,13 @@ def train(name: str, config: ModelConfig, length: int, bench: Bench) -> Training
         bench.reset_peak()
         try:
             seconds = _step_seconds(config, length, checkpointing, bench)
-        except torch.OutOfMemoryError:
-            continue
+        except Exception as error:
+            reason = why(error)
+            if reason == NO_ROOM:
+                continue
+            return dataclasses.replace(nothing, checkpointing=reason)
         return dataclasses.replace(nothing, checkpointing=checkpointing, seconds=seconds, peak=bench.peak())
-    return dataclasses.replace(nothing, checkpointing="does not fit into the memory")
+    return dataclasses.replace(nothing, checkpointing=NO_ROOM)
 
 
 def _step_seconds(config: ModelConfig, length: int, checkpointing: ActivationCheckpointing, bench: Bench) -> float:
