@@ -148,8 +148,6 @@ def problem(operator: Operator, case: Case) -> Problem:
         state = map_state(state, lambda x: x.to(case.dtype) if x.is_floating_point() else x)
     if case.layout != "one":
         rows = [document_starts(case.layout, case.length, p, generator) for p in case.positions]
-        for starts, position in zip(rows, case.positions, strict=True):
-            starts[0] |= position == 0  # gradients by a state that holds nothing are no one's
         ids = torch.stack(rows).long().cumsum(1) + 1
     return Problem(operator, parameters, inputs, state, clock, ids)
 
