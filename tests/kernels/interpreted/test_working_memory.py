@@ -101,3 +101,16 @@ def test_chain_is_well_registered(steps, reads):
     a, rho = normal(2, steps, 3, 3), normal(2, steps, 3)
     first, initial, b = normal(2, 3, 4), normal(2, 3, 4, seed=1), normal(2, reads, 3, 4)
     is_well_registered(kernels.chain, a, first, b, rho, initial, torch.float32)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_chain_takes_gradients_of_any_strides(steps):
+    a, rho = normal(2, steps, 3, 3), normal(2, steps, 3)
+    leaves = a, normal(2, 3, 4), normal(2, steps, 3, 4), rho, normal(2, 3, 4, seed=1)
+    _, last = kernels.chain(*leaves, torch.float32)
+    turned = normal(2, 4, 3).detach().mT
+    found, expected = (
+        torch.autograd.grad(last, leaves, weight, retain_graph=True, materialize_grads=True, allow_unused=True)
+        for weight in (turned, turned.contiguous())
+    )
+    torch.testing.assert_close(found, expected)
