@@ -13,7 +13,7 @@ from gecko.baselines import LlamaConfig, ModelConfig, build_model, meta_model
 from gecko.config import GeckoConfig
 from gecko.recomputation import ActivationCheckpointing
 from gecko.train.optimizer import build_optimizer
-from gecko.train.run import OptimizerSettings
+from gecko.train.settings import OptimizerSettings
 from gecko.train.step import Part, train_step
 from gecko.train.utilisation import flops_per_token
 

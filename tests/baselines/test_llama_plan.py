@@ -22,7 +22,7 @@ from gecko.plan.memory import group_sizes, state_memory
 from gecko.recipes import get_recipe
 from gecko.recomputation import ActivationCheckpointing
 from gecko.train.optimizer import build_optimizer
-from gecko.train.run import OptimizerSettings
+from gecko.train.settings import OptimizerSettings
 
 BASE = LlamaConfig(vocab_size=64, num_layers=2, model_dim=128, num_heads=4, ffn_dim=256)
 VARIANTS = {

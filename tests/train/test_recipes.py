@@ -93,6 +93,15 @@ def test_values_are_read_as_the_field_asks(override: str, path: str, value: Any)
         ("evaluation.every=0", "evaluation.every must be at least 1"),
         ("data.validation_fraction=1", "data.validation_fraction"),
         ("schedule.warmup=2", "schedule.warmup is a fraction"),
+        ("evaluation.final_rows=0", "evaluation.final_rows must be at least 1"),
+        ("checkpoint.keep_every=0", "checkpoint.keep_every must be at least 1"),
+        ("parallel.shard=0", "parallel.shard must be at least 1"),
+        ("skip.window=0", "skip.window must be at least 1"),
+        ("skip.deviations=0", "skip.deviations must be above 0, or none"),
+        ("optimizer.eps=0", "optimizer.eps must be above 0"),
+        ("max_skips=0", "max_skips must be at least 1"),
+        ("hang_minutes=0", "hang_minutes must be above 0, or none"),
+        ("profile=3,2", "profile must be the first and the last step"),
     ],
 )
 def test_errors_name_the_key_and_what_to_do(override: str, message: str) -> None:

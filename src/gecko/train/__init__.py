@@ -3,18 +3,18 @@
 from gecko.train.checkpoint import latest_checkpoint
 from gecko.train.nonfinite import NonFiniteError
 from gecko.train.replay import replayed
-from gecko.train.run import (
+from gecko.train.run import Run
+from gecko.train.session import TrainResult, train
+from gecko.train.settings import (
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
     OptimizerSettings,
     ParallelSettings,
-    Run,
     SampleSettings,
     ScheduleSettings,
     SkipSettings,
 )
-from gecko.train.session import TrainResult, train
 
 __all__ = [
     "CheckpointSettings",

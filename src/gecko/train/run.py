@@ -12,106 +12,20 @@ from typing import Any, Literal
 from gecko.baselines.models import ModelConfig, model_type
 from gecko.json_file import read_object
 from gecko.recomputation import ActivationCheckpointing
+from gecko.train.checks import check_counts, check_limit, check_positive
 from gecko.train.fields import build
+from gecko.train.settings import (
+    CheckpointSettings,
+    DataSettings,
+    EvaluationSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    SampleSettings,
+    ScheduleSettings,
+    SkipSettings,
+)
 
 Precision = Literal["auto", "float32", "bfloat16"]
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    source: str = "stdlib"
-    """A folder of token shards (``gecko tokenize``), or what ``gecko.data.load_documents`` takes: ``stdlib``, a file,
-    a folder, a glob, a data set. The latter is tokenized and held in memory."""
-    sources: tuple[str, ...] = ()
-    """``SOURCE=WEIGHT`` each: a mixture of sources in place of ``source``; weights are parts of the rows."""
-    tokenizer: str = "bytes"
-    validation: str | None = None
-    """Held-out texts with a source of their own, anything that ``source`` takes; all of ``source`` or ``sources`` is
-    then trained on, and a file that is in both is refused. None: ``validation_fraction`` of the documents."""
-    validation_fraction: float = 0.05
-    """Part of the documents held out, where ``validation`` is None."""
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    learning_rate: float = 3e-3
-    """Peak rate; the schedule multiplies it."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    decay: Literal["all", "matrices"] = "all"
-    """Which parameters decay. Norm weights are offsets from 1, so decaying ``all`` pulls them to the identity."""
-    clip: float = 1.0
-    """Largest gradient norm; a larger gradient is scaled down to it."""
-
-
-@dataclass(frozen=True)
-class ScheduleSettings:
-    """Learning rate over the run. Lengths are fractions of all steps."""
-
-    kind: Literal["cosine", "wsd"] = "cosine"
-    """``cosine``: warm-up, then a cosine. ``wsd``: warm-up, stable, then a straight line down."""
-    warmup: float = 0.02
-    decay: float = 0.2
-    """Part of the run that the ``wsd`` schedule decays in."""
-    final: float = 0.0
-    """What is left of the peak rate at the end."""
-
-
-@dataclass(frozen=True)
-class EvaluationSettings:
-    every: int = 100
-    """Steps between two held-out losses."""
-    rows: int = 64
-    """Held-out rows for each of them: always the same ones, spread over the rows of the final loss."""
-    final_rows: int = 1024
-    """Held-out rows, at most, for the loss of the finished model."""
-
-
-@dataclass(frozen=True)
-class CheckpointSettings:
-    every: int = 500
-    """Steps between two checkpoints; one more is written at the end."""
-    keep: int = 2
-    """How many of the newest checkpoints stay."""
-    keep_every: int | None = None
-    """Besides those, checkpoints of steps that this divides stay for good."""
-
-
-@dataclass(frozen=True)
-class ParallelSettings:
-    """How the processes that ``torchrun`` starts share the work: ``replicate · shard · context`` is their number.
-
-    They split a batch into ``replicate · shard`` groups of rows and each row into ``context`` runs of tokens.
-    """
-
-    replicate: int = 1
-    """Copies of the model (HSDP). Each is kept by ``shard · context`` ranks, best those of one fast network."""
-    shard: int | None = None
-    """Ranks among which parameters, gradients and optimizer state are divided, with those of ``context`` (FSDP2).
-    None: as many as ``replicate`` and ``context`` leave."""
-    context: int = 1
-    """Ranks that hold consecutive parts of each row, whole attention chunks."""
-
-
-@dataclass(frozen=True)
-class SkipSettings:
-    """Which steps are spikes, and skipped: by the rolling mean and standard deviation of loss and gradient norm."""
-
-    deviations: float | None = 6.0
-    """A step is skipped whose loss or gradient norm is more than so many standard deviations above the mean of the
-    steps before it. None: only steps that are not finite are skipped."""
-    window: int = 128
-    """So many steps before it; nothing is skipped before half of them are there."""
-
-
-@dataclass(frozen=True)
-class SampleSettings:
-    """The text written at the end of a run."""
-
-    prompt: str = "The "
-    tokens: int = 600
-    temperature: float = 0.7
 
 
 @dataclass(frozen=True)
@@ -171,7 +85,7 @@ class Run:
         self._check_counts()
         self._check_parallel()
         self._check_length()
-        self._check_ranges()
+        self._check_profile()
 
     @property
     def tokens_per_step(self) -> int:
@@ -225,26 +139,7 @@ class Run:
         return cls.from_dict(values)
 
     def _check_counts(self) -> None:
-        counts = {
-            "batch_size": self.batch_size,
-            "sequence_length": self.sequence_length,
-            "accumulation": self.accumulation,
-            "max_skips": self.max_skips,
-            "evaluation.every": self.evaluation.every,
-            "evaluation.rows": self.evaluation.rows,
-            "evaluation.final_rows": self.evaluation.final_rows,
-            "checkpoint.every": self.checkpoint.every,
-            "checkpoint.keep": self.checkpoint.keep,
-            "checkpoint.keep_every": self.checkpoint.keep_every,
-            "parallel.replicate": self.parallel.replicate,
-            "parallel.shard": self.parallel.shard,
-            "parallel.context": self.parallel.context,
-            "skip.window": self.skip.window,
-            "threads": self.threads,
-        }
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1; got {count}.")
+        check_counts(self, ("batch_size", "sequence_length", "accumulation", "max_skips", "threads"))
         if self.batch_size % self.accumulation:
             raise ValueError(
                 f"accumulation must divide batch_size; got {self.accumulation} and {self.batch_size}. "
@@ -279,34 +174,11 @@ class Run:
     def _check_length(self) -> None:
         if self.steps is None and self.minutes is None:
             raise ValueError("a run needs an end: set steps, for example steps=1000, or minutes=5.")
-        for name, length in (("steps", self.steps), ("minutes", self.minutes)):
-            if length is not None and length <= 0:
-                raise ValueError(f"{name} must be above 0; got {length}.")
+        check_positive(self, ("steps", "minutes"))
+        check_limit(self, "hang_minutes")
 
-    def _check_ranges(self) -> None:
-        fractions = {
-            "schedule.warmup": self.schedule.warmup,
-            "schedule.decay": self.schedule.decay,
-            "schedule.final": self.schedule.final,
-        }
-        if not 0 < self.data.validation_fraction < 1:
-            raise ValueError(f"data.validation_fraction must lie between 0 and 1; got {self.data.validation_fraction}.")
-        for name, value in fractions.items():
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name} is a fraction and must lie in 0..1; got {value}.")
-        if self.schedule.kind == "wsd" and self.schedule.warmup + self.schedule.decay > 1:
-            raise ValueError(
-                f"schedule.warmup and schedule.decay are parts of one run, so their sum must be at most 1; "
-                f"got {self.schedule.warmup} + {self.schedule.decay}."
-            )
-        for name, limit in (("hang_minutes", self.hang_minutes), ("skip.deviations", self.skip.deviations)):
-            if limit is not None and not limit > 0:
-                raise ValueError(f"{name} must be above 0, or none; got {limit}.")
+    def _check_profile(self) -> None:
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError(
                 f"profile must be the first and the last step, from 1, as profile=10,12; got {self.profile}."
             )
-        for name in ("learning_rate", "eps", "clip"):
-            value = getattr(self.optimizer, name)
-            if not value > 0:
-                raise ValueError(f"optimizer.{name} must be above 0; got {value}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gecko.train.run import ScheduleSettings
+from gecko.train.settings import ScheduleSettings
 
 
 def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int) -> float:

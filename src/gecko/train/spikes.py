@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
-from gecko.train.run import SkipSettings
+from gecko.train.settings import SkipSettings
 
 
 class SpikeRule:
