@@ -93,13 +93,16 @@ def test_renewed_norms_are_another_line(perplexity: EvaluationFile) -> None:
     assert len(labels) == 2 and labels[1] == f"{labels[0]}, norms of the last 6 chunks"
 
 
-def test_shares_are_percent_beside_the_papers(results: Path) -> None:
+def test_shares_and_percentages_are_percent_beside_the_papers(results: Path) -> None:
     found = sections(gather([results / "piqa.json", results / "story.json"]))
     academic = found["Academic tasks"]
     assert cells(academic) == [["piqa", "acc", "35.0"]]
     assert academic.tables[0].rows[0][2].detail == "18.1 to 56.7; n 20 items"
     assert [table.published for table in academic.tables] == [False, True, True]
-    assert [table.published for table in found["Questions about long documents"].tables] == [False, True]
+    questions = found["Questions about long documents"]
+    assert cells(questions) == [["narrative_qa", "F1", "30.0"]]
+    assert questions.tables[0].rows[0][2].detail == "0.0 to 60.0; n 10 questions"
+    assert [table.published for table in questions.tables] == [False, True]
 
 
 def test_synthetic_models_are_named_by_what_differs(results: Path) -> None:

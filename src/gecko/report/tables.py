@@ -42,6 +42,9 @@ class Unit:
 
 PLAIN = Unit(readable, "")
 PERCENT = Unit(lambda share: f"{100 * share:.1f}", "%")
+"""Of shares in 0..1."""
+OF_HUNDRED = Unit(lambda score: f"{score:.1f}", "%")
+"""Of scores that are in percent already."""
 
 
 def score_table(
