@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.data import load_tokenizer
-from gecko.eval.haystacks import NEW_TOKENS, NOISE, haystack, ruler_depth
+from gecko.eval.haystacks import NEW_TOKENS, NOISE, Sample, haystack, ruler_depth
 from gecko.eval.retrieval import Grid, first_number, retrieval, string_match_all
 
 BOOK = "It was late. The rain fell on the town! Who was there? Nobody knew, and nobody asked. " * 200
@@ -92,6 +93,33 @@ def test_depths_are_exact_at_both_ends() -> None:
         mark = "The pass key is" if task == "passkey" else "One of the special magic"
         assert first.index(mark) < 200
         assert last.rindex("grass" if task != "niah_single_2" else "rain", 0, last.rindex("What is")) < last.index(mark)
+
+
+def lines_before(sample: Sample) -> int:
+    """Of noise, before the needle."""
+    return sample.prompt[: sample.prompt.index("One of the special")].count("\n") - 1
+
+
+def test_drawn_places_in_noise_are_all_lines_as_rulers() -> None:
+    """RULER inserts at one of ``range(lines)``: before any line, never after the last."""
+    build = haystack("niah_single_1").build
+    places = Counter(lines_before(build(60, None, random.Random(seed))) for seed in range(6000))
+    assert set(places) == set(range(60))
+    assert max(places.values()) < 3 * min(places.values())
+
+
+def test_drawn_places_in_essays_are_rulers_depths() -> None:
+    words = [f"w{number}." for number in range(390)]
+    build = haystack("niah_single_2", [" ".join(words)]).build
+    prompts = [build(390, None, random.Random(seed)).prompt for seed in range(500)]
+    places = {len(re.findall(r"w\d", prompt[: prompt.index("One of the special")])) for prompt in prompts}
+    assert len(places) == 40 and {0, 390} < places
+
+
+def test_drawn_places_of_the_passkey_are_all_characters() -> None:
+    """Of 80 characters of noise, 0 to 80 stand before it."""
+    prompts = [haystack("passkey").build(80, None, random.Random(seed)).prompt for seed in range(2000)]
+    assert {len(prompt.split("\n")[1]) for prompt in prompts} == set(range(81))
 
 
 def test_rulers_depths() -> None:

@@ -2,7 +2,7 @@
 
 Words, templates and units are those of RULER's ``niah_single_1`` (noise) and ``niah_single_2`` (essays, or whatever
 texts are given), in their form for base models, and of the original passkey test. Every sample has its depth: how
-much of the haystack stands before the needle.
+much of the haystack stands before the needle. It is given, or drawn as the test itself draws it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Sample:
 class Haystack:
     """One task at one length.
 
-    build: (units of haystack, depth in 0..1, generator) to a sample.
+    build: (units of haystack, depth in 0..1 or None: drawn, generator) to a sample.
     most: units that there are; None: any number.
     """
 
     task: str
-    build: Callable[[int, float, random.Random], Sample]
+    build: Callable[[int, float | None, random.Random], Sample]
     most: int | None
 
     def fit(self, tokenizer: Tokenizer, length: int) -> int:
@@ -86,7 +86,7 @@ class Haystack:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def sample(self, tokenizer: Tokenizer, length: int, units: int, depth: float, seed: str) -> Sample:
+    def sample(self, tokenizer: Tokenizer, length: int, units: int, depth: float | None, seed: str) -> Sample:
         """One that has at most ``length`` tokens; keys and numbers differ in theirs, so ``units`` may be a few less."""
         while True:
             sample = self.build(units, depth, random.Random(seed))
@@ -115,28 +115,29 @@ def haystack(task: str, texts: Sequence[str] = ()) -> Haystack:
 
 
 def ruler_depth(rng: random.Random) -> float:
-    """One of the 40 depths that RULER draws from."""
+    """One of the 40 depths that RULER draws from for essays."""
     return round(100 * rng.randrange(_DEPTHS_OF_RULER) / (_DEPTHS_OF_RULER - 1)) / 100
 
 
-def _passkey(units: int, depth: float, rng: random.Random) -> Sample:
-    """``units`` characters of noise, of which a share of ``depth`` stands before the needle."""
+def _passkey(units: int, depth: float | None, rng: random.Random) -> Sample:
+    """``units`` characters of noise, of which a share of ``depth`` stands before the needle, or any number of them."""
     noise = " ".join([NOISE] * (units // len(NOISE) + 1))
-    before = round(units * depth)
+    before = rng.randint(0, units) if depth is None else round(units * depth)
     value = str(rng.randint(1, 50_000))
     return Sample(PASSKEY.format(before=noise[:before], after=noise[: units - before], value=value), value)
 
 
-def _noise(units: int, depth: float, rng: random.Random) -> Sample:
-    """``units`` lines of noise."""
-    lines = [NOISE] * units
-    return _asked(lines, round(units * depth), "\n", rng)
+def _noise(units: int, depth: float | None, rng: random.Random) -> Sample:
+    """``units`` lines of noise; drawn, the needle stands before any of them, as RULER's, and never after the last."""
+    place = rng.randrange(units) if depth is None else round(units * depth)
+    return _asked([NOISE] * units, place, "\n", rng)
 
 
-def _essay(words: Sequence[str], depth: float, rng: random.Random) -> Sample:
+def _essay(words: Sequence[str], depth: float | None, rng: random.Random) -> Sample:
     """Words of texts; the needle stands between two of their sentences."""
     sentences = re.split(r"(?<=[.!?]) ", " ".join(words))
-    return _asked(sentences, int(len(sentences) * depth), " ", rng)
+    place = int(len(sentences) * (ruler_depth(rng) if depth is None else depth))
+    return _asked(sentences, place, " ", rng)
 
 
 def _asked(units: list[str], place: int, separator: str, rng: random.Random) -> Sample:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gecko.eval.haystacks import NEW_TOKENS, Haystack, haystack, ruler_depth
+from gecko.eval.haystacks import NEW_TOKENS, Haystack, haystack
 from gecko.eval.intervals import share
 from gecko.eval.results import Report, Results, Score, quiet
 from gecko.eval.scored_model import ScoredModel, encode_document
@@ -22,7 +21,8 @@ class Grid:
     lengths: Sequence[int]
     """In tokens: document start, prompt and answer."""
     depths: Sequence[float] | None = DEPTHS
-    """Shares of the haystack before the needle; None: drawn for every sample, as RULER does."""
+    """Shares of the haystack before the needle; None: drawn for every sample as the test itself does: before any line
+    of noise, at one of RULER's 40 depths of essays, before any character of the passkey's noise or after it all."""
     samples: int = 20
     """For every length and depth."""
 
@@ -70,7 +70,6 @@ def _ask(
     model: ScoredModel[Any], hay: Haystack, length: int, units: int, depth: float | None, seed: str
 ) -> tuple[str, str, int]:
     """Expected, got, and tokens of the prompt."""
-    depth = ruler_depth(random.Random(f"depth {seed}")) if depth is None else depth
     sample = hay.sample(model.tokenizer, length, units, depth, seed)
     tokens = encode_document(model.tokenizer, sample.prompt)
     return sample.answer, model.write(model.read(tokens), NEW_TOKENS[hay.task]), len(tokens)
