@@ -42,14 +42,14 @@ def test_a_batch_gives_each_row_what_it_would_get_alone(
 
 
 def test_a_penalty_counts_what_the_prompt_and_the_new_text_held(model: gecko.Gecko) -> None:
-    """With a penalty beyond measure greedy takes no token of positive logit twice, nor one of the prompt."""
+    """With the largest penalty greedy takes no token of positive logit twice, nor one of the prompt."""
     prompt = list(range(100))
     plain = gecko.generate(model, prompt, max_new_tokens=60, temperature=0).tokens[0]
     assert len({*prompt, *plain}) < 160
-    strict = gecko.generate(model, prompt, max_new_tokens=60, temperature=0, repetition_penalty=1e9).tokens[0]
+    strict = gecko.generate(model, prompt, max_new_tokens=60, temperature=0, repetition_penalty=100).tokens[0]
     assert len({*prompt, *strict}) == 160
     state = gecko.generate(model, prompt, max_new_tokens=0).state
-    free = gecko.generate(model, [0], max_new_tokens=60, temperature=0, repetition_penalty=1e9, state=state).tokens[0]
+    free = gecko.generate(model, [0], max_new_tokens=60, temperature=0, repetition_penalty=100, state=state).tokens[0]
     assert {*prompt} & {*free} - {0}, "what a state has read does not count"
 
 

@@ -166,6 +166,22 @@ def test_extreme_temperatures_stay_finite() -> None:
         assert Sampler([Sampling(temperature)]).probabilities(logits).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"top_k": 2**63}, {"top_k": 10**400}, {"temperature": 5e-324}, {"temperature": 1e308}, {"top_p": 5e-324},
+        {"min_p": 5e-324}, {"repetition_penalty": 0.01, "logit_bias": {1: 100.0}},
+        {"repetition_penalty": 100.0, "logit_bias": {1: -100.0}},
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_every_number_that_is_taken_draws_a_token(extreme: dict[str, Any]) -> None:
+    logits, seen = torch.tensor([[3e38, 1.0, -3e38]] * 2), torch.tensor([[False, True, False]] * 2)
+    samplings, generators = [Sampling(**extreme), Sampling(1.0)], [torch.Generator().manual_seed(0)] * 2
+    assert all(0 <= token < 3 for token in Sampler(samplings).draw(logits, generators, seen))
+    assert all(0 <= token < 3 for token in Sampler(samplings).draw(logits * 0, generators, seen))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_are_found(value: float) -> None:
     logits = torch.zeros(3, 4)
@@ -193,7 +209,9 @@ def test_biases_of_ids_that_are_none_are_refused() -> None:
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
-        ("repetition_penalty", math.inf),
+        ("repetition_penalty", 0.009),
+        ("repetition_penalty", 101.0),
+        ("repetition_penalty", math.nan),
         ("logit_bias", {3: math.nan}),
     ],
 )

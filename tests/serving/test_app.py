@@ -76,6 +76,23 @@ def test_sampling_fields_reach_the_model(site: Site) -> None:
     assert write(presence_penalty=0, frequency_penalty=0.0, best_of=1, suffix="", user="me") == write()
 
 
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"top_k": 2**63}, {"top_k": 10**400}, {"temperature": 5e-324}, {"temperature": 10**400}, {"top_p": 5e-324},
+        {"seed": 10**400}, {"repetition_penalty": 10**400}, {"repetition_penalty": 0.01, "logit_bias": {"97": 100}},
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_no_number_of_one_client_ends_anothers_request(site: Site, extreme: dict[str, Any]) -> None:
+    with site.openai.completions.create(prompt="abc", max_tokens=60, stream=True, **GREEDY) as stream:
+        next(iter(stream))
+        asked = {"prompt": "abc", "max_tokens": 3, "temperature": 1.0, **extreme}
+        assert site.post(json=asked).status_code in (200, 400)
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+    assert httpx2.get(f"{site.url}/health").status_code == 200
+
+
 def test_stop_strings(site: Site) -> None:
     whole = site.openai.completions.create(prompt="abc", max_tokens=40, **GREEDY).choices[0].text
     stop = whole[20:23]
@@ -228,6 +245,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 0}, "top_k"),
     ({"min_p": -0.5}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-308}, "repetition_penalty"),
+    ({"repetition_penalty": 1e308}, "repetition_penalty"),
     ({"seed": "x"}, "seed"),
     ({"stop": ""}, "stop"),
     ({"stop": ["a", ""]}, "stop"),

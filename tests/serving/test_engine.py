@@ -15,6 +15,7 @@ from torch import Tensor
 
 import gecko
 from gecko.generation import Sampling
+from gecko.generation.sampling import Sampler
 from gecko.serving.engine import Engine
 from gecko.serving.prefix_cache import PrefixCache
 from gecko.serving.request import Finished, QueueFullError, Request, Token
@@ -222,17 +223,36 @@ def test_cancelling_at_any_moment_frees_the_place(model: gecko.Gecko, moment: st
     assert log.ids(heir) == alone(model, asked).tokens[0]
 
 
-def test_closing_cancels_everything(model: gecko.Gecko) -> None:
+def test_an_engine_that_gave_up_everything_serves_on(model: gecko.Gecko) -> None:
     engine = Engine(model, rows=2, piece=8)
-    ids = {engine.submit(request(text(length))) for length in (3, 50, 9, 9)}
+    for length in (3, 50, 9, 9):
+        engine.submit(request(text(length)))
     engine.step()
     engine.step()
-    engine.close()
-    assert (engine.active, engine.queued) == (0, 0)
-    ends = [event for event in engine.step() if isinstance(event, Finished)]
-    assert {event.request_id for event in ends} == ids
-    assert {event.reason for event in ends} == {"cancelled"}
-    assert engine.idle
+    engine.cancel(3)
+    engine.abandon()
+    assert (engine.active, engine.queued, engine.idle) == (0, 0, True)
+    assert engine.step() == []
+    good = request(text(20), 6, Sampling(0.9))
+    ids, log = run(engine, good, good)
+    assert log.ids(ids[0]) == log.ids(ids[1]) == alone(model, good).tokens[0]
+
+
+def test_a_text_whose_settings_fail_ends_alone(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever numbers a sampler cannot be made of: the others draw on."""
+    initialise = Sampler.__init__
+
+    def fail(self: Sampler, samplings: list[Sampling], *more: Any) -> None:
+        if any(sampling.top_k == 7 for sampling in samplings):
+            raise OverflowError("planted")
+        initialise(self, samplings, *more)
+
+    good, bad = request(new=9), request(text(20), sampling=Sampling(1.0, top_k=7))
+    expected = alone(model, good).tokens[0]
+    monkeypatch.setattr(Sampler, "__init__", fail)
+    ids, log = run(Engine(model, rows=3), good, bad, good, good)
+    assert [log.ids(ids[index]) for index in (0, 2, 3)] == [expected] * 3
+    assert log.ends[ids[1]] == Finished(ids[1], "error", "OverflowError: planted", 20)
 
 
 def test_the_queue_has_an_end(model: gecko.Gecko) -> None:

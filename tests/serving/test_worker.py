@@ -170,11 +170,18 @@ def test_closing_ends_everything(bench: Any) -> None:
 
 
 def test_a_failing_step_ends_what_it_held(bench: Any, model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no row can be taken out of the batch, as another one is broken for good."""
+
     async def work(bench: Bench) -> None:
-        step = bench.engine.step
+        step, remove = bench.engine.step, bench.engine._remove
+
+        def fail_to_remove(places: list[int]) -> None:
+            if bench.engine._rows:
+                raise RuntimeError("planted again")
 
         def fail() -> None:
             monkeypatch.setattr(bench.engine, "step", step)
+            monkeypatch.setattr(bench.engine, "_remove", fail_to_remove)
             raise RuntimeError("planted")
 
         running = await bench.submit("a", "b", tokens=1_000_000)
@@ -187,6 +194,8 @@ def test_a_failing_step_ends_what_it_held(bench: Any, model: gecko.Gecko, monkey
             if isinstance(arrived[1], Finished):
                 reasons.append((arrived[1].reason, arrived[1].error))
         assert reasons == [("error", "RuntimeError")] * 2
+        monkeypatch.setattr(bench.engine, "_remove", remove)
+        assert bench.worker.healthy
         assert await tokens_of(await bench.submit("c"), 1) == [alone(model, "c")]
         while not bench.engine.idle:
             await asyncio.sleep(0.01)

@@ -52,7 +52,7 @@ def generate(
         top_p: draw from the fewest most likely tokens that have this probability together.
         min_p: draw from tokens that are at least this share as likely as the most likely one.
         repetition_penalty: logits of tokens that the prompt or the new text held are divided by it where positive,
-            else multiplied.
+            else multiplied; 0.01 to 100.
         logit_bias: by token id, what is added to its logit, before anything else.
         seed: of every row, or one for each; the same seed gives the same tokens. None: random, from
             PyTorch's generator.

@@ -11,6 +11,10 @@ from torch import Tensor
 
 _FIRST_LOOK = 512
 """Tokens in which a nucleus is searched first."""
+_ALL = 1 << 53
+"""A top-k beyond every vocabulary, the largest whole number that float64 counts up to."""
+_PENALTIES = (0.01, 100.0)
+"""Far beyond what helps a text; further out, scores overflow, and two infinite ones have no difference."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Sampling:
     min_p: float | None = None
     """Keep the tokens that are at least this share as likely as the most likely one."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that the prompt or the text so far held are divided by it where positive, else multiplied."""
+    """Logits of tokens that the prompt or the text so far held are divided by it where positive, else multiplied;
+    0.01 to 100."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """By token id: what is added to its logit."""
 
@@ -44,9 +49,11 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, or None for no limit; got {self.top_p}.")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in 0..1, or None for no limit; got {self.min_p}. Try 0.05.")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+        least, most = _PENALTIES
+        if not least <= self.repetition_penalty <= most:
             raise ValueError(
-                f"repetition_penalty must be above 0, and is 1 for none; got {self.repetition_penalty}. Try 1.1."
+                f"repetition_penalty must be in {least}..{most:g}, and is 1 for none; "
+                f"got {self.repetition_penalty}. Try 1.1."
             )
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
@@ -77,7 +84,9 @@ class Sampler:
 
         drawn = [samplings[row] for row in self._drawn]
         self._temperature = self._column([sampling.temperature for sampling in drawn])
-        self._top_k = self._limits([sampling.top_k for sampling in drawn])
+        self._top_k = self._limits(
+            [None if sampling.top_k is None else min(sampling.top_k, _ALL) for sampling in drawn]
+        )
         self._top_p = self._limits([None if sampling.top_p == 1 else sampling.top_p for sampling in drawn])
         self._min_p = self._limits([sampling.min_p for sampling in drawn])
 

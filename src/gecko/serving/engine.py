@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -122,10 +123,13 @@ class Engine:
             return
         self._pending.append(Finished(request_id, "cancelled", None, position))
 
-    def close(self) -> None:
-        """Cancel everything."""
-        for request_id in [*self._queue, *self._readers, *(row.request_id for row in self._rows)]:
-            self.cancel(request_id)
+    def abandon(self) -> None:
+        """Give up everything, whatever state a failed step left it in; no more events of it come."""
+        for place in reversed(range(self._slots.count)):
+            self._slots.remove(place)
+        self._rows, self._pending, self._sampler = [], [], Sampler([])
+        self._queue.clear()
+        self._readers.clear()
 
     def step(self) -> list[Event]:
         """Read one piece of one prompt at most, then make one token of every text whose prompt is read."""
@@ -160,7 +164,7 @@ class Engine:
             reading = reader.read(self._short_piece if self._rows else self._long_piece)
         except (RuntimeError, MemoryError) as error:
             # It is this text's alone: the states of the others are elsewhere.
-            events.append(Finished(request_id, "error", f"{type(error).__name__}: {error}", reader.position))
+            events.append(_failed(request_id, error, reader.position))
             return None
         self.prompt_tokens_read += reader.piece
         if reading is None:
@@ -170,7 +174,11 @@ class Engine:
         if reader.request.max_new_tokens == 0:
             events.append(Finished(request_id, "length", None, reader.position))
             return None
-        self._add(_Row(request_id, reader.request, reader.position), reading)
+        try:
+            self._add(_Row(request_id, reader.request, reader.position), reading)
+        except Exception as error:  # its own numbers are wrong: nothing of it has joined the others yet
+            events.append(_failed(request_id, error, reader.position))
+            return None
         return reading
 
     def _make_tokens(self, logits: Tensor, events: list[Event]) -> None:
@@ -221,10 +229,11 @@ class Engine:
         }
 
     def _add(self, row: _Row, reading: Reading) -> None:
-        self._slots.add(reading.state, reading.seen)
+        sampler = self._new_sampler([*self._rows, row])
         row.generator.manual_seed(row.request.seed)
+        self._slots.add(reading.state, reading.seen)
         self._rows.append(row)
-        self._sampler = self._new_sampler()
+        self._sampler = sampler
 
     def _remove(self, places: list[int]) -> None:
         # From the last on, so that the row which moves to a freed place is one that stays.
@@ -233,7 +242,11 @@ class Engine:
             self._rows[place] = self._rows[-1]
             self._rows.pop()
         if places:
-            self._sampler = self._new_sampler()
+            self._sampler = self._new_sampler(self._rows)
 
-    def _new_sampler(self) -> Sampler:
-        return Sampler([row.request.sampling for row in self._rows], self._slots.seen.device)
+    def _new_sampler(self, rows: Sequence[_Row]) -> Sampler:
+        return Sampler([row.request.sampling for row in rows], self._slots.seen.device)
+
+
+def _failed(request_id: int, error: Exception, position: int) -> Finished:
+    return Finished(request_id, "error", f"{type(error).__name__}: {error}", position)

@@ -159,7 +159,7 @@ class Worker:
             with self._changed:
                 self._closing = True
             self._obey()
-            self._engine.close()
+            self._engine.abandon()
             self._publish([Finished(request_id, "cancelled", None, 0) for request_id in self._alive])
 
     def _wait(self) -> bool:
@@ -180,7 +180,8 @@ class Worker:
         except Exception as error:
             _LOG.exception("the engine failed at a step; all requests in it end")
             events = [Finished(request_id, "error", type(error).__name__, 0) for request_id in self._alive]
-            self._cancel(list(self._alive))
+            # Row by row it could fail again: what broke the step may still be there.
+            self._engine.abandon()
         self._alive -= {event.request_id for event in events if isinstance(event, Finished)}
         return events
 
