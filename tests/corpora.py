@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 from gecko.config import GeckoConfig
+from gecko.data import load_tokenizer
+from gecko.data.tokenizing import TokenizingPlan, run_task
 
 WORDS = ["red", "green", "blue", "stone", "river", "runs", "falls", "slowly", "over", "under"]
 BYTE_MODEL = GeckoConfig(
@@ -24,3 +27,19 @@ def write_corpus(folder: Path, files: int = 20, first: int = 0) -> Path:
     for number in range(first, first + files):
         (folder / f"{number:02d}.txt").write_text(words(60, number), encoding="utf-8")
     return folder
+
+
+def as_lines(texts: list[str], folder: Path) -> str:
+    """The texts as a source: a document a line."""
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def as_shards(texts: list[str], folder: Path) -> str:
+    """The texts as a source: a folder of shards of bytes."""
+    plan = TokenizingPlan.make([as_lines(texts, folder)], load_tokenizer("bytes"), folder / "shards")
+    plan.start()
+    run_task(plan.folder, 0)
+    plan.finish()
+    return str(folder / "shards")

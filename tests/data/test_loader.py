@@ -42,9 +42,7 @@ class Numbered:
 def numbered_corpus(lengths: list[int]) -> TokenizedCorpus:
     """Documents of the given numbers of text tokens; every stored token, borders included, is another number."""
     built = TokenizedCorpus.build(["x" * length for length in lengths], Numbered())
-    return TokenizedCorpus(
-        np.arange(len(built.tokens), dtype=np.uint32), built.offsets, built.lengths, built.text_bytes
-    )
+    return TokenizedCorpus.of_whole(np.arange(len(built.tokens), dtype=np.uint32), built.lengths, built.text_bytes)
 
 
 def document_of(corpus: TokenizedCorpus, token: int) -> int:

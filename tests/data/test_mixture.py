@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import as_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,21 @@ def test_batches_do_not_depend_on_their_size() -> None:
     single = [Loader(rows, 1).batch(step).tokens[0].tolist() for step in range(24)]
     for size in (2, 4, 8):
         assert [row for step in range(24 // size) for row in Loader(rows, size).batch(step).tokens.tolist()] == single
+
+
+@pytest.mark.parametrize("wanted", [2, 101, 1000])
+def test_held_out_tokens_are_in_the_proportions_of_the_mixture(wanted: int, tmp_path: Path) -> None:
+    """However long the documents of either source are."""
+    sources = []
+    for name, length in (("long", 3000), ("short", 30)):
+        (tmp_path / name).mkdir()
+        sources.append(as_shards(["x" * length] * (12_000 // length), tmp_path / name) + "=0.5")
+    request = DataRequest(sequence_length=8, validation_fraction=0.5, seed=0)
+    held_out = open_training_data("", sources, ByteTokenizer(), request).held_out(wanted)
+    first = int(held_out.lengths[0])
+    assert first == max(2, -(-wanted // 2)) and held_out.num_tokens - first <= first
+    assert held_out.num_tokens - first >= first - 1  # a lone border token at the cut is dropped
+    assert held_out.num_bytes == int((held_out.tokens < 256).sum())
 
 
 def test_shards_and_text_mix(shard_folder: Path, tmp_path: Path) -> None:

@@ -78,6 +78,15 @@ def test_head_is_the_first_tokens(texts: list[str], max_tokens: int) -> None:
     assert head.num_bytes == int((kept != 256).sum())
 
 
+@any_case
+@given(texts=texts, first=st.integers(2, 100), second=st.integers(2, 100))
+def test_a_head_of_a_head_is_the_shorter_of_both(texts: list[str], first: int, second: int) -> None:
+    corpus = TokenizedCorpus.build(texts, ByteTokenizer())
+    twice, once = corpus.head(first).head(second), corpus.head(min(first, second))
+    assert twice.lengths.tolist() == once.lengths.tolist()
+    assert twice.text_bytes.tolist() == once.text_bytes.tolist()
+
+
 def test_permutation_never_changes() -> None:
     """These numbers hold for every version of NumPy; a change breaks the resumption of old runs."""
     assert permutation(8, 1, 2).tolist() == PERMUTATION

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from corpora import as_lines, as_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gecko.data import ByteTokenizer, DataRequest, TokenizedCorpus, TrainingData, load_tokenizer, open_training_data
+from gecko.data import ByteTokenizer, DataRequest, TokenizedCorpus, TrainingData, open_training_data
 from gecko.data.packing import held_out_count
-from gecko.data.tokenizing import TokenizingPlan, run_task
 
 LENGTH = 8
 TRAINED = [f"trained on {number:02d}" for number in range(20)]
 HELD_OUT = [f"held out {number}" for number in range(7)]
-
-
-def as_shards(texts: list[str], folder: Path) -> str:
-    plan = TokenizingPlan.make([as_lines(texts, folder)], load_tokenizer("bytes"), folder / "shards")
-    plan.start()
-    run_task(plan.folder, 0)
-    plan.finish()
-    return str(folder / "shards")
-
-
-def as_lines(texts: list[str], folder: Path) -> str:
-    path = folder / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
 
 
 def as_files(texts: list[str], folder: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gecko.data.tokenizers import Tokenizer
 
@@ -29,8 +29,18 @@ class TokenizedCorpus:
     """(documents,) where in ``tokens`` each document begins."""
     lengths: NDArray[np.int64]
     """(documents,) tokens of each document, border tokens included."""
+    text_tokens: NDArray[np.int64]
+    """(documents,) tokens of each document without border tokens; a cut document has no end token."""
     text_bytes: NDArray[np.int64]
     """(documents,) bytes of each document's text in UTF-8."""
+
+    @classmethod
+    def of_whole(
+        cls, tokens: NDArray[np.unsignedinteger], lengths: ArrayLike, text_bytes: ArrayLike
+    ) -> TokenizedCorpus:
+        """Of whole documents that lie end to end in ``tokens``."""
+        sizes = np.asarray(lengths, np.int64)
+        return cls(tokens, np.cumsum(sizes) - sizes, sizes, sizes - 2, np.asarray(text_bytes, np.int64))
 
     @classmethod
     def build(cls, texts: Iterable[str], tokenizer: Tokenizer) -> TokenizedCorpus:
@@ -51,8 +61,7 @@ class TokenizedCorpus:
                     text_bytes.append(len(text.encode("utf-8")))
         if not lengths:
             raise ValueError("a corpus must hold at least one document with text; got none.")
-        sizes = np.array(lengths, np.int64)
-        return cls(np.frombuffer(tokens, dtype), np.cumsum(sizes) - sizes, sizes, np.array(text_bytes, np.int64))
+        return cls.of_whole(np.frombuffer(tokens, dtype), lengths, text_bytes)
 
     def __len__(self) -> int:
         """Documents."""
@@ -100,14 +109,15 @@ class TokenizedCorpus:
         # A document cut down to its first border token has nothing to predict.
         count = np.count_nonzero(lengths > 1)
         lengths = lengths[:count]
-        share = np.minimum(lengths - 1, self.lengths[:count] - 2) / (self.lengths[:count] - 2)
-        text_bytes = np.rint(self.text_bytes[:count] * share).astype(np.int64)
-        return TokenizedCorpus(self.tokens, self.offsets[:count], lengths, text_bytes)
+        text_tokens = np.minimum(lengths - 1, self.text_tokens[:count])
+        text_bytes = np.rint(self.text_bytes[:count] * (text_tokens / self.text_tokens[:count])).astype(np.int64)
+        return TokenizedCorpus(self.tokens, self.offsets[:count], lengths, text_tokens, text_bytes)
 
     def _select(self, documents: NDArray[np.int64]) -> TokenizedCorpus:
         return TokenizedCorpus(
-            self.tokens, self.offsets[documents], self.lengths[documents], self.text_bytes[documents]
-        )
+            self.tokens, self.offsets[documents], self.lengths[documents], self.text_tokens[documents],
+            self.text_bytes[documents],
+        )  # fmt: skip
 
 
 def held_out_count(documents: int, validation_fraction: float) -> int:

@@ -65,7 +65,7 @@ class SplitShards:
         return ShardedRows(self, sequence_length)
 
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
-        """Held-out documents in memory, in random order, until they have ``max_tokens`` or are all there."""
+        """The first ``max_tokens`` tokens of the held-out documents in random order, in memory."""
         before = np.cumsum([0, *(run.end - run.begin for run in self.held_out)])
         order = Shuffle.of(self.held_out_documents, self.seed, HELD_OUT_ORDER)
         documents: list[NDArray[np.unsignedinteger]] = []
@@ -82,10 +82,8 @@ class SplitShards:
             count += end - begin
             if count >= max_tokens:
                 break
-        lengths = np.array([len(document) for document in documents], np.int64)
-        return TokenizedCorpus(
-            np.concatenate(documents), np.cumsum(lengths) - lengths, lengths, np.array(text_bytes, np.int64)
-        )
+        lengths = [len(document) for document in documents]
+        return TokenizedCorpus.of_whole(np.concatenate(documents), lengths, text_bytes).head(max_tokens)
 
 
 class ShardedRows:

@@ -23,7 +23,7 @@ class Split(Protocol):
         """Of the training documents; ValueError where they are shorter than a row."""
 
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
-        """So many tokens of held-out documents, in random order, or all; at most one document more."""
+        """The first so many tokens of the held-out documents in random order, or all; at least 2."""
 
 
 class SplitDocuments:

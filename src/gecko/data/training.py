@@ -43,7 +43,7 @@ class TrainingData:
     held_out_documents: int
     held_out_tokens: int
     held_out: Callable[[int], TokenizedCorpus]
-    """So many tokens of held-out documents, in random order, or all; at most one document more."""
+    """The first so many tokens of the held-out documents in random order, or all; at least 2."""
 
     def loader(self, batch_size: int, *, parts: int = 1) -> Loader:
         """Batches in ``parts`` equal groups of rows, one after the other: what one of so many ranks takes at a time.
@@ -108,7 +108,7 @@ def _open_training(
         tokens=sum(data.tokens for data in opened),
         held_out_documents=sum(data.held_out_documents for data in opened),
         held_out_tokens=sum(data.held_out_tokens for data in opened),
-        held_out=lambda most: _joined([data.held_out(-(-most * count // BLOCK)) for data, count in shares]),
+        held_out=lambda most: _joined([data.held_out(max(2, -(-most * count // BLOCK))) for data, count in shares]),
     )
 
 
@@ -136,7 +136,9 @@ def _open_source(source: str, tokenizer: Tokenizer, request: DataRequest) -> Tra
 def _joined(corpora: Sequence[TokenizedCorpus]) -> TokenizedCorpus:
     """The documents of all, laid end to end."""
     documents = [corpus.document(index) for corpus in corpora for index in range(len(corpus))]
-    lengths = np.concatenate([corpus.lengths for corpus in corpora])
-    text_bytes = np.concatenate([corpus.text_bytes for corpus in corpora])
     tokens = np.concatenate(documents).astype(np.uint32)
-    return TokenizedCorpus(tokens, np.cumsum(lengths) - lengths, lengths, text_bytes)
+    lengths, text_tokens, text_bytes = (
+        np.concatenate([getattr(corpus, name) for corpus in corpora])
+        for name in ("lengths", "text_tokens", "text_bytes")
+    )
+    return TokenizedCorpus(tokens, np.cumsum(lengths) - lengths, lengths, text_tokens, text_bytes)
