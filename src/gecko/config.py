@@ -100,8 +100,12 @@ class GeckoConfig:
     def from_dict(cls, fields: dict[str, Any]) -> GeckoConfig:
         return cls(**checked_fields(cls, fields))
 
+    def for_transformers(self) -> dict[str, Any]:
+        """The ``config.json`` that transformers reads, ``gecko.hf`` imported."""
+        return {"model_type": MODEL_TYPE, "architectures": ["GeckoForCausalLM"], **self.to_dict()}
+
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(self.for_transformers(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> GeckoConfig:

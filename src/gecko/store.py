@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from gecko.config import MODEL_TYPE, GeckoConfig
+from gecko.config import GeckoConfig
 from gecko.files import load_tensors, save_tensors, whole_file
 
 WEIGHTS, CONFIG, FORMAT = "model.safetensors", "config.json", "gecko-model-1"
@@ -21,6 +21,8 @@ class StoredConfig(Protocol):
     def tie_embedding(self) -> bool: ...
 
     def to_dict(self) -> dict[str, Any]: ...
+
+    def save(self, path: str | Path) -> None: ...
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self: ...
@@ -50,8 +52,7 @@ def save_model(folder: str | Path, config: GeckoConfig, weights: Mapping[str, Te
     Raises:
         OSError: the disk refused; files that were there before survive.
     """
-    fields = {"model_type": MODEL_TYPE, "architectures": ["GeckoForCausalLM"], **config.to_dict()}
-    write_folder(folder, config, fields, weights, GECKO)
+    write_folder(folder, config, weights, GECKO)
 
 
 def load_model(folder: str | Path) -> tuple[GeckoConfig, dict[str, Tensor]]:
@@ -64,17 +65,15 @@ def load_model(folder: str | Path) -> tuple[GeckoConfig, dict[str, Tensor]]:
     return read_folder(folder, GeckoConfig, GECKO)
 
 
-def write_folder(
-    folder: str | Path, config: StoredConfig, fields: Mapping[str, Any], weights: Mapping[str, Tensor], layout: Layout
-) -> None:
-    """``save_model`` for any architecture, ``fields`` in its ``config.json``."""
+def write_folder(folder: str | Path, config: StoredConfig, weights: Mapping[str, Tensor], layout: Layout) -> None:
+    """``save_model`` for any architecture."""
     folder = Path(folder)
     stored = {name: w for name, w in weights.items() if not (config.tie_embedding and name == layout.tied[0])}
     # transformers refuses files whose "format" names no framework.
     metadata = {"format": "pt", "gecko": layout.format, "config": json.dumps(config.to_dict())}
     save_tensors(folder / WEIGHTS, stored, metadata)
     with whole_file(folder / CONFIG) as temporary:
-        temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        config.save(temporary)
 
 
 def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:

@@ -9,11 +9,13 @@ import cases
 import pytest
 import torch
 from cases import tokens
+from corpora import BYTE_MODEL, write_corpus
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import gecko
 from gecko.hf import GeckoConfig, GeckoForCausalLM, GeckoModel, byte_tokenizer
+from gecko.train import DataSettings, Run, train
 
 
 @pytest.mark.parametrize("variant", cases.VARIANTS)
@@ -22,6 +24,15 @@ def test_written_by_gecko_read_by_transformers(variant, pair):
     assert isinstance(theirs, GeckoForCausalLM) and theirs.config.architecture() == ours.config
     with torch.no_grad():
         assert torch.equal(theirs(tokens(2, 40)).logits, ours(tokens(2, 40))[0])
+
+
+def test_a_training_run_s_checkpoint_is_such_a_folder(tmp_path):
+    settings = {"output": str(tmp_path / "run"), "steps": 1, "batch_size": 2, "sequence_length": 24, "threads": 1}
+    data = DataSettings(source=str(write_corpus(tmp_path / "texts")), validation_fraction=0.2)
+    checkpoint = train(Run(model=BYTE_MODEL, data=data, **settings)).checkpoint
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens(2, 40)).logits, gecko.load(checkpoint)(tokens(2, 40))[0])
 
 
 @pytest.mark.parametrize("variant", cases.VARIANTS)

@@ -6,16 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import training_jobs as work
+from corpora import BYTE_MODEL
 from jobs import Jobs
 
 import gecko
 from gecko.train import CheckpointSettings, ParallelSettings, Run, train
-from gecko.train.checkpoint import latest_checkpoint, list_checkpoints, verify_checkpoint
+from gecko.train.checkpoint import (
+    latest_checkpoint,
+    list_checkpoints,
+    read_manifest,
+    verify_checkpoint,
+    write_manifest,
+)
 from gecko.train.metrics import read_metrics
 from gecko.train.snapshot import checkpoints_folder, write_model
 
@@ -85,6 +93,42 @@ def test_the_joined_model_has_the_logits_of_the_parts(
     assert train(longer, resume=True).step == 10
     longest = replace(trained, steps=12)
     assert [result["step"] for result in jobs.run(4, work.train_run, longest, True)] == [12] * 4
+
+
+def test_a_tied_model_is_joined(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """At the end of its run too; what embedding and head share is written once."""
+    run = run_in("tied", steps=2, model=replace(BYTE_MODEL, tie_embedding=True))
+    jobs.run(2, work.train_run, run)
+    checkpoint = latest_checkpoint(checkpoints_folder(run))
+    assert checkpoint is not None and (run.folder / "report.html").is_file()
+    model = gecko.load(checkpoint)
+    assert model.head.weight is model.embedding.weight
+    tokens = torch.arange(24).reshape(2, 12)
+    for logits in jobs.run(2, work.logits_of_checkpoint, run, checkpoint, tokens):
+        torch.testing.assert_close(logits, model(tokens)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_killed_while_joining_the_checkpoint_stays_sound(trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after the model's files are written and before the manifest says so."""
+    checkpoint = latest_checkpoint(checkpoints_folder(trained))
+    assert checkpoint is not None
+    unjoin(checkpoint)
+    monkeypatch.setattr("gecko.train.snapshot.write_manifest", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_model(checkpoint, checkpoint)
+    assert (checkpoint / "model.safetensors").is_file()
+    verify_checkpoint(checkpoint)
+    monkeypatch.undo()
+    for _ in range(2):
+        write_model(checkpoint, checkpoint)
+        verify_checkpoint(checkpoint)
+        assert "model.safetensors" in read_manifest(checkpoint)
+
+
+def unjoin(checkpoint: Path) -> None:
+    """As the ranks left it."""
+    (checkpoint / "model.safetensors").unlink()
+    write_manifest(checkpoint, {k: v for k, v in read_manifest(checkpoint).items() if k != "model.safetensors"})
 
 
 def test_damaged_parts_are_passed_over_by_all_ranks(jobs: Jobs, trained: Run) -> None:

@@ -122,7 +122,7 @@ class Llama(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """Write ``model.safetensors`` and ``config.json``, each whole or not at all; transformers reads them too."""
-        write_folder(folder, self.config, self.config.for_transformers(), self.state_dict(), LAYOUT)
+        write_folder(folder, self.config, self.state_dict(), LAYOUT)
 
     def _with_targets(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, context: object | None

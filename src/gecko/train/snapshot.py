@@ -103,14 +103,20 @@ def write_model(checkpoint: Path, folder: Path) -> None:
     """Write, alone, the model of a checkpoint to ``folder`` as one ``model.safetensors``, which
     ``gecko.baselines.load_any`` reads.
 
-    Into the checkpoint itself too: its manifest then lists the new file. OSError where the disk is full.
+    Into the checkpoint itself too, unless it has one: its manifest then lists the new file. OSError where the disk is
+    full.
     """
-    model = meta_model(load_config(checkpoint / CONFIG)).to_empty(device="cpu")
-    read_tensors(checkpoint, {name: parameter.detach() for name, parameter in model.named_parameters()}, alone=True)
+    if folder == checkpoint and WEIGHTS in read_manifest(checkpoint):
+        return
+    model = meta_model(load_config(checkpoint / CONFIG))
+    # Not by ``to_empty``, which makes two weights of one that embedding and head share.
+    weights = {name: torch.empty_like(weight, device="cpu") for name, weight in model.named_parameters()}
+    read_tensors(checkpoint, {name: weight.detach() for name, weight in weights.items()}, alone=True)
+    model.load_state_dict(weights, strict=False, assign=True)
     model.save(folder)
     if folder == checkpoint:
-        added = flushed_entries(folder, [folder / WEIGHTS, folder / CONFIG])
-        write_manifest(folder, {**read_manifest(folder), **added})
+        # Its config is what it was, byte for byte: killed here, the checkpoint is as sound as before.
+        write_manifest(folder, {**read_manifest(folder), **flushed_entries(folder, [folder / WEIGHTS])})
 
 
 def random_state() -> dict[str, Tensor]:
