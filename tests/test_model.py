@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import cases
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gecko
+from gecko.segments import Clock
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -168,21 +170,22 @@ def test_memory_reaches_past_the_window(variant):
 def test_streams_the_same_at_any_position(variant, position):
     model = cases.model(variant)
     _, state = model(tokens(2, 3 * 2 * CHUNK + 5))
-    far = state.at_position(position)
+    far = at_position(state, position)
     assert far.position == [position] * 2
     text, ids = tokens(2, 40, seed=1), documents(2, 40, seed=6) + 3
     for cuts, segments in (((), None), ((1, 2, 20), None), ((1, 2, 20), ids)):
         here, after = read(model, text, cuts, segments, state)
         there, far_after = read(model, text, cuts, segments, far)
         assert torch.equal(here, there)
-        assert_same_state(far_after.at_position(after.position[0]), after)
+        assert_same_state(at_position(far_after, after.position[0]), after)
 
 
-@torch.no_grad()
-def test_clock_moves_by_whole_windows_only():
-    _, state = cases.model("gecko")(tokens(1, 21))
-    with pytest.raises(ValueError, match=r"multiples of 2 · chunk_size = 16; got \[8\] from positions \[21\] to 29"):
-        state.at_position(29)
+def at_position(state, position):
+    """The same state, as if so many tokens had been read before: by whole windows, so that none changes its place."""
+    moves = position - state.clock.position
+    assert not (moves % (2 * CHUNK)).any()
+    clock = Clock(state.clock.position + moves, state.clock.document_start + moves, state.clock.segment_id)
+    return dataclasses.replace(state, clock=clock)
 
 
 @variants
@@ -212,6 +215,36 @@ def test_states_are_values(variant, length):
     for got, wanted in ((state, before), (after, kept), (again, kept)):
         for name, tensor in got.tensors().items():
             assert torch.equal(tensor, wanted.tensors()[name]), name
+
+
+@variants
+@pytest.mark.parametrize("length", [0, 1, 9, 29])
+def test_steps_go_on_from_any_state_and_leave_it(variant, length):
+    """From one that calls share tensors with, from nothing read, from one made in inference mode."""
+    model, text = cases.model(variant), tokens(2, 70)
+    with torch.inference_mode():
+        state = model(text[:, :length])[1] if length else model.empty_state(2)
+        expected, after = model(text[:, length:], state=state)
+    before, own = state.own(), state
+    for place in range(length, 70):
+        logits, own = model.step(text[:, place], own)
+        assert_same(logits, expected[:, place - length])
+    assert_same_state(own, after)
+    assert_same_state(state, before)
+
+
+@torch.no_grad()
+def test_steps_begin_with_the_weights_that_are_there():
+    """Also where they were written through ``.data``, as averaged weights often are."""
+    model, text = gecko.Gecko(cases.SMALL), tokens(1, 20)
+    model.step(text[:, 0], model.empty_state())
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    expected, _ = model(text)
+    state = dataclasses.replace(model.empty_state(), model="")
+    for place in range(20):
+        logits, state = model.step(text[:, place], state)
+        assert_same(logits, expected[:, place])
 
 
 @variants

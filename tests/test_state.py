@@ -130,14 +130,6 @@ def test_state_moves_to_a_device_and_keeps_its_clock_on_the_host():
     assert all(x.device.type == "meta" for name, x in moved.tensors().items() if not name.startswith("clock."))
 
 
-def test_at_position_moves_document_starts_along():
-    _, state = reading()
-    moved = state.at_position(29 + 32)
-    assert moved.position == [61, 61]
-    assert (moved.clock.document_start == state.clock.document_start + 32).all()
-    assert_equal(moved.at_position(29), state)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("saved") / "book.state"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -125,17 +126,27 @@ class Gecko(nn.Module):
     def step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
         """One token of every row, for decoding: tokens (B,) to the logits (B, V) of the next ones, and the state.
 
-        ``state`` is given up: what is large of the state after is written into its tensors, so that nothing is
-        copied that does not change. Errors as for ``forward``.
+        The state that a step returns is given up to the next: what is large is written into its tensors, so that
+        nothing is copied that does not change. Any other ``state`` is copied first and stays what it is. Weights
+        must not be written through ``.data`` from one step to the next. Errors as for ``forward``.
         """
         tokens = tokens.unsqueeze(1)
         self._check_tokens("tokens", tokens)
         # What comes from the step before was checked there; to look at all weights takes long beside a token.
         if state.config is not self.config or state.batch_size != len(tokens):
             self.check_state(state, len(tokens))
+        if not state.exclusive:
+            state = self._begin_steps(state)
         segments = Segments.build(len(tokens), 1, clock=state.clock, device=tokens.device, overwrites=True)
         hidden, after = self._through_blocks(tokens, state, segments)
-        return self.head(hidden[:, 0]), after
+        return self.head(hidden[:, 0]), replace(after, exclusive=True)
+
+    def _begin_steps(self, state: GeckoState) -> GeckoState:
+        # Writes through ``.data`` count no version, so what was kept before these steps may be of other weights.
+        for module in self.modules():
+            if isinstance(module, CEMA):
+                module.forget()
+        return state.own()
 
     def _read(
         self, tokens: Tensor, segment_ids: Tensor | None, state: GeckoState | None, context: Context | None

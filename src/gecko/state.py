@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,8 @@ class GeckoState(TensorRecord):
     clock: Clock
     mixers: tuple[MixerState, ...]
     final_norm: TimestepNormState
+    exclusive: bool = field(default=False, compare=False)
+    """No other value has these tensors, nor one of them another's place: ``Gecko.step`` may write into them."""
 
     @classmethod
     def empty(
@@ -77,20 +79,9 @@ class GeckoState(TensorRecord):
         parts = [iter(state.tensors().values()) for state in states]
         return states[0].map(lambda _: torch.cat([next(part) for part in parts]))
 
-    def at_position(self, position: int) -> GeckoState:
-        """The same state with every row's clock moved, as if so many tokens had been read before.
-
-        Raises:
-            ValueError: the move is not a multiple of 2c, so that tokens would change their place in the window.
-        """
-        moves = position - self.clock.position
-        if bool((moves % (2 * self.config.chunk_size)).any()):
-            raise ValueError(
-                f"a clock moves by multiples of 2 · chunk_size = {2 * self.config.chunk_size}; "
-                f"got {moves.tolist()} from positions {self.position} to {position}."
-            )
-        clock = Clock(self.clock.position + moves, self.clock.document_start + moves, self.clock.segment_id)
-        return GeckoState(self.config, self.model, clock, self.mixers, self.final_norm)
+    def own(self) -> GeckoState:
+        """A copy that is ``exclusive``."""
+        return replace(self.map(torch.clone), exclusive=True)
 
     def save(self, path: str | Path, *, compact: bool = False) -> None:
         """Write to one file, whole or not at all.

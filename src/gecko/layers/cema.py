@@ -47,6 +47,10 @@ class CEMA(nn.Module):
         skip = x.new_ones(x.shape[-1]) if self.omega is None else self.omega
         return cema(x, coefficients, state, segments=segments, skip=skip)
 
+    def forget(self) -> None:
+        """Make anew what is kept from token to token."""
+        self._kept = None
+
     def _coefficients(self) -> CEMACoefficients:
         gamma = self.gamma if self.omega is None else self.gamma / math.sqrt(self.gamma.shape[1])
         return CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ class Slots:
         device = model.embedding.weight.device
         # A state that the model made has the dtypes that its steps write.
         _, state = model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=device))
-        self._all = state.map(lambda x: x.new_zeros(capacity, *x.shape[1:]))
+        self._all = replace(state.map(lambda x: x.new_zeros(capacity, *x.shape[1:])), exclusive=True)
         self._seen = torch.zeros(capacity, model.config.vocab_size, dtype=torch.bool, device=device)
         self.capacity = capacity
         self._resize(0)
