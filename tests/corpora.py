@@ -43,3 +43,10 @@ def as_shards(texts: list[str], folder: Path) -> str:
     run_task(plan.folder, 0)
     plan.finish()
     return str(folder / "shards")
+
+
+def as_files(texts: list[str], folder: Path) -> str:
+    """The texts as a source: a file each, numbered."""
+    for number, text in enumerate(texts):
+        (folder / f"{number:02d}.txt").write_text(text)
+    return str(folder / "[0-9]*.txt")

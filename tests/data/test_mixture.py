@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import as_shards
+from corpora import as_files, as_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,6 +89,20 @@ def test_held_out_tokens_are_in_the_proportions_of_the_mixture(wanted: int, tmp_
     assert first == max(2, -(-wanted // 2)) and held_out.num_tokens - first <= first
     assert held_out.num_tokens - first >= first - 1  # a lone border token at the cut is dropped
     assert held_out.num_bytes == int((held_out.tokens < 256).sum())
+
+
+@pytest.mark.parametrize("kind", [as_files, as_shards])
+def test_sources_that_share_texts_hold_nothing_out(kind: Callable[..., str], tmp_path: Path) -> None:
+    """What one holds out the other would train on; with held-out texts of their own they may."""
+    source = kind([f"document {number}" for number in range(30)], tmp_path)
+    part = source.replace("*", "1*")
+    request = DataRequest(sequence_length=8, validation_fraction=0.2, seed=0)
+    mixture = [f"{source}=0.5", f"{part}=0.5"]
+    with pytest.raises(ValueError, match=f"none in common; .* is in '{re.escape(source)}' and in"):
+        open_training_data("", mixture, ByteTokenizer(), request)
+    (tmp_path / "rest.txt").write_text("held out")
+    kept = open_training_data("", mixture, ByteTokenizer(), request, validation=str(tmp_path / "rest.txt"))
+    assert kept.held_out_documents == 1
 
 
 def test_shards_and_text_mix(shard_folder: Path, tmp_path: Path) -> None:

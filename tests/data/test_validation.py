@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from corpora import as_lines, as_shards
+from corpora import as_files, as_lines, as_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,12 +16,6 @@ from gecko.data.packing import held_out_count
 LENGTH = 8
 TRAINED = [f"trained on {number:02d}" for number in range(20)]
 HELD_OUT = [f"held out {number}" for number in range(7)]
-
-
-def as_files(texts: list[str], folder: Path) -> str:
-    for number, text in enumerate(texts):
-        (folder / f"{number:02d}.txt").write_text(text)
-    return str(folder / "*.txt")
 
 
 KINDS = [as_shards, as_lines, as_files]

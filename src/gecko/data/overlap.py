@@ -25,6 +25,23 @@ def check_apart(validation: str, training: Iterable[str]) -> None:
         )
 
 
+def check_disjoint(mixture: Iterable[str]) -> None:
+    """ValueError where two sources of a mixture share a file, a folder of shards or a data set's split.
+
+    Each source holds out documents of its own, and the other one would train on them.
+    """
+    owner: dict[str, str] = {}
+    for source in mixture:
+        for thing in sorted(_things(source)):
+            if thing in owner:
+                raise ValueError(
+                    f"sources of a mixture that hold out a part of their documents must have none in common; {thing} "
+                    f"is in {owner[thing]!r} and in {source!r}, so what one holds out the other would train on. Name "
+                    "files with globs that leave each other's out, or held-out files of their own with data.validation."
+                )
+            owner[thing] = source
+
+
 def _things(source: str) -> set[str]:
     if is_shard_folder(source):
         return {str(Path(source).expanduser().resolve())}

@@ -9,7 +9,7 @@ import numpy as np
 
 from gecko.data.loader import Loader, Rows
 from gecko.data.mixture import BLOCK, MixedRows
-from gecko.data.overlap import check_apart
+from gecko.data.overlap import check_apart, check_disjoint
 from gecko.data.packing import TokenizedCorpus
 from gecko.data.split import split_source
 from gecko.data.tokenizers import Tokenizer
@@ -77,10 +77,13 @@ def open_training_data(
 
     Raises:
         FileNotFoundError, ValueError: a source cannot be read or is damaged, was made with another tokenizer, is too
-            short for a row, or has files in common with ``validation``.
+            short for a row, or has files in common with ``validation`` or, where documents are held out of both, with
+            another source.
     """
     mixture = [parse_source(item) for item in sources]
     if validation is None:
+        if request.validation_fraction > 0:
+            check_disjoint([name for name, _ in mixture])
         return _open_training(source, mixture, tokenizer, request)
     check_apart(validation, [name for name, _ in mixture] or [source])
     training = _open_training(source, mixture, tokenizer, replace(request, validation_fraction=0))
