@@ -204,6 +204,15 @@ def test_numbers_out_of_range(command: Command, run_folder: Path) -> None:
         assert result.stdout == ""
 
 
+def test_a_wrong_stop_string_is_found_before_the_text_is_read(
+    command: Command, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gecko.Gecko, "hidden", lambda *_, **__: pytest.fail("the prompt was read"))
+    result = command("generate", run_folder, "--prompt", "abc", "--stop", "")
+    assert result.exit_code == 2, result.exception
+    assert "stop string" in result.stderr
+
+
 def test_a_text_tokenizer_refuses_bytes_with_their_place(command: Command, run_folder: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 

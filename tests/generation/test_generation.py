@@ -227,6 +227,17 @@ def test_wrong_arguments(model: gecko.Gecko, options: dict[str, Any], error: typ
         gecko.generate(model, prompt, **options)
 
 
+@pytest.mark.parametrize(
+    "options", [{"max_new_tokens": -1}, {"logit_bias": {264: 1.0}}, {"seed": [1, 2, 3]}, {"top_k": 0}], ids=str
+)
+def test_wrong_arguments_are_found_before_anything_is_read(
+    model: gecko.Gecko, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "hidden", lambda *_, **__: pytest.fail("a prompt was read"))
+    with pytest.raises(ValueError, match=next(iter(options))):
+        gecko.generate(model, [[1], [2]], **options)
+
+
 def test_states_of_others_are_refused(model: gecko.Gecko) -> None:
     with pytest.raises(ValueError, match="one row, which every prompt continues, or one for each of the 3"):
         gecko.generate(model, [[1], [2], [3]], state=model.empty_state(2))

@@ -14,6 +14,7 @@ from gecko.cli.texts import STANDARD_INPUT, Text, TextReading, named_text
 from gecko.data import Tokenizer
 from gecko.generation import Reading, Sampling, TextStream, TokenStream, read
 from gecko.generation.prompts import as_seeds
+from gecko.generation.stopping import check_stops
 from gecko.model import Gecko
 from gecko.state import GeckoState
 
@@ -70,6 +71,8 @@ def generate(
     text = _prompt(source, prompt, file)
     before = _load_state(state, text)
     sampling, seeds = Sampling(temperature, top_k, top_p, min_p, repetition_penalty), as_seeds(seed, 1)
+    # Not only where they are used, after a long text was read.
+    check_stops(stop or [])
     network, vocabulary = load_model(model, tokenizer, device)
     keep_freed_memory()
     watch = _Stopwatch()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gecko.generation.prompts import Prompt, as_rows, as_seeds
 from gecko.generation.reading import read
 from gecko.generation.sampling import Sampling
-from gecko.generation.stream import FinishReason, TokenStream
+from gecko.generation.stream import FinishReason, TokenStream, check_options
 from gecko.model import Gecko
 from gecko.state import GeckoState
 
@@ -96,10 +96,11 @@ def stream(
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {})
     rows = as_rows(prompt_tokens)
-    states = _states(state, len(rows))
+    states, seeds = _states(state, len(rows)), as_seeds(seed, len(rows))
+    check_options(model, sampling, max_new_tokens)
     readings = [read(model, [row], before) for row, before in zip(rows, states, strict=True)]
     return TokenStream(
-        model, readings, seeds=as_seeds(seed, len(rows)), sampling=sampling,
+        model, readings, seeds=seeds, sampling=sampling,
         max_new_tokens=max_new_tokens, stop_tokens=stop_tokens,
     )  # fmt: skip
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def check_stops(stops: Sequence[str]) -> None:
+    """Raises ValueError for an empty stop string."""
+    if not all(stops):
+        raise ValueError(f"a stop string must have at least one character; got {list(stops)}.")
+
+
 class StopStrings:
     """Passes text on until one of ``stops`` is complete; what might begin one is held back until it is clear.
 
@@ -15,8 +21,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if not all(stops):
-            raise ValueError(f"a stop string must have at least one character; got {list(stops)}.")
+        check_stops(stops)
         self._stops = sorted(stops, key=len, reverse=True)
         self._held = ""
         self.matched: str | None = None

@@ -37,6 +37,13 @@ class _Left:
     unread: list[int]
 
 
+def check_options(model: Gecko, sampling: Sampling, max_new_tokens: int) -> None:
+    """Raises ValueError for what no stream of ``model`` can do; cheap, to be asked before long prompts are read."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0; got {max_new_tokens}.")
+    sampling.check_ids(model.config.vocab_size)
+
+
 class TokenStream:
     """Continues every reading; iterate for the tokens, step by step, each step's in the order of rows.
 
@@ -62,9 +69,7 @@ class TokenStream:
         max_new_tokens: int,
         stop_tokens: Collection[int] = (),
     ) -> None:
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0; got {max_new_tokens}.")
-        sampling.check_ids(model.config.vocab_size)
+        check_options(model, sampling, max_new_tokens)
         self._model, self._sampling = model, sampling
         self._max_new_tokens, self._stop_tokens = max_new_tokens, frozenset(stop_tokens)
         self._state = GeckoState.stack([reading.state for reading in readings])
