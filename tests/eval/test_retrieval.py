@@ -142,7 +142,7 @@ def test_first_number() -> None:
     assert [first_number(text) for text in (" 123. 456", "none", "x007")] == [123, None, 7]
 
 
-def test_a_model_that_looks_it_up_is_right_everywhere(rule_model: Any) -> None:
+def test_a_model_that_looks_it_up_is_right_everywhere(rule_model: Any, write: Any) -> None:
     def look(prompt: str) -> str:
         found = re.search(r"(?:pass key is|is:) (\d+)", prompt)
         assert found is not None
@@ -150,20 +150,24 @@ def test_a_model_that_looks_it_up_is_right_everywhere(rule_model: Any) -> None:
 
     model = rule_model(answer=look)
     for task in TASKS:
-        results = retrieval(model, task, Grid([800, 1600], [0, 0.5, 1], samples=3), texts=texts_of(task))
+        books = write(*(text.encode() for text in texts_of(task)))
+        results = retrieval(model, task, Grid([800, 1600], [0, 0.5, 1], samples=3), texts=books)
         assert [score.value for score in results.scores] == [1.0] * len(results.scores)
         assert all(score.n == 3 and score.interval is not None for score in results.scores)
         assert len(results.details["answers"]) == 18
+        assert results.settings["texts"] == [book.name for book in books]
+        assert results.settings["depths"] == [0, 0.5, 1]
     assert len({text for text in model.read_texts}) == 54, "all samples differ"
 
 
 def test_wrong_and_empty_answers_are_counted_and_said(rule_model: Any) -> None:
     results = retrieval(rule_model(answer=lambda prompt: ""), "passkey", Grid([800], None, samples=4))
     assert [(score.value, score.where["depth"]) for score in results.scores] == [(0.0, "random")] * 2
+    assert (results.settings["texts"], results.settings["depths"]) == ([], "random")
     assert results.notes == ["length 800, depth random: 4 of 4 answers are empty, and count as wrong"]
 
 
-def test_bad_input_is_refused(rule_model: Any) -> None:
+def test_bad_input_is_refused(rule_model: Any, write: Any) -> None:
     model = rule_model(answer=lambda prompt: "1")
     cases: list[tuple[str, list[int], list[str], str]] = [
         ("passkei", [800], [], "Did you mean 'passkey'"),
@@ -174,7 +178,7 @@ def test_bad_input_is_refused(rule_model: Any) -> None:
     ]
     for task, lengths, texts, message in cases:
         with pytest.raises(ValueError, match=message):
-            retrieval(model, task, Grid(lengths), texts=texts)
+            retrieval(model, task, Grid(lengths), texts=write(*(text.encode() for text in texts)))
     with pytest.raises(ValueError, match=r"0\.\.1"):
         Grid([800], [1.5])
     with pytest.raises(ValueError, match="at least 1"):

@@ -11,7 +11,7 @@ import pytest
 
 from gecko.eval import Results
 from gecko.eval.scrolls import scrolls
-from gecko.eval.scrolls_data import Question, load_questions
+from gecko.eval.scrolls_data import Question, QuestionSet, load_questions
 from gecko.eval.scrolls_scores import f1_scores, geometric_mean, rouge_scores
 
 PREDICTIONS = ["exact match example", "hello there", "general kenobi"]
@@ -59,6 +59,7 @@ def test_empty_answers_are_zero_and_empty_references_refused() -> None:
 
 
 QUESTIONS = [Question(f"Document {n // 2}.", f"Question {n}?", (f"answer {n}", "or this")) for n in range(8)]
+DATA = QuestionSet("questions.jsonl", QUESTIONS)
 
 
 def value(results: Results) -> float:
@@ -75,7 +76,7 @@ def test_prompts(rule_model: Any, task: str, shots: int) -> None:
         return f" answer {prompt.split('Question ')[-1][0]}\nand more"
 
     model = rule_model(answer=answer)
-    results = scrolls(model, task, QUESTIONS)
+    results = scrolls(model, task, DATA)
     assert value(results) == pytest.approx(100)
     for question, prompt in zip(QUESTIONS, prompts, strict=True):
         *before, last = prompt.split("\n\n")
@@ -90,20 +91,24 @@ def test_prompts(rule_model: Any, task: str, shots: int) -> None:
 
 
 def test_shots_from_elsewhere_limits_and_empty_answers(rule_model: Any) -> None:
-    elsewhere = [Question("Elsewhere.", "Which?", ("That.",))]
+    elsewhere = QuestionSet("elsewhere.jsonl", [Question("Elsewhere.", "Which?", ("That.",))])
     model = rule_model(answer=lambda prompt: "\n" if "Question 0" in prompt else "or this")
-    results = scrolls(model, "qmsum", QUESTIONS, shots=elsewhere, limit=3)
+    results = scrolls(model, "qmsum", DATA, shots=elsewhere, limit=3)
     assert all(text.startswith("Elsewhere. Q: Which? A: That.\n\n") for text in model.read_texts if "Document" in text)
     assert results.scores[0].n == 3
     assert results.notes == [
         "only the first 3 of 8 questions", "1 of 3 answers are empty, and count as 0"
     ]  # fmt: skip
+    assert results.settings == {
+        "task": "qmsum", "data": "questions.jsonl", "limit": 3, "shots": 1, "shots_data": "elsewhere.jsonl",
+        "new_tokens": 256,
+    }  # fmt: skip
     means = {score.name: score.value for score in results.scores[1:]}
     assert value(results) == pytest.approx(float(np.cbrt(np.prod(list(means.values())))))
     with pytest.raises(ValueError, match="2 shots need as many questions of other documents; got 1"):
-        scrolls(model, "qasper", QUESTIONS, shots=elsewhere)
+        scrolls(model, "qasper", DATA, shots=elsewhere)
     with pytest.raises(ValueError, match="Did you mean 'qasper'"):
-        scrolls(model, "qaspr", QUESTIONS)
+        scrolls(model, "qaspr", DATA)
 
 
 def test_records_of_scrolls(tmp_path: Path) -> None:
@@ -116,7 +121,9 @@ def test_records_of_scrolls(tmp_path: Path) -> None:
     ]
     path = tmp_path / "qasper.jsonl"
     path.write_text("\n".join(json.dumps(dict(zip(("id", "input", "output"), row, strict=True))) for row in rows))
-    assert load_questions(str(path), "qasper", "validation") == [
+    loaded = load_questions(str(path), "qasper", "validation")
+    assert loaded.name == "qasper.jsonl"
+    assert loaded.questions == [
         Question("A text.\n\nIts end.", "Why?", ("So.", "Yes.")),
         Question("A text.\n\nIts end.", "Where?", ("Here.",)),
         Question("Other.", "Who?", ("I.",)),
@@ -132,7 +139,7 @@ def test_meetings_of_qmsum(tmp_path: Path) -> None:
     }  # fmt: skip
     path = tmp_path / "qmsum.jsonl"
     path.write_text(json.dumps(meeting) + "\n\n")
-    assert load_questions(str(path), "qmsum", "validation") == [
+    assert load_questions(str(path), "qmsum", "validation").questions == [
         Question("A: Hello .\nB: Hi .", "Summarize.", ("They met.",)),
         Question("A: Hello .\nB: Hi .", "Who?", ("A and B.",)),
     ]

@@ -17,7 +17,7 @@ from gecko.data import ByteTokenizer
 from gecko.eval import Results, Score
 from gecko.eval.intervals import wilson
 from gecko.eval.scrolls import scrolls
-from gecko.eval.scrolls_data import Question
+from gecko.eval.scrolls_data import Question, QuestionSet
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
 from gecko.train import train as run_training
 
@@ -55,7 +55,8 @@ def share_score(name: str, hits: int, n: int, unit: str, where: dict[str, Any]) 
 def save(path: Path, evaluation: str, model: Path, scores: list[Score]) -> None:
     """A result file as evaluations write it, of those whose data sets are large."""
     described = {"name": str(model), "parameters": 1, "tokenizer": "bytes", "config": {}}
-    Results(evaluation, scores, {"tasks": ["x"]}, 0).save(path, described, f"gecko eval {evaluation}", {"Memory": "1"})
+    results = Results(evaluation, scores, {"data": None, "limit": None}, 0)
+    results.save(path, described, f"gecko eval {evaluation}", {"Memory": "1"})
 
 
 class SaysRed:
@@ -73,7 +74,8 @@ def save_story(path: Path, model: Path) -> None:
     """What ``gecko eval scrolls`` writes of a model that answers 3 of 10 questions right."""
     questions = [Question("A story.", f"Which, {number}?", ("red" if number < 3 else "blue",)) for number in range(10)]
     described = {"name": str(model), "parameters": 1, "tokenizer": "bytes", "config": {}}
-    scrolls(SaysRed(), "narrative_qa", questions).save(path, described, "gecko eval scrolls", {"Memory": "1"})
+    data = QuestionSet("story.jsonl", questions)
+    scrolls(SaysRed(), "narrative_qa", data).save(path, described, "gecko eval scrolls", {"Memory": "1"})
 
 
 @pytest.fixture(scope="session")

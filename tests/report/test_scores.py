@@ -96,12 +96,12 @@ def test_renewed_norms_are_another_line(perplexity: EvaluationFile) -> None:
 def test_shares_and_percentages_are_percent_beside_the_papers(results: Path) -> None:
     found = sections(gather([results / "piqa.json", results / "story.json"]))
     academic = found["Academic tasks"]
-    assert cells(academic) == [["piqa", "acc", "35.0"]]
-    assert academic.tables[0].rows[0][2].detail == "18.1 to 56.7; n 20 items"
+    assert cells(academic) == [["piqa", "hub", "acc", "35.0"]]
+    assert academic.tables[0].rows[0][3].detail == "18.1 to 56.7; n 20 items"
     assert [table.published for table in academic.tables] == [False, True, True]
     questions = found["Questions about long documents"]
-    assert cells(questions) == [["narrative_qa", "F1", "30.0"]]
-    assert questions.tables[0].rows[0][2].detail == "0.0 to 60.0; n 10 questions"
+    assert cells(questions) == [["narrative_qa", "story.jsonl, answers of 64 tokens", "F1", "30.0"]]
+    assert questions.tables[0].rows[0][3].detail == "0.0 to 60.0; n 10 questions"
     assert [table.published for table in questions.tables] == [False, True]
 
 
@@ -119,6 +119,29 @@ def test_retrieval_has_a_map_for_each_model(results: Path) -> None:
     found = sections(only([file, changed(file, "other")]))["Retrieval: passkey"]
     assert len(found.pictures) == 2 and found.statement is not None
     assert [row[1].value for row in found.tables[0].rows][:4] == ["0 %", "0 %", "100 %", "100 %"]
+
+
+def test_needles_in_other_texts_are_drawn_apart(results: Path) -> None:
+    file = gather([results / "passkey.json"]).evaluations[0]
+    names = ("emma.txt", "x/emma.txt", "walden.txt")
+    material = only([changed(file, "a", task="niah_single_2", texts=[name]) for name in names])
+    found = sections(material)["Retrieval: needle in texts"]
+    assert [table.title for table in found.tables] == [
+        "Needle in texts (niah_single_2), in emma.txt", "Needle in texts (niah_single_2), in walden.txt",
+    ]  # fmt: skip
+    assert [picture.caption for picture in found.pictures] == ["a, in emma.txt", "a, in walden.txt"]
+    assert len(material.left_out) == 1, "the same book from another folder is the same"
+
+
+@pytest.mark.parametrize("name", ["story.json", "piqa.json"])
+def test_tasks_on_other_data_are_other_rows(results: Path, name: str) -> None:
+    file = gather([results / name]).evaluations[0]
+    changes = ({}, {"data": "other.jsonl"}, {"limit": 5}, {"shots_data": "train.jsonl"}, {"new_tokens": 9})
+    material = only([changed(file, "a", **change) for change in changes])
+    (section,) = sections(material).values()
+    assert len(cells(section)) == len(changes) and not material.left_out
+    words = ("", "other.jsonl", "first 5", "shots of train.jsonl", "of 9 tokens")
+    assert all(said in row[1] for row, said in zip(cells(section), words, strict=True))
 
 
 def test_a_seed_trained_twice_is_left_out(runs: Path, copied: Any) -> None:

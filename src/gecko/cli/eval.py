@@ -21,7 +21,7 @@ from gecko.config import unknown_name
 from gecko.denormals import flushed_denormals
 from gecko.eval import GeckoModel, LlamaModel, Results
 from gecko.eval.results import Report
-from gecko.eval.texts import Text, open_texts
+from gecko.eval.texts import open_texts
 from gecko.extras import require
 
 Scored = GeckoModel | LlamaModel
@@ -139,10 +139,10 @@ def retrieval(
     _check_output(out)
     places = None if depths == RANDOM else [_number("--depths", part) for part in depths.split(",")]
     grid = Grid(_sizes("--lengths", lengths), places, samples)
-    content = [_whole(text) for text in open_texts(texts or [], joined=False)]
+    files = open_texts(texts or [], joined=False)
     (network,) = _models(model, tokenizer, device, False)
     with _progress() as report:
-        results = measure(network, task, grid, texts=content, seed=seed, report=report)
+        results = measure(network, task, grid, texts=files, seed=seed, report=report)
     _finish(results, network, out)
 
 
@@ -311,12 +311,6 @@ def _number(option: str, part: str) -> float:
         return float(part)
     except ValueError:
         raise ValueError(f"{option} takes numbers in 0..1 separated by commas, or random; got {part!r}.") from None
-
-
-def _whole(text: Text) -> str:
-    from gecko.data.readers import decode_text
-
-    return decode_text(text.content(), text.name)
 
 
 def _overridden(default: Any, overrides: Sequence[str]) -> Any:

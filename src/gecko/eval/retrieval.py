@@ -11,6 +11,7 @@ from gecko.eval.haystacks import NEW_TOKENS, Haystack, haystack
 from gecko.eval.intervals import share
 from gecko.eval.results import Report, Results, Score, quiet
 from gecko.eval.scored_model import ScoredModel, encode_document
+from gecko.eval.texts import Text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 RANDOM = "random"
@@ -38,7 +39,7 @@ class Grid:
 
 
 def retrieval(
-    model: ScoredModel[Any], task: str, grid: Grid, *, texts: Sequence[str] = (), seed: int = 0,
+    model: ScoredModel[Any], task: str, grid: Grid, *, texts: Sequence[Text] = (), seed: int = 0,
     report: Report = quiet,
 ) -> Results:  # fmt: skip
     """Ask for the hidden number, greedily, and count by ``string_match_all``.
@@ -49,7 +50,7 @@ def retrieval(
     Raises:
         ValueError: an unknown task, a length too small for it, or texts too short for a length.
     """
-    hay = haystack(task, texts)
+    hay = haystack(task, [text.whole() for text in texts])
     scores, notes, answers = [], [], []
     for length in grid.lengths:
         units = hay.fit(model.tokenizer, length)
@@ -62,8 +63,12 @@ def retrieval(
             scores += _scores(found, where)
             notes += _empty(found, where)
             answers += [where | {"expected": answer, "tokens": tokens, "got": got} for answer, got, tokens in found]
-    settings = {"task": task, "lengths": list(grid.lengths), "samples": grid.samples, "new_tokens": NEW_TOKENS[task]}
-    return Results("retrieval", scores, settings, seed, notes, {"answers": answers})
+    settings = {
+        "task": task, "texts": [text.name for text in texts], "lengths": list(grid.lengths),
+        "depths": RANDOM if grid.depths is None else list(grid.depths), "samples": grid.samples,
+        "new_tokens": NEW_TOKENS[task],
+    }  # fmt: skip
+    return Results("retrieval", scores, settings, seed, notes, {"words": hay.most, "answers": answers})
 
 
 def _ask(

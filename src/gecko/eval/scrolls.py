@@ -14,7 +14,7 @@ from gecko.config import unknown_name
 from gecko.eval.intervals import bootstrap, bootstrap_mean
 from gecko.eval.results import Report, Results, Score, quiet
 from gecko.eval.scored_model import ScoredModel, encode_document
-from gecko.eval.scrolls_data import Question
+from gecko.eval.scrolls_data import Question, QuestionSet
 from gecko.eval.scrolls_scores import ROUGE, f1_scores, geometric_mean, rouge_scores
 
 BETWEEN = "\n\n"
@@ -36,7 +36,7 @@ TASKS: Mapping[str, ScrollsTask] = {
 
 
 def scrolls(
-    model: ScoredModel[Any], task: str, questions: Sequence[Question], *, shots: Sequence[Question] | None = None,
+    model: ScoredModel[Any], task: str, data: QuestionSet, *, shots: QuestionSet | None = None,
     limit: int | None = None, new_tokens: int | None = None, seed: int = 0, report: Report = quiet,
 ) -> Results:  # fmt: skip
     """Answer greedily after ``{CONTEXT} Q: {QUESTION} A:``, and score as SCROLLS does.
@@ -45,7 +45,7 @@ def scrolls(
     document is read once.
 
     Args:
-        shots: where shots are drawn from; None: ``questions`` themselves.
+        shots: where shots are drawn from; None: ``data`` itself.
         limit: only so many questions, the first.
         new_tokens: most tokens of an answer; None: the task's.
 
@@ -54,15 +54,16 @@ def scrolls(
     """
     if task not in TASKS:
         raise ValueError(unknown_name("task", task, TASKS))
-    settings, asked = TASKS[task], list(questions if limit is None else questions[:limit])
+    settings, asked = TASKS[task], list(data.questions if limit is None else data.questions[:limit])
     length = settings.new_tokens if new_tokens is None else new_tokens
-    pool = questions if shots is None else shots
+    pool = (data if shots is None else shots).questions
     answers: list[str] = []
     for number, (document, group) in enumerate(groupby(asked, lambda question: question.document)):
         report(f"{len(answers)} of {len(asked)} questions")
         before = _shots(pool, document, settings.shots, random.Random(f"{seed} {number}"))
         answers += list(_answers(model, before + document, list(group), length))
-    notes = [f"only the first {len(asked)} of {len(questions)} questions"] if len(asked) < len(questions) else []
+    every = len(data.questions)
+    notes = [f"only the first {len(asked)} of {every} questions"] if len(asked) < every else []
     if settings.shots and shots is None:
         notes.append("shots are of other documents of the evaluated split; no other split was given")
     empty = sum(not answer.strip() for answer in answers)
@@ -70,7 +71,10 @@ def scrolls(
         notes.append(f"{empty} of {len(answers)} answers are empty, and count as 0")
     details = [{"question": q.text, "answers": q.answers, "got": got} for q, got in zip(asked, answers, strict=True)]
     scores = _score(task, answers, [question.answers for question in asked], seed)
-    options = {"task": task, "shots": settings.shots, "new_tokens": length}
+    options = {
+        "task": task, "data": data.name, "limit": limit, "shots": settings.shots,
+        "shots_data": None if shots is None else shots.name, "new_tokens": length,
+    }  # fmt: skip
     return Results("scrolls", scores, options, seed, notes, {"answers": details})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,14 @@ class Question:
     answers: tuple[str, ...]
 
 
-def load_questions(source: str, task: str, split: str) -> list[Question]:
+@dataclass(frozen=True)
+class QuestionSet:
+    name: str
+    """Of its file, or of the data set on the hub."""
+    questions: Sequence[Question]
+
+
+def load_questions(source: str, task: str, split: str) -> QuestionSet:
     """The questions of a file, or of a data set on the hub.
 
     Args:
@@ -36,17 +43,17 @@ def load_questions(source: str, task: str, split: str) -> list[Question]:
     """
     path = Path(source).expanduser()
     if path.is_file():
-        questions = _of_records(_json_lines(path))
+        name, questions = path.name, _of_records(_json_lines(path))
     elif path.suffix or path.is_absolute() or source.count("/") != 1:
         raise FileNotFoundError(f"--data must be a JSON Lines file, or a name on the hub; there is no file {path}.")
     else:
         datasets = require("datasets", "eval")
-        address = HUB.format(name=source, task=task, split=split)
+        name, address = source, HUB.format(name=source, task=task, split=split)
         rows = datasets.load_dataset("json", data_files={split: address}, split=split)
         questions = _of_records((f"{source}, row {row},", dict(record)) for row, record in enumerate(rows))
     if not questions:
         raise ValueError(f"{source} must hold at least one question with an answer; it holds none.")
-    return sorted(questions, key=_order_of_documents(questions))
+    return QuestionSet(name, sorted(questions, key=_order_of_documents(questions)))
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

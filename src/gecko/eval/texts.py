@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gecko.data import ByteTokenizer, Tokenizer
 from gecko.data.compression import read_pieces
+from gecko.data.readers import decode_text
 from gecko.generation import encode_stream
 
 _CONTEXT_IDS = 8
@@ -28,9 +29,9 @@ class Text:
         """Ids as 1-D int64 tensors, without document borders; errors as for ``encode_stream``."""
         return encode_stream(tokenizer, self._pieces(), self.name)
 
-    def content(self) -> bytes:
-        """All of it, for evaluations that need a text as a whole."""
-        return b"".join(self._pieces())
+    def whole(self) -> str:
+        """All of it, for evaluations that need a text as a whole; errors as for ``decode_text``."""
+        return decode_text(b"".join(self._pieces()), self.name)
 
     def _pieces(self) -> Iterator[bytes]:
         return (piece for path in self.paths for piece in read_pieces(path))

@@ -20,23 +20,29 @@ _NAMES = {"passkey": "Passkey", "niah_single_1": "Needle in noise", "niah_single
 
 
 def retrieval_sections(items: Sequence[Evaluated], material: Material) -> list[Section]:
-    """One for each task, with a map for each model."""
+    """One for each task, with a map for each haystack and model."""
     return [_section(group, material) for group in partition(items, lambda item: item.settings["task"])]
 
 
 def _section(items: Sequence[Evaluated], material: Material) -> Section:
-    task = items[0].settings["task"]
-    scores = collect(items, material)
-    maps = [Picture(_map(found), model.label, small=True) for model, found in scores.items()]
-    table = score_table(
-        f"{_NAMES[task]} ({task})", scores, PERCENT, folded=True, heads=["length", "depth", "score"],
-        names=lambda place: (token_count(place["length"]), depth_name(place["depth"]), place.score),
-    )  # fmt: skip
+    task, maps, tables = items[0].settings["task"], [], []
+    for group in partition(items, _same_haystack):
+        scores, on = collect(group, material), f", in {group[0].named_texts}" if group[0].texts else ""
+        maps += [Picture(_map(found), f"{model.label}{on}", small=True) for model, found in scores.items()]
+        tables.append(score_table(
+            f"{_NAMES[task]} ({task}){on}", scores, PERCENT, folded=True, heads=["length", "depth", "score"],
+            names=lambda place: (token_count(place["length"]), depth_name(place["depth"]), place.score),
+        ))  # fmt: skip
     intro = (
         "Share of samples, in %, in which the hidden number was written, by length of the text and by how much of it "
         "stands before the needle; over seeds, the mean. Lengths are in tokens of each model's own tokenizer."
     )
-    return Section(f"Retrieval: {_NAMES[task].lower()}", intro, maps, [table], published_statement("retrieval"))
+    return Section(f"Retrieval: {_NAMES[task].lower()}", intro, maps, tables, published_statement("retrieval"))
+
+
+def _same_haystack(item: Evaluated) -> tuple[object, ...]:
+    """Depths need not be the same: each is a row of its own."""
+    return item.texts, item.details.get("words")
 
 
 def depth_name(depth: float | str) -> str:

@@ -72,12 +72,17 @@ class Evaluated:
     @property
     def texts(self) -> tuple[str, ...]:
         """Names of the files that were read; where they lie says nothing."""
-        return tuple(Path(text).name for text in self.settings["texts"])
+        return tuple(Path(text).name for text in self.settings.get("texts", ()))
+
+    @property
+    def named_texts(self) -> str:
+        """The first of them in words."""
+        more = f" and {len(self.texts) - 3} more" if len(self.texts) > 3 else ""
+        return f"{', '.join(self.texts[:3])}{more}"
 
     def about(self, amount: str) -> str:
         """The texts in words, and how much of them was read."""
-        more = f" and {len(self.texts) - 3} more" if len(self.texts) > 3 else ""
-        return f"{', '.join(self.texts[:3])}{more} ({amount}, tokenizer {self.tokenizer})"
+        return f"{self.named_texts} ({amount}, tokenizer {self.tokenizer})"
 
     @property
     def tokenizer(self) -> str:

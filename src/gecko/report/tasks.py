@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from gecko.report.published import published_table
 from gecko.report.reading import Material
@@ -31,8 +33,27 @@ def _section(
     if not items:
         return []
     notes = [note for item in items for note in item.file.record.get("notes", [])]
+    scores = collect([_with_data(item) for item in items], material)
     measured = score_table(
-        f"{title}: measured", collect(items, material), unit, heads=["task", "metric"],
-        names=lambda place: (place["task"], place.score), notes=list(dict.fromkeys(notes)),
+        f"{title}: measured", scores, unit, heads=["task", "data", "metric"],
+        names=lambda place: (place["task"], place["data"], place.score), notes=list(dict.fromkeys(notes)),
     )  # fmt: skip
     return [Section(title, intro, [], [measured, *(published_table(name) for name in tables)])]
+
+
+def _with_data(item: Evaluated) -> Evaluated:
+    """Scores on other data stand in rows of their own."""
+    data = _data(item.settings)
+    return replace(item, scores=[{**score, "where": {**score["where"], "data": data}} for score in item.scores])
+
+
+def _data(settings: Mapping[str, Any]) -> str:
+    """What was read and how answers were asked for, as far as it may differ."""
+    parts = [settings.get("data", "not recorded") or "hub"]
+    if settings.get("limit") is not None:
+        parts.append(f"first {settings['limit']:,}")
+    if settings.get("shots_data") is not None:
+        parts.append(f"shots of {settings['shots_data']}")
+    if "new_tokens" in settings:
+        parts.append(f"answers of {settings['new_tokens']:,} tokens")
+    return ", ".join(parts)
