@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving.texts import Log, alone, request, run, text
 from torch import Tensor
 
 import gecko
@@ -21,50 +22,6 @@ from gecko.serving.prefix_cache import PrefixCache
 from gecko.serving.request import Finished, QueueFullError, Request, Token
 
 MAX_PIECE = 24
-
-
-def text(length: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 264, (length,), generator=torch.Generator().manual_seed(1000 * seed + length))
-
-
-def request(prompt: Tensor | None = None, new: int = 5, sampling: Sampling | None = None, **more: Any) -> Request:
-    return Request(text(10) if prompt is None else prompt, new, sampling or Sampling(0.0), more.pop("seed", 0), **more)
-
-
-def alone(model: gecko.Gecko, asked: Request) -> gecko.generation.Generation:
-    options = {name: getattr(asked.sampling, name) for name in Sampling.__dataclass_fields__}
-    return gecko.generate(
-        model, asked.prompt, max_new_tokens=asked.max_new_tokens, seed=asked.seed, stop_tokens=asked.stop_tokens,
-        state=asked.state, **options,
-    )  # fmt: skip
-
-
-@dataclass
-class Log:
-    """What came of each request, by its id; fails at events out of order."""
-
-    tokens: dict[int, list[Token]] = field(default_factory=dict)
-    ends: dict[int, Finished] = field(default_factory=dict)
-
-    def take(self, events: list[Token | Finished]) -> None:
-        for event in events:
-            assert event.request_id not in self.ends, "nothing comes after the end"
-            if isinstance(event, Finished):
-                self.ends[event.request_id] = event
-            else:
-                self.tokens.setdefault(event.request_id, []).append(event)
-
-    def ids(self, request_id: int) -> list[int]:
-        return [event.token for event in self.tokens.get(request_id, [])]
-
-
-def run(engine: Engine, *requests: Request) -> tuple[list[int], Log]:
-    ids, log = [engine.submit(asked) for asked in requests], Log()
-    while not engine.idle:
-        log.take(engine.step())
-    assert (engine.active, engine.queued) == (0, 0)
-    return ids, log
-
 
 SAMPLINGS = st.sampled_from(
     [
@@ -79,9 +36,11 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, Request, int | None]]:
     """Requests with the step at which they come, and that at which they are cancelled, if they are."""
     found = []
     for index in range(draw(st.integers(1, 8))):
+        again = bool(found) and draw(st.booleans())
         asked = request(
-            text(draw(st.integers(1, 70)), index), draw(st.integers(0, 14)), draw(SAMPLINGS),
-            seed=draw(st.integers(0, 99)), stop_tokens=frozenset(range(draw(st.integers(0, 9)), 264, 10)),
+            found[-1][1].prompt.clone() if again else text(draw(st.integers(1, 70)), index),
+            draw(st.integers(0, 14)), draw(SAMPLINGS), seed=draw(st.integers(0, 99)),
+            stop_tokens=frozenset(range(draw(st.integers(0, 9)), 264, 10)),
             log_probabilities=draw(st.sampled_from([None, 0, 3])),
         )  # fmt: skip
         found.append((draw(st.integers(0, 12)), asked, draw(st.none() | st.none() | st.integers(0, 25))))
@@ -402,4 +361,4 @@ def test_memory_does_not_grow_with_the_texts(model: gecko.Gecko) -> None:
     while not engine.idle:
         engine.step()
     assert [tensor.data_ptr() for tensor in engine._slots._all.tensors().values()] == tensors
-    assert (engine._rows, engine._readers, engine._queue, engine._pending) == ([], {}, {}, [])
+    assert (engine._rows, engine._readers, engine._queue, engine._pending) == ([], deque(), {}, [])

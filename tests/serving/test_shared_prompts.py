@@ -1,0 +1,41 @@
+"""A prompt that several requests have in common is read once, and changes nothing for any of them."""
+
+from __future__ import annotations
+
+import pytest
+from serving.texts import Log, alone, request, run, text
+
+import gecko
+from gecko.generation import Sampling
+from gecko.serving.engine import Engine
+from gecko.serving.request import Finished
+
+
+@pytest.mark.parametrize("after", [0, 21])
+def test_choices_of_one_prompt_read_it_once(model: gecko.Gecko, after: int) -> None:
+    """Whoever of them leaves meanwhile, wants nothing more, or comes when half of it is read."""
+    state = gecko.generate(model, text(after), max_new_tokens=0).state if after else None
+    numbers = enumerate((5, 9, 0, 7, 7))
+    choices = [request(text(90), new, Sampling(0.9), seed=seed, state=state) for seed, new in numbers]
+    engine, log = Engine(model, rows=5, piece=16), Log()
+    ids = [engine.submit(asked) for asked in choices[:4]]
+    for _ in range(3):
+        log.take(engine.step())
+    engine.cancel(ids[0])
+    ids.append(engine.submit(choices[4]))
+    while not engine.idle:
+        log.take(engine.step())
+    assert (engine.prompt_tokens_read, engine.prefix_tokens_reused) == (90, 3 * 90)
+    assert log.ends[ids[0]].reason == "cancelled"
+    for request_id, asked in list(zip(ids, choices, strict=True))[1:]:
+        assert log.ids(request_id) == alone(model, asked).tokens[0]
+        assert log.ends[request_id] == Finished(request_id, "length", None, after + 90 + asked.max_new_tokens)
+
+
+def test_equal_prompts_after_other_states_are_read_each(model: gecko.Gecko) -> None:
+    books = [gecko.generate(model, text(length), max_new_tokens=0).state for length in (33, 5)]
+    asked = [request(text(50), state=state) for state in (None, *books)]
+    engine = Engine(model, rows=3)
+    ids, log = run(engine, *asked)
+    assert engine.prompt_tokens_read == 150
+    assert [log.ids(request_id) for request_id in ids] == [alone(model, one).tokens[0] for one in asked]
