@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from serving.conftest import CONFIG
+from serving.sites import serving
 
+import gecko
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.serving.chat import PlainChat, TemplateChat, find_format
 from gecko.serving.schemas import Message
@@ -85,6 +90,21 @@ def test_messages_hold_text_only(template: TemplateChat, tokenizer: Tokenizer, p
     content = "".join(parts)
     spelled = spell(tokenizer, template.encode(messages(("user", f"x{content}x"))))
     assert spelled == ["", 0, "user\nx" + content.replace("\ue000", "") + "x", 1, "\n", 0, "assistant\n"]
+
+
+def test_an_answer_ends_where_the_template_closes_a_turn(folder: Path, tmp_path: Path) -> None:
+    """Also where a document ends otherwise."""
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|endoftext|>"}))
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    model = gecko.Gecko(replace(CONFIG, vocab_size=tokenizer.vocab_size))
+    hello = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}
+    with serving(model, tokenizer, tmp_path) as site:
+        for special in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"):
+            bias = {str(SPECIALS.index(special)): 100}
+            (choice,) = site.post("/v1/chat/completions", json={**hello, "logit_bias": bias}).json()["choices"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop"), special
 
 
 def test_where_templates_are_found(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ class ChatFormat(Protocol):
     def stops(self) -> Sequence[str]:
         """Texts that end an answer."""
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer."""
+
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Ids up to where the assistant's answer begins. ValueError if the conversation does not fit the format."""
 
@@ -41,6 +45,7 @@ class PlainChat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.stop_ids = frozenset({tokenizer.document_end})
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         said = (f"{self._names[message.role]}: {message.content.strip()}\n\n" for message in messages)
@@ -52,7 +57,8 @@ class TemplateChat:
     """A Jinja template, as Hugging Face tokenizers carry it.
 
     Special tokens that the template writes become their ids. The same characters in a message stay text, so
-    that no message can end its turn or speak for another.
+    that no message can end its turn or speak for another. Any of them ends an answer: they stand for no text, and the
+    one that closes a turn is often not the one that ends a document.
 
     Raises:
         ValueError: the template is none.
@@ -62,6 +68,7 @@ class TemplateChat:
 
     def __init__(self, tokenizer: Tokenizer, template: str, specials: Mapping[str, int]) -> None:
         self._tokenizer, self._specials = tokenizer, dict(specials)
+        self.stop_ids = tokenizer.special_ids | frozenset(specials.values())
         longest_first = sorted(map(re.escape, specials), key=len, reverse=True)
         self._special = re.compile("|".join(longest_first) or r"(?!)")
         texts = {index: text for text, index in specials.items()}

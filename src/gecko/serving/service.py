@@ -120,7 +120,8 @@ class Service:
     def _request(
         self, asked: Asked, prompt: Tensor, sampling: Sampling, seed: int, state: GeckoState | None
     ) -> Request:
-        stop_tokens = frozenset({self.model.tokenizer.document_end})
+        chat = isinstance(asked, ChatRequest)
+        stop_tokens = self.model.chat.stop_ids if chat else frozenset({self.model.tokenizer.document_end})
         return Request(prompt, self._new_tokens(asked), sampling, seed, stop_tokens, asked.likeliest, state)
 
     def _ids(self, asked: Asked, state: GeckoState | None) -> list[Tensor]:
