@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -14,18 +15,26 @@ def check_counts(settings: object, names: Sequence[str], prefix: str = "") -> No
 
 
 def check_positive(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """ValueError where a named attribute is not above 0; None is no number."""
+    """ValueError where a named attribute is not above 0 and finite; None is no number."""
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{prefix}{name} must be above 0; got {value}.")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{prefix}{name} must be above 0 and finite; got {value}.")
+
+
+def check_not_negative(settings: object, names: Sequence[str], prefix: str = "") -> None:
+    """ValueError where a named attribute is below 0 or not finite."""
+    for name in names:
+        value = getattr(settings, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{prefix}{name} must be 0 or above, and finite; got {value}.")
 
 
 def check_limit(settings: object, name: str, prefix: str = "") -> None:
-    """ValueError where an attribute that may be left out, as None, is not above 0."""
+    """ValueError where an attribute that may be left out, as None, is not above 0 and finite."""
     limit = getattr(settings, name)
-    if limit is not None and not limit > 0:
-        raise ValueError(f"{prefix}{name} must be above 0, or none; got {limit}.")
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"{prefix}{name} must be above 0 and finite, or none; got {limit}.")
 
 
 def check_fractions(settings: object, names: Sequence[str], prefix: str = "") -> None:

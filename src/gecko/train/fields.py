@@ -71,19 +71,32 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _optional(value: Any, annotation: Any, name: str) -> Any:
-    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+    if _is_none(value):
         return None
     (inner,) = (option for option in get_args(annotation) if option is not type(None))
     return convert(value, inner, name)
 
 
 def _tuple(value: Any, inner: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    items = [part.strip() for part in value.strip("()[] ").split(",")] if isinstance(value, str) else list(value)
-    if len(inner) == 2 and inner[1] is Ellipsis:
-        return tuple(convert(item, inner[0], name) for item in items)
-    if len(items) != len(inner):
-        raise ValueError(f"{name} takes {len(inner)} values separated by commas; got {value!r}.")
-    return tuple(convert(item, one, name) for item, one in zip(items, inner, strict=True))
+    items = [] if _is_none(value) else _listed(value) if isinstance(value, str) else value
+    any_number = len(inner) == 2 and inner[1] is Ellipsis
+    if not isinstance(items, list | tuple) or not (any_number or len(items) == len(inner)):
+        count = "any number of" if any_number else len(inner)
+        raise ValueError(f"{name} takes {count} values separated by commas; got {value!r}.")
+    kinds = inner[:1] * len(items) if any_number else inner
+    return tuple(convert(item, kind, name) for item, kind in zip(items, kinds, strict=True))
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+
+
+def _listed(text: str) -> list[str]:
+    """Items between commas, in one pair of brackets or in none: a glob may begin or end with a bracket of its own."""
+    text = text.strip()
+    if len(text) > 1 and text[0] + text[-1] in ("()", "[]"):
+        text = text[1:-1]
+    return [item for part in text.split(",") if (item := part.strip())]
 
 
 def _scalar(value: Any, kind: type, name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gecko.train.checks import check_counts, check_fractions, check_limit, check_positive
+from gecko.train.checks import check_counts, check_fractions, check_limit, check_not_negative, check_positive
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class OptimizerSettings:
     """Largest gradient norm; a larger gradient is scaled down to it."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("learning_rate", "eps", "clip"), "optimizer.")
+        check_positive(self, ("learning_rate", "eps"), "optimizer.")
+        if not self.clip > 0:
+            raise ValueError(f"optimizer.clip must be above 0, and is inf for none; got {self.clip}.")
 
 
 @dataclass(frozen=True)
@@ -131,3 +133,6 @@ class SampleSettings:
     prompt: str = "The "
     tokens: int = 600
     temperature: float = 0.7
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, ("tokens", "temperature"), "sample.")
