@@ -139,6 +139,21 @@ def test_the_command_gives_the_same_run(overrides: list[str]) -> None:
     assert apply_overrides(get_recipe(recipe), rest) == run
 
 
+@pytest.mark.parametrize("changes", [{}, {"steps": 9}, {"seed": 2, "overrides": ["sead=2"]}, {"recipe": "gone"},
+                                     {"recipe": "", "seed": 2}])  # fmt: skip
+def test_the_command_of_a_file_gives_the_run_in_it(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Of an edited file too: the recipe it came from is another run."""
+    path, original = tmp_path / "recipe.json", apply_overrides(get_recipe("tiny"), ["steps=7", f"output={tmp_path}"])
+    path.write_text(json.dumps({**original.to_dict(), **changes}))
+    run = get_recipe(str(path))
+    assert run.steps == changes.get("steps", 7)
+    assert (run.recipe == "tiny") == (not changes)
+    run.save(path)
+    for again in (run, apply_overrides(run, ["seed=3"])):
+        _, _, recipe, *rest = shlex.split(again.command())
+        assert apply_overrides(get_recipe(recipe), rest) == again
+
+
 def test_a_hand_written_file_with_a_wrong_value_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
     for changes, message in [

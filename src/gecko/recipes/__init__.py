@@ -38,11 +38,20 @@ def get_recipe(name: str) -> Run:
     ValueError for an unknown name, with the nearest one; FileNotFoundError for a missing file.
     """
     if name.endswith(".json"):
-        return Run.load(name) if Path(name).exists() else _missing(name)
+        return _with_true_origin(Run.load(name)) if Path(name).exists() else _missing(name)
     known = name.replace("-", "_")
     if known not in RECIPES:
         raise ValueError(unknown_name("recipe", name, RECIPES))
     return dataclasses.replace(RECIPES[known](), recipe=known)
+
+
+def _with_true_origin(run: Run) -> Run:
+    """``run`` without its recipe and overrides where they give another one: its file was edited, or the recipe."""
+    try:
+        again = apply_overrides(get_recipe(run.recipe), run.overrides) if run.recipe in RECIPES else None
+    except ValueError:
+        again = None
+    return run if again == run else dataclasses.replace(run, recipe="", overrides=())
 
 
 def _missing(name: str) -> Run:
