@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +132,15 @@ def test_training_beats_guessing_and_is_the_same_again() -> None:
     assert again[0] == again[1]
     other = diagnose("mqar", dataclasses.replace(short, seed=1), torch.device("cpu")).details
     assert other != again[0]
+
+
+def test_a_diverged_diagnosis_is_written_and_says_so(tmp_path: Path) -> None:
+    diagnosis = Diagnosis(size=TaskSize(16, 16, 2), model=MODEL, steps=6, learning_rate=1e30, test_rows=8)
+    results = diagnose("mqar", diagnosis, torch.device("cpu"))
+    results.save(tmp_path / "r.json", {}, "gecko eval diagnose", {})
+    losses = [point["loss"] for point in json.loads((tmp_path / "r.json").read_text())["details"]["training_losses"]]
+    assert losses[0] > 0 and losses[-1] is None
+    assert f"training diverged: the loss is not finite at step {losses.index(None) + 1}" in results.notes[1]
 
 
 def test_diagnoses_that_cannot_be_are_refused() -> None:

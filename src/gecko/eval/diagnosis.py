@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +74,8 @@ def diagnose(
         "guessing": guessing(task, diagnosis.size), "config": diagnosis.model.to_dict(),
     }  # fmt: skip
     scores = evaluate_task(task, model, diagnosis.size, diagnosis.test_rows, diagnosis.seed)
-    level = f"guessing gives {settings['guessing']:.4f}"
-    return Results("diagnose", scores, settings, diagnosis.seed, [level], {"training_losses": losses})
+    notes = [f"guessing gives {settings['guessing']:.4f}", *_diverged(losses)]
+    return Results("diagnose", scores, settings, diagnosis.seed, notes, {"training_losses": losses})
 
 
 def evaluate_task(task: str, model: Gecko, size: TaskSize, rows: int, seed: int) -> list[Score]:
@@ -115,9 +116,19 @@ def _train(
         optimizer.step()
         rate.step()
         if (step + 1) % every == 0:
-            losses.append({"step": step + 1, "loss": loss.item()})
-            report(f"step {step + 1}: loss {losses[-1]['loss']:.4f}")
+            value = loss.item()
+            # JSON has no number for others, and how a run diverged is a result too.
+            losses.append({"step": step + 1, "loss": value if math.isfinite(value) else None})
+            report(f"step {step + 1}: loss {value:.4f}")
     return losses
+
+
+def _diverged(losses: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A note of the first loss that is not finite."""
+    first = next((point["step"] for point in losses if point["loss"] is None), None)
+    if first is None:
+        return []
+    return [f"training diverged: the loss is not finite at step {first}; try a smaller learning_rate"]
 
 
 def _rate(step: int, diagnosis: Diagnosis) -> float:
