@@ -9,9 +9,11 @@ import pytest
 
 from gecko.report.reading import RunFolder
 from gecko.report.training import (
+    Point,
     Trained,
     _finished_row,
     held_out_points,
+    mean_over_seeds,
     minute_clock,
     token_clock,
     training_points,
@@ -38,9 +40,9 @@ def test_clocks_count_tokens_and_the_time_of_steps_alone() -> None:
     it = run(held_out(0, 5), step(1, 4, 10, 1000), step(2, 3, 20, 3000), held_out(2, 2))
     assert token_clock(it) == {0: 0, 1: 600, 2: 1200}
     assert minute_clock(it) == pytest.approx({0: 0, 1: 1, 2: 1.5})
-    assert held_out_points(it, token_clock(it)) == [(0, 5), (1200, 2)]
-    assert held_out_points(it, minute_clock(it)) == [(0, 5), (1.5, 2)]
-    assert training_points(it, token_clock(it)) == [(600, 4), (1200, 3)]
+    assert held_out_points(it, token_clock(it)) == [(0, 0, 5), (2, 1200, 2)]
+    assert held_out_points(it, minute_clock(it)) == [(0, 0, 5), (2, 1.5, 2)]
+    assert training_points(it, token_clock(it)) == [(1, 600, 4), (2, 1200, 3)]
 
 
 def test_interval_of_one_seed_is_over_rows() -> None:
@@ -60,5 +62,32 @@ def test_interval_of_one_seed_is_over_rows() -> None:
 
 def test_losses_that_are_not_finite_are_not_drawn() -> None:
     it = run(step(1, None), held_out(1, None), step(2, 3), held_out(2, 2))
-    assert held_out_points(it, token_clock(it)) == [(1200, 2)]
-    assert training_points(it, token_clock(it)) == [(1200, 3)]
+    assert held_out_points(it, token_clock(it)) == [(2, 1200, 2)]
+    assert training_points(it, token_clock(it)) == [(2, 1200, 3)]
+
+
+def test_seeds_are_averaged_at_the_steps_that_all_have() -> None:
+    """Held-out losses of seeds may be taken at different steps, and be missing where they were not finite."""
+    often = run(held_out(0, 6), held_out(100, 4), held_out(150, None), held_out(200, 2), held_out(300, 1))
+    seldom = run(held_out(0, 8), held_out(150, 5), held_out(200, 3))
+    seeds = [held_out_points(it, token_clock(it)) for it in (often, seldom)]
+    assert mean_over_seeds(seeds) == mean_over_seeds(seeds[::-1]) == [(0, 0, 7), (200, 200 * 600, 2.5)]
+    assert mean_over_seeds(seeds[:1]) == seeds[0]
+    assert mean_over_seeds([[Point(1, 1, 1)], [Point(2, 2, 2)]]) == mean_over_seeds([]) == []
+
+
+def test_smoothed_losses_of_seeds_are_of_the_same_steps() -> None:
+    """Though one was stopped, in the middle of a group, and one had a step that was not finite."""
+    recipe = {**RECIPE, "steps": 200}
+    lengths, gap = {0: 200, 1: 90}, 6
+    runs = [
+        RunFolder(
+            Path("run"), recipe, [step(n, None if seed and n == gap else n) for n in range(1, length + 1)], None, []
+        )
+        for seed, length in lengths.items()
+    ]
+    whole, stopped = [training_points(it, token_clock(it)) for it in runs]
+    assert [point.step for point in whole] == list(range(3, 200, 4))
+    assert [point.step for point in stopped] == list(range(3, 88, 4))
+    assert [point.loss for point in stopped[:3]] == pytest.approx([2.5, (5 + 7 + 8) / 3, 10.5])
+    assert [point.step for point in mean_over_seeds([whole, stopped])] == [point.step for point in stopped]

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gecko.eval.intervals import Interval, bootstrap_ratio
 from gecko.eval.results import readable
 from gecko.extras import require
-from gecko.pages.drawing import LineStyle, label_line_ends, new_figure, svg
+from gecko.pages.drawing import label_line_ends, new_figure, svg
 from gecko.report.published import published_table
 from gecko.report.reading import Material, RunFolder
 from gecko.report.sections import Picture, Section
 from gecko.report.seeds import seeds_interval
 from gecko.report.subjects import Identity, Subject
 from gecko.report.tables import PLAIN, Cell, Table, span
-from gecko.train.figures import smoothed
 from gecko.train.metrics import seconds_by_step
 
 _TOKENS = "tokens read"
-Point = tuple[float, float]
 _BOOTSTRAP_SEED = 0
 _SETTLED = 0.25
 """Part of a run after which its loss decides the picture's frame."""
+_TRAINING_POINTS = 50
+
+
+class Point(NamedTuple):
+    """A loss on the way."""
+
+    step: int
+    place: float
+    """On the picture's axis."""
+    loss: float
+
+
+Line = tuple[Subject, Sequence[Sequence[Point]]]
+"""A model, and the points of each of its seeds."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +80,27 @@ def training_sections(models: Sequence[Trained], material: Material) -> list[Sec
 
 
 def held_out_points(run: RunFolder, clock: Mapping[int, float]) -> list[Point]:
-    """(place on the axis, nats a byte), where ``clock`` gives the places of steps."""
+    """In nats a byte, where ``clock`` gives the places of steps."""
     return [
-        (clock[record["step"]], record["nats_per_byte"]) for record in run.metrics
+        Point(record["step"], clock[record["step"]], record["nats_per_byte"]) for record in run.metrics
         if record["kind"] == "validation" and record.get("nats_per_byte") is not None and record["step"] in clock
     ]  # fmt: skip
 
 
 def training_points(run: RunFolder, clock: Mapping[int, float]) -> list[Point]:
-    """The same of the training loss in nats a token, means over a fiftieth of the run."""
-    return smoothed([
-        (clock[record["step"]], record["loss"]) for record in run.metrics
-        if record["kind"] == "train" and record.get("loss") is not None
-    ])  # fmt: skip
+    """In nats a token: means over each fiftieth of the run that was trained to its end, at its middle step.
+
+    Which steps these are follows from the run's length alone, so that seeds have them in common.
+    """
+    steps = [record for record in run.metrics if record["kind"] == "train"]
+    last = max((record["step"] for record in steps), default=0)
+    width = max(1, int(run.recipe.get("steps") or last) // _TRAINING_POINTS)
+    found: dict[int, list[float]] = {}
+    for record in steps:
+        if record.get("loss") is not None:
+            found.setdefault((record["step"] - 1) // width, []).append(record["loss"])
+    middles = {group * width + width // 2 + 1: losses for group, losses in found.items() if (group + 1) * width <= last}
+    return [Point(step, clock[step], statistics.fmean(losses)) for step, losses in middles.items()]
 
 
 def token_clock(run: RunFolder) -> dict[int, float]:
@@ -108,16 +128,25 @@ _AXES: Sequence[tuple[str, Callable[[RunFolder], dict[int, float]], Any, str]] =
 def _pictures(models: Sequence[Trained], material: Material) -> list[Picture]:
     pictures, data = [], next(iter(models[0].runs.values())).recipe["data"]
     for xlabel, clock, points, ylabel in _AXES:
-        lines = [(model.subject, [points(run, clock(run)) for run in model.runs.values()]) for model in models]
-        drawn = [(subject, [seed for seed in seeds if seed]) for subject, seeds in lines]
-        for (subject, seeds), model in zip(drawn, models, strict=True):
-            if len(seeds) < len(model.runs):
-                material.leave_out(subject.label, f"{ylabel.partition(',')[0]}: not measured in every run")
-        shown = [(subject, seeds) for subject, seeds in drawn if seeds]
+        what = ylabel.partition(",")[0]
+        measured = [(model.subject, [points(run, clock(run)) for run in model.runs.values()]) for model in models]
+        shown = list(_shown(measured, what, material))
         if shown:
-            what = f"{ylabel.partition(',')[0].capitalize()} by {xlabel}, on {_texts(data)}."
-            pictures.append(Picture(_curves(shown, xlabel, ylabel), f"{what} The start may leave the frame."))
+            about = f"{what.capitalize()} by {xlabel}, on {_texts(data)}."
+            pictures.append(Picture(_curves(shown, xlabel, ylabel), f"{about} The start may leave the frame."))
     return pictures
+
+
+def _shown(measured: Sequence[Line], what: str, material: Material) -> Iterator[Line]:
+    """What of each model can be drawn: the seeds that were measured, if their mean exists."""
+    for subject, seeds in measured:
+        found = [seed for seed in seeds if seed]
+        if len(found) < len(seeds):
+            material.leave_out(subject.label, f"{what}: not measured in every run")
+        if mean_over_seeds(found):
+            yield subject, found
+        elif found:
+            material.leave_out(subject.label, f"{what}: at no step measured with all seeds")
 
 
 def _texts(data: Mapping[str, Any]) -> str:
@@ -127,16 +156,16 @@ def _texts(data: Mapping[str, Any]) -> str:
     return f"{sources} ({apart}; tokenizer {data.get('tokenizer')})"
 
 
-def _curves(lines: Sequence[tuple[Subject, Sequence[Sequence[Point]]]], xlabel: str, ylabel: str) -> str:
+def _curves(lines: Sequence[Line], xlabel: str, ylabel: str) -> str:
     figure, axes = new_figure(xlabel, ylabel)
     ends, settled = [], []
     for subject, seeds in lines:
-        main = _mean(seeds)
+        main = mean_over_seeds(seeds)
         for seed in seeds if len(seeds) > 1 else []:
-            axes.plot(*zip(*seed, strict=True), color=subject.style.color, linewidth=0.6, alpha=0.6)
-        _draw_line(axes, main, subject.style)
-        settled += [y for points in (main, *seeds) for x, y in points if x >= _SETTLED * points[-1][0]]
-        ends.append((main[-1][1], subject.style, subject.label))
+            axes.plot(*_columns(seed), color=subject.style.color, linewidth=0.6, alpha=0.6)
+        axes.plot(*_columns(main), **subject.style.line(len(main)))
+        settled += [it.loss for points in (main, *seeds) for it in points if it.place >= _SETTLED * points[-1].place]
+        ends.append((main[-1].loss, subject.style, subject.label))
     low, high = min(settled), max(settled)
     margin = 0.06 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
@@ -147,16 +176,18 @@ def _curves(lines: Sequence[tuple[Subject, Sequence[Sequence[Point]]]], xlabel: 
     return svg(figure)
 
 
-def _draw_line(axes: Any, points: Sequence[Point], style: LineStyle) -> None:
-    axes.plot([x for x, _ in points], [y for _, y in points], **style.line(len(points)))
+def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [point.place for point in points], [point.loss for point in points]
 
 
-def _mean(seeds: Sequence[Sequence[Point]]) -> list[Point]:
-    """Place and loss averaged over seeds, point by point, as far as all of them go."""
+def mean_over_seeds(seeds: Sequence[Sequence[Point]]) -> list[Point]:
+    """Place and loss averaged over seeds, at the steps that all of them have."""
+    by_step = [{point.step: point for point in seed} for seed in seeds]
     return [
-        (statistics.fmean(x for x, _ in points), statistics.fmean(y for _, y in points))
-        for points in zip(*seeds, strict=False)
-    ]  # fmt: skip
+        Point(step, *map(statistics.fmean, _columns([seed[step] for seed in by_step])))
+        for step in (by_step[0] if by_step else ())
+        if all(step in seed for seed in by_step)
+    ]
 
 
 def _final_table(models: Sequence[Trained]) -> Table:
