@@ -120,6 +120,7 @@ def test_bad_input_ends_with_one_message_and_no_results(
         (("perplexity", run_folder, book, "--lengths", "1Q"), "--lengths takes whole numbers"),
         (("perplexity", run_folder, book, "--lengths", "512", "--renewed-norms"), "cumulative norm"),
         (("positions", run_folder, book), "at least as long as a segment, 32,768"),
+        (("positions", run_folder, book, "--length", "4K,8K"), "--length takes one number of tokens"),
         (("retrieval", run_folder, "passkeys"), "Did you mean 'passkey'"),
         (("retrieval", run_folder, "passkey", "--depths", "a"), "--depths takes numbers"),
         (("diagnose", "mqar", "step=3"), "Did you mean 'steps'"),

@@ -99,7 +99,7 @@ def positions(
     from gecko.eval.positions import positions as measure
 
     _check_output(out)
-    (size,) = _sizes("--length", length)[:1]
+    size = _one_size("--length", length)
     files, models = open_texts(texts, joined=joined), _models(model, tokenizer, device, renewed_norms)
     border = chunk if chunk is not None else models[0].chunk_size
     if border is None:
@@ -296,6 +296,13 @@ def _report(results: Results, model: Mapping[str, Any], out: str | None, hardwar
 def _sizes(option: str, given: str) -> list[int]:
     """``1K,4K,1M`` as numbers of tokens."""
     return [_size(option, part.strip()) for part in given.split(",")]
+
+
+def _one_size(option: str, given: str) -> int:
+    sizes = _sizes(option, given)
+    if len(sizes) > 1:
+        raise ValueError(f"{option} takes one number of tokens, such as 16K; got {given!r}. Measure each by itself.")
+    return sizes[0]
 
 
 def _size(option: str, part: str) -> int:
