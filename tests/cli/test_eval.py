@@ -128,6 +128,7 @@ def test_bad_input_ends_with_one_message_and_no_results(
         (("diagnose", "mqar", "size.items=80"), "mqar needs at least one pair"),
         (("academic", run_folder, "pica", "--data", tmp_path), "Did you mean 'piqa'"),
         (("scrolls", run_folder, "qmsum", "--data", tmp_path / "gone.jsonl"), "there is no file"),
+        (("scrolls", run_folder, "qmsm", "--data", tmp_path / "gone.jsonl"), "Did you mean 'qmsum'"),
     ]
     for arguments, message in cases:
         result = command("eval", *arguments, "-o", out)

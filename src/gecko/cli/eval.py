@@ -219,10 +219,12 @@ def scrolls(
 
         gecko eval scrolls runs/demo qmsum --data qmsum_val.jsonl --limit 10
     """
+    from gecko.eval.scrolls import check_task
     from gecko.eval.scrolls import scrolls as measure
     from gecko.eval.scrolls_data import load_questions
 
     _check_output(out)
+    check_task(task)  # before anything is fetched
     questions = load_questions(data, task, "validation")
     shots = None if shots_data is None else load_questions(shots_data, task, "train")
     (network,) = _models(model, tokenizer, device, False)

@@ -35,6 +35,12 @@ TASKS: Mapping[str, ScrollsTask] = {
 }
 
 
+def check_task(task: str) -> None:
+    """ValueError for an unknown task."""
+    if task not in TASKS:
+        raise ValueError(unknown_name("task", task, TASKS))
+
+
 def scrolls(
     model: ScoredModel[Any], task: str, data: QuestionSet, *, shots: QuestionSet | None = None,
     limit: int | None = None, new_tokens: int | None = None, seed: int = 0, report: Report = quiet,
@@ -52,8 +58,7 @@ def scrolls(
     Raises:
         ValueError: an unknown task, or no other document to draw shots from.
     """
-    if task not in TASKS:
-        raise ValueError(unknown_name("task", task, TASKS))
+    check_task(task)
     settings, asked = TASKS[task], list(data.questions if limit is None else data.questions[:limit])
     length = settings.new_tokens if new_tokens is None else new_tokens
     pool = (data if shots is None else shots).questions
