@@ -5,16 +5,32 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gecko.data import load_tokenizer
+from gecko.data import Tokenizer, load_tokenizer
 from gecko.serving.replies import ChatReply, CompletionReply, Usage
 from gecko.serving.request import Token
 from gecko.serving.text import ChoiceText, Piece
 
 BYTES = load_tokenizer("bytes")
 TEXTS = st.text(alphabet="aboé🎉 ", max_size=30)
+
+
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer whose words begin with their space, as those of SentencePiece do."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocabulary = {"</s>": 0, "<unk>": 1, "▁": 2, "a": 3, "the": 4, "▁the": 5}
+    library = Library(models.Unigram([(text, -float(index)) for text, index in vocabulary.items()], unk_id=1))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    library.add_special_tokens(["</s>"])
+    folder = tmp_path_factory.mktemp("spaced")
+    library.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(str(folder))
 
 
 def pieces_of(text: bytes, stops: list[str], *, log_probabilities: bool = False) -> list[Piece]:
@@ -45,10 +61,32 @@ def test_pieces_join_to_the_text_before_the_stop(text: str, stops: list[str]) ->
 def test_every_token_is_told_once_and_in_place(text: str) -> None:
     content = text.encode()
     tokens = [token for piece in pieces_of(content, ["zz"], log_probabilities=True) for token in piece.tokens]
-    assert [token.log_probability for token in tokens] == [-float(number) for number in range(len(content))]
+    assert [token.made.log_probability for token in tokens] == [-float(number) for number in range(len(content))]
     for token, byte in zip(tokens, content, strict=True):
-        assert token.text == (chr(byte) if byte < 128 else f"token_id:{byte}")
-        assert byte >= 128 or text[token.offset] == token.text
+        assert token.made.name == (chr(byte) if byte < 128 else f"token_id:{byte}")
+        assert byte >= 128 or text[token.offset] == token.made.text
+
+
+def test_what_is_no_text_has_no_bytes() -> None:
+    """Two bytes of é and what might have stood there: a letter, and the end of the document."""
+    choice = ChoiceText(0, BYTES, [], 0)
+    for byte in "é".encode():
+        piece = choice.push(Token(0, byte, -1.0, ((97, -0.5), (256, -2.0))))
+    assert piece is not None
+    for told in ChatReply("m").chunk(piece)["choices"][0]["logprobs"]["content"]:
+        assert [(other["token"], other["bytes"]) for other in (told, *told["top_logprobs"])] == [
+            (told["token"], None), ("a", [97]), ("token_id:256", None)
+        ]  # fmt: skip
+
+
+def test_words_and_parts_of_words_have_names_of_their_own(spaced: Tokenizer) -> None:
+    """The space that begins a word is part of its name, also where nothing stands before it."""
+    choice, words = ChoiceText(0, spaced, [], 0), spaced.encode("the the").tolist()
+    word, part = words[-1], spaced.encode("athe").tolist()[-1]
+    piece = choice.push(Token(0, word, -1.0, ((word, -1.0), (part, -2.0))))
+    told = CompletionReply("m", [""]).chunk(piece or choice.finish("length"))["choices"][0]["logprobs"]
+    assert told["tokens"] == [" the"]
+    assert told["top_logprobs"] == [{" the": -1.0, "the": -2.0}]
 
 
 def test_a_broken_character_comes_at_the_end() -> None:

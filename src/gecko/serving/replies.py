@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gecko.serving.text import Piece, TokenText
+from gecko.serving.text import Chance, Piece, TokenText
 
 _LEAST = -9999.0
 """Stands for a log-probability of minus infinity, which JSON has no number for."""
@@ -127,9 +127,9 @@ def _standing(piece: Piece | None) -> dict[str, Any]:
 
 def _text_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
     return {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [_number(token.log_probability) for token in tokens],
-        "top_logprobs": [{text: _number(value) for text, value in reversed(token.likeliest)} for token in tokens],
+        "tokens": [token.made.name for token in tokens],
+        "token_logprobs": [_number(token.made) for token in tokens],
+        "top_logprobs": [{other.name: _number(other) for other in reversed(token.likeliest)} for token in tokens],
         "text_offset": [token.offset for token in tokens],
     }
 
@@ -137,16 +137,16 @@ def _text_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
 def _chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
     return {
         "content": [
-            _chat_token(token.text, token.log_probability)
-            | {"top_logprobs": [_chat_token(text, value) for text, value in token.likeliest]}
+            _chat_token(token.made) | {"top_logprobs": [_chat_token(other) for other in token.likeliest]}
             for token in tokens
         ]
     }
 
 
-def _chat_token(text: str, log_probability: float) -> dict[str, Any]:
-    return {"token": text, "logprob": _number(log_probability), "bytes": list(text.encode())}
+def _chat_token(chance: Chance) -> dict[str, Any]:
+    content = None if chance.text is None else list(chance.text.encode())
+    return {"token": chance.name, "logprob": _number(chance), "bytes": content}
 
 
-def _number(log_probability: float) -> float:
-    return max(log_probability, _LEAST)
+def _number(chance: Chance) -> float:
+    return max(chance.log_probability, _LEAST)

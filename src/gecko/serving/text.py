@@ -12,13 +12,25 @@ from gecko.serving.request import Token
 
 
 @dataclass(frozen=True)
-class TokenText:
-    """A token with log-probabilities."""
+class Chance:
+    """A token and its log-probability."""
 
-    text: str
-    """``token_id:N`` for one that is no text by itself, such as a part of a character."""
+    token: int
+    text: str | None
+    """As it stands inside of a text; None for one that is none by itself, such as a part of a character."""
     log_probability: float
-    likeliest: tuple[tuple[str, float], ...]
+
+    @property
+    def name(self) -> str:
+        return f"token_id:{self.token}" if self.text is None else self.text
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """A token that was made, with log-probabilities."""
+
+    made: Chance
+    likeliest: tuple[Chance, ...]
     offset: int
     """Characters of the continuation before it."""
 
@@ -50,6 +62,7 @@ class ChoiceText:
         self.index = index
         self.num_tokens = 0
         self._tokenizer, self._start = tokenizer, position
+        self._letter = tokenizer.encode("a").tolist()[-1:]
         self._decoder, self._stops = StreamDecoder(tokenizer), StopStrings(stops)
         self._decoded = 0
         self._untold: list[TokenText] = []
@@ -80,9 +93,11 @@ class ChoiceText:
         return Piece(self.index, text, tokens, self._start + self.num_tokens, reason)
 
     def _describe(self, token: Token, log_probability: float) -> TokenText:
-        likeliest = tuple((self._name(index), value) for index, value in token.likeliest)
-        return TokenText(self._name(token.token), log_probability, likeliest, self._decoded)
+        likeliest = tuple(self._chance(*other) for other in token.likeliest)
+        return TokenText(self._chance(token.token, log_probability), likeliest, self._decoded)
 
-    def _name(self, token: int) -> str:
-        text = self._tokenizer.decode([token])
-        return f"token_id:{token}" if not text or REPLACEMENT in text else text
+    def _chance(self, token: int, log_probability: float) -> Chance:
+        # After a letter: SentencePiece drops the space that a token begins with at the start of a text.
+        before = self._tokenizer.decode(self._letter)
+        text = self._tokenizer.decode([*self._letter, token])[len(before) :]
+        return Chance(token, None if not text or REPLACEMENT in text else text, log_probability)
