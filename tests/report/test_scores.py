@@ -105,6 +105,17 @@ def test_shares_and_percentages_are_percent_beside_the_papers(results: Path) -> 
     assert [table.published for table in questions.tables] == [False, True]
 
 
+@pytest.mark.parametrize(("name", "scale"), [("piqa.json", 1), ("story.json", 100), ("passkey.json", 1)])
+def test_shares_over_seeds_stay_within_0_and_100_percent(results: Path, name: str, scale: int) -> None:
+    file = gather([results / name]).evaluations[0]
+    files = [changed(file, "a", seed) for seed in range(3)]
+    for one, value in zip(files, (0.9, 1.0, 1.0), strict=True):
+        one.record["scores"][0]["value"] = value * scale
+    (section,) = sections(only(files)).values()
+    assert section.tables[0].rows[0][3].detail.startswith("82.3 to 100.0; ")
+    assert "cut at 0 and 100 %" in section.tables[0].notes[0]
+
+
 def test_synthetic_models_are_named_by_what_differs(results: Path) -> None:
     files = [results / "mqar-adaptive.json", results / "mqar-none.json"]
     found = sections(gather(files))["Synthetic tasks"]

@@ -30,6 +30,15 @@ def test_several_seeds_have_students_interval() -> None:
     assert seeds_interval([1.0]) is None
 
 
+def test_shares_over_seeds_stay_shares() -> None:
+    """0.9, 1 and 1: Student's interval alone would reach from 0.823 to 1.110."""
+    found = estimate([score(value) for value in (0.9, 1.0, 1.0)], (0, 1)).interval
+    assert found is not None and (found.low, found.high) == (pytest.approx(0.8232, abs=1e-4), 1)
+    assert found.method == "Student's t over 3 seeds, 95 %, cut at 0 and 100 %"
+    percent = estimate([score(value) for value in (0.0, 0.0, 10.0)], (0, 100)).interval
+    assert percent is not None and (percent.low, percent.high) == (0, pytest.approx(17.68, abs=1e-2))
+
+
 def test_equal_seeds_do_not_pretend_to_be_sure() -> None:
     found = estimate([score(0.0, 0.0, 0.3), score(0.0, 0.0, 0.2)])
     assert found.interval is not None

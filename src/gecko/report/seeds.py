@@ -24,15 +24,18 @@ class Estimate:
     n: str
 
 
-def estimate(scores: Sequence[Mapping[str, Any]]) -> Estimate:
+def estimate(scores: Sequence[Mapping[str, Any]], limits: tuple[float, float] | None = None) -> Estimate:
     """Of the same score, as result files hold it, of each seed.
 
     The interval of one seed is the evaluation's own; that of several is of the mean over seeds. Where all seeds gave
     the same number they say nothing of their spread, and the interval spans the evaluations' own.
+
+    Args:
+        limits: the values of 0 and 100 %, for scores that are shares.
     """
     values = tuple(float(score["value"]) for score in scores)
     own = [Interval(**score["interval"]) for score in scores if score["interval"] is not None]
-    interval = (own[0] if own else None) if len(values) == 1 else _over_seeds(values, own)
+    interval = (own[0] if own else None) if len(values) == 1 else _over_seeds(values, own, limits)
     return Estimate(values, statistics.fmean(values), interval, _count(scores))
 
 
@@ -54,13 +57,23 @@ def error_bars(estimates: Iterable[Estimate]) -> list[list[float]]:
     return [below, above]
 
 
-def _over_seeds(values: Sequence[float], own: Sequence[Interval]) -> Interval | None:
+def _over_seeds(
+    values: Sequence[float], own: Sequence[Interval], limits: tuple[float, float] | None
+) -> Interval | None:  # fmt: skip
     if len(set(values)) > 1:
-        return seeds_interval(values)
+        return _cut(seeds_interval(values), limits)
     if not own:
         return None
     return Interval(min(one.low for one in own), max(one.high for one in own),
                     f"equal for all seeds: widest of each seed's ({own[0].method})")  # fmt: skip
+
+
+def _cut(interval: Interval | None, limits: tuple[float, float] | None) -> Interval | None:
+    """Student's interval is symmetric, and near 0 and 100 % reaches beyond what a share can be."""
+    if interval is None or limits is None:
+        return interval
+    low, high = max(limits[0], interval.low), min(limits[1], interval.high)
+    return Interval(low, high, f"{interval.method}, cut at 0 and 100 %")
 
 
 def _count(scores: Sequence[Mapping[str, Any]]) -> str:

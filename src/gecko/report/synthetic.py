@@ -54,7 +54,7 @@ def _curves(models: Mapping[Model, Scores], guessing: float) -> str:
     for number, (model, scores) in enumerate(models.items()):
         # Bars of the same distance stand beside each other.
         aside = 0.05 * (number - (len(models) - 1) / 2)
-        points = sorted((place[_DISTANCE], estimate(list(seeds.values())))
+        points = sorted((place[_DISTANCE], estimate(list(seeds.values()), PERCENT.limits))
                         for place, seeds in scores.items() if place[_DISTANCE] != "any")  # fmt: skip
         bars = [[100 * reach for reach in side] for side in error_bars(found for _, found in points)]
         axes.errorbar(

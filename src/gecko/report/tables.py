@@ -38,12 +38,14 @@ class Unit:
 
     text: Callable[[float], str]
     name: str
+    limits: tuple[float, float] | None = None
+    """The values of 0 and 100 %, of shares."""
 
 
 PLAIN = Unit(readable, "")
-PERCENT = Unit(lambda share: f"{100 * share:.1f}", "%")
+PERCENT = Unit(lambda share: f"{100 * share:.1f}", "%", (0, 1))
 """Of shares in 0..1."""
-OF_HUNDRED = Unit(lambda score: f"{score:.1f}", "%")
+OF_HUNDRED = Unit(lambda score: f"{score:.1f}", "%", (0, 100))
 """Of scores that are in percent already."""
 
 
@@ -63,7 +65,7 @@ def score_table(
         cells = [Cell(name) for name in names(place)]
         for of_model in scores.values():
             by_seed = of_model.get(place)
-            found = None if by_seed is None else estimate(list(by_seed.values()))
+            found = None if by_seed is None else estimate(list(by_seed.values()), unit.limits)
             if found is not None and found.interval is not None:
                 methods.setdefault(found.interval.method)
             cells.append(Cell("") if found is None else _cell(found, place.score, unit))
