@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Condition
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -320,6 +322,30 @@ def test_a_file_that_changes_meanwhile(corpus: list[str], tmp_path: Path) -> Non
             pass
     with pytest.raises(FileExistsError):
         plan_of(corpus, tmp_path / "shards")
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_source_that_cannot_be_read_is_not_taken_for_a_full_disk(
+    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool
+) -> None:
+    whole, plan = make(corpus, tmp_path / "whole"), plan_of(corpus, tmp_path / "shards")
+    source, moved, reading = tmp_path / "texts" / "02.jsonl", tmp_path / "moved.jsonl", Path.open
+
+    def refused(path: Path, mode: str = "r", **options: Any) -> object:
+        if path == source:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return reading(path, mode, **options)
+
+    with monkeypatch.context() as patch:
+        if deleted:
+            source.rename(moved)
+        else:
+            patch.setattr(Path, "open", refused)
+        with pytest.raises(ValueError, match=r"02\.jsonl must be readable .*; got: (No such file|Permission denied)"):
+            run_task(plan.folder, 2)
+    if deleted:
+        moved.rename(source)
+    assert make(corpus, plan.folder) == whole
 
 
 def test_a_tokenizer_that_changes_meanwhile(

@@ -229,12 +229,24 @@ def _write_tokens(
 
 def _documents(task: Task) -> Iterator[str]:
     for part in task.parts:
-        if part.size and Path(part.name).stat().st_size != part.size:
+        try:
+            _check_size(part)
+            yield from part.read()
+        except OSError as error:
+            # Left as it is, it would be taken for an error of the disk that the shard is written to.
             raise ValueError(
-                f"{part.name} must not change while it is tokenized; it had {part.size:,} bytes and has "
-                f"{Path(part.name).stat().st_size:,} now. Tokenize it into a new folder."
-            )
-        yield from part.read()
+                f"{part.name} must be readable while it is tokenized; got: {error.strerror or error}. Make it so and "
+                "run the same command again: shards that are there stay."
+            ) from error
+
+
+def _check_size(part: Part) -> None:
+    size = Path(part.name).stat().st_size if part.size else 0
+    if size != part.size:
+        raise ValueError(
+            f"{part.name} must not change while it is tokenized; it had {part.size:,} bytes and has {size:,} now. "
+            "Tokenize it into a new folder."
+        )
 
 
 def _encoded(
