@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
+_SEEDS = 1 << 64
 Prompt = Tensor | Sequence[int]
 """Token ids of one text: 1-D tensor, array or list."""
 
@@ -27,15 +30,25 @@ def as_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     """One seed for each row: the same for all, one each, or drawn from PyTorch's own generator.
 
     Raises:
-        ValueError: as many seeds as there are rows are needed.
+        TypeError: a seed is no whole number.
+        ValueError: as many seeds as there are rows are needed, each of 64 bits.
     """
     if seed is None:
         return torch.randint(2**53, (rows,)).tolist()
-    if isinstance(seed, int):
-        return [seed] * rows
-    if len(seed) != rows:
-        raise ValueError(f"seed must be one number, or one for each of the {rows} prompts; got {len(seed)}.")
-    return list(seed)
+    seeds = list(seed) if isinstance(seed, Iterable) else [seed] * rows
+    if len(seeds) != rows:
+        raise ValueError(f"seed must be one number, or one for each of the {rows} prompts; got {len(seeds)}.")
+    return [_as_seed(one) for one in seeds]
+
+
+def _as_seed(seed: object) -> int:
+    """Whole numbers of NumPy and PyTorch count, too."""
+    if not isinstance(seed, SupportsIndex):
+        raise TypeError(f"a seed must be a whole number; got {seed!r}. Try int(...), or None for any.")
+    number = operator.index(seed)
+    if not -_SEEDS // 2 <= number < _SEEDS:
+        raise ValueError(f"a seed must be a number of 64 bits; got {number}.")
+    return number
 
 
 def _is_id(value: object) -> bool:
