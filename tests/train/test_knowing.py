@@ -15,7 +15,7 @@ import torch
 
 from gecko.config import PRESETS
 from gecko.model import Gecko
-from gecko.train import Run, replayed, train
+from gecko.train import Run, replayed, train, utilisation
 from gecko.train.loop import Trainer
 from gecko.train.metrics import MetricsWriter, read_metrics
 from gecko.train.profiling import ProfileWindow
@@ -71,6 +71,37 @@ def test_every_step_has_its_numbers(small_run: Run) -> None:
         assert 0 <= record["data_seconds"] < 10
     board = list((small_run.folder / "tensorboard").iterdir())
     assert board, "TensorBoard is part of the train extra"
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 990e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A40", 150e12),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+    ],
+)
+def test_a_peak_is_of_the_device_whose_name_it_has(
+    monkeypatch: pytest.MonkeyPatch, name: str, flops: float | None
+) -> None:
+    """None: not of one whose name is only a part of it; measured."""
+    monkeypatch.setattr(utilisation, "PEAK_FLOPS", {**utilisation.PEAK_FLOPS, "GH200": 990e12})
+    monkeypatch.setattr(utilisation, "_measured_flops", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert utilisation.peak_flops(torch.device("cuda"), torch.bfloat16) == flops
+
+
+@pytest.mark.parametrize(("platform", "reported"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
+def test_memory_is_counted_in_the_unit_of_the_system(
+    monkeypatch: pytest.MonkeyPatch, platform: str, reported: int
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(utilisation.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=reported))
+    assert utilisation.memory_gib(torch.device("cpu")) == 3
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -6,7 +6,9 @@ checkpointing is not counted as work: it is a cost, and lowers the figure.
 
 from __future__ import annotations
 
+import re
 import resource
+import sys
 import time
 
 import torch
@@ -19,7 +21,8 @@ PEAK_FLOPS = {
     "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12,
     "L40S": 362e12, "A40": 150e12, "RTX 4090": 165e12, "V100": 125e12,
 }  # fmt: skip
-"""Dense products a second in bfloat16 (V100: float16), by a part of the device's name; of the vendors' data sheets."""
+"""Dense products a second in bfloat16 (V100: float16), by whole words of the device's name, the first that fits; of
+the vendors' data sheets."""
 _FORWARD_AND_BACKWARD = 3
 _MEASURED_SIZE = 768
 
@@ -52,7 +55,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Products a second of one device: of the table for a known GPU, else by measuring a product of matrices."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
-        known = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+        known = next((flops for words, flops in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
         if known is not None:
             return known
     return _measured_flops(device, dtype)
@@ -62,7 +65,8 @@ def memory_gib(device: torch.device) -> float:
     """The most that this process has used so far: of the GPU's memory, or of the machine's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 class Speedometer:
