@@ -66,6 +66,21 @@ def test_the_self_test_leaves_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bfloat16_is_called_fast_where_training_takes_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, multiplies: bool
+) -> None:
+    """Not where it is emulated, which a GPU also counts as supported."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or multiplies
+    )
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: multiplies)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert machine.paths()["bfloat16"].startswith("in hardware" if multiplies else "emulated")
+
+
 def test_missing_packages_come_with_the_command_that_installs_them(
     command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

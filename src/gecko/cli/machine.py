@@ -8,7 +8,6 @@ import platform
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from gecko.ops.kernels import kernels_installed
 
 DISTRIBUTION = "gecko-lm"
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "asimd", "sve", "bf16")
-FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @dataclass(frozen=True)
@@ -43,16 +41,14 @@ def software() -> dict[str, str]:
 
 
 def processor() -> dict[str, str]:
-    features = cpu_features()
+    from gecko.train.hardware import processor_field, processor_name
+
+    features = (processor_field("flags") or processor_field("Features")).split()
     return {
-        "processor": f"{_cpu_field('model name') or platform.processor() or 'unknown'}, {os.cpu_count()} cores",
+        "processor": f"{processor_name() or 'unknown'}, {os.cpu_count()} cores",
         "features": ", ".join(name for name in CPU_FEATURES if name in features) or "unknown",
         "PyTorch uses": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def cpu_features() -> frozenset[str]:
-    return frozenset((_cpu_field("flags") or _cpu_field("Features")).split())
 
 
 def resources(folder: Path) -> dict[str, str]:
@@ -80,8 +76,10 @@ def graphics() -> dict[str, str]:
 
 def paths() -> dict[str, str]:
     """Which ways of computing are taken here."""
+    from gecko.train.hardware import multiplies_bfloat16
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fast = torch.cuda.is_bf16_supported() if device == "cuda" else bool(FAST_BFLOAT16 & cpu_features())
+    fast = multiplies_bfloat16(torch.device(device))
     return {
         "device": f"{device}, as device=auto means here",
         "operators": _operators(device),
@@ -116,15 +114,3 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_field(name: str) -> str:
-    return next((value for field, value in _cpu_fields() if field == name), "")
-
-
-def _cpu_fields() -> Iterator[tuple[str, str]]:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            field, _, value = line.partition(":")
-            yield field.strip(), value.strip()

@@ -11,7 +11,7 @@ import torch
 
 def describe_hardware(device: torch.device, ranks: int = 1) -> dict[str, str]:
     """Device, processor, memory and software versions, of this rank's machine."""
-    facts = {"Processor": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} used by PyTorch"}
+    facts = {"Processor": f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} used by PyTorch"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["GPU"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
@@ -23,13 +23,16 @@ def describe_hardware(device: torch.device, ranks: int = 1) -> dict[str, str]:
     return facts
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def processor_name() -> str:
+    return processor_field("model name") or platform.processor() or platform.machine()
+
+
+def processor_field(name: str) -> str:
+    """What Linux says of the first core; nothing where it does not say, or on another system."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for field, _, value in fields if field.strip() == name), "")
 
 
 def select_device(name: str, local_rank: int | None = None) -> torch.device:
