@@ -15,6 +15,7 @@ from serving.waiting import until
 
 import gecko
 from gecko.data import Tokenizer
+from gecko.serving.errors import ApiError
 from gecko.serving.limits import Limits
 
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
@@ -268,6 +269,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 0.5}, "repetition_penalty"),
     ({"temprature": 0.5}, "temperature"),
     ({"qqq": 1}, "qqq"),
+    ({"q" * 100_000: 1}, "no such field"),
+    ({"q\ud800": 1}, r"q\ud800"),
     ({"state": "book"}, "book"),
     ({"state": "../book"}, "../book"),
     ({"state": 5}, "state"),
@@ -285,6 +288,13 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": "abc"}, "prompt"),
 ]
+
+
+def test_an_error_may_quote_what_is_no_unicode() -> None:
+    error = ApiError(400, "got \ud800", param="\ud800")
+    assert json.loads(error.response().body)["error"] == {
+        "message": r"got \ud800", "type": "invalid_request_error", "param": r"\ud800", "code": None
+    }  # fmt: skip
 
 
 def check_error(response: httpx2.Response, status: int, told: str) -> None:

@@ -12,6 +12,8 @@ from starlette.exceptions import HTTPException
 
 RETRY_AFTER = "2"
 """Seconds after which a refused client may try again."""
+_LONGEST_NAME = 100
+"""Characters of a field's name that an answer quotes."""
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -30,7 +32,9 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        # What is quoted of a request may hold half of a surrogate pair, which no answer can.
+        message, param = (text and text.encode(errors="backslashreplace").decode() for text in (str(self), self.param))
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         headers = {"Retry-After": RETRY_AFTER} if self.status in (429, 503) else {}
@@ -71,12 +75,15 @@ def install(app: FastAPI) -> None:
 
 def _first_wrong_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = errors[0]
-    field = ".".join(str(part) for part in first["loc"][1:])
+    field = ".".join(str(part) for part in first["loc"][1:])[:_LONGEST_NAME]
     if first["type"] == "json_invalid":
         where = first.get("ctx", {}).get("error", "")
         return ApiError(400, f"the body must be JSON; at character {field}: {where}", code="invalid_json")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{field}: there is no such field", code="unknown_field", param=field)
+    if first["type"] == "string_unicode" and not field:
+        name = repr(first["input"])[:_LONGEST_NAME]
+        return ApiError(400, f"names of fields must be Unicode; got {name}", code="unknown_field")
     message = str(first["msg"]).removeprefix("Value error, ")
     if field:
         return ApiError(400, f"{field}: {message[:1].lower()}{message[1:]}", code="invalid_value", param=field)

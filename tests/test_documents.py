@@ -1,0 +1,49 @@
+"""Commands that the documents show can be run as they stand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from gecko.parallel.mesh import MeshSizes
+from gecko.recipes import RECIPES, apply_overrides, get_recipe
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "src/gecko/cli").glob("*.py"))]
+COMMAND = re.compile(r"(?:torchrun (?P<launch>[^\n`]*?) -m )?gecko (?P<verb>train|plan) (?P<arguments>[^\n`]*)")
+OVERRIDE = re.compile(r"[a-z_.]+=")
+
+
+def commands() -> Iterator[tuple[str, str, list[str], int | None]]:
+    """Document, recipe, overrides and number of ranks (None: not said) of each training that is started or planned."""
+    for path in DOCUMENTS:
+        text = re.sub(r"\\\n\s*", "", path.read_text(encoding="utf-8"))
+        for command in COMMAND.finditer(text):
+            recipe, *rest = shlex.split(command["arguments"], comments=True) or [""]
+            if recipe in RECIPES:
+                yield path.name, recipe, [it for it in rest if OVERRIDE.match(it)], ranks(command, rest)
+
+
+def ranks(command: re.Match[str], arguments: list[str]) -> int | None:
+    if command["verb"] == "plan":
+        return int(arguments[arguments.index("--gpus") + 1]) if "--gpus" in arguments else None
+    if command["launch"] is None:
+        return 1
+    counts = re.findall(r"--n(?:nodes|proc-per-node)[ =](\d+)", command["launch"])
+    return prod(map(int, counts)) if counts else None
+
+
+@pytest.mark.parametrize(("document", "recipe", "overrides", "world"), commands())
+def test_a_recipe_suits_the_ranks_it_is_started_on(
+    document: str, recipe: str, overrides: list[str], world: int | None
+) -> None:
+    run = apply_overrides(get_recipe(recipe), overrides)
+    if world is not None:
+        parallel = run.parallel
+        sizes = MeshSizes.of(world, parallel.replicate, parallel.shard, parallel.context)
+        run.rows_per_rank(sizes.data_ranks)
