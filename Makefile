@@ -4,7 +4,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 
 .PHONY: demo test test-kernels test-hf-oldest test-gpu bench bench-demo bench-gpu clean
 
-demo: .venv/demo  ## Train a tiny model for five minutes, evaluate it, and write runs/demo/report.html
+demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
 
 test: .venv/test  ## Style, types, import directions, and every test

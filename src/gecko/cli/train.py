@@ -41,7 +41,7 @@ def train(
 
         gecko train tiny --out runs/demo --resume
 
-        torchrun --nproc-per-node=8 --max-restarts=3 -m gecko train gecko_1b --out runs/1b --resume
+        torchrun --nproc-per-node=8 --max-restarts=3 -m gecko train gecko_125m accumulation=2 --resume
 
         gecko train runs/demo/recipe.json --replay 117
     """
