@@ -161,6 +161,17 @@ def test_chat(site: Site, model: gecko.Gecko) -> None:
     assert short.choices[0].message.content == expected[:3]
 
 
+def test_an_answer_may_be_sent_back(site: Site) -> None:
+    """As OpenAI's client writes it, with fields that hold nothing."""
+    question: Any = {"role": "user", "content": "Hi", "name": "me"}
+    first = site.openai.chat.completions.create(messages=[question], max_tokens=3, **GREEDY).choices[0].message
+    said: Any = {**first.model_dump(), "annotations": []}
+    assert {"refusal", "tool_calls", "function_call", "audio"} < said.keys()
+    options: Any = {"include_usage": True, "include_obfuscation": False}
+    asked: dict[str, Any] = {"messages": [question, said, question], "max_tokens": 3, **GREEDY}
+    assert list(site.openai.chat.completions.create(stream=True, stream_options=options, **asked))[-1].usage
+
+
 def test_the_answer_ends_where_the_user_would_speak(site: Site) -> None:
     bias = {"10": 100}  # line breaks, and nothing else
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "logit_bias": bias, **GREEDY}
@@ -264,6 +275,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1, "echo": True}, "echo"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": "yes"}}, "include_usage"),
+    ({"stream_options": {"include_usgae": True}}, "stream_options.include_usgae: there is no such field"),
     ({"suffix": "the end"}, "suffix"),
     ({"best_of": 3}, "best_of"),
     ({"presence_penalty": 0.5}, "repetition_penalty"),
@@ -282,6 +294,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages.0.nmae"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages.0.name"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"max_completion_tokens": 5000}, "4096"),
     ({"tools": [{"type": "function"}]}, "tools"),

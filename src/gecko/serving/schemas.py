@@ -25,6 +25,7 @@ _NOT_OFFERED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": ((None, []), "functions are not called"),
 }
 """Fields of OpenAI's that would change the answer: their harmless values, and what to do instead."""
+_NOTHING: tuple[Any, ...] = (None, False, [])
 
 Ids = list[int]
 
@@ -99,9 +100,22 @@ LogitBias = Annotated[
 Content = Annotated[str, PlainValidator(_content), WithJsonSchema({"anyOf": [_TEXT, {"type": "array"}]})]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _Part(BaseModel):
+    """An object inside of a request. Unknown fields pass where they hold nothing: clients send back what an earlier
+    answer held, ``"tool_calls": null`` and the like.
+    """
 
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if name in cls.model_fields or value not in _NOTHING}
+
+
+class StreamOptions(_Part):
     include_usage: bool = False
 
 
@@ -174,13 +188,13 @@ class CompletionRequest(Generation):
         return self.logprobs
 
 
-class Message(BaseModel):
+class Message(_Part):
     """What one side says; the text of all its parts."""
-
-    model_config = ConfigDict(strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+    name: str | None = None
+    """Taken and not told: chat formats have no place for it."""
 
 
 class ChatRequest(Generation):
