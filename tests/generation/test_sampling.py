@@ -59,6 +59,12 @@ def draw(
     return Sampler([sampling] * len(logits)).draw(logits, generators, seen)
 
 
+def probabilities(samplings: list[Sampling], logits: Tensor, seen: Tensor | None = None) -> Tensor:
+    """The distributions that the rows' tokens are drawn from."""
+    sampler = Sampler(samplings)
+    return sampler._probabilities(sampler._adjusted(logits, seen))
+
+
 def seen_by(rows: list[set[int]], size: int) -> Tensor:
     return torch.tensor([[i in row for i in range(size)] for row in rows])
 
@@ -69,7 +75,7 @@ def test_probabilities_are_the_definition_for_every_row(
 ) -> None:
     rows = [data.draw(st.permutations(logits)) for _ in samplings]
     seen = [data.draw(st.sets(st.integers(0, len(logits) - 1))) for _ in samplings]
-    found = Sampler(samplings).probabilities(torch.tensor(rows), seen_by(seen, len(logits)))
+    found = probabilities(samplings, torch.tensor(rows), seen_by(seen, len(logits)))
     for row, values, sampling, held in zip(found, rows, samplings, seen, strict=True):
         expected = torch.tensor(by_hand(values, sampling, held), dtype=torch.float64)
         torch.testing.assert_close(row, expected, atol=1e-12, rtol=1e-9)
@@ -133,13 +139,13 @@ def test_a_nucleus_of_any_size_is_found_in_a_large_vocabulary(spread: float, sha
     logits = (torch.randn(5000, generator=torch.Generator().manual_seed(1)) * spread).round(decimals=2)
     rows = torch.stack([logits, logits * 3])
     sampling = Sampling(1.0, top_p=share)
-    for row, found in zip(rows, Sampler([sampling] * 2).probabilities(rows), strict=True):
+    for row, found in zip(rows, probabilities([sampling] * 2, rows), strict=True):
         expected = torch.tensor(by_hand(row.tolist(), sampling), dtype=torch.float64)
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-9)
 
 
 def test_of_equal_tokens_top_p_keeps_lower_ids() -> None:
-    found = Sampler([Sampling(1.0, top_p=0.25)]).probabilities(torch.zeros(1, 1000))
+    found = probabilities([Sampling(1.0, top_p=0.25)], torch.zeros(1, 1000))
     assert found[0].nonzero().flatten().tolist() == list(range(250))
 
 
@@ -163,7 +169,7 @@ def test_temperature_zero_is_greedy_and_takes_no_random_number() -> None:
 def test_extreme_temperatures_stay_finite() -> None:
     logits = torch.tensor([[3e38, -3e38, 1.0]])
     for temperature in (1e-30, 1e30):
-        assert Sampler([Sampling(temperature)]).probabilities(logits).isfinite().all()
+        assert probabilities([Sampling(temperature)], logits).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -115,13 +115,6 @@ class Sampler:
             tokens[row] = token
         return tokens
 
-    def probabilities(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """The distributions that tokens are drawn from, (rows that are not greedy, V) float64.
-
-        Rows sum to 1 up to rounding. Arguments as for ``draw``.
-        """
-        return self._probabilities(self._adjusted(logits, seen))
-
     def _adjusted(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         scores = logits
         if self._bias is not None:
@@ -133,6 +126,9 @@ class Sampler:
         return torch.where(seen, penalised, scores)
 
     def _probabilities(self, scores: Tensor) -> Tensor:
+        """The distributions that tokens are drawn from, (rows that are not greedy, V) float64; sums are 1 but for
+        rounding.
+        """
         scores = (scores if self._index is None else scores.index_select(0, self._index)).double()
         scores = (scores - scores.amax(-1, keepdim=True)) / self._temperature
         scores = _limited(scores, self._top_k, _only_top)

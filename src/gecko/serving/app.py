@@ -113,8 +113,7 @@ async def _respond(request: Request, service: Service, asked: Asked) -> Response
             # What goes wrong before the first piece still gets its status.
             pieces = answer.pieces()
             first = await _unless_gone(request.receive, anext(pieces))
-            usage = asked.stream_options is not None and asked.stream_options.include_usage
-            return EventStream(answer, _chunks(answer, reply, first, pieces, usage))
+            return EventStream(answer, _chunks(answer, reply, first, pieces, asked.include_usage))
         whole = await _unless_gone(request.receive, answer.whole())
     except BaseException:
         answer.close()
