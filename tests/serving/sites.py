@@ -18,6 +18,9 @@ from gecko.data import Tokenizer
 from gecko.serving.server import Options, Server, build_service, open_socket
 from gecko.serving.service import Service
 
+OK = {"prompt": "abc", "max_tokens": 3}
+"""A request that is answered."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -58,3 +61,11 @@ def serving(model: gecko.Gecko, tokenizer: Tokenizer, folder: Path, **options: A
         server.should_exit = True
         thread.join(30)
     assert not thread.is_alive()
+
+
+def check_error(response: httpx2.Response, status: int, told: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert told in error["message"], error["message"]
+    assert len(response.text) < 1000

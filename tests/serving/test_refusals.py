@@ -1,0 +1,166 @@
+"""What clients may not ask for is refused with a reason, and touches nobody."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from serving.conftest import StartServer
+from serving.sites import OK, Site, check_error
+
+from gecko.serving.errors import ApiError
+from gecko.serving.limits import Limits
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [[[1]]]}, "prompt"),
+    ({"prompt": {"text": "a"}}, "prompt"),
+    ({"prompt": [-1]}, "0..263"),
+    ({"prompt": [264]}, "0..263"),
+    ({"prompt": [10**30]}, "0..263"),
+    ({"prompt": [[1], [2, 264]]}, "0..263"),
+    ({"prompt": "\ud800"}, "surrogate"),
+    ({"prompt": "a" * 50_001}, "50,000"),
+    ({"prompt": ["a"] * 100, "n": 2}, "prompts × n"),
+    ({"prompt": ["a"] * 100}, "44"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 4097}, "4096"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 5.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": 0}, "top_k"),
+    ({"min_p": -0.5}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-308}, "repetition_penalty"),
+    ({"repetition_penalty": 1e308}, "repetition_penalty"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 1001}, "stop"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {"264": 1}}, "264"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 1, "echo": True}, "echo"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": "yes"}}, "include_usage"),
+    ({"stream_options": {"include_usgae": True}}, "stream_options.include_usgae: there is no such field"),
+    ({"suffix": "the end"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"presence_penalty": 0.5}, "repetition_penalty"),
+    ({"temprature": 0.5}, "temperature"),
+    ({"qqq": 1}, "qqq"),
+    ({"q" * 100_000: 1}, "no such field"),
+    ({"q\ud800": 1}, r"q\ud800"),
+    ({"state": "book"}, "book"),
+    ({"state": "../book"}, "../book"),
+    ({"state": 5}, "state"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [5] * 20_000}, "messages"),
+    ({"messages": [{"role": "user"}]}, "content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages.0.nmae"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages.0.name"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"max_completion_tokens": 5000}, "4096"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "abc"}, "prompt"),
+]
+
+
+def test_an_error_may_quote_what_is_no_unicode() -> None:
+    error = ApiError(400, "got \ud800", param="\ud800")
+    assert json.loads(error.response().body)["error"] == {
+        "message": r"got \ud800", "type": "invalid_request_error", "param": r"\ud800", "code": None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_refused_with_a_reason(site: Site, stream: bool) -> None:
+    for path, good, bad in (("/v1/completions", OK, BAD_COMPLETIONS), ("/v1/chat/completions", CHAT, BAD_CHATS)):
+        for change, told in bad:
+            content = json.dumps({"stream": stream, **good, **change}).encode()
+            response = site.post(path, content=content, headers={"Content-Type": "application/json"})
+            status = 404 if "state" in change and isinstance(change["state"], str) else 400
+            check_error(response, status, told)
+        assert site.post(path, json=good).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b'{"prompt": "abc"', b"nonsense", b"[]", b'"abc"', b"null", b"1", b"\xff\xfe", b'{"prompt": "\xff"}',
+        b"[" * 100_000, b'{"prompt":' * 10_000, b"9" * 10_000, b'{"prompt": [' + b"9" * 5_000 + b"]}",
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_malformed_bodies_get_400(site: Site, content: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        check_error(site.post(path, content=content, headers={"Content-Type": "application/json"}), 400, "")
+
+
+def test_forms_that_a_browser_may_send_from_anywhere_are_refused(site: Site) -> None:
+    check_error(site.post(content=json.dumps(OK), headers={"Content-Type": "text/plain"}), 400, "application/json")
+
+
+def test_other_addresses_and_methods(site: Site) -> None:
+    check_error(site.post("/v1/complete", json=OK), 404, "/v1/complete")
+    check_error(httpx2.get(f"{site.url}/v1/completions"), 405, "GET")
+
+
+def test_bodies_that_are_too_large_get_413(site: Site) -> None:
+    check_error(site.post(json={"prompt": "a" * 300_000}), 413, "200,000")
+    check_error(site.post(content=(b"a" * 1000 for _ in range(300))), 413, "200,000")
+    assert site.post(json=OK).status_code == 200
+
+
+def test_bodies_that_never_end_get_408(start: StartServer) -> None:
+    import socket
+
+    site = start(limits=Limits(body_seconds=0.2))
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_the_key(start: StartServer) -> None:
+    site = start(api_key="secret")
+    assert site.post(json=OK, headers={"Authorization": "Bearer secret"}).status_code == 200
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer é"}):
+        for path in ("/v1/completions", "/v1/models", "/v1/nothing"):
+            raw = {name: value.encode("latin-1") for name, value in headers.items()}
+            check_error(site.post(path, json=OK, headers=raw), 401, "API key")
+    for path in ("/", "/health", "/metrics"):
+        assert httpx2.get(site.url + path).status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        site.openai.models.list()
