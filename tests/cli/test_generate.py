@@ -31,6 +31,15 @@ def test_the_prompt_is_continued_by_the_newest_checkpoint(command: Command, run_
     assert "ended by 'length'; seed 3; position 24;" in result.stderr
 
 
+def test_the_mode_is_set_once_and_not_for_every_token(
+    command: Command, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, train = [], gecko.Gecko.train
+    monkeypatch.setattr(gecko.Gecko, "train", lambda model, mode=True: modes.append(mode) or train(model, mode))
+    assert command("generate", run_folder, "--prompt", "abc", "-n", 20).exit_code == 0
+    assert modes == [False]
+
+
 def test_every_way_of_choosing_is_offered(command: Command, run_folder: Path) -> None:
     options = {"top_k": 90, "top_p": 0.99, "min_p": 0.001, "repetition_penalty": 1.4}
     given = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]

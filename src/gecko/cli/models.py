@@ -57,11 +57,14 @@ def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenize
 
 
 def load_model(name: str, tokenizer: str | None, device: str) -> tuple[Gecko, Tokenizer]:
-    """The model that MODEL means, on a device, with its tokenizer; arguments and errors as above and below."""
+    """The model that MODEL means, on a device, with its tokenizer; arguments and errors as above and below.
+
+    In evaluation mode: commands that train do not come here, and to change the mode for every token takes time.
+    """
     from gecko.train.hardware import select_device
 
     folder = find_gecko(name)
-    model = load(folder).to(select_device(device))
+    model = load(folder).to(select_device(device)).eval()
     return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
 
 
@@ -81,7 +84,7 @@ def load_any_model(name: str, tokenizer: str | None, device: str) -> tuple[Langu
     from gecko.train.hardware import select_device
 
     folder = find_model(name)
-    model = load_any(folder).to(select_device(device))
+    model = load_any(folder).to(select_device(device)).eval()
     return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
 
 
