@@ -62,7 +62,7 @@ class Saver:
             keep_newest(self.folder, self.run.checkpoint.keep, self.run.checkpoint.keep_every)
             return
         self.wait()
-        partial = self.ranks.agree(lambda: self._begin(position.step))
+        partial = self.ranks.share(self.ranks.agree(lambda: self._begin(position.step)))
         random = random_state()
         shards = self._write_shards(partial, training_tensors(model, optimizer))
         self._writing = self._executor.submit(self._complete, partial, shards, position, random)
@@ -86,8 +86,13 @@ class Saver:
         self._executor.shutdown(wait=error is None, cancel_futures=True)
 
     def _begin(self, step: int) -> Path:
-        """The same folder on every rank, made by the first."""
-        return self.ranks.share(begin_checkpoint(self.folder, step) if self.ranks.first else self.folder)
+        """On the first rank: the folder it made for all. It may fail there alone, so nothing is exchanged in here."""
+        if not self.ranks.first:
+            return self.folder
+        try:
+            return begin_checkpoint(self.folder, step)
+        except OSError as error:
+            raise write_failure(self.folder, step, error) from error
 
     def _write_shards(self, partial: Path, tensors: dict[str, Tensor]) -> Future[Any]:
         writer = HuggingFaceStorageWriter(str(partial / SHARDS), save_distributed=True)

@@ -161,11 +161,12 @@ def _fit(
     position = Position() if checkpoint is None else restore_snapshot(checkpoint, model, optimizer)
     if checkpoint is not None:
         console.print(f"continuing after step {position.step}, from {checkpoint}")
-    ranks.agree(lambda: _save_recipe(run, model, None if checkpoint is None else position.step, ranks))
+    went_on = None if checkpoint is None else position.step
+    ranks.agree(lambda: _save_recipe(run, model, went_on, ranks))
     assert run.steps is not None
     with ExitStack() as stack:
         display = stack.enter_context(TrainingProgress(console, position.step, run.steps))
-        metrics = stack.enter_context(_metrics(run, None if checkpoint is None else position.step, ranks))
+        metrics = stack.enter_context(ranks.agree(lambda: _metrics(run, went_on, ranks)))
         saver = stack.enter_context(Saver(run, ranks))
         watchdog = stack.enter_context(_watchdog(run, ranks))
         outlets = Outlets(saver, display, metrics, watchdog)

@@ -1,0 +1,45 @@
+"""What fails on one rank ends all of them, at once: the first says why, the others exit with code 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import training_jobs as work
+from jobs import Answer, Jobs
+
+from gecko.train import Run
+from gecko.train.snapshot import checkpoints_folder
+
+
+@pytest.fixture
+def impatient(run_in: Callable[..., Run]) -> Callable[..., Run]:
+    """Ranks that wait for each other in two places give up after a minute."""
+
+    def make(name: str, **changes: Any) -> Run:
+        return run_in(name, hang_minutes=0.5, **changes)
+
+    return make
+
+
+def refused(answers: list[Answer]) -> str:
+    """What the first rank says, where the second one leaves it to it."""
+    first, second = answers
+    assert first.error is not None and second.error == "SystemExit: 2", (first.trace, second.trace)
+    return first.error
+
+
+def test_a_checkpoint_that_cannot_be_begun(jobs: Jobs, impatient: Callable[..., Run]) -> None:
+    run = impatient("x")
+    run.folder.mkdir()
+    checkpoints_folder(run).write_text("not a folder")
+    said = refused(jobs.answers(2, work.train_run, run))
+    assert said.startswith("OSError: the checkpoint of step 4 could not be written") and "File exists" in said
+
+
+def test_numbers_that_are_damaged(jobs: Jobs, impatient: Callable[..., Run]) -> None:
+    run = impatient("x", steps=4)
+    jobs.run(2, work.train_run, run)
+    (run.folder / "metrics.jsonl").write_text("{broken\n{}\n")
+    assert "metrics.jsonl, line 1, must be" in refused(jobs.answers(2, work.train_run, run, True))
