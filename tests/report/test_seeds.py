@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gecko.report.seeds import error_bars, estimate, seeds_interval
+from gecko.eval.intervals import over_seeds
+from gecko.report.seeds import error_bars, estimate
 
 
 def score(value: float, low: float | None = None, high: float | None = None, n: int = 10) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def test_several_seeds_have_students_interval() -> None:
     assert found.interval is not None
     assert (found.interval.low, found.interval.high) == pytest.approx((2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5), 1e-4)
     assert found.interval.method == "Student's t over 3 seeds, 95 %"
-    assert seeds_interval([1.0]) is None
+    assert over_seeds([1.0]) is None
 
 
 def test_shares_over_seeds_stay_shares() -> None:

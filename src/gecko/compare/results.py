@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +10,9 @@ import numpy as np
 
 from gecko.compare.folder import evaluation_of
 from gecko.compare.plan import Planned
-from gecko.eval.intervals import Interval, bootstrap_ratio, student
+from gecko.eval.intervals import Interval, over_rows, over_seeds, standard_error
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import Record, read_metrics, seconds_by_step
-
-_BOOTSTRAP_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -107,42 +104,32 @@ def summarise(results: Sequence[RunResult], first: str) -> list[Summary]:
 
 def _summary(results: Sequence[RunResult], first: Sequence[RunResult]) -> Summary:
     losses = [result.evaluation.nats_per_byte for result in results]
-    mean, error, interval = _over_seeds(losses)
-    if len(results) == 1:
-        interval = _over_rows(results[0].evaluation)
+    interval = over_seeds(losses) if len(results) > 1 else _over_rows(results[0].evaluation)
     pairs = [(mine, other) for mine in results for other in first if mine.seed == other.seed]
     differences = [mine.evaluation.nats_per_byte - other.evaluation.nats_per_byte for mine, other in pairs]
-    _, _, difference_interval = _over_seeds(differences)
+    difference_interval = over_seeds(differences)
     if len(pairs) == 1:
         difference_interval = _over_rows(pairs[0][0].evaluation, pairs[0][1].evaluation)
     return Summary(
         results[0].recipe, results[0].parameters, results[0].learning_rate, [result.seed for result in results],
-        mean, error, interval, statistics.fmean(differences) if differences else None,
+        statistics.fmean(losses), standard_error(losses), interval,
+        statistics.fmean(differences) if differences else None,
         [mine.seed for mine, _ in pairs], difference_interval,
         statistics.fmean(result.seconds for result in results),
         statistics.fmean(result.tokens_per_second for result in results),
     )  # fmt: skip
 
 
-def _over_seeds(values: Sequence[float]) -> tuple[float, float | None, Interval | None]:
-    """Mean, standard error and 95 % interval; nan without values."""
-    if len(values) < 2:
-        return values[0] if values else math.nan, None, None
-    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
-    return mean, error, student(mean, error, len(values), f"{len(values)} seeds")
-
-
 def _over_rows(evaluation: Evaluation, other: Evaluation | None = None) -> Interval | None:
     """Of the loss in nats a byte, or of its difference to ``other``'s, row by row; None where rows were not kept."""
     if not evaluation.row_losses or (other is not None and not other.row_losses):
         return None
-    targets, losses = np.array(evaluation.row_targets, float), np.array(evaluation.row_losses)
+    losses = np.array(evaluation.row_losses)
     if other is not None:
         if other.row_targets != evaluation.row_targets:
             raise ValueError("models are compared on the same held-out rows; these two were tested on different ones.")
         losses = losses - np.array(other.row_losses)
-    per_byte = evaluation.nats_per_byte / evaluation.loss
-    return bootstrap_ratio(losses * per_byte, targets, "held-out rows", _BOOTSTRAP_SEED)
+    return over_rows(losses, evaluation.row_targets, evaluation.nats_per_byte / evaluation.loss)
 
 
 def _curve(records: Sequence[Record], tokens_per_step: int, seconds: Mapping[int, float]) -> list[Point]:

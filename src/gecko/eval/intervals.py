@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ Values = NDArray[np.float64]
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 _RESAMPLES_AT_ONCE = 100
+_ROWS_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,23 @@ def student(mean: float, error: float | None, n: int, unit: str) -> Interval | N
         return None
     reach = float(require("scipy.stats", "eval").t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
     return Interval(float(mean - reach), float(mean + reach), f"Student's t over {unit}, 95 %")
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of their mean; None for fewer than two."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def over_seeds(values: Sequence[float]) -> Interval | None:
+    """Of the mean of one value for each seed; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    return student(fmean(values), standard_error(values), len(values), f"{len(values)} seeds")
+
+
+def over_rows(losses: Sequence[float] | Values, targets: Sequence[int], scale: float) -> Interval | None:
+    """Of ``scale`` · Σ ``losses`` / Σ ``targets`` of held-out rows; None where fewer than two were kept."""
+    return bootstrap_ratio(scale * np.array(losses), np.array(targets, float), "held-out rows", _ROWS_SEED)
 
 
 def share(hits: Sequence[bool]) -> tuple[float, Interval]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gecko.eval.intervals import Interval, student
+from gecko.eval.intervals import Interval, over_seeds
 
 NOT_AVERAGED = ("t", "p, two-sided")
 """Scores that say something of one sample only: each seed's is shown."""
@@ -39,14 +38,6 @@ def estimate(scores: Sequence[Mapping[str, Any]], limits: tuple[float, float] | 
     return Estimate(values, statistics.fmean(values), interval, _count(scores))
 
 
-def seeds_interval(values: Sequence[float]) -> Interval | None:
-    """Of the mean of one value for each seed; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return student(statistics.fmean(values), error, len(values), f"{len(values)} seeds")
-
-
 def error_bars(estimates: Iterable[Estimate]) -> list[list[float]]:
     """How far intervals reach below and above the means; not at all where there is none."""
     below, above = [], []
@@ -61,7 +52,7 @@ def _over_seeds(
     values: Sequence[float], own: Sequence[Interval], limits: tuple[float, float] | None
 ) -> Interval | None:  # fmt: skip
     if len(set(values)) > 1:
-        return _cut(seeds_interval(values), limits)
+        return _cut(over_seeds(values), limits)
     if not own:
         return None
     return Interval(min(one.low for one in own), max(one.high for one in own),

@@ -8,22 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from gecko.eval.intervals import Interval, bootstrap_ratio
+from gecko.eval.intervals import over_rows, over_seeds
 from gecko.eval.results import readable
 from gecko.extras import require
 from gecko.pages.drawing import label_line_ends, new_figure, svg
 from gecko.report.published import published_table
 from gecko.report.reading import Material, RunFolder
 from gecko.report.sections import Picture, Section
-from gecko.report.seeds import seeds_interval
 from gecko.report.subjects import Identity, Subject
 from gecko.report.tables import PLAIN, Cell, Table, span
 from gecko.train.metrics import seconds_by_step
 
 _TOKENS = "tokens read"
-_BOOTSTRAP_SEED = 0
 _SETTLED = 0.25
 """Part of a run after which its loss decides the picture's frame."""
 _TRAINING_POINTS = 50
@@ -212,16 +208,13 @@ def _finished_row(model: Trained) -> list[Cell] | None:
 
 def _mean_cell(results: Sequence[Mapping[str, Any]], name: str) -> Cell:
     values = [float(one[name]) for one in results]
-    interval = seeds_interval(values) if len(values) > 1 else _over_rows(results[0], name)
+    if len(values) > 1:
+        interval = over_seeds(values)
+    else:
+        (one,) = results
+        # Older results lack the losses of rows.
+        interval = over_rows(one.get("row_losses") or [], one.get("row_targets") or [], values[0] / one["loss"])
     return Cell(readable(statistics.fmean(values)), span(interval, PLAIN))
-
-
-def _over_rows(results: Mapping[str, Any], name: str) -> Interval | None:
-    """Of the loss ``name`` of one run; None where the losses of its rows were not kept."""
-    if not results.get("row_losses"):
-        return None
-    losses, targets = np.array(results["row_losses"]), np.array(results["row_targets"], float)
-    return bootstrap_ratio(losses * (float(results[name]) / results["loss"]), targets, "held-out rows", _BOOTSTRAP_SEED)
 
 
 def _unfinished_row(model: Trained) -> list[Cell] | None:
