@@ -17,7 +17,6 @@ from gecko.allocator import keep_freed_memory
 from gecko.baselines import Llama
 from gecko.cli.models import load_any_model, trained_length
 from gecko.cli.output import output_file
-from gecko.config import unknown_name
 from gecko.denormals import flushed_denormals
 from gecko.eval import GeckoModel, LlamaModel, Results
 from gecko.eval.results import Report
@@ -323,19 +322,8 @@ def _number(option: str, part: str) -> float:
 
 
 def _overridden(default: Any, overrides: Sequence[str]) -> Any:
-    from gecko.train.fields import build, flatten
+    from gecko.train.fields import build, set_fields
 
     values = dataclasses.asdict(default)
-    known = list(flatten(values))
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator:
-            raise ValueError(f"an override must read key=value, for example steps=100; got {override!r}.")
-        if key not in known:
-            raise ValueError(unknown_name("override", key, known))
-        *path, name = key.split(".")
-        place = values
-        for part in path:
-            place = place[part]
-        place[name] = value
+    set_fields(values, overrides)
     return build(type(default), values)

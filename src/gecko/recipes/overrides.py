@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-from gecko.config import unknown_name
 from gecko.train import Run
-from gecko.train.fields import flatten
+from gecko.train.fields import set_fields
 
 _FIXED = ("recipe", "overrides", "model.model_type")
 
@@ -20,22 +18,8 @@ def apply_overrides(run: Run, overrides: Sequence[str]) -> Run:
     agree can change in any order. ValueError for an unknown key (with the nearest) or a value that does not fit.
     """
     values = run.to_dict()
-    known = [name for name in flatten(values) if name not in _FIXED]
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator:
-            raise ValueError(f"an override must read key=value, for example steps=100; got {override!r}.")
-        if key not in known:
-            raise ValueError(unknown_name("override", key, known))
-        _set(values, key, value)
+    set_fields(values, overrides, _FIXED)
     changed = Run.from_dict(values)
     # Of two values for a key the command needs the last one only.
     latest = {override.partition("=")[0]: override for override in (*run.overrides, *overrides)}
     return dataclasses.replace(changed, overrides=tuple(latest.values()))
-
-
-def _set(values: dict[str, Any], key: str, value: str) -> None:
-    *path, name = key.split(".")
-    for part in path:
-        values = values[part]
-    values[name] = value

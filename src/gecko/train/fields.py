@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gecko.baselines.models import CONFIGS, ModelConfig
@@ -114,6 +116,22 @@ def _scalar(value: Any, kind: type, name: str) -> Any:
         pass
     expected = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
     raise ValueError(f"{name} must be {expected}; got {value!r}.")
+
+
+def set_fields(values: dict[str, Any], overrides: Iterable[str], fixed: Collection[str] = ()) -> None:
+    """Put each ``key=value``, its key dotted, into nested ``values``, as text; keys in ``fixed`` are as unknown ones.
+
+    ValueError for an unknown key, with the nearest.
+    """
+    known = [name for name in flatten(values) if name not in fixed]
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ValueError(f"an override must read key=value, for example steps=100; got {override!r}.")
+        if key not in known:
+            raise ValueError(unknown_name("override", key, known))
+        *path, name = key.split(".")
+        reduce(getitem, path, values)[name] = value
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
