@@ -26,7 +26,6 @@ FORMAT = "gecko-shards-1"
 SUFFIXES = (".ds", ".ds.index", ".ds.bytes")
 COUNT_BYTES = 8
 """Bytes of a number in ``.ds.index`` and ``.ds.bytes``."""
-HASHED_AT_ONCE = 1 << 24
 VERIFYING_THREADS = 4
 
 
@@ -136,7 +135,9 @@ class Shard:
     def check_digests(self) -> None:
         """ValueError where a byte has changed."""
         for suffix, digest in zip(SUFFIXES, self.record.sha256, strict=True):
-            if file_digest(self.file(suffix)) != digest:
+            with self.file(suffix).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != digest:
                 raise ValueError(f"{self.file(suffix)} is damaged: it does not match its SHA-256. {_REMEDY}")
 
     def _map(self, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -198,11 +199,3 @@ def is_shard_folder(source: str) -> bool:
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest unsigned type that holds every id, little-endian."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
-def file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(HASHED_AT_ONCE):
-            digest.update(piece)
-    return digest.hexdigest()
