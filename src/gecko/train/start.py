@@ -12,9 +12,11 @@ from gecko.baselines import LanguageModel, build_model, load_any, meta_model
 from gecko.model import Block
 from gecko.parallel.fsdp import empty_sharded_model, fill
 from gecko.parallel.mesh import Ranks
-from gecko.store import CONFIG
+from gecko.store import CONFIG, WEIGHTS
 from gecko.train.checkpoint import latest_checkpoint
 from gecko.train.run import Run
+from gecko.train.same_tokenizer import check_same_tokenizer
+from gecko.train.snapshot import SHARDS
 
 
 def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool) -> LanguageModel:
@@ -57,6 +59,7 @@ def _initial(run: Run) -> LanguageModel:
     if run.init_from is None:
         return build_model(run.model)
     folder = _model_folder(Path(run.init_from))
+    _check_joined(folder)
     model = load_any(folder)
     found = model.config.to_dict()
     different = [name for name, value in run.model.to_dict().items() if found.get(name, ...) != value]
@@ -67,6 +70,7 @@ def _initial(run: Run) -> LanguageModel:
         )
     if not all(parameter.is_floating_point() for parameter in model.state_dict().values()):
         raise ValueError(f"init_from must hold a model that is not quantised; {folder} is. Use the one it was made of.")
+    check_same_tokenizer(folder, run.data.tokenizer)
     return model.float()
 
 
@@ -79,3 +83,11 @@ def _model_folder(folder: Path) -> Path:
     if newest is None:
         raise FileNotFoundError(f"init_from must hold a model or a run with a checkpoint; {folder} has none yet.")
     return newest
+
+
+def _check_joined(folder: Path) -> None:
+    if (folder / SHARDS).is_dir() and not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(
+            f"init_from must hold {WEIGHTS}; {folder} is a checkpoint of several ranks, each of which wrote its part. "
+            f"Join them: gecko consolidate {folder}"
+        )

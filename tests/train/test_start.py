@@ -1,0 +1,103 @@
+"""Fine-tuning: a model is trained on the ids that it was trained on before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gecko.data import load_tokenizer
+from gecko.train import Run, train
+from gecko.train.snapshot import SHARDS
+
+
+def write_tokenizer(folder: Path, merges: list[tuple[str, str]]) -> str:
+    """A byte-level BPE of the given merges, with a border."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    library = Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+@pytest.fixture
+def read_by(run_in: Callable[[str], Run]) -> Callable[..., Run]:
+    """One step on the ids of a tokenizer, of a model with room for all that are here."""
+
+    def make(name: str, tokenizer: str, init_from: Path | None = None) -> Run:
+        run = run_in(name)
+        data = replace(run.data, tokenizer=tokenizer)
+        start = None if init_from is None else str(init_from)
+        return replace(run, steps=1, data=data, model=replace(run.model, vocab_size=272), init_from=start)
+
+    return make
+
+
+def test_the_tokenizer_is_that_of_the_model(read_by: Callable[..., Run], tmp_path: Path) -> None:
+    """By what it makes of text: the same under another name or in a file written anew is the same."""
+    merged = write_tokenizer(tmp_path / "merged", [("r", "e"), ("re", "d")])
+    other = write_tokenizer(tmp_path / "other", [("r", "u"), ("e", "r")])
+    first = train(read_by("first", merged))
+    (tmp_path / "copy").mkdir()
+    copy = tmp_path / "copy" / "tokenizer.json"
+    copy.write_text(json.dumps(json.loads(Path(merged).read_text()), indent=3))
+    assert load_tokenizer(str(copy)).digest != load_tokenizer(merged).digest
+    for number, same in enumerate((merged, str(tmp_path / "merged"), str(copy))):
+        assert train(read_by(f"same-{number}", same, first.run.folder)).finished
+    for init_from in (first.run.folder, first.checkpoint):
+        for given in ("bytes", other):
+            with pytest.raises(ValueError, match=rf"data\.tokenizer must be .* Set data\.tokenizer={merged}$"):
+                train(read_by("refused", given, init_from))
+
+
+def test_a_tokenizer_beside_the_weights_is_known(read_by: Callable[..., Run], tmp_path: Path) -> None:
+    """As transformers leaves them; without one, and without a recipe, anything is taken."""
+    first = train(read_by("first", "bytes"))
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(first.checkpoint / name, model / name)
+    merged = write_tokenizer(tmp_path / "merged", [("r", "e"), ("re", "d")])
+    assert train(read_by("unknown", merged, model)).finished
+    shutil.copyfile(merged, model / "tokenizer.json")
+    assert train(read_by("same", merged, model)).finished
+    with pytest.raises(ValueError, match=rf"Set data\.tokenizer={model}$"):
+        train(read_by("refused", "bytes", model))
+
+
+def test_a_tokenizer_that_is_gone_is_not_the_bytes(read_by: Callable[..., Run], tmp_path: Path) -> None:
+    merged = write_tokenizer(tmp_path / "merged", [("r", "e"), ("re", "d")])
+    first = train(read_by("first", merged))
+    moved = (tmp_path / "merged").rename(tmp_path / "moved") / "tokenizer.json"
+    with pytest.raises(ValueError, match=rf"Set data\.tokenizer={merged}$"):
+        train(read_by("refused", "bytes", first.run.folder))
+    with pytest.warns(UserWarning, match=r"data\.tokenizer could not be compared .*which does not exist"):
+        assert train(read_by("moved", str(moved), first.run.folder)).finished
+
+
+def test_the_bytes_as_transformers_writes_them_are_the_bytes(read_by: Callable[..., Run], tmp_path: Path) -> None:
+    hf = pytest.importorskip("gecko.hf")
+    first = train(read_by("first", "bytes"))
+    hf.byte_tokenizer().save_pretrained(first.checkpoint)
+    (first.checkpoint / "recipe.json").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert train(read_by("again", "bytes", first.checkpoint)).finished
+
+
+def test_a_checkpoint_in_parts_is_to_be_joined(read_by: Callable[..., Run]) -> None:
+    first = train(read_by("first", "bytes"))
+    (first.checkpoint / SHARDS).mkdir()
+    (first.checkpoint / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=f"several ranks.* gecko consolidate {first.checkpoint}$"):
+        train(read_by("again", "bytes", first.checkpoint))
