@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gecko.train.nonfinite import NonFiniteError, SkipCounter, find_nonfinite
+from gecko.train import NonFiniteError, Run, train
+from gecko.train.nonfinite import find_nonfinite
+from gecko.train.spikes import SpikeRule
 
 
 class Bad(nn.Module):
@@ -79,12 +82,19 @@ def test_no_hook_stays_behind() -> None:
     assert not any(hooks)
 
 
-def test_only_skips_in_a_row_count() -> None:
-    counter = SkipCounter(limit=3)
-    for step, cause in enumerate(["nan", "nan", None, "nan", "nan", None]):
-        counter.record(step, cause)
-    counter.record(6, "nan")
-    assert SkipCounter(3, counter.consecutive).consecutive == 1
-    counter.record(7, "nan")
-    with pytest.raises(NonFiniteError, match=r"steps 6 to 8 .*max_skips=3.*the cause"):
-        counter.record(8, "the cause")
+def test_only_skips_in_a_row_count(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before a checkpoint too: step 4 is the last that the killed run saved."""
+    causes = iter(["nan", "nan", None, "nan", KeyboardInterrupt, "nan", "the cause"])
+
+    def judge(*_: Any) -> str | None:
+        cause = next(causes)
+        if cause is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return cause
+
+    monkeypatch.setattr(SpikeRule, "judge", judge)
+    run = replace(small_run, max_skips=3)
+    with pytest.raises(KeyboardInterrupt):
+        train(run)
+    with pytest.raises(NonFiniteError, match=r"steps 4 to 6 .*max_skips=3.*the cause"):
+        train(run, resume=True)

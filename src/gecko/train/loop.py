@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from gecko.parallel.mesh import Ranks
 from gecko.train.batches import Batches
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.metrics import Kind, MetricsWriter
-from gecko.train.nonfinite import SkipCounter, find_nonfinite
+from gecko.train.nonfinite import check_skips, find_nonfinite
 from gecko.train.profiling import ProfileWindow
 from gecko.train.progress import TrainingProgress
 from gecko.train.run import Run
@@ -62,7 +63,6 @@ class Trainer:
         self.position = position
         self.outlets, self.ranks = outlets, ranks
         self.device = next(model.parameters()).device
-        self._skips = SkipCounter(run.max_skips, position.consecutive_skips)
         self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms)
         self._profile = ProfileWindow(run.profile, run.folder / "profile", ranks.rank)
         self._speed = Speedometer(run, self.device, ranks.world)
@@ -116,10 +116,9 @@ class Trainer:
         seconds = time.perf_counter() - begin
         self._advance(seconds, skipped=cause is not None)
         self._report(result, rate, seconds, waited, cause)
-        if cause is None:
-            self._skips.record(self.position.step, None)
-        else:
-            self.ranks.agree(lambda: self._skips.record(self.position.step, cause))
+        if cause is not None:
+            skips, limit = self.position.consecutive_skips, self.run.max_skips
+            self.ranks.agree(partial(check_skips, self.position.step, skips, limit, cause))
 
     def _find_cause(self, parts: Sequence[Part]) -> str:
         precision, ranks = self.run.precision, self.ranks
@@ -171,5 +170,10 @@ class Trainer:
     def _save(self) -> None:
         if self.outlets.watchdog is not None:
             self.outlets.watchdog.beat()
+        self.ranks.agree(self._flush_metrics)
         self.outlets.saver.save(self.model, self.optimizer, self.position)
         self._saved = self.position.step
+
+    def _flush_metrics(self) -> None:
+        if self.outlets.metrics is not None:
+            self.outlets.metrics.flush()

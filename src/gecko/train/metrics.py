@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from gecko.extras import require
 from gecko.files import whole_file
 
+METRICS = "metrics.jsonl"
 Kind = Literal["train", "validation"]
 Record = dict[str, Any]
 
@@ -31,7 +33,7 @@ class MetricsWriter:
         self, folder: Path, step: int | None, wandb: str | None = None, settings: Mapping[str, Any] | None = None
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
+        path = folder / METRICS
         truncate_metrics(path, -1 if step is None else step)
         self._file = path.open("a", encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", 0 if step is None else step + 1)
@@ -48,6 +50,10 @@ class MetricsWriter:
                 self._board.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log({"step": step, **scalars})
+
+    def flush(self) -> None:
+        """Until the disk has all records: a checkpoint must not outlive those of the steps before it."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -22,23 +22,14 @@ class NonFiniteError(RuntimeError):
     """Too many steps in a row were skipped."""
 
 
-class SkipCounter:
-    """Counts skipped steps; ``consecutive`` is part of what a checkpoint keeps."""
-
-    def __init__(self, limit: int, consecutive: int = 0) -> None:
-        self.limit = limit
-        self.consecutive = consecutive
-
-    def record(self, step: int, cause: str | None) -> None:
-        """``cause`` is None for a step that was taken. NonFiniteError at the limit."""
-        self.consecutive = 0 if cause is None else self.consecutive + 1
-        if self.consecutive >= self.limit:
-            first = step - self.consecutive + 1
-            raise NonFiniteError(
-                f"steps {first} to {step} were all skipped for their loss or gradient, and max_skips={self.limit}; "
-                f"the last: {cause}. The last checkpoint is untouched. Try a lower optimizer.learning_rate, "
-                "a longer schedule.warmup or precision=float32, and continue with --resume."
-            )
+def check_skips(step: int, consecutive: int, limit: int, cause: str) -> None:
+    """NonFiniteError where ``limit`` steps in a row were skipped, ``step`` the last of them, for ``cause``."""
+    if consecutive >= limit:
+        raise NonFiniteError(
+            f"steps {step - consecutive + 1} to {step} were all skipped for their loss or gradient, and "
+            f"max_skips={limit}; the last: {cause}. The last checkpoint is untouched. Try a lower "
+            "optimizer.learning_rate, a longer schedule.warmup or precision=float32, and continue with --resume."
+        )
 
 
 def find_nonfinite(model: nn.Module, compute: Callable[[], float], ranks: Ranks = _ALONE) -> str:
