@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gecko.data import ByteTokenizer, StreamDecoder
+from gecko.data import ByteTokenizer, StreamDecoder, load_tokenizer
 
 PIECES = ("é".encode(), "你".encode(), "🎉".encode(), b"a", b"\x80", b"\xff", b"\xf0\x9f", b"\xf0\x9f\x8e", b"\xe4")
 """Whole characters, bytes that are none, and characters that are cut off."""
@@ -45,3 +46,19 @@ def test_a_long_run_of_invalid_bytes_is_passed_on_as_it_comes() -> None:
         assert emitted + decoder.flush() == (junk * 500).decode(errors="replace")
         assert decoder.push(b"a") == "a"
     assert tokenizer.longest <= 16
+
+
+@settings(max_examples=100)
+@given(words=st.lists(st.sampled_from(["the", "quick", "é", "brown"]), min_size=2, max_size=8), data=st.data())
+def test_a_text_that_goes_on_is_written_as_in_one_go(
+    byte_fallback_file: Path, words: list[str], data: st.DataObject
+) -> None:
+    """Spaces that words begin with are kept, that of the first one too."""
+    tokenizer = load_tokenizer(str(byte_fallback_file))
+    before = " ".join(words[: data.draw(st.integers(1, len(words) - 1))])
+    ids = tokenizer.encode(" ".join(words)).tolist()
+    read = len(tokenizer.encode(before))
+    assert tokenizer.decode(ids[:read]) == before
+    decoder = StreamDecoder(tokenizer, goes_on=True)
+    written = "".join(decoder.push([index]) for index in ids[read:]) + decoder.flush()
+    assert before + written == " ".join(words)

@@ -82,7 +82,7 @@ def generate(
         network, [reading], seeds=seeds, sampling=sampling,
         max_new_tokens=max_new_tokens, stop_tokens={vocabulary.document_end},
     )  # fmt: skip
-    pieces = TextStream(tokens, vocabulary, stop or [])
+    pieces = TextStream(tokens, vocabulary, stop or [], goes_on=text is not None)
     _write(pieces)
     watch.lap(pieces.num_tokens)
     after = tokens.state.to("cpu")

@@ -11,16 +11,24 @@ LONGEST_CHARACTER = 4
 """Bytes of a UTF-8 character, and so at most as many ids."""
 
 
+def letter(tokenizer: Tokenizer) -> list[int]:
+    """An id of text, which others may follow; none where the tokenizer knows no letters."""
+    return tokenizer.encode("a").tolist()[-1:]
+
+
 class StreamDecoder:
     """Turns ids into text piece by piece; the pieces join to ``tokenizer.decode`` of all the ids.
 
     Text is held back while it ends in an incomplete UTF-8 character. Decoding costs the same
     for every id, however long the stream is.
+
+    Args:
+        goes_on: the ids follow other text, so that a first word keeps the space that SentencePiece begins it with.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, goes_on: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []
+        self._context = letter(tokenizer) if goes_on else []
         self._pending: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:

@@ -30,16 +30,17 @@ class TextStream(Generic[S]):
     Args:
         tokens: a stream of one row.
         stops: the text ends before the first of these.
+        goes_on: the row follows other text, as for ``StreamDecoder``.
 
     Raises:
         ValueError: an empty stop string.
     """
 
-    def __init__(self, tokens: S, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokens: S, tokenizer: Tokenizer, stops: Sequence[str] = (), *, goes_on: bool = False) -> None:
         self.tokens = tokens
         self.num_tokens = 0
         """Tokens made so far."""
-        self._decoder, self._stops = StreamDecoder(tokenizer), StopStrings(stops)
+        self._decoder, self._stops = StreamDecoder(tokenizer, goes_on=goes_on), StopStrings(stops)
 
     @property
     def stopped_by(self) -> str | None:

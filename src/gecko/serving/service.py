@@ -152,8 +152,10 @@ class Service:
         return torch.tensor(ids)
 
     def _choice(self, index: int, asked: Asked, request: Request) -> ChoiceText:
-        stops = [*asked.stop, *(self.model.chat.stops if isinstance(asked, ChatRequest) else ())]
-        return ChoiceText(index, self.model.tokenizer, stops, request.begins_at + len(request.prompt))
+        chat, position = isinstance(asked, ChatRequest), request.begins_at + len(request.prompt)
+        stops = [*asked.stop, *(self.model.chat.stops if chat else ())]
+        # A turn of a conversation is a text of its own, and so is what follows nothing but the start of a document.
+        return ChoiceText(index, self.model.tokenizer, stops, position, goes_on=not chat and position > 1)
 
     def _text(self, prompt: str | Ids) -> str:
         return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt)

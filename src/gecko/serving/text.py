@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gecko.data import StreamDecoder, Tokenizer
-from gecko.data.stream import REPLACEMENT
+from gecko.data.stream import REPLACEMENT, letter
 from gecko.generation.stopping import StopStrings
 from gecko.serving.request import Token
 
@@ -56,14 +56,17 @@ class ChoiceText:
     Args:
         index: the continuation's number in the answer.
         position: of the reading state after the prompt.
+        goes_on: it follows other text, as for ``StreamDecoder``.
     """
 
-    def __init__(self, index: int, tokenizer: Tokenizer, stops: Sequence[str], position: int) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, stops: Sequence[str], position: int, *, goes_on: bool = False
+    ) -> None:
         self.index = index
         self.num_tokens = 0
         self._tokenizer, self._start = tokenizer, position
-        self._letter = tokenizer.encode("a").tolist()[-1:]
-        self._decoder, self._stops = StreamDecoder(tokenizer), StopStrings(stops)
+        self._letter = letter(tokenizer)
+        self._decoder, self._stops = StreamDecoder(tokenizer, goes_on=goes_on), StopStrings(stops)
         self._decoded = 0
         self._untold: list[TokenText] = []
 
