@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -21,7 +22,7 @@ from gecko.baselines import LanguageModel, build_model, meta_model
 from gecko.data import IGNORED, Batch
 from gecko.parallel.fsdp import empty_sharded_model, fill, whole
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
-from gecko.train import Run, train
+from gecko.train import Run, checkpoint, train
 from gecko.train.batches import Batches
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.loop import Trainer
@@ -197,6 +198,19 @@ def run_on_a_full_disk(run: Run, rank: int, step: int) -> dict[str, Any]:
             return train_run(run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def run_with_an_unreadable_checkpoint(run: Run, rank: int, name: str) -> dict[str, Any]:
+    """A run that goes on, in which the disk fails for one rank that reads its part of a checkpoint of this name."""
+    digest = checkpoint._sha256
+
+    def reading(path: Path) -> str:
+        if path.parts[-3:-1] == (name, "shards") and _rank() == rank:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return digest(path)
+
+    with mock.patch.object(checkpoint, "_sha256", reading):
+        return train_run(run, resume=True)
 
 
 @contextlib.contextmanager

@@ -113,6 +113,18 @@ def test_seeds_can_be_added(here: Any, call: Call, planned: Callable[..., Plan],
     assert numbers(tmp_path / "out") == numbers(tmp_path / "once")
 
 
+def test_stopped_while_more_rates_are_tuned_it_keeps_what_it_found(
+    here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path
+) -> None:
+    call(planned("out", seeds=(0,)))
+    before = (tmp_path / "out" / "comparison.json").read_bytes()
+    here.after = staticmethod(lambda: signal.raise_signal(signal.SIGINT))
+    outcome, _ = call(planned("out", seeds=(0,), tuning=Tuning((1e-4, 1e-2, 1e-1), STEPS_TO_TUNE)))
+    assert outcome.stopped == "SIGINT"
+    assert list(outcome.comparison.unfinished.values()) == ["waiting"]
+    assert (tmp_path / "out" / "comparison.json").read_bytes() == before
+
+
 def test_a_failing_run_does_not_stop_the_others(
     here: Any, call: Call, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

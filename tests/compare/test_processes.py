@@ -20,9 +20,10 @@ from rich.console import Console
 
 from gecko.compare import Plan
 from gecko.compare.board import Board
-from gecko.compare.folder import locked
+from gecko.compare.folder import LOCK
 from gecko.compare.pool import Pool
 from gecko.compare.progress import Progress, progress_of
+from gecko.lock import locked
 from gecko.train import Run, latest_checkpoint
 from gecko.train.metrics import MetricsWriter, read_metrics
 
@@ -43,7 +44,7 @@ def steps_of(folder: Path) -> int:
 
 def free(folder: Path) -> bool:
     try:
-        with locked(folder, wait=False):
+        with locked(folder / LOCK, wait=False):
             return True
     except ValueError:
         return False
@@ -85,8 +86,8 @@ def test_killed_and_called_again_is_uninterrupted(
 
 def test_one_comparison_at_a_time(recipes: list[str], tmp_path: Path, call: Callable[..., Any]) -> None:
     with (
-        locked(tmp_path / "out", wait=False),
-        pytest.raises(ValueError, match=r"one gecko compare at a time .* another one is at work"),
+        locked(tmp_path / "out" / LOCK, wait=False),
+        pytest.raises(ValueError, match=r"one process at a time .*/out; another one is at work"),
     ):
         call(Plan.of(recipes, [], tmp_path / "out"))
 

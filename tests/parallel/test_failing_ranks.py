@@ -9,6 +9,7 @@ import pytest
 import training_jobs as work
 from jobs import Answer, Jobs
 
+from gecko.lock import locked
 from gecko.train import Run
 from gecko.train.snapshot import checkpoints_folder
 
@@ -36,6 +37,23 @@ def test_a_checkpoint_that_cannot_be_begun(jobs: Jobs, impatient: Callable[..., 
     checkpoints_folder(run).write_text("not a folder")
     said = refused(jobs.answers(2, work.train_run, run))
     assert said.startswith("OSError: the checkpoint of step 4 could not be written") and "File exists" in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_that_one_rank_cannot_read(jobs: Jobs, impatient: Callable[..., Run], rank: int) -> None:
+    """It is passed over by both for the one before."""
+    run = impatient("x", steps=8)
+    jobs.run(2, work.train_run, run)
+    first, second = jobs.run(2, work.run_with_an_unreadable_checkpoint, run, rank, "step-00000008")
+    assert (first["step"], second["step"]) == (8, 8)
+    assert any("skipping the checkpoint step-00000008: " in warning for warning in first["warnings"])
+
+
+def test_a_folder_in_which_another_trains(jobs: Jobs, impatient: Callable[..., Run]) -> None:
+    run = impatient("x")
+    with locked(run.folder / ".training", wait=False):
+        assert "ValueError: one process at a time" in refused(jobs.answers(2, work.train_run, run))
+    assert jobs.run(2, work.train_run, run)[0]["step"] == 20
 
 
 def test_numbers_that_are_damaged(jobs: Jobs, impatient: Callable[..., Run]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import resource
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 from hypothesis import given, settings
@@ -48,8 +51,20 @@ def test_written_checkpoint_is_sound_and_the_newest_is_found(tmp_path: Path) -> 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in range(5):
         write(tmp_path, step)
-    keep_newest(tmp_path, 2)
+    keep_newest(tmp_path, 4, 2)
     assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize(("keep_every", "left"), [(None, [8, 10]), (4, [4, 8, 10])])
+def test_what_was_passed_over_does_not_count_as_newest(tmp_path: Path, keep_every: int | None, left: list[int]) -> None:
+    """A run that found step 12 damaged went on from step 8 and wrote step 10: what it may resume from stays."""
+    for step in (2, 4, 8, 12):
+        write(tmp_path, step)
+    (tmp_path / "step-00000012" / "model.bin").write_bytes(b"")
+    newest = write(tmp_path, 10)
+    keep_newest(tmp_path, 10, 2, keep_every)
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in left]
+    assert latest_checkpoint(tmp_path) == newest
 
 
 @settings(max_examples=25, deadline=None)
@@ -81,6 +96,21 @@ def test_incomplete_checkpoints_are_skipped(tmp_path: Path, name: str, change: s
         assert latest_checkpoint(tmp_path) == sound
 
 
+def test_an_unreadable_checkpoint_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fails under one file of the newest."""
+    sound, failing = write(tmp_path, 1), write(tmp_path, 2)
+    digest = hashlib.file_digest
+
+    def reading(file: BinaryIO, name: str) -> Any:
+        if Path(file.name) == failing / "model.bin":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return digest(file, name)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hashlib, "file_digest", reading)
+    with pytest.warns(UserWarning, match=r"skipping the checkpoint step-00000002: .*Input/output error"):
+        assert latest_checkpoint(tmp_path) == sound
+
+
 def test_all_damaged_is_an_error_not_a_new_start(tmp_path: Path) -> None:
     (write(tmp_path, 1) / "model.bin").write_bytes(b"WEIGHTS")
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="step-00000001 are damaged"):
@@ -107,6 +137,9 @@ def test_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path: Path) ->
         write(tmp_path, 2, b"x" * 10_000)
     assert os.listdir(tmp_path) == [previous.name]
     verify_checkpoint(previous)
+    write(tmp_path, 3)
+    with files_of_at_most(1000), pytest.raises(OSError, match="step-00000001, is intact"):
+        write(tmp_path, 2, b"x" * 10_000)
 
 
 def test_full_disk_while_a_model_is_saved(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +167,7 @@ from gecko.train.checkpoint import write_checkpoint, keep_newest
 folder = Path(sys.argv[1])
 for step in range(10**6):
     write_checkpoint(folder, step, lambda target: [(target / n).write_bytes(os.urandom(200_000)) for n in "abc"])
-    keep_newest(folder, 2)
+    keep_newest(folder, step, 2)
 """
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from gecko.train import CheckpointSettings, Run, TrainResult, train
 from gecko.train.loop import Trainer
 from gecko.train.metrics import read_metrics
 from gecko.train.nonfinite import NonFiniteError
+from gecko.train.saver import Saver
 from gecko.train.texts import load_data
 
 _TIMES = ("seconds", "tokens_per_second", "mfu", "memory_gib", "data_seconds")
@@ -147,6 +150,57 @@ def test_a_used_folder_is_not_overwritten(small_run: Run) -> None:
         train(run)
 
 
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_a_finished_run_left_is_not_overwritten(small_run: Run, resume: bool) -> None:
+    """Its checkpoints were deleted, for room; its numbers and report are still there."""
+    run = replace(small_run, steps=1)
+    train(run)
+    shutil.rmtree(run.folder / "checkpoints")
+    before = everything(run.folder)
+    with pytest.raises(FileExistsError, match="must hold the checkpoints of its run, which is finished"):
+        train(run, resume=resume)
+    assert everything(run.folder) == before
+
+
+def test_the_curve_of_a_run_without_a_checkpoint_is_not_overwritten(
+    small_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is asked to go on, which here is to begin again."""
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    stop_after(3, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(small_run)
+    before = curve(small_run)
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        train(small_run)
+    assert curve(small_run) == before and before[-1]["step"] == 2
+    assert train(small_run, resume=True).finished
+
+
+def test_two_sessions_do_not_train_in_one_folder(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is refused before it touches anything, and the lock ends with the first one."""
+    refusals = []
+
+    def meanwhile() -> None:
+        before = everything(small_run.folder)
+        with pytest.raises(ValueError, match="one process at a time") as refused:
+            train(small_run, resume=True)
+        refusals.append(str(refused.value))
+        assert everything(small_run.folder) == before
+
+    stop_after(6, monkeypatch, meanwhile)
+    assert train(small_run).finished
+    assert len(refusals) == 1 and str(small_run.folder) in refusals[0]
+    assert train(small_run, resume=True).finished
+
+
 def test_resuming_a_finished_run_trains_no_more(small_run: Run) -> None:
     first = train(small_run)
     before = curve(small_run)
@@ -181,6 +235,23 @@ def test_a_damaged_checkpoint_is_passed_over(small_run: Run, uninterrupted: Call
     assert same_end(whole, resumed)
 
 
+def test_a_damaged_checkpoint_is_neither_the_result_nor_kept(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped again before its step, the run has its own checkpoint, and goes on from it."""
+    train(small_run)
+    (small_run.folder / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
+    with pytest.warns(UserWarning, match="skipping the checkpoint step-00000012"):
+        assert train(replace(small_run, steps=8), resume=True).checkpoint.name == "step-00000008"
+    run = replace(small_run, checkpoint=CheckpointSettings(every=100, keep=1))
+    stop_after(10, monkeypatch, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.warns(UserWarning, match="skipping the checkpoint step-00000012"):
+        stopped = train(run, resume=True)
+    assert (stopped.step, stopped.checkpoint.name) == (10, "step-00000010")
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000010"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert train(run, resume=True).checkpoint.name == "step-00000012"
+
+
 def test_what_a_run_leaves_behind(small_run: Run) -> None:
     result = train(small_run)
     assert result.evaluation is not None
@@ -192,6 +263,28 @@ def test_what_a_run_leaves_behind(small_run: Run) -> None:
     losses = [record["loss"] for record in curve(small_run) if record["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.5
     assert [record["step"] for record in curve(small_run) if record["kind"] == "validation"] == [0, 5, 10, 12]
+
+
+def test_the_disk_has_the_numbers_of_all_steps_before_their_checkpoint(
+    small_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure too a run that goes on has every step in its curve."""
+    metrics, on_disk, saved = small_run.folder / "metrics.jsonl", [b"{}"], []
+    flush, save = os.fsync, Saver.save
+
+    def flushing(file: int) -> None:
+        flush(file)
+        if metrics.exists() and os.path.samestat(os.fstat(file), metrics.stat()):
+            on_disk.append(metrics.read_bytes())
+
+    def saving(self: Saver, model: Any, optimizer: Any, position: Any) -> None:
+        saved.append((position.step, json.loads(on_disk[-1].splitlines()[-1]).get("step")))
+        save(self, model, optimizer, position)
+
+    monkeypatch.setattr(os, "fsync", flushing)
+    monkeypatch.setattr(Saver, "save", saving)
+    train(small_run)
+    assert saved == [(4, 4), (8, 8), (12, 12)]
 
 
 def test_a_time_budget_becomes_a_number_of_steps_once(run_in: Callable[[str], Run]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gecko.compare.board import Board
-from gecko.compare.folder import locked
+from gecko.compare.folder import LOCK
 from gecko.compare.page import write_page
 from gecko.compare.plan import Plan, Planned
 from gecko.compare.pool import Pool, State
@@ -19,6 +19,7 @@ from gecko.compare.results import RunResult, summarise
 from gecko.compare.tables import print_tables
 from gecko.compare.tuning import Trial, edge_notes, trials_of, tuned_rates
 from gecko.extras import require
+from gecko.lock import locked
 from gecko.train.hardware import describe_hardware, select_device
 from gecko.train.signals import StopSignal
 
@@ -54,7 +55,7 @@ def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Out
     for module, extra in (("scipy.stats", "eval"), ("matplotlib.figure", "train"), ("jinja2", "train")):
         require(module, extra)
     check_folder(plan.folder)
-    with locked(plan.folder, wait=False), StopSignal() as stop:
+    with locked(plan.folder / LOCK, wait=False), StopSignal() as stop:
         session = _Session(plan, jobs, command, console, stop)
         session.run()
         return session.conclude()
@@ -69,7 +70,8 @@ class _Session:
         self.hardware: Mapping[str, str] = describe_hardware(device)
         self.trials: list[Trial] = []
         self.rates: dict[str, float] = {}
-        self.main: list[Planned] = []
+        self.main: list[Planned] | None = None
+        """None until the learning rates are known."""
         self.states: dict[str, State] = {}
 
     def run(self) -> None:
@@ -83,11 +85,12 @@ class _Session:
 
     def conclude(self) -> Outcome:
         comparison = self._comparison()
-        comparison.save()
+        if self.main is not None:  # else what earlier calls found is still there, and nothing new
+            comparison.save()
         page = write_page(comparison) if comparison.runs else None
         print_tables(comparison, self.console)
         # A rate with which tuning diverges is a finding, not a failure.
-        failed = any(self.states.get(one.label) in ("failed", "diverged") for one in self.main)
+        failed = any(self.states.get(one.label) in ("failed", "diverged") for one in self.main or ())
         untuned = not self.stop.requested and len(self.rates) < len(self.plan.recipes)
         return Outcome(comparison, self.stop.requested, failed or untuned, page)
 
@@ -106,7 +109,7 @@ class _Session:
             self.states |= pool.states
 
     def _comparison(self) -> Comparison:
-        found = [RunResult.of(one, self.plan.parameters[one.recipe]) for one in self.main]
+        found = [RunResult.of(one, self.plan.parameters[one.recipe]) for one in self.main or ()]
         runs = [result for result in found if result is not None]
         unfinished = {label: state for label, state in self.states.items() if state != "finished"}
         notes = edge_notes(self.plan, self.rates)

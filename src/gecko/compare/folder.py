@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from gecko.compare.plan import Planned
@@ -13,9 +10,10 @@ from gecko.json_file import read_object
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
 from gecko.train.fields import flatten
+from gecko.train.session import RESULTS
 
 PLANNED, LOG, LOCK = "planned.json", "log.txt", ".lock"
-RESULTS = "results.json"
+"""The lock is of the comparison in its folder, and of a worker in its run's: there training has one of its own."""
 _MOVABLE = ("output", "recipe", "overrides")
 """Fields that may be others when a comparison goes on: where it is, and how its runs were named."""
 
@@ -52,21 +50,6 @@ def evaluation_of(run: Run) -> Evaluation | None:
         return None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} must be the results of a run; it is not ({error}). Move it away.") from error
-
-
-@contextmanager
-def locked(folder: Path, *, wait: bool) -> Iterator[None]:
-    """Holds the folder's lock, which ends with the process; ValueError where another has it and not ``wait``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            raise ValueError(
-                f"one gecko compare at a time works in a folder; another one is at work in {folder}. "
-                "Wait for it, or choose another --out."
-            ) from error
-        yield
 
 
 def _check_same(planned: Run, found: Run, path: Path) -> None:

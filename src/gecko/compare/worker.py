@@ -12,7 +12,8 @@ import sys
 import threading
 from pathlib import Path
 
-from gecko.compare.folder import locked
+from gecko.compare.folder import LOCK
+from gecko.lock import locked
 from gecko.train import NonFiniteError, Run, train
 
 DIVERGED = 3
@@ -22,7 +23,7 @@ DIVERGED = 3
 def main(path: Path) -> int:
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     # A worker whose parent was killed may still be saving.
-    with locked(path.parent, wait=True):
+    with locked(path.parent / LOCK, wait=True):
         try:
             train(Run.load(path), resume=True)
         except NonFiniteError as error:

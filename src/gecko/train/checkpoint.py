@@ -91,11 +91,16 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def keep_newest(folder: Path, keep: int, keep_every: int | None = None) -> None:
-    """Delete all but the ``keep`` newest checkpoints and those of steps that ``keep_every`` divides."""
-    for path in list_checkpoints(folder)[keep:]:
-        if keep_every is not None and checkpoint_step(path) % keep_every == 0:
-            continue
+def keep_newest(folder: Path, step: int, keep: int, keep_every: int | None = None) -> None:
+    """Delete all but ``keep`` checkpoints, the newest of which is that of ``step``, and those of steps that
+    ``keep_every`` divides.
+
+    Later ones go too: a run that writes ``step`` after them found them damaged, and went on from one before.
+    """
+    written = list_checkpoints(folder)
+    later = [path for path in written if checkpoint_step(path) > step]
+    earlier = [path for path in written if checkpoint_step(path) <= step][keep:]
+    for path in [*later, *(path for path in earlier if keep_every is None or checkpoint_step(path) % keep_every)]:
         # Renamed first: a removal cut short must not leave a checkpoint that looks whole.
         doomed = path.rename(folder / f"{_UNFINISHED}{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -109,6 +114,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def verify_checkpoint(path: Path, ranks: Ranks = _ALONE) -> None:
     """ValueError or FileNotFoundError, naming the file, unless every file has the size and sha256 of the manifest.
 
+    OSError where one cannot be read.
     Of many ranks each looks at some of the files: it takes all of them to have looked.
     """
     files = sorted(read_manifest(path).items())
@@ -135,7 +141,8 @@ def read_manifest(path: Path) -> Entries:
 
 
 def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
-    """The newest sound checkpoint; damaged ones are passed over with a warning. None where there is none at all.
+    """The newest sound checkpoint; damaged and unreadable ones are passed over with a warning. None where there is
+    none at all.
 
     All ``ranks`` call it together and get the same. ValueError where there are checkpoints and all are damaged.
     """
@@ -157,7 +164,7 @@ def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
 def _fault(path: Path, ranks: Ranks) -> str | None:
     try:
         verify_checkpoint(path, ranks)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         return str(error)
     return None
 
@@ -186,7 +193,7 @@ def _sync(path: Path) -> None:
 def write_failure(folder: Path, step: int, error: BaseException) -> OSError:
     """The error to raise where the checkpoint of ``step`` could not be written; what it left behind is removed."""
     remove_unfinished(folder)
-    previous = next((path.name for path in list_checkpoints(folder)), None)
+    previous = next((path.name for path in list_checkpoints(folder) if checkpoint_step(path) < step), None)
     kept = f"The previous one, {previous}, is intact." if previous else "There is no earlier one."
     try:
         room = f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there, and it takes more. "

@@ -59,7 +59,7 @@ class Saver:
             write_checkpoint(
                 self.folder, position.step, lambda folder: write_whole(folder, self.run, model, optimizer, position)
             )
-            keep_newest(self.folder, self.run.checkpoint.keep, self.run.checkpoint.keep_every)
+            self._keep_newest(position.step)
             return
         self.wait()
         partial = self.ranks.share(self.ranks.agree(lambda: self._begin(position.step)))
@@ -84,6 +84,9 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         # After an error the other ranks may be gone: a save that needs them will not end.
         self._executor.shutdown(wait=error is None, cancel_futures=True)
+
+    def _keep_newest(self, step: int) -> None:
+        keep_newest(self.folder, step, self.run.checkpoint.keep, self.run.checkpoint.keep_every)
 
     def _begin(self, step: int) -> Path:
         """On the first rank: the folder it made for all. It may fail there alone, so nothing is exchanged in here."""
@@ -130,7 +133,7 @@ class Saver:
             write_small_files(partial, self.run, position, random)
             small = flushed_entries(partial, [path for path in all_files(partial) if path.parent == partial])
             complete_checkpoint(partial, position.step, {k: v for part in (*parts, small) for k, v in part.items()})
-            keep_newest(self.folder, self.run.checkpoint.keep, self.run.checkpoint.keep_every)
+            self._keep_newest(position.step)
         except Exception as error:
             return str(error)
         return None

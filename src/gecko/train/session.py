@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,15 +15,16 @@ from gecko.allocator import keep_freed_memory
 from gecko.baselines import LanguageModel, load_any
 from gecko.denormals import flushed_denormals
 from gecko.files import whole_file
+from gecko.lock import locked
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.train.batches import Batches
 from gecko.train.budget import steps_in_budget
-from gecko.train.checkpoint import latest_checkpoint, list_checkpoints
+from gecko.train.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints
 from gecko.train.evaluate import Evaluation, evaluate
 from gecko.train.fields import flatten
 from gecko.train.hardware import describe_hardware, multiplies_bfloat16, select_device
 from gecko.train.loop import Outlets, Trainer
-from gecko.train.metrics import MetricsWriter
+from gecko.train.metrics import METRICS, MetricsWriter
 from gecko.train.optimizer import build_optimizer
 from gecko.train.progress import TrainingProgress
 from gecko.train.provenance import record_session
@@ -37,6 +38,8 @@ from gecko.train.start import starting_model
 from gecko.train.texts import RunData, load_data
 from gecko.train.watchdog import Watchdog, reported_hangs
 
+RESULTS = "results.json"
+_LOCK = ".training"
 _SAME_ON_RESUME = ("model", "data", "batch_size", "sequence_length", "seed")
 
 
@@ -60,11 +63,12 @@ class TrainResult:
 def train(run: Run, resume: bool = False) -> TrainResult:
     """Train ``run`` to its end, or until Ctrl-C or SIGTERM, which save a checkpoint and return.
 
-    In a process started by torchrun, as one of its ranks. ``resume`` continues from the newest sound
-    checkpoint in ``run.output``, and starts where there is none. Raises FileExistsError where the folder holds
-    a run and ``resume`` is not set, ValueError where it holds another run than this or the ranks do not suit it,
-    NonFiniteError after too many skipped steps, OSError where a checkpoint cannot be written; the last checkpoint
-    stays in each case. Where one rank fails so, all do: the first raises, the others raise SystemExit.
+    In a process started by torchrun, as one of its ranks. ``resume`` continues from the newest sound checkpoint in
+    ``run.output``, and starts where there is none. Raises FileExistsError where the folder holds a run and ``resume``
+    is not set, or a finished one without checkpoints, ValueError where it holds another run than this, another session
+    trains there or the ranks do not suit it, NonFiniteError after too many skipped steps, OSError where a checkpoint
+    cannot be written; the last checkpoint stays in each case. Where one rank fails so, all do: the first raises, the
+    others raise SystemExit.
     """
     _, world, local = launched()
     with only_first_rank_reports():
@@ -73,7 +77,8 @@ def train(run: Run, resume: bool = False) -> TrainResult:
         device = select_device(run.device, local if world > 1 else None)
     # The watchdog, which writes stacks, comes before a collective's own time limit.
     timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
-    with flushed_denormals(), connected(sizes, device, timeout) as ranks:
+    with flushed_denormals(), connected(sizes, device, timeout) as ranks, ExitStack() as stack:
+        ranks.agree(lambda: stack.enter_context(_lock(run, ranks)))
         return _train(run, resume, ranks, device)
 
 
@@ -91,7 +96,7 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device) -> TrainR
             console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
             run = run.with_steps(steps_in_budget(run, model, batches, data.held_out, ranks))
         position = _fit(run, model, data, batches, checkpoint, stop, ranks, console)
-        newest = ranks.share(list_checkpoints(checkpoints_folder(run))[0] if ranks.first else Path())
+        newest = checkpoint_path(checkpoints_folder(run), position.step)
         if position.step == run.steps:
             return _finish(run, model, data, newest, ranks, console)
     console.print(
@@ -101,19 +106,36 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device) -> TrainR
     return TrainResult(run, newest, position.step, None, None)
 
 
+def _lock(run: Run, ranks: Ranks) -> AbstractContextManager[None]:
+    """Two sessions in one folder would mix their numbers and remove each other's checkpoints."""
+    return locked(run.folder / _LOCK, wait=False) if ranks.first else nullcontext()
+
+
 def _start(run: Run, resume: bool, ranks: Ranks) -> tuple[Run, Path | None]:
     """The run, with what its newest sound checkpoint fixed, and that checkpoint; None where there is none."""
     folder = checkpoints_folder(run)
-    if not ranks.share(bool(list_checkpoints(folder))):
+    saved = ranks.share(bool(list_checkpoints(folder)))
+    _check_overwrites_nothing(run, resume, saved, ranks)
+    if not saved:
         return run, None
-    if not resume:
+    checkpoint = latest_checkpoint(folder, ranks)
+    assert checkpoint is not None
+    return _resumed_run(run, checkpoint), checkpoint
+
+
+def _check_overwrites_nothing(run: Run, resume: bool, saved: bool, ranks: Ranks) -> None:
+    """FileExistsError where the folder holds a run that is not gone on with; ``saved``: it has checkpoints."""
+    begun, finished = ranks.share(((run.folder / METRICS).exists(), (run.folder / RESULTS).exists()))
+    if finished and not saved:
+        raise FileExistsError(
+            f"{run.folder} must hold the checkpoints of its run, which is finished; they are gone, and nothing there "
+            "is overwritten. Choose another folder with output=, or move it away."
+        )
+    if (saved or begun) and not resume:
         raise FileExistsError(
             f"{run.folder} already holds a run, and nothing there is overwritten. Continue it with --resume, "
             "or choose another folder with output=."
         )
-    checkpoint = latest_checkpoint(folder, ranks)
-    assert checkpoint is not None
-    return _resumed_run(run, checkpoint), checkpoint
 
 
 def _resumed_run(run: Run, checkpoint: Path) -> Run:
@@ -208,7 +230,7 @@ def _finish(
         result = evaluate(model, data.final, run.precision, ranks)
         if not ranks.first:
             return TrainResult(run, checkpoint, run.steps or 0, result, None)
-        with whole_file(run.folder / "results.json") as temporary:
+        with whole_file(run.folder / RESULTS) as temporary:
             temporary.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
         device = next(model.parameters()).device
         if ranks.world > 1:
