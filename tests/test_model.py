@@ -233,6 +233,27 @@ def test_steps_go_on_from_any_state_and_leave_it(variant, length):
     assert_same_state(state, before)
 
 
+COPIES = {
+    "rows": lambda state: state.rows([1, 0]),
+    "stack": lambda state: gecko.GeckoState.stack([state, state]),
+    "map": lambda state: state.map(torch.clone),
+    "to": lambda state: state.to("cpu"),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@torch.no_grad()
+def test_copies_of_a_state_that_a_step_returned_stay_what_they_are(copy):
+    """They are somebody's: only the returned state itself is given up."""
+    model = cases.model("gecko")
+    _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 30))[1])
+    kept = COPIES[copy](state)
+    before = kept.own()
+    for _ in range(20):
+        model.step(tokens(kept.batch_size, 1, seed=2)[:, 0], kept)
+    assert_same_state(kept, before)
+
+
 @torch.no_grad()
 def test_steps_begin_with_the_weights_that_are_there():
     """Also where they were written through ``.data``, as averaged weights often are."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gecko.config import GeckoConfig
 from gecko.files import load_tensors, save_tensors
@@ -78,6 +79,10 @@ class GeckoState(TensorRecord):
                 raise ValueError("states that become one batch must be of one model; got states of different ones.")
         parts = [iter(state.tensors().values()) for state in states]
         return states[0].map(lambda _: torch.cat([next(part) for part in parts]))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> GeckoState:
+        """A copy with ``function`` applied to every tensor; not ``exclusive``, for whoever asked may keep it."""
+        return replace(super().map(function), exclusive=False)
 
     def own(self) -> GeckoState:
         """A copy that is ``exclusive``."""

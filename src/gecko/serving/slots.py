@@ -22,7 +22,7 @@ class Slots:
         device = model.embedding.weight.device
         # A state that the model made has the dtypes that its steps write.
         _, state = model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=device))
-        self._all = replace(state.map(lambda x: x.new_zeros(capacity, *x.shape[1:])), exclusive=True)
+        self._all = state.map(lambda x: x.new_zeros(capacity, *x.shape[1:]))
         self._seen = torch.zeros(capacity, model.config.vocab_size, dtype=torch.bool, device=device)
         self.capacity = capacity
         self._resize(0)
@@ -56,6 +56,6 @@ class Slots:
 
     def _resize(self, count: int) -> None:
         self.count = count
-        self.state = self._all.map(lambda x: x[:count])
+        self.state = replace(self._all.map(lambda x: x[:count]), exclusive=True)
         """Views of the rows in use: what a step reads and writes."""
         self._tensors = list(self.state.tensors().values())
