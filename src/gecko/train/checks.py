@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def check_counts(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """ValueError where a named attribute is below 1; None is no number."""
-    for name in names:
-        count = getattr(settings, name)
-        if count is not None and count < 1:
-            raise ValueError(f"{prefix}{name} must be at least 1; got {count}.")
+    """ValueError where a named attribute is below 1."""
+    _check(settings, names, prefix, lambda value: value >= 1, "must be at least 1")
 
 
 def check_positive(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """ValueError where a named attribute is not above 0 and finite; None is no number."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{prefix}{name} must be above 0 and finite; got {value}.")
+    """ValueError where a named attribute is not above 0 and finite."""
+    _check(settings, names, prefix, lambda value: 0 < value < math.inf, "must be above 0 and finite")
+
+
+def check_limits(settings: object, names: Sequence[str], prefix: str = "") -> None:
+    """The same of attributes that may be left out, as None."""
+    _check(settings, names, prefix, lambda value: 0 < value < math.inf, "must be above 0 and finite, or none")
 
 
 def check_not_negative(settings: object, names: Sequence[str], prefix: str = "") -> None:
     """ValueError where a named attribute is below 0 or not finite."""
-    for name in names:
-        value = getattr(settings, name)
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{prefix}{name} must be 0 or above, and finite; got {value}.")
-
-
-def check_limit(settings: object, name: str, prefix: str = "") -> None:
-    """ValueError where an attribute that may be left out, as None, is not above 0 and finite."""
-    limit = getattr(settings, name)
-    if limit is not None and not 0 < limit < math.inf:
-        raise ValueError(f"{prefix}{name} must be above 0 and finite, or none; got {limit}.")
+    _check(settings, names, prefix, lambda value: 0 <= value < math.inf, "must be 0 or above, and finite")
 
 
 def check_fractions(settings: object, names: Sequence[str], prefix: str = "") -> None:
     """ValueError where a named attribute is not in 0..1."""
+    _check(settings, names, prefix, lambda value: 0 <= value <= 1, "is a fraction and must lie in 0..1")
+
+
+def _check(settings: object, names: Sequence[str], prefix: str, holds: Callable[[float], bool], rule: str) -> None:
+    """None is no number; fields that may not be None are refused before, by their type."""
     for name in names:
         value = getattr(settings, name)
-        if not 0 <= value <= 1:
-            raise ValueError(f"{prefix}{name} is a fraction and must lie in 0..1; got {value}.")
+        if value is not None and not holds(value):
+            raise ValueError(f"{prefix}{name} {rule}; got {value}.")

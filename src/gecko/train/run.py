@@ -12,7 +12,7 @@ from typing import Any, Literal
 from gecko.baselines.models import ModelConfig, model_type
 from gecko.json_file import read_object
 from gecko.recomputation import ActivationCheckpointing
-from gecko.train.checks import check_counts, check_limit, check_positive
+from gecko.train.checks import check_counts, check_limits, check_positive
 from gecko.train.fields import build
 from gecko.train.settings import (
     CheckpointSettings,
@@ -175,7 +175,7 @@ class Run:
         if self.steps is None and self.minutes is None:
             raise ValueError("a run needs an end: set steps, for example steps=1000, or minutes=5.")
         check_positive(self, ("steps", "minutes"))
-        check_limit(self, "hang_minutes")
+        check_limits(self, ("hang_minutes",))
 
     def _check_profile(self) -> None:
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gecko.train.checks import check_counts, check_fractions, check_limit, check_not_negative, check_positive
+from gecko.train.checks import check_counts, check_fractions, check_limits, check_not_negative, check_positive
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class SkipSettings:
 
     def __post_init__(self) -> None:
         check_counts(self, ("window",), "skip.")
-        check_limit(self, "deviations", "skip.")
+        check_limits(self, ("deviations",), "skip.")
 
 
 @dataclass(frozen=True)
