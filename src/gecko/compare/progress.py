@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gecko.train import Run
+from gecko.train.metrics import METRICS
 
 _TAIL_BYTES = 1 << 16
 
@@ -27,7 +28,7 @@ class Progress:
 
 def progress_of(run: Run) -> Progress:
     """By the end of the run's metrics."""
-    records = _last_records(run.folder / "metrics.jsonl")
+    records = _last_records(run.folder / METRICS)
     steps = [record for record in records if record["kind"] == "train"]
     held_out = [record["nats_per_byte"] for record in records if record["kind"] == "validation"]
     if not steps:

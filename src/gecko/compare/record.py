@@ -13,6 +13,7 @@ from gecko.compare.plan import Plan
 from gecko.compare.results import RunResult, Summary
 from gecko.compare.tuning import Trial
 from gecko.files import whole_file
+from gecko.train.metrics import METRICS
 from gecko.version import code_version
 
 FORMAT, NAME = "gecko-comparison-1", "comparison.json"
@@ -60,7 +61,7 @@ class Comparison:
 
 def check_folder(folder: Path) -> None:
     """ValueError where the folder is a run's own, or its ``comparison.json`` is none."""
-    if (folder / "checkpoints").exists() or (folder / "metrics.jsonl").exists():
+    if (folder / "checkpoints").exists() or (folder / METRICS).exists():
         raise ValueError(f"--out must be a folder for a comparison; {folder} is that of a run. Choose another one.")
     path = folder / NAME
     try:

@@ -12,7 +12,7 @@ from gecko.compare.folder import evaluation_of
 from gecko.compare.plan import Planned
 from gecko.eval.intervals import Interval, over_rows, over_seeds, standard_error
 from gecko.train.evaluate import Evaluation
-from gecko.train.metrics import Record, read_metrics, seconds_by_step
+from gecko.train.metrics import METRICS, Record, read_metrics, seconds_by_step
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RunResult:
         run, evaluation = planned.run, evaluation_of(planned.run)
         if evaluation is None:
             return None
-        records = read_metrics(run.folder / "metrics.jsonl")
+        records = read_metrics(run.folder / METRICS)
         steps = [record for record in records if record["kind"] == "train"]
         if len(steps) != run.steps:
             raise ValueError(

@@ -9,8 +9,9 @@ from typing import Any
 
 from gecko.eval.results import FORMAT
 from gecko.json_file import read_object
-from gecko.train.metrics import Record, read_metrics
+from gecko.train.metrics import METRICS, Record, read_metrics
 from gecko.train.provenance import read_sessions
+from gecko.train.session import RESULTS
 
 RECIPE, COMPARISON, COMPARISON_FORMAT = "recipe.json", "comparison.json", "gecko-comparison-1"
 EVALUATIONS = ("perplexity", "positions", "retrieval", "diagnose", "academic", "scrolls")
@@ -148,9 +149,9 @@ def _add_run(folder: Path, material: Material) -> str:
     missing = [name for name in ("model", "data", "batch_size", "sequence_length", "seed") if name not in recipe]
     if missing:
         raise ValueError(f"{folder / RECIPE} must be the recipe of a run; it lacks {', '.join(missing)}.")
-    written = folder / "results.json"
+    written = folder / RESULTS
     results = read_object(written, "the results of a run") if written.is_file() else None
-    run = RunFolder(folder, recipe, read_metrics(folder / "metrics.jsonl"), results, read_sessions(folder))
+    run = RunFolder(folder, recipe, read_metrics(folder / METRICS), results, read_sessions(folder))
     files = sorted((folder / "eval").glob("*.json"))
     if not run.metrics and not files:
         material.leave_out(folder, "a run without metrics or evaluations: it was never trained")

@@ -12,6 +12,7 @@ from gecko.json_file import read_object
 from gecko.pages.drawing import LineStyle
 from gecko.report.reading import RECIPE, EvaluationFile, RunFolder
 from gecko.train.fields import flatten
+from gecko.train.metrics import METRICS
 
 _NOT_THE_MODEL = (
     "command", "output", "seed", "recipe", "overrides", "device", "threads", "wandb", "profile", "hang_minutes",
@@ -122,7 +123,7 @@ def _run_named(name: Path, runs: Sequence[RunFolder]) -> RunFolder | None:
     found = exact or ending
     if len(found) == 1:
         return found[0]
-    if not found and (name / RECIPE).is_file() and (name / "metrics.jsonl").is_file():
+    if not found and (name / RECIPE).is_file() and (name / METRICS).is_file():
         return RunFolder(name, read_object(name / RECIPE, "a recipe"), [], None, [])
     return None
 

@@ -14,7 +14,7 @@ from gecko.pages.html import write_html
 from gecko.train.evaluate import Evaluation
 from gecko.train.fields import flatten
 from gecko.train.figures import loss_by_position, loss_curve
-from gecko.train.metrics import Record, read_metrics
+from gecko.train.metrics import METRICS, Record, read_metrics
 from gecko.train.run import Run
 from gecko.version import code_name, code_version
 
@@ -46,7 +46,7 @@ class RunFacts:
 
 def write_report(run: Run, facts: RunFacts) -> Path:
     """Write ``report.html`` into the run's folder from its metrics. ImportError where matplotlib is missing."""
-    records = read_metrics(run.folder / "metrics.jsonl")
+    records = read_metrics(run.folder / METRICS)
     training = [record for record in records if record["kind"] == "train"]
     validation = [record for record in records if record["kind"] == "validation"]
     path = run.folder / "report.html"
