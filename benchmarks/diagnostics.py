@@ -99,7 +99,8 @@ def cases() -> Iterator[Case]:
     for memory in (MEMORIES[0], MEMORIES[2]):
         yield Case("mqar", (*memory, "steps=1200"), 0)
     for task in ("selective_copying", "induction_heads"):
-        yield from (Case(task, changes, 0) for changes in (MEMORIES[0], MEMORIES[1], MEMORIES[-1]))
+        for longer in ((), ("steps=1200",)):
+            yield from (Case(task, (*changes, *longer), 0) for changes in (MEMORIES[0], MEMORIES[1], MEMORIES[-1]))
 
 
 def train(minutes: float) -> None:
