@@ -31,21 +31,35 @@ from gecko.config import PRESETS
         ({"value_dim": 25}, "num_heads must divide value_dim; got 2 and 25. Try num_heads=1"),
         ({"timestep_groups": 5}, "timestep_groups must divide model_dim; got 5 and 32. Try timestep_groups=4"),
         ({"norm_groups": 3}, "norm_groups must divide model_dim; got 3 and 32"),
-        ({"rope_heads": 3}, "rope_heads must lie in 0..num_heads=2; got 3"),
-        ({"rope_heads": -1}, "rope_heads must lie in 0..num_heads=2; got -1"),
+        ({"norm_groups": 32}, "norm_groups must leave at least 2 features to a group.* for 32. Try norm_groups=16"),
+        ({"timestep_groups": 32}, "timestep_groups must leave at least 2 features to a group"),
+        ({"rope_heads": 3}, "rope_heads must be a whole number in 0..num_heads=2, or None; got 3"),
+        ({"rope_heads": -1}, "rope_heads must be a whole number in 0..num_heads=2, or None; got -1"),
+        ({"rope_heads": 1.5}, "rope_heads must be a whole number .* got 1.5"),
+        ({"rope_heads": True}, "rope_heads must be a whole number .* got True"),
         ({"key_dim": 6}, r"key_dim / num_heads must be even; got 3. Change key_dim, or set rope_heads=0"),
         ({"timestep_betas": (0.9, 1.0)}, r"timestep_betas must be two decays in \[0, 1\), or None; got \(0.9, 1.0\)"),
         ({"timestep_betas": (0.9,)}, "timestep_betas must be two decays"),
-        ({"memory_key_length": 0.0}, "memory_key_length must be positive and finite; got 0.0"),
-        ({"memory_key_length": math.inf}, "memory_key_length must be positive and finite; got inf"),
-        ({"norm_eps": 0.0}, "norm_eps must be positive; got 0.0"),
-        ({"norm_eps": float("nan")}, "norm_eps must be positive; got nan"),
-        ({"rope_base": 1.0}, "rope_base must be above 1; got 1.0"),
+        ({"timestep_betas": ("0.9", 0.9)}, "timestep_betas must be two decays"),
+        ({"timestep_betas": 0.9}, "timestep_betas must be two decays"),
+        ({"memory_key_length": 0.0}, "memory_key_length must be a number, positive and finite; got 0.0"),
+        ({"memory_key_length": math.inf}, "memory_key_length must be a number, positive and finite; got inf"),
+        ({"norm_eps": 0.0}, "norm_eps must be a number, positive and finite; got 0.0"),
+        ({"norm_eps": float("nan")}, "norm_eps must be a number, positive and finite; got nan"),
+        ({"norm_eps": math.inf}, "norm_eps must be a number, positive and finite; got inf"),
+        ({"norm_eps": "1e-5"}, "norm_eps must be a number, positive and finite; got '1e-5'"),
+        ({"rope_base": 1.0}, "rope_base must be a number, above 1 and finite; got 1.0"),
+        ({"swiglu": "false"}, "swiglu must be true or false; got 'false'"),
+        ({"tie_embedding": 1}, "tie_embedding must be true or false; got 1"),
     ],
 )
 def test_contradictions_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)
+
+
+def test_one_feature_has_a_deviation_over_time():
+    assert dataclasses.replace(SMALL, timestep_groups=32, timestep_betas=None).timestep_groups == SMALL.model_dim
 
 
 def test_odd_heads_may_go_unrotated():

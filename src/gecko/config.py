@@ -69,12 +69,14 @@ class GeckoConfig:
     """Add the block's input, not the mixer's output, to the feed-forward's output."""
 
     def __post_init__(self) -> None:
-        if self.timestep_betas is not None:
+        if isinstance(self.timestep_betas, list):
             object.__setattr__(self, "timestep_betas", tuple(self.timestep_betas))
-        self._check_positive()
+        self._check_numbers()
         self._check_choices()
         self._check_divisible()
-        self._check_ranges()
+        self._check_groups()
+        self._check_rotary()
+        self._check_betas()
 
     @property
     def key_head_dim(self) -> int:
@@ -120,15 +122,18 @@ class GeckoConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         return {name: value for name, value in fields.items() if name in known}
 
-    def _check_positive(self) -> None:
+    def _check_numbers(self) -> None:
         check_counts(self, ("vocab_size", "num_layers", "model_dim", "key_dim", "value_dim", "num_heads", "ffn_dim",
                             "cema_modes", "chunk_size", "timestep_groups", "norm_groups"))  # fmt: skip
+        check_above(self, {"memory_key_length": 0, "norm_eps": 0, "rope_base": 1})
 
     def _check_choices(self) -> None:
         for name, choices in (("attention", Attention), ("memory", Memory), ("cema_skip", CEMASkip)):
             value, allowed = getattr(self, name), get_args(choices)
             if value not in allowed:
                 raise ValueError(unknown_name(name, value, allowed))
+        check_switches(self, ("norm_affine", "swiglu", "ffn_scale", "scale_embedding", "tie_embedding",
+                              "two_hop_residual"))  # fmt: skip
 
     def _check_divisible(self) -> None:
         for whole, part in (("key_dim", "num_heads"), ("value_dim", "num_heads"),
@@ -139,22 +144,31 @@ class GeckoConfig:
                 near = min(fits, key=lambda n: abs(n - count))
                 raise ValueError(f"{part} must divide {whole}; got {count} and {total}. Try {part}={near}.")
 
-    def _check_ranges(self) -> None:
-        if not 0 <= self.num_rope_heads <= self.num_heads:
-            raise ValueError(f"rope_heads must lie in 0..num_heads={self.num_heads}; got {self.rope_heads}.")
-        if self.num_rope_heads and self.key_head_dim % 2:
+    def _check_groups(self) -> None:
+        """One feature alone has no variance; over time it has, in the cumulative norm."""
+        for name in ("norm_groups",) if self.timestep_betas is None else ("timestep_groups", "norm_groups"):
+            if getattr(self, name) == self.model_dim:
+                near = max((n for n in range(1, self.model_dim) if self.model_dim % n == 0), default=1)
+                raise ValueError(
+                    f"{name} must leave at least 2 features to a group, which is divided by their deviation; "
+                    f"got {self.model_dim} for {self.model_dim}. Try {name}={near}."
+                )
+
+    def _check_rotary(self) -> None:
+        heads = self.num_rope_heads
+        if not isinstance(heads, int) or isinstance(heads, bool) or not 0 <= heads <= self.num_heads:
+            raise ValueError(f"rope_heads must be a whole number in 0..num_heads={self.num_heads}, or None; "
+                             f"got {self.rope_heads!r}.")  # fmt: skip
+        if heads and self.key_head_dim % 2:
             raise ValueError(f"rotary embedding turns pairs of features, so key_dim / num_heads must be even; "
                              f"got {self.key_head_dim}. Change key_dim, or set rope_heads=0.")  # fmt: skip
-        if self.timestep_betas is not None and (
-            len(self.timestep_betas) != 2 or not all(0 <= beta < 1 for beta in self.timestep_betas)
-        ):
-            raise ValueError(f"timestep_betas must be two decays in [0, 1), or None; got {self.timestep_betas}.")
-        if not 0 < self.memory_key_length < math.inf:
-            raise ValueError(f"memory_key_length must be positive and finite; got {self.memory_key_length}.")
-        if not self.norm_eps > 0:
-            raise ValueError(f"norm_eps must be positive; got {self.norm_eps}.")
-        if not self.rope_base > 1:
-            raise ValueError(f"rope_base must be above 1; got {self.rope_base}.")
+
+    def _check_betas(self) -> None:
+        betas = self.timestep_betas
+        if betas is None:
+            return
+        if not isinstance(betas, tuple) or len(betas) != 2 or not all(_is_real(x) and 0 <= x < 1 for x in betas):
+            raise ValueError(f"timestep_betas must be two decays in [0, 1), or None; got {betas!r}.")
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
@@ -180,6 +194,27 @@ def check_counts(config: object, names: Iterable[str]) -> None:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
+
+
+def check_above(config: object, bounds: Mapping[str, float]) -> None:
+    """ValueError unless the named attributes are numbers above their bounds, and finite."""
+    for name, bound in bounds.items():
+        value = getattr(config, name)
+        if not _is_real(value) or not bound < value < math.inf:
+            wanted = "positive" if bound == 0 else f"above {bound:g}"
+            raise ValueError(f"{name} must be a number, {wanted} and finite; got {value!r}.")
+
+
+def check_switches(config: object, names: Iterable[str]) -> None:
+    """ValueError unless the named attributes are True or False: "no" would be true."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false; got {value!r}.")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def named(presets: Mapping[str, Config], name: str) -> Config:

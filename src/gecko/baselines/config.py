@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gecko.config import check_counts, checked_fields, named, read_fields
+from gecko.config import check_above, check_counts, check_switches, checked_fields, named, read_fields
 
 MODEL_TYPE = "llama"
 """What ``model_type`` says in a ``config.json``, as in transformers' own."""
@@ -48,10 +48,8 @@ class LlamaConfig:
                 f"key_value_heads must divide num_heads; got {self.key_value_heads} and {self.num_heads}. "
                 f"Try key_value_heads={self.num_heads}."
             )
-        if not self.norm_eps > 0:
-            raise ValueError(f"norm_eps must be positive; got {self.norm_eps}.")
-        if not self.rope_base > 1:
-            raise ValueError(f"rope_base must be above 1; got {self.rope_base}.")
+        check_above(self, {"norm_eps": 0, "rope_base": 1})
+        check_switches(self, ("tie_embedding",))
 
     @property
     def num_key_value_heads(self) -> int:
