@@ -254,6 +254,19 @@ def test_copies_of_a_state_that_a_step_returned_stay_what_they_are(copy):
     assert_same_state(kept, before)
 
 
+@variants
+@pytest.mark.parametrize("length", [1, 2, 5, 30])
+@torch.no_grad()
+def test_what_is_read_on_from_a_state_that_a_step_returned_stays_what_it_is(variant, length):
+    model = cases.model(variant)
+    _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 29))[1])
+    _, branch = model(tokens(2, length), state=state)
+    before = branch.own()
+    for token in tokens(2, 20, seed=2).unbind(1):
+        _, state = model.step(token, state)
+    assert_same_state(branch, before)
+
+
 @torch.no_grad()
 def test_steps_begin_with_the_weights_that_are_there():
     """Also where they were written through ``.data``, as averaged weights often are."""
@@ -273,6 +286,14 @@ def test_steps_begin_with_the_weights_that_are_there():
 def test_empty_state_is_no_state(variant):
     model, text = cases.model(variant), tokens(2, 30)
     assert_same(model(text, None, model.empty_state(2))[0], model(text)[0])
+
+
+@variants
+@pytest.mark.parametrize("length", [1, 30])
+@torch.no_grad()
+def test_empty_state_is_no_state_to_16_bit_weights(variant, length):
+    model, text = cases.model(variant, torch.bfloat16), tokens(2, length)
+    torch.testing.assert_close(model(text, None, model.empty_state(2))[0], model(text)[0], rtol=0.05, atol=0.05)
 
 
 # Training

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.fingerprint import fingerprint
+from gecko.identity import identity
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, MixerState
@@ -19,11 +20,11 @@ from gecko.layers.initialise import embedding_
 from gecko.layers.norm import LayerNorm, RMSNorm, TimestepNorm
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
-from gecko.quantize import pack, quantize, stored_bits, unpack
+from gecko.quantize import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.recomputation import ActivationCheckpointing, run_block
 from gecko.segments import Clock, Context, Segments
 from gecko.state import GeckoState
-from gecko.store import load_model, save_model
+from gecko.store import fill, load_model, save_model
 from gecko.tokens import check_tokens, trained_targets
 
 
@@ -63,10 +64,14 @@ class Gecko(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.final_norm = TimestepNorm(config)
         self.head = nn.Linear(config.model_dim, config.vocab_size, bias=False)
-        if config.tie_embedding:
-            self.head.weight = self.embedding.weight
-        else:
+        if not config.tie_embedding:
             embedding_(self.head.weight)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make head and embedding one weight, if the config wants them so."""
+        if self.config.tie_embedding:
+            self.head.weight = self.embedding.weight
 
     def forward(
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
@@ -132,10 +137,11 @@ class Gecko(nn.Module):
         """
         tokens = tokens.unsqueeze(1)
         self._check_tokens("tokens", tokens)
-        # What comes from the step before was checked there; to look at all weights takes long beside a token.
-        if state.config is not self.config or state.batch_size != len(tokens):
+        # To look at all weights takes long beside a token: it is done for the first of a row of steps.
+        going_on = _may_be_overwritten(state)
+        if not going_on or state.config is not self.config or state.batch_size != len(tokens):
             self.check_state(state, len(tokens))
-        if not state.exclusive:
+        if not going_on:
             state = self._begin_steps(state)
         segments = Segments.build(len(tokens), 1, clock=state.clock, device=tokens.device, overwrites=True)
         hidden, after = self._through_blocks(tokens, state, segments)
@@ -154,6 +160,8 @@ class Gecko(nn.Module):
         self._check_tokens("tokens", tokens)
         if state is not None:
             self.check_state(state, tokens.shape[0])
+            # The next step from this state would write into what the new state shares with it.
+            state = state.own() if state.exclusive else state
         segments = self._segments(tokens, segment_ids, None if state is None else state.clock, context)
         return *self._through_blocks(tokens, state, segments), segments
 
@@ -203,10 +211,10 @@ class Gecko(nn.Module):
 
     def fingerprint(self) -> str:
         """A short name of the weights: a hash over some numbers of every parameter."""
-        versions = tuple(parameter._version for parameter in self.parameters())
+        now = identity(tensor for parameter in self.parameters() for tensor in plain_tensors(parameter))
         cached = getattr(self, "_fingerprint", None)
-        if cached is None or cached[0] != versions:
-            cached = self._fingerprint = (versions, fingerprint(self))
+        if cached is None or cached[0] != now:
+            cached = self._fingerprint = (now, fingerprint(self))
         return cached[1]
 
     def save(self, folder: str | Path) -> None:
@@ -230,6 +238,11 @@ class Gecko(nn.Module):
         check_tokens(name, tokens, self.config.vocab_size, ignored=ignored)
 
 
+def _may_be_overwritten(state: GeckoState) -> bool:
+    """Nobody else has the state's tensors, and they may be written to: those of inference mode only there."""
+    return state.exclusive and (torch.is_inference_mode_enabled() or not state.final_norm.mean.is_inference())
+
+
 def load(folder: str | Path) -> Gecko:
     """The model that ``Gecko.save`` wrote to ``folder``.
 
@@ -241,12 +254,13 @@ def load(folder: str | Path) -> Gecko:
 
 
 def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor]) -> Gecko:
-    """A model of ``config`` with ``weights``, in their dtype, and quantised if they are."""
-    model = Gecko(config)
-    model.to(weights["embedding.weight"].dtype)
-    bits = stored_bits(weights)
-    if bits is not None:
-        quantize(model, bits)
-        weights = unpack(weights, model.state_dict())
-    model.load_state_dict(weights, strict=True)
+    """A model of ``config`` with copies of ``weights``, in the embedding's dtype, and quantised if they are."""
+    with torch.device("meta"):
+        model = Gecko(config)
+    dtype, bits = weights["embedding.weight"].dtype, stored_bits(weights)
+    if bits is None:
+        fill(model, {name: weight.to(dtype) for name, weight in weights.items()})
+    else:
+        quantize(model.to(dtype), bits)
+        fill(model, unpack(weights, model.state_dict()))
     return model

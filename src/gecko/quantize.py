@@ -111,9 +111,10 @@ def _settings(library: Any, bits: int) -> Any:
 
 
 def _fill(blank: Tensor, integers: Tensor, scale: Tensor) -> Tensor:
-    """A quantised tensor like ``blank`` with other numbers; what else torchao keeps in it is the same for all."""
+    """A quantised tensor like ``blank``, which may be without memory, with these numbers; zero points are all 0."""
     names, context = blank.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: getattr(blank, name) for name in names} | {"qdata": integers, "scale": scale}
+    zeros = {name: torch.zeros_like(getattr(blank, name), device=integers.device) for name in names}
+    inner = zeros | {"qdata": integers, "scale": scale}
     filled: Tensor = type(blank).__tensor_unflatten__(inner, context, None, None)  # type: ignore[attr-defined]
     return filled
 

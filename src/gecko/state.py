@@ -123,9 +123,9 @@ class GeckoState(TensorRecord):
         return blank.map(lambda _: next(filled))
 
     def to(self, device: torch.device | str) -> GeckoState:
-        """On a device; the clock stays on the host."""
-        moved = self.map(lambda x: x.to(device))
-        return GeckoState(self.config, self.model, self.clock, moved.mixers, moved.final_norm)
+        """On a device; the clock stays on the host. What the next step overwrites is copied even where it is there."""
+        moved = self.map(lambda x: x.to(device, copy=self.exclusive))
+        return replace(moved, clock=self.clock)
 
 
 def _may_round(name: str) -> bool:

@@ -34,6 +34,14 @@ class StoredConfig(Protocol):
 C = TypeVar("C", bound=StoredConfig)
 
 
+class Blank(Protocol):
+    """A model to be filled."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any: ...
+
+    def tie(self) -> None: ...
+
+
 class Layout(NamedTuple):
     """How models of one architecture lie in their folder."""
 
@@ -94,3 +102,12 @@ def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, d
         head, embedding = layout.tied
         weights[head] = weights[embedding]
     return config, weights
+
+
+def fill(model: Blank, weights: Mapping[str, Tensor]) -> None:
+    """Give a model without memory, on the device ``meta``, copies of these weights: never two models at once.
+
+    Copies, because a file's tensors are its pages, which whoever writes to the file changes.
+    """
+    model.load_state_dict({name: weight.clone() for name, weight in weights.items()}, strict=True, assign=True)
+    model.tie()

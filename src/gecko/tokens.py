@@ -41,4 +41,5 @@ def trained_targets(
         return targets
     next_document = segment_ids[:, 1:] != segment_ids[:, :-1]
     last = next_document.new_zeros(len(targets), 1) if next_begins is None else next_begins.unsqueeze(1)
-    return targets.masked_fill(torch.cat([next_document, last.to(targets.device)], dim=1), IGNORED)
+    ends = torch.cat([next_document, last.to(next_document.device)], dim=1)
+    return targets.masked_fill(ends.to(targets.device), IGNORED)

@@ -17,7 +17,7 @@ from gecko.extras import require
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
 from gecko.recomputation import ActivationCheckpointing, run_block
 from gecko.segments import Segments
-from gecko.store import Layout, read_folder, write_folder
+from gecko.store import Layout, fill, read_folder, write_folder
 from gecko.tokens import check_tokens, trained_targets
 
 LAYOUT = Layout("gecko-llama-1", ("lm_head.weight", "model.embed_tokens.weight"))
@@ -63,10 +63,14 @@ class Llama(nn.Module):
         self.sharded = False
         self.float32_layers: tuple[type[nn.Module], ...] = (LlamaRMSNorm,)
         self.model, self.lm_head = whole.model, whole.lm_head
-        if config.tie_embedding:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.tie()
         # It holds numbers that no checkpoint has and that a model made without memory would lack; made anew each call.
         del self.model.rotary_emb
+
+    def tie(self) -> None:
+        """Make head and embedding one weight, if the config wants them so."""
+        if self.config.tie_embedding:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -145,8 +149,10 @@ class Llama(nn.Module):
 def load_llama(folder: str | Path) -> Llama:
     """The model that ``Llama.save`` wrote. FileNotFoundError or ValueError as for ``gecko.load``."""
     config, weights = read_folder(folder, LlamaConfig, LAYOUT)
-    model = Llama(config).to(weights[LAYOUT.tied[1]].dtype)
-    model.load_state_dict(weights, strict=True)
+    with torch.device("meta"):
+        model = Llama(config)
+    dtype = weights[LAYOUT.tied[1]].dtype
+    fill(model, {name: weight.to(dtype) for name, weight in weights.items()})
     return model
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gecko.config import CEMASkip
+from gecko.identity import identity
 from gecko.ops.cema import CEMACoefficients, cema
 from gecko.segments import Segments
 
@@ -58,7 +59,7 @@ class CEMA(nn.Module):
     def _known(self) -> CEMACoefficients:
         """The same, kept from token to token while the parameters stay: to compute them takes longer than a token."""
         parameters = (self.alpha, self.delta, self.theta, self.gamma)
-        key = tuple((x.data_ptr(), x._version) for x in parameters)
+        key = identity(parameters)
         if self._kept is None or self._kept[0] != key:
             self._kept = key, self._coefficients()
         return self._kept[1]

@@ -43,6 +43,8 @@ def attend_chunks(
     unseen = 2 * chunk - pattern.lookback * chunk - phase
     queries, keys = (rotate(x, phases, pattern.rope_heads) for x in (q, k))
     keys = torch.cat([before_keys[:, :, unseen:], keys], dim=2)
+    # A state may be wider than the values of a model in bfloat16.
+    before_values = before_values.to(v.dtype)
     values = torch.cat([before_values[:, :, unseen:], v], dim=2)
     table, entry = segments.shared(("bias", pattern, q.dtype), lambda: _bias(pattern, segments, phase, chunks, q.dtype))
     out = _WindowAttention.apply(

@@ -1,0 +1,110 @@
+"""States belong to the weights that made them; a folder's weights are read into a model once."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from cases import tokens
+
+import gecko
+from gecko.baselines import Llama, LlamaConfig, load_any
+from gecko.store import WEIGHTS
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: weight.clone() for name, weight in gecko.Gecko(cases.SMALL).state_dict().items()}
+
+
+def scale(model: gecko.Gecko) -> None:
+    model.embedding.weight.mul_(1.5)
+
+
+def replace(model: gecko.Gecko) -> None:
+    model.load_state_dict(weights(1), assign=True)
+
+
+def convert(model: gecko.Gecko) -> None:
+    model.bfloat16()
+
+
+CHANGES = {"written to": scale, "replaced": replace, "converted": convert}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_a_model_that_changed_goes_on_from_none_of_its_states(change):
+    model = gecko.Gecko(cases.SMALL)
+    model.load_state_dict(weights(0), assign=True)
+    state = model(tokens(2, 9))[1]
+    stepped = model.step(tokens(2, 1)[:, 0], state)[1]
+    CHANGES[change](model)
+    for old in (state, stepped.own()):
+        with pytest.raises(ValueError, match="made by other weights"):
+            model(tokens(2, 9), state=old)
+    with pytest.raises(ValueError, match="made by other weights"):
+        model.step(tokens(2, 1)[:, 0], state)
+
+
+@torch.no_grad()
+def test_weights_lent_for_a_call_name_its_state():
+    model = gecko.Gecko(cases.SMALL)
+    lent = [weights(0), weights(1)]
+    first, second = (torch.func.functional_call(model, each, (tokens(1, 5),))[1] for each in lent)
+    assert first.model != second.model
+    with pytest.raises(ValueError, match="made by other weights"):
+        torch.func.functional_call(model, lent[1], (tokens(1, 5), None, first))
+
+
+@torch.no_grad()
+def test_another_model_of_the_same_config_takes_no_step():
+    model, other = (gecko.Gecko(cases.SMALL) for _ in range(2))
+    state = model(tokens(2, 9))[1]
+    with pytest.raises(ValueError, match="made by other weights"):
+        other.step(tokens(2, 1)[:, 0], state)
+
+
+def test_a_model_made_in_inference_mode_reads_and_steps():
+    with torch.inference_mode():
+        model = cases.model("gecko")
+        state = model(tokens(2, 9))[1]
+        for token in tokens(2, 5).unbind(1):
+            _, state = model.step(token, state)
+    with torch.no_grad():
+        assert model.step(tokens(2, 1)[:, 0], state)[0].isfinite().all()
+    with torch.inference_mode():
+        model.embedding.weight = torch.nn.Parameter(model.embedding.weight * 2)
+        with pytest.raises(ValueError, match="made by other weights"):
+            model(tokens(2, 9), state=state)
+
+
+LLAMA = LlamaConfig(vocab_size=37, num_layers=2, model_dim=32, num_heads=2, ffn_dim=40)
+MODELS = {
+    "gecko": lambda: gecko.Gecko(cases.SMALL),
+    "gecko, tied": lambda: gecko.Gecko(dataclasses.replace(cases.SMALL, tie_embedding=True)),
+    "llama": lambda: Llama(LLAMA),
+    "llama, tied": lambda: Llama(dataclasses.replace(LLAMA, tie_embedding=True)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_loaded_is_its_own_and_draws_no_random_numbers(name, dtype, tmp_path: Path):
+    """Whoever writes to the file later changes no model."""
+    model = MODELS[name]().to(dtype)
+    model.save(tmp_path)
+    drawn = torch.get_rng_state()
+    loaded = load_any(tmp_path)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    size = (tmp_path / WEIGHTS).stat().st_size
+    with (tmp_path / WEIGHTS).open("r+b") as file:
+        file.write(b"\xff" * size)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(got, weight) for got, weight in zip(loaded.parameters(), model.parameters(), strict=True))
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
