@@ -194,8 +194,10 @@ class Gecko(nn.Module):
     def empty_state(self, batch: int = 1) -> GeckoState:
         """The state before anything was read, for this model's weights."""
         weight = self.embedding.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        return GeckoState.empty(self.config, batch, model=self.fingerprint(), dtype=dtype, device=weight.device)
+        return GeckoState.empty(
+            self.config, batch, model=self.fingerprint(), dtype=torch.promote_types(weight.dtype, torch.float32),
+            value_dtype=weight.dtype, device=weight.device,
+        )  # fmt: skip
 
     def check_state(self, state: GeckoState, rows: int) -> None:
         """Raises ValueError for a state that this model cannot go on from with ``rows`` rows."""

@@ -42,10 +42,10 @@ class GeckoState(TensorRecord):
     @classmethod
     def empty(
         cls, config: GeckoConfig, batch: int = 1, *, model: str = "",
-        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32, value_dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
     ) -> GeckoState:  # fmt: skip
-        """Nothing read yet."""
-        mixer = _empty_mixer(config, batch, dtype, device)
+        """Nothing read yet; ``value_dtype`` is of the values in attention's window, and None is ``dtype``."""
+        mixer = _empty_mixer(config, batch, dtype, value_dtype or dtype, device)
         norm = TimestepNormState.empty(batch, config.timestep_groups, dtype, device)
         return cls(config, model, Clock.start(batch), (mixer,) * config.num_layers, norm)
 
@@ -136,14 +136,17 @@ def _may_round(name: str) -> bool:
     return name.split(".")[-1] in ("cema", "keys", "values", "memory", "key_sum", "value_sum")
 
 
-def _empty_mixer(config: GeckoConfig, batch: int, dtype: torch.dtype, device: torch.device | str) -> MixerState:
+def _empty_mixer(
+    config: GeckoConfig, batch: int, dtype: torch.dtype, value_dtype: torch.dtype, device: torch.device | str
+) -> MixerState:
     heads, key_dim, value_dim = config.num_heads, config.key_head_dim, config.value_head_dim
+    window = AttentionState.empty(batch, heads, config.chunk_size, key_dim, value_dim, dtype, device)
     memory = None
     if config.memory != "none":
         memory = WorkingMemoryState.empty(config.memory, batch, heads, key_dim, value_dim, dtype, device)
     return MixerState(
         TimestepNormState.empty(batch, config.timestep_groups, dtype, device),
         torch.zeros(batch, config.model_dim, config.cema_modes, 2, dtype=dtype, device=device),
-        AttentionState.empty(batch, heads, config.chunk_size, key_dim, value_dim, dtype, device),
+        replace(window, values=window.values.to(value_dtype)),
         memory,
     )

@@ -15,7 +15,7 @@ from gecko.cli.info import readable
 from gecko.config import PRESETS
 from gecko.model import Block
 from gecko.plan.counts import counts_of
-from gecko.plan.footprint import inference_memory, parameters_by_component
+from gecko.plan.footprint import inference_memory, parameters_by_component, training_memory
 from gecko.segments import Segments
 
 BASE: dict[str, Any] = {
@@ -36,14 +36,16 @@ def test_parameters_add_up(changes: dict[str, Any]) -> None:
     assert counts["norms"] == 2 * (2 + 1 + 2) * 128 + 2 * 128
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_state_is_as_large_as_it_says(name: str) -> None:
-    config = gecko.GeckoConfig.preset(name)
-    if name == "tiny":
+@pytest.mark.parametrize("name", [name for name in PRESETS if "tiny" in name])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [0, 1, 3, 200])
+def test_a_state_is_as_large_as_it_says(name: str, dtype: torch.dtype, length: int) -> None:
+    model = gecko.Gecko(gecko.GeckoConfig.preset(name)).to(dtype)
+    state = model.empty_state()
+    if length:
         with torch.no_grad():
-            _, state = gecko.Gecko(config)(torch.zeros(1, 3, dtype=torch.int64))
-        assert sum(counts_of(config).state(3, 4).values()) == state.num_bytes
-    assert sum(counts_of(config).state(99, 4).values()) == gecko.GeckoState.empty(config, device="meta").num_bytes
+            _, state = model(torch.zeros(1, length, dtype=torch.int64), state=state)
+    assert sum(counts_of(model.config).state(99, dtype.itemsize).values()) == state.num_bytes
 
 
 @pytest.mark.parametrize(
@@ -60,10 +62,25 @@ def test_activations_are_estimated_well(changes: dict[str, Any]) -> None:
     assert counts_of(config).activations(4) == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.parametrize("length", [256, 1024])
+def test_activations_of_a_model_are_estimated_well(length: int) -> None:
+    """With the tables, which are half of it in a short text."""
+    config = gecko.GeckoConfig.preset("tiny")
+    model, text = gecko.Gecko(config), torch.zeros(1, length, dtype=torch.int64)
+    measured = saved(model, lambda: model.loss(text, text))
+    activations = training_memory(config, 1, length, recompute=False)["activations"]
+    assert activations == pytest.approx(measured, rel=0.15)
+
+
 def kept_for_backward(config: gecko.GeckoConfig, length: int) -> int:
-    """Bytes that one block saves, its parameters not counted."""
+    """Bytes that one block saves."""
     block, x = Block(config, 0), torch.randn(1, length, config.model_dim, requires_grad=True)
-    storages = {parameter.untyped_storage().data_ptr(): 0 for parameter in block.parameters()}
+    return saved(block, lambda: block(x, None, Segments.build(1, length)))
+
+
+def saved(module: torch.nn.Module, forward: Callable[[], Any]) -> int:
+    """Bytes that it saves for its backward pass, its parameters not counted."""
+    storages = {parameter.untyped_storage().data_ptr(): 0 for parameter in module.parameters()}
     alive = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +89,7 @@ def kept_for_backward(config: gecko.GeckoConfig, length: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        block(x, None, Segments.build(1, length))
+        forward()
     return sum(storages.values())
 
 

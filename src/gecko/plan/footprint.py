@@ -38,7 +38,8 @@ def inference_memory(config: ModelConfig, dtype: torch.dtype, batch: int, length
 def training_memory(config: ModelConfig, batch: int, length: int, *, recompute: bool) -> dict[str, int]:
     """Bytes of one training step in float32 with AdamW; ``recompute``: with activation checkpointing."""
     weights = sum(parameters_by_component(config).values()) * FLOAT
-    kept = batch * length * kept_by_model(config, FLOAT, "full" if recompute else "none")
+    mode: ActivationCheckpointing = "full" if recompute else "none"
+    kept = batch * length * kept_by_model(config, FLOAT, mode) + tables_of_model(config, mode)
     if recompute:
         kept += batch * length * counts_of(config).activations(FLOAT)
     return {"weights": weights, "gradients": weights, "optimizer": 2 * weights, "activations": int(kept)}
@@ -52,6 +53,11 @@ def kept_by_model(config: ModelConfig, itemsize: int, recompute: ActivationCheck
     if recompute == "selective":
         kept += counts_of(config).projections() * itemsize
     return config.num_layers * kept
+
+
+def tables_of_model(config: ModelConfig, recompute: ActivationCheckpointing) -> int:
+    """Bytes that are kept besides, whatever the tokens: of all blocks, or of the one that is computed again."""
+    return counts_of(config).tables() * (config.num_layers if recompute == "none" else 1)
 
 
 def _component(name: str) -> str:

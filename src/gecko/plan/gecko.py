@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from gecko.config import GeckoConfig
 from gecko.generation import piece_length
 from gecko.ops.scan_plan import SCAN_CHUNK
@@ -76,9 +78,11 @@ class GeckoCounts:
         return config.key_dim + 2 * config.value_dim + 3 * config.model_dim + branches * config.ffn_dim
 
     def state(self, length: int, itemsize: int) -> dict[str, int]:
-        """Float32, and the same for any ``length``."""
+        """The same for any ``length``; float32 but for the values in attention's window."""
         sizes = dict.fromkeys(STATE_PARTS, 0)
-        for name, tensor in GeckoState.empty(self.config, device="meta").tensors().items():
+        value_dtype = torch.bfloat16 if itemsize < FLOAT else torch.float32
+        empty = GeckoState.empty(self.config, value_dtype=value_dtype, device="meta")
+        for name, tensor in empty.tensors().items():
             sizes[state_part(name)] += tensor.nbytes
         return sizes
 

@@ -11,7 +11,7 @@ from gecko.baselines import LanguageModel, ModelConfig, meta_model
 from gecko.ops.loss import GPU_BLOCK_ELEMENTS
 from gecko.plan.communication import GroupSizes
 from gecko.plan.counts import counts_of
-from gecko.plan.footprint import WORK_FACTOR, kept_by_model
+from gecko.plan.footprint import WORK_FACTOR, kept_by_model, tables_of_model
 from gecko.plan.units import FLOAT, HALF
 from gecko.train import Run
 from gecko.train.optimizer import matrix_names
@@ -79,11 +79,10 @@ def step_memory(run: Run, share: Share) -> dict[str, int]:
         * counts.activations(share.itemsize)
         * (WORK_FACTOR if run.activation_checkpointing != "none" else WORK_FACTOR - 1)
     )
-    tables = counts.tables() * (config.num_layers if run.activation_checkpointing == "none" else 1)
     head = config.vocab_size * config.model_dim * FLOAT
     memory = {
         **state_memory(config, share.divided),
-        "activations kept": int(kept) + tables,
+        "activations kept": int(kept) + tables_of_model(config, run.activation_checkpointing),
         "block in hand": int(work),
         "logits and loss": (FLOAT + HALF) * GPU_BLOCK_ELEMENTS + 2 * share.tokens * config.model_dim * FLOAT + head,
         "communication buffers": _buffers(run, groups, share),
