@@ -41,6 +41,12 @@ def test_group_layer_norm(groups, affine):
     assert torch.autograd.gradcheck(lambda x, w=None, b=None: group_layer_norm(x, w, b, groups, EPS), leaves)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_group_layer_norm_takes_weight_and_bias_together(groups):
+    with pytest.raises(ValueError, match="weight and bias must both be given, or neither; got a bias only"):
+        group_layer_norm(_draw(2, 12), None, _draw(12), groups, EPS)
+
+
 @pytest.mark.parametrize("norm", [group_rms_norm, lambda x, w, g, e: group_layer_norm(x, w, w, g, e)])
 def test_sixteen_bit_inputs_keep_their_dtype_and_use_float32_statistics(norm):
     x = (1000 + 10 * _draw(4, 64)).bfloat16()

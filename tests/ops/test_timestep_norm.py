@@ -96,5 +96,7 @@ def test_timestep_norm_refuses_shapes_that_do_not_fit():
         timestep_norm(torch.zeros(1, 2, 12), None, None, 5, BETAS, EPS)
     with pytest.raises(ValueError, match=r"weight must have shape \(12,\); got \(11,\)"):
         timestep_norm(torch.zeros(1, 2, 12), torch.zeros(11), torch.zeros(12), 3, BETAS, EPS)
+    with pytest.raises(ValueError, match="weight and bias must both be given, or neither; got a weight only"):
+        timestep_norm(torch.zeros(1, 2, 12), torch.zeros(12), None, 3, BETAS, EPS)
     with pytest.raises(ValueError, match=r"state.mean must have shape \(2, 3\); got \(1, 3\)"):
         timestep_norm(torch.zeros(2, 2, 12), None, None, 3, BETAS, EPS, TimestepNormState.empty(1, 3))

@@ -26,6 +26,15 @@ def full_precision(x: Tensor) -> AbstractContextManager[None]:
     return torch.autocast(x.device.type, enabled=False)
 
 
+def check_affine(weight: Tensor | None, bias: Tensor | None, features: int) -> None:
+    if (weight is None) != (bias is None):
+        given = "bias" if weight is None else "weight"
+        raise ValueError(f"weight and bias must both be given, or neither; got a {given} only.")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_shape(name, tensor, (features,))
+
+
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{name} must have shape {expected}; got {tuple(tensor.shape)}.")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.dtypes import compute_dtype
+from gecko.ops.dtypes import check_affine, compute_dtype
 from gecko.ops.kernels import kernels_run_on
 
 
@@ -66,9 +66,13 @@ def group_layer_norm(
     """(x − mean) / √(var + ε) · (1 + weight) + bias, mean and biased variance over each group of features.
 
     Args:
-        x: (…, D); weight, bias: (D,) or None. Statistics are float32 or wider.
+        x: (…, D); weight, bias: (D,), or both None. Statistics are float32 or wider.
         dtype: of the result; None is that of x.
+
+    Raises:
+        ValueError: one of weight and bias is there without the other, or is of another shape.
     """
+    check_affine(weight, bias, x.shape[-1])
     dtype = x.dtype if dtype is None else dtype
     if kernels_run_on(x):
         from gecko.ops.norms.triton import group_norm

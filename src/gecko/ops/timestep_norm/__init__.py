@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
+from gecko.ops.dtypes import check_affine, check_shape, compute_dtype, full_precision
 from gecko.ops.kernels import kernels_run_on
 from gecko.ops.timestep_norm.chunked import cumulative_statistics, decayed_statistics, standardise
 from gecko.ops.timestep_norm.decode import normalise_token
@@ -57,7 +57,7 @@ def timestep_norm(
 
     Args:
         x: (B, T, D), any float dtype; statistics are float32 or wider.
-        weight, bias: (D,), or None for no affine part. weight is stored as an offset from 1.
+        weight, bias: (D,), or both None for no affine part. weight is stored as an offset from 1.
 
     Returns:
         y (B, T, D) in the dtype of x, and the state after the last step.
@@ -68,8 +68,7 @@ def timestep_norm(
     batch, length, features = x.shape
     if features % groups:
         raise ValueError(f"groups must divide the features of x; got {groups} and {features}.")
-    if weight is not None:
-        check_shape("weight", weight, (features,))
+    check_affine(weight, bias, features)
     dtype = compute_dtype(x)
     state = TimestepNormState.empty(batch, groups, dtype, x.device) if state is None else state
     check_shape("state.mean", state.mean, (batch, groups))
