@@ -425,7 +425,8 @@ def test_memory_keys_begin_with_their_length(memory):
     [
         (torch.zeros(1, 4), TypeError, r"tokens must be integers; got torch.float32. Use tokens.long\(\)"),
         (torch.zeros(4, dtype=torch.int64), ValueError, r"shape \(batch, length\).*got \(4,\)"),
-        (torch.zeros(1, 0, dtype=torch.int64), ValueError, r"length of at least 1; got \(1, 0\)"),
+        (torch.zeros(1, 0, dtype=torch.int64), ValueError, r"both at least 1; got \(1, 0\)"),
+        (torch.zeros(0, 3, dtype=torch.int64), ValueError, r"both at least 1; got \(0, 3\)"),
         (torch.tensor([[1, 37]]), ValueError, r"tokens must be ids in 0..36; got 37. Check that the tokenizer"),
         (torch.tensor([[-1, 3]]), ValueError, r"tokens must be ids in 0..36; got -1"),
     ],
