@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import os
+import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+
+LIMIT = 300.0
+"""Seconds that ranks may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -29,29 +36,59 @@ class Answer:
     """What it printed."""
 
 
-class Jobs:
-    def __init__(self, size: int) -> None:
+class Worker:
+    """One of the processes."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._ends: list[Connection] = []
-        self._processes = []
+        self._end, other = context.Pipe()
+        self._process: BaseProcess = context.Process(target=_work, args=(other,), daemon=True)
         before = os.environ.get("OMP_NUM_THREADS", "")
         os.environ["OMP_NUM_THREADS"] = "1"
-        for _ in range(size):
-            end, other = context.Pipe()
-            process = context.Process(target=_work, args=(other,), daemon=True)
-            process.start()
-            self._ends.append(end)
-            self._processes.append(process)
+        self._process.start()
         os.environ["OMP_NUM_THREADS"] = before or "1"
+        other.close()  # so that a process that dies ends the wait for its answer
+
+    def send(self, task: Any) -> None:
+        self._end.send(task)
+
+    def answer(self, rank: int, deadline: float) -> Answer:
+        """Of a process that dies, or does not answer in time, the end; another takes its place."""
+        try:
+            if self._end.poll(max(0.0, deadline - time.monotonic())):
+                return self._end.recv()
+            error = f"rank {rank} did not answer within {LIMIT:g} seconds; its stack is in the captured stderr"
+            os.kill(self._process.pid or 0, signal.SIGUSR1)
+            time.sleep(1)
+        except EOFError:
+            self._process.join()
+            error = f"rank {rank} ended with exit code {self._process.exitcode}"
+        self._process.kill()
+        self._start()
+        return Answer(None, error, error, "")
+
+    def close(self) -> None:
+        self._end.send(None)
+        self._process.join(10)
+        self._process.kill()
+
+
+class Jobs:
+    def __init__(self, size: int) -> None:
+        self._workers = [Worker() for _ in range(size)]
 
     def answers(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Answer]:
         """``function(*arguments)``, importable by name, on every rank of a job of so many."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        for rank, end in enumerate(self._ends[:ranks]):
-            end.send((rank, ranks, port, function, arguments))
-        return [end.recv() for end in self._ends[:ranks]]
+        workers, deadline = self._workers[:ranks], time.monotonic() + LIMIT
+        for rank, worker in enumerate(workers):
+            worker.send((rank, ranks, port, function, arguments))
+        return [worker.answer(rank, deadline) for rank, worker in enumerate(workers)]
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The values of all ranks; RuntimeError where one failed."""
@@ -62,14 +99,13 @@ class Jobs:
         return [answer.value for answer in answers]
 
     def close(self) -> None:
-        for end, process in zip(self._ends, self._processes, strict=True):
-            end.send(None)
-            process.join(10)
-            process.kill()
+        for worker in self._workers:
+            worker.close()
 
 
 def _work(end: Connection) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     while (task := end.recv()) is not None:
         rank, ranks, port, function, arguments = task
         os.environ.update(

@@ -51,6 +51,7 @@ def run_in(corpus: Path, tmp_path: Path) -> Callable[..., Run]:
             checkpoint=CheckpointSettings(every=4, keep=2),
             sample=SampleSettings(prompt="red ", tokens=3),
             parallel=ParallelSettings(replicate, shard, context),
+            hang_minutes=2,  # ranks that wait for each other in two places end before the job does, with their stacks
             threads=1,
         )
         return replace(run, **changes)

