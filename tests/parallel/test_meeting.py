@@ -49,3 +49,11 @@ def test_a_rank_that_waits_for_others_of_an_earlier_start_gives_up() -> None:
     start(store, 2, 0)
     with pytest.raises(RuntimeError, match="all ranks of the job must start"):
         meet(store, 1, 2, timedelta(seconds=0.2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_others_of_a_first_start_gives_up(rank: int) -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match="all ranks of the job must start"):
+        meet(store, rank, 2, timedelta(seconds=0.2))

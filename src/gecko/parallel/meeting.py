@@ -32,22 +32,28 @@ def meet(store: Store, rank: int, world: int, timeout: timedelta) -> Store:
 def _read_out(store: Store, word: str, world: int, deadline: float) -> str:
     others = range(1, world)
     while True:
-        words = [store.get(f"gecko/word/{rank}").decode() for rank in others]
-        store.set("gecko/read-out", " ".join([word, *words]))
-        answers = [f"gecko/answer/{rank}" for rank in others]
-        if store.check(answers) and all(store.get(answer).decode() == word for answer in answers):
-            return word
+        words = _written(store, [f"gecko/word/{rank}" for rank in others])
+        if words:
+            store.set("gecko/read-out", " ".join([word, *words]))
+            if set(_written(store, [f"gecko/answer/{rank}" for rank in others])) == {word}:
+                return word
         _pause(deadline)
 
 
 def _listen(store: Store, word: str, rank: int, deadline: float) -> str:
     store.set(f"gecko/word/{rank}", word)
     while True:
-        heard = store.get("gecko/read-out").decode().split()
+        said = _written(store, ["gecko/read-out"])
+        heard = said[0].split() if said else []
         if rank < len(heard) and heard[rank] == word:
             store.set(f"gecko/answer/{rank}", heard[0])
             return heard[0]
         _pause(deadline)
+
+
+def _written(store: Store, keys: list[str]) -> list[str]:
+    """What is under ``keys``; nothing where one is missing, for which ``get`` would wait, and raise its own error."""
+    return [store.get(key).decode() for key in keys] if store.check(keys) else []
 
 
 def _pause(deadline: float) -> None:
