@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from gecko.parallel.mesh import MeshSizes
 from gecko.recipes import RECIPES, apply_overrides, get_recipe
@@ -47,3 +48,13 @@ def test_a_recipe_suits_the_ranks_it_is_started_on(
         parallel = run.parallel
         sizes = MeshSizes.of(world, parallel.replicate, parallel.shard, parallel.context)
         run.rows_per_rank(sizes.data_ranks)
+
+
+def test_slurm_and_torchrun_leave_a_run_as_long_to_save() -> None:
+    """torchrun kills its ranks half a minute after a signal, unless it is told otherwise."""
+    script = (ROOT / "docs" / "pretraining.md").read_text(encoding="utf-8").partition("```bash")[2].partition("```")[0]
+    signalled = re.search(r"--signal=TERM@(\d+)", script)
+    options = re.search(r"torchrun (.*)-m gecko", script.replace("\\\n", ""))
+    assert signalled is not None and options is not None
+    launch, _ = get_args_parser().parse_known_args([*shlex.split(options[1]), "script"])
+    assert 0.9 * int(signalled[1]) < launch.shutdown_timeout < int(signalled[1])
