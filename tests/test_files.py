@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,46 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
             raise error
         assert path.read_text() == "old"
         assert os.listdir(path.parent) == ["file"]
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_pipe_or_a_folder_is_not_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in ("folder", "pipe", "link"):
+        with pytest.raises(FileExistsError, match=f"{name} must be a file, or the name of a new one; it is a folder, "):
+            save_tensors(tmp_path / name, content(), {})
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe"]
+
+
+def test_a_link_stays_one_and_its_file_is_written(tmp_path):
+    (tmp_path / "far").mkdir()
+    for name in ("old", "new"):
+        (tmp_path / name).symlink_to(Path("far") / name)
+    (tmp_path / "far" / "old").write_text("before")
+    for name in ("old", "new"):
+        save_tensors(tmp_path / name, content(), {"name": name})
+        assert (tmp_path / name).is_symlink()
+        assert load_tensors(tmp_path / "far" / name)[1] == {"name": name}
+
+
+def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_any_new_file(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save_tensors(tmp_path / "new", content(), {})
+        for wanted in (0o600, 0o444, 0o666):
+            (tmp_path / "old").touch()
+            (tmp_path / "old").chmod(wanted)
+            save_tensors(tmp_path / "old", content(), {})
+            assert mode(tmp_path / "old") == wanted
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "new") == 0o640
 
 
 FULL_DISK = """

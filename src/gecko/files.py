@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,19 +23,22 @@ DIGEST = "sha256"
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path`` that replaces it once the block has ended well and the disk has it.
 
+    What a link points at is replaced, not the link. A file keeps its mode; a new one has what the umask leaves.
+
     Raises:
+        FileExistsError: there is something else than a file at ``path``.
         OSError: the disk refused; what was at ``path`` before is still there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    check_replaceable(path)
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary, mode = _create_beside(target)
     try:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        temporary.chmod(mode)
+        temporary.replace(target)
     except OSError as error:
         raise OSError(
             error.errno, f"could not write {path} ({error.strerror or error}); what was there before is unchanged. "
@@ -42,6 +46,23 @@ def whole_file(path: Path) -> Iterator[Path]:
         ) from error  # fmt: skip
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_replaceable(path: Path) -> None:
+    """FileExistsError where there is something at ``path`` that a file must not take the place of."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(
+            f"{path} must be a file, or the name of a new one; it is a folder, a device or a pipe. Choose another path."
+        )
+
+
+def _create_beside(path: Path) -> tuple[Path, int]:
+    """An empty file in the folder of ``path``, and the mode for it at the end: that of ``path``, or of any new file."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    known = path.stat().st_mode if path.exists() else None
+    # The system applies the umask, which Python can only read by setting it for all threads.
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if known is None else 0o600))
+    return temporary, stat.S_IMODE(temporary.stat().st_mode if known is None else known)
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
