@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -220,6 +221,31 @@ def test_a_wrong_stop_string_is_found_before_the_text_is_read(
     result = command("generate", run_folder, "--prompt", "abc", "--stop", "")
     assert result.exit_code == 2, result.exception
     assert "stop string" in result.stderr
+
+
+def test_where_the_state_goes_is_looked_at_before_the_text_is_read(
+    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gecko.Gecko, "hidden", lambda *_, **__: pytest.fail("the prompt was read"))
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        result = command("generate", run_folder, "--prompt", "abc", "--save-state", path)
+        assert result.exit_code == 2, result.exception
+        assert "--save-state must be a file" in result.stderr and str(path) in result.stderr
+
+
+def test_a_tilde_is_the_home_folder(
+    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book").write_bytes(b"abc")
+    result = command("generate", run_folder, "-p", "abc", "-n", 0, "--save-state", "~/s")
+    assert result.exit_code == 0 and (tmp_path / "s").is_file(), result.stderr
+    assert command("generate", run_folder, "-p", "abc", "-n", 0, "--state", "~/s").exit_code == 0
+    result = command("read", run_folder, "~/book", "--state", "~/s", "--out", "~/both")
+    assert result.exit_code == 0 and (tmp_path / "both").is_file(), result.stderr
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_text_tokenizer_refuses_bytes_with_their_place(command: Command, run_folder: Path, tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gecko.allocator import keep_freed_memory
 from gecko.cli.models import load_model
+from gecko.cli.output import output_file
 from gecko.cli.texts import STANDARD_INPUT, Text, TextReading, named_text
 from gecko.data import Tokenizer
 from gecko.generation import Reading, Sampling, TextStream, TokenStream, read
@@ -69,6 +71,7 @@ def generate(
         gecko generate runs/demo --state book.state --prompt "In short, "
     """
     text = _prompt(source, prompt, file)
+    target = None if save_state is None else output_file(save_state, "--save-state")
     before = _load_state(state, text)
     sampling, seeds = Sampling(temperature, top_k, top_p, min_p, repetition_penalty), as_seeds(seed, 1)
     # Not only where they are used, after a long text was read.
@@ -86,8 +89,8 @@ def generate(
     _write(pieces)
     watch.lap(pieces.num_tokens)
     after = tokens.state.to("cpu")
-    if save_state is not None:
-        after.save(save_state)
+    if target is not None:
+        after.save(target)
     _report(watch, after, pieces, seeds[0])
 
 
@@ -111,7 +114,7 @@ def _load_state(path: str | None, text: Text | None) -> GeckoState | None:
             "--state needs a prompt: a state knows what was read, and what comes next follows from reading one "
             "token more. Add --prompt, --file or -; --prompt ' ' is enough."
         )
-    return GeckoState.load(path)
+    return GeckoState.load(Path(path).expanduser())
 
 
 def _read(model: Gecko, tokenizer: Tokenizer, text: Text | None, state: GeckoState | None) -> Reading:

@@ -61,7 +61,7 @@ def read(
 
     target = _output(out, loss)
     texts = [named_text(book) for book in books]
-    before = None if state is None else GeckoState.load(state)
+    before = None if state is None else GeckoState.load(Path(state).expanduser())
     network, vocabulary = load_model(model, tokenizer, device)
     keep_freed_memory()
     with StopSignal() as stop, TextReading(texts, vocabulary, stopped=lambda: stop.requested is not None) as reading:
