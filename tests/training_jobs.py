@@ -7,16 +7,20 @@ import errno
 import os
 import resource
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from gecko.baselines import LanguageModel, build_model, meta_model
 from gecko.data import IGNORED, Batch
@@ -64,6 +68,14 @@ def ranks_of(run: Run) -> Iterator[Ranks]:
     sizes = MeshSizes.of(launched()[1], settings.replicate, settings.shard, settings.context)
     with connected(sizes, CPU, None) as ranks:
         yield ranks
+
+
+def time_limits(run: Run, seconds: int) -> list[float]:
+    """Of all groups of ranks that share parameters in two copies, in seconds; they wait for each other so long."""
+    with connected(MeshSizes(2, 2, 1), CPU, timedelta(seconds=seconds)) as ranks, Saver(run, ranks, Mock()):
+        assert ranks.sharding_mesh.ndim == 2
+        groups = dist.distributed_c10d._world.pg_map
+        return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
 
 def random_batch(run: Run, seed: int) -> Batch:
@@ -183,6 +195,39 @@ def poisoned_run(run: Run, module: str, rank: int, steps: range, factor: float) 
         return train_run(run)
 
 
+@contextlib.contextmanager
+def _slow_disk() -> Iterator[None]:
+    """The first rank takes seconds to write its part of a checkpoint."""
+    write = HuggingFaceStorageWriter.write_data
+
+    def slowly(self: Any, *arguments: Any) -> Any:
+        time.sleep(5 if _rank() == 0 else 0)
+        return write(self, *arguments)
+
+    with mock.patch.object(HuggingFaceStorageWriter, "write_data", slowly):
+        yield
+
+
+def poisoned_run_on_a_slow_disk(*arguments: Any) -> dict[str, Any]:
+    with _slow_disk():
+        return poisoned_run(*arguments)
+
+
+def failing_run_on_a_slow_disk(run: Run, rank: int, step: int) -> dict[str, Any]:
+    """A run that fails on one rank, whose process then ends."""
+
+    def fail() -> None:
+        if _rank() == rank:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with _slow_disk(), _before_step(step, fail):
+        try:
+            return train_run(run)
+        finally:
+            if _rank() == rank:
+                os._exit(3)
+
+
 def run_on_a_full_disk(run: Run, rank: int, step: int) -> dict[str, Any]:
     """A run in which one rank can write no file of more than a few bytes from the save of ``step`` on."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -254,3 +299,16 @@ def logits_of_checkpoint(run: Run, checkpoint: Path, tokens: Tensor) -> Tensor:
         with torch.no_grad():
             logits: Tensor = model(tokens)[0]
             return logits.clone()
+
+
+def run_with_a_lost_folder(run: Run, rank: int, method: str, name: str) -> dict[str, Any]:
+    """A run that goes on, in which a method of Path fails on one rank for paths of this name."""
+    original = getattr(Path, method)
+
+    def looking(self: Path, *arguments: Any, **settings: Any) -> Any:
+        if self.name == name and _rank() == rank:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
+        return original(self, *arguments, **settings)
+
+    with mock.patch.object(Path, method, looking):
+        return train_run(run, resume=True)

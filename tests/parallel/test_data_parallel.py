@@ -149,6 +149,24 @@ def test_what_does_not_fit_is_said_by_the_first_rank_and_ends_all(
     assert second.output == ""
 
 
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_each_rank_says_what_its_device_lacks(
+    run_in: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Where there are fewer GPUs than ranks, the first one's is there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: rank)
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 8)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match=f"with {rank} CUDA devices; got 'cuda:{rank}'.*fewer processes"):
+        train(run_in("x", device="cuda"))
+
+
+def test_every_group_has_the_limit_of_the_run(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """PyTorch's own, 10 minutes for NCCL, would end a run before its watchdog wrote stacks."""
+    for limits in jobs.run(4, work.time_limits, run_in("x"), 77):
+        assert len(limits) >= 5 and set(limits) == {77}
+
+
 def test_ranks_need_torchrun(run_in: Callable[..., Run]) -> None:
     with pytest.raises(ValueError, match=r"number of ranks, 1; got 1 × 4 × 1.*torchrun"):
         train(run_in("x", shard=4))

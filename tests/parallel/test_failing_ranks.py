@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import training_jobs as work
@@ -11,17 +10,8 @@ from jobs import Answer, Jobs
 
 from gecko.lock import locked
 from gecko.train import Run
+from gecko.train.checkpoint import list_checkpoints
 from gecko.train.snapshot import checkpoints_folder
-
-
-@pytest.fixture
-def impatient(run_in: Callable[..., Run]) -> Callable[..., Run]:
-    """Ranks that wait for each other in two places give up after a minute."""
-
-    def make(name: str, **changes: Any) -> Run:
-        return run_in(name, hang_minutes=0.5, **changes)
-
-    return make
 
 
 def refused(answers: list[Answer]) -> str:
@@ -31,8 +21,8 @@ def refused(answers: list[Answer]) -> str:
     return first.error
 
 
-def test_a_checkpoint_that_cannot_be_begun(jobs: Jobs, impatient: Callable[..., Run]) -> None:
-    run = impatient("x")
+def test_a_checkpoint_that_cannot_be_begun(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    run = run_in("x")
     run.folder.mkdir()
     checkpoints_folder(run).write_text("not a folder")
     said = refused(jobs.answers(2, work.train_run, run))
@@ -40,24 +30,64 @@ def test_a_checkpoint_that_cannot_be_begun(jobs: Jobs, impatient: Callable[..., 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_checkpoint_that_one_rank_cannot_read(jobs: Jobs, impatient: Callable[..., Run], rank: int) -> None:
+def test_a_checkpoint_that_one_rank_cannot_read(jobs: Jobs, run_in: Callable[..., Run], rank: int) -> None:
     """It is passed over by both for the one before."""
-    run = impatient("x", steps=8)
+    run = run_in("x", steps=8)
     jobs.run(2, work.train_run, run)
     first, second = jobs.run(2, work.run_with_an_unreadable_checkpoint, run, rank, "step-00000008")
     assert (first["step"], second["step"]) == (8, 8)
     assert any("skipping the checkpoint step-00000008: " in warning for warning in first["warnings"])
 
 
-def test_a_folder_in_which_another_trains(jobs: Jobs, impatient: Callable[..., Run]) -> None:
-    run = impatient("x")
+def test_steps_that_fail_on_all_ranks_while_a_checkpoint_is_written(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """It is written to its end."""
+    run = run_in("x", max_skips=2)
+    poison = "blocks.1.feed_forward.fc2", 1, range(6, 20), float("nan")
+    said = refused(jobs.answers(2, work.poisoned_run_on_a_slow_disk, run, *poison))
+    assert said.startswith("NonFiniteError: steps 6 to 7 ")
+    assert [path.name for path in list_checkpoints(checkpoints_folder(run))] == ["step-00000004"]
+
+
+def test_a_step_that_fails_on_one_rank_while_a_checkpoint_is_written(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """It is written to its end; then the one that failed is gone, and the other one sees it."""
+    run = run_in("x")
+    first, second = jobs.answers(2, work.failing_run_on_a_slow_disk, run, 1, 6)
+    assert first.error is not None and "losed by peer" in first.error
+    assert second.error == "rank 1 ended with exit code 3"
+    assert [path.name for path in list_checkpoints(checkpoints_folder(run))] == ["step-00000004"]
+
+
+def test_a_folder_in_which_another_trains(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    run = run_in("x")
     with locked(run.folder / ".training", wait=False):
         assert "ValueError: one process at a time" in refused(jobs.answers(2, work.train_run, run))
     assert jobs.run(2, work.train_run, run)[0]["step"] == 20
 
 
-def test_numbers_that_are_damaged(jobs: Jobs, impatient: Callable[..., Run]) -> None:
-    run = impatient("x", steps=4)
+def test_numbers_that_are_damaged(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    run = run_in("x", steps=4)
     jobs.run(2, work.train_run, run)
     (run.folder / "metrics.jsonl").write_text("{broken\n{}\n")
     assert "metrics.jsonl, line 1, must be" in refused(jobs.answers(2, work.train_run, run, True))
+
+
+@pytest.mark.parametrize("method, name", [("glob", "checkpoints"), ("exists", "metrics.jsonl")])
+def test_a_folder_that_the_first_rank_cannot_look_into(
+    jobs: Jobs, run_in: Callable[..., Run], method: str, name: str
+) -> None:
+    said = refused(jobs.answers(2, work.run_with_a_lost_folder, run_in("x", steps=4), 0, method, name))
+    assert said.startswith("OSError: [Errno 116]") and name in said
+
+
+def test_a_recipe_that_one_rank_cannot_read(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    run = run_in("x", steps=4)
+    jobs.run(2, work.train_run, run)
+    answers = jobs.answers(2, work.run_with_a_lost_folder, run, 1, "read_text", "recipe.json")
+    assert "RuntimeError: on rank 1: " in refused(answers)
+
+
+def test_checkpoints_that_are_all_damaged(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    run = run_in("x", steps=4)
+    jobs.run(2, work.train_run, run)
+    (checkpoints_folder(run) / "step-00000004" / "manifest.json").unlink()
+    assert "must hold a sound checkpoint" in refused(jobs.answers(2, work.train_run, run, True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ def test_is_the_mean_over_all_targets(model: Gecko, corpus: TokenizedCorpus) -> 
     assert result.loss == pytest.approx(expected, rel=1e-5)
     assert result.tokens == corpus.num_tokens - len(corpus)
     assert result.nats_per_byte == pytest.approx(result.loss * result.tokens / corpus.num_bytes, rel=1e-12)
+
+
+def test_every_batch_is_progress(model: Gecko, corpus: TokenizedCorpus) -> None:
+    beat = Mock()
+    evaluate(model, HeldOut.of(corpus, 9, 20, 2), "float32", beat=beat)
+    assert beat.call_count == 5
 
 
 @pytest.mark.parametrize("batch_size", [2, 5, 100])

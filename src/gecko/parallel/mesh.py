@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from gecko.parallel.context import ContextGroup
@@ -62,6 +63,8 @@ class Ranks:
     """With the dimensions replicate, shard and context; None for a process that is alone."""
     context: ContextGroup | None = None
     """The ranks that hold the rest of this rank's rows; None where it holds them whole."""
+    timeout: timedelta = default_pg_timeout
+    """How long they wait for each other in a collective; a new process group must be told."""
 
     @property
     def world(self) -> int:
@@ -90,12 +93,12 @@ class Ranks:
     def sharding_mesh(self) -> DeviceMesh:
         """What ``fully_shard`` takes: shard and context as one dimension, below replicate where there are replicas."""
         assert self.mesh is not None
-        flat = self.mesh["shard", "context"]._flatten("shard_context")
+        flat = _limited(self.mesh["shard", "context"]._flatten("shard_context"), self.timeout)
         if self.sizes.replicate == 1:
             return flat
         names = ("replicate", "shard_context")
         ids = self.mesh.mesh.reshape(self.sizes.replicate, -1)
-        return DeviceMesh(self.mesh.device_type, ids, mesh_dim_names=names)
+        return _limited(DeviceMesh(self.mesh.device_type, ids, mesh_dim_names=names), self.timeout)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a CPU tensor over all ranks, the same bits on each."""
@@ -145,6 +148,13 @@ class Ranks:
         raise RuntimeError(f"on rank {rank}: {message}")
 
 
+def _limited(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
+    """``mesh``, whose groups take none of the world's settings over: NCCL's would give up after 10 minutes."""
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)
+    return mesh
+
+
 def launched() -> tuple[int, int, int]:
     """Rank, number of ranks and rank on this machine, as torchrun says; (0, 1, 0) without it."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -167,7 +177,7 @@ def only_first_rank_reports() -> Iterator[None]:
 def connected(sizes: MeshSizes, device: torch.device, timeout: timedelta | None) -> Iterator[Ranks]:
     """The ranks that torchrun started, connected: gloo for host memory, NCCL for CUDA.
 
-    A collective fails that takes longer than ``timeout``; None leaves PyTorch's default.
+    A collective of any group fails that takes longer than ``timeout``; None: than half an hour.
     """
     rank, world, _ = launched()
     if world == 1:
@@ -180,9 +190,9 @@ def connected(sizes: MeshSizes, device: torch.device, timeout: timedelta | None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     try:
         shape = (sizes.replicate, sizes.shard, sizes.context)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "context"))
+        mesh = _limited(init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "context")), timeout)
         context = ContextGroup(mesh["context"].get_group()) if sizes.context > 1 else None
-        yield Ranks(rank, sizes, mesh, context)
+        yield Ranks(rank, sizes, mesh, context, timeout)
     finally:
         # After an error the others may be gone, and waiting for them would hide it.
         dist.destroy_process_group()

@@ -144,21 +144,26 @@ def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
     """The newest sound checkpoint; damaged and unreadable ones are passed over with a warning. None where there is
     none at all.
 
-    All ``ranks`` call it together and get the same. ValueError where there are checkpoints and all are damaged.
+    All ``ranks`` call it together and get the same, or fail together: ValueError where there are checkpoints and all
+    are damaged, OSError where the first rank cannot look for them.
     """
-    candidates = ranks.share(list_checkpoints(folder))
+    candidates = ranks.share(ranks.agree(lambda: list_checkpoints(folder) if ranks.first else []))
     for path in candidates:
         faults = [fault for fault in ranks.gather(_fault(path, ranks)) if fault is not None]
         if not faults:
             return path
         if ranks.first:
             warnings.warn(f"skipping the checkpoint {path.name}: {faults[0]}", stacklevel=2)
-    if candidates:
+    ranks.agree(lambda: _check_none(folder, candidates))
+    return None
+
+
+def _check_none(folder: Path, damaged: list[Path]) -> None:
+    if damaged:
         raise ValueError(
-            f"{folder} must hold a sound checkpoint; all of {', '.join(path.name for path in candidates)} are damaged. "
+            f"{folder} must hold a sound checkpoint; all of {', '.join(path.name for path in damaged)} are damaged. "
             "Copy a good one there, or start again in another folder with output=."
         )
-    return None
 
 
 def _fault(path: Path, ranks: Ranks) -> str | None:

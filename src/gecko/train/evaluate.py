@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -81,8 +81,14 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: LanguageModel, held_out: HeldOut, precision: Precision, ranks: Ranks = _ALONE) -> Evaluation:
-    """The loss of ``model`` on the held-out rows, by all ranks together; sums in float64."""
+def evaluate(
+    model: LanguageModel,
+    held_out: HeldOut,
+    precision: Precision,
+    ranks: Ranks = _ALONE,
+    beat: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """The loss of ``model`` on the held-out rows, by all ranks together; sums in float64. ``beat()`` at each batch."""
     device = next(model.parameters()).device
     length = held_out.rows.targets.shape[1]
     rows, at_once = len(held_out.rows.targets), held_out.batch_size
@@ -93,6 +99,7 @@ def evaluate(model: LanguageModel, held_out: HeldOut, precision: Precision, rank
     here = ranks.columns(length)
     batches = zip(count(ranks.data_rank, ranks.data_ranks), held_out.batches(device, ranks), strict=False)
     for number, (tokens, targets, segment_ids) in batches:
+        beat()
         with autocast(precision, device):
             losses, _ = model.token_losses(tokens, targets, segment_ids, context=ranks.context)
         found = torch.stack([losses.double(), (targets != IGNORED).double()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,6 @@ from gecko.train.snapshot import Position
 from gecko.train.spikes import SpikeRule
 from gecko.train.step import Part, StepResult, compute_gradients, split_batch, train_step
 from gecko.train.utilisation import Speedometer, memory_gib
-from gecko.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,8 @@ class Outlets:
     display: TrainingProgress
     metrics: MetricsWriter | None
     """None on all ranks but the first."""
-    watchdog: Watchdog | None
+    beat: Callable[[], None]
+    """Tells the watchdog, if there is one, that there is progress."""
 
 
 class Trainer:
@@ -86,8 +86,7 @@ class Trainer:
 
     def _goes_on(self, stop: StopSignal) -> bool:
         """Whether there are steps left, none of the ranks was asked to stop, and all saves went well so far."""
-        if self.outlets.watchdog is not None:
-            self.outlets.watchdog.beat()
+        self.outlets.beat()
         stopped, failed = self.ranks.sum(torch.tensor([stop.requested is not None, self.outlets.saver.failed]).int())
         if failed:
             self.outlets.saver.wait()
@@ -159,7 +158,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         begin = time.perf_counter()
-        result = evaluate(self.model, self.held_out, self.run.precision, self.ranks)
+        result = evaluate(self.model, self.held_out, self.run.precision, self.ranks, self.outlets.beat)
         seconds = self.position.seconds + time.perf_counter() - begin
         self.position = dataclasses.replace(self.position, seconds=seconds)
         self._write("validation", dataclasses.asdict(result))
@@ -168,8 +167,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        if self.outlets.watchdog is not None:
-            self.outlets.watchdog.beat()
+        self.outlets.beat()
         self.ranks.agree(self._flush_metrics)
         self.outlets.saver.save(self.model, self.optimizer, self.position)
         self._saved = self.position.step

@@ -67,7 +67,7 @@ class Run:
     """Steps in a row that may be skipped before the run gives up."""
     hang_minutes: float | None = 30.0
     """With several ranks: one that makes no progress for so long writes its stack to ``stacks/`` and exits, so that
-    ``torchrun --max-restarts`` starts the job again. None: wait for ever."""
+    ``torchrun --max-restarts`` starts the job again. None: no stacks, and ranks wait half an hour for each other."""
     profile: tuple[int, int] | None = None
     """First and last step of which each rank writes a trace to ``profile/``, for chrome://tracing or Perfetto."""
     wandb: str | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,18 +39,21 @@ from gecko.train.snapshot import (
     write_whole,
 )
 
+_SLICE = 1.0
+"""Seconds between two beats."""
+
 
 class Saver:
     """Context that saves checkpoints and drops those beyond ``run.checkpoint.keep``.
 
     Many ranks copy what they have to host memory and go on; a thread of each writes it. They talk on a
-    process group of their own: the training's is busy.
+    process group of their own: the training's is busy. ``beat`` is called while ranks wait for the disk.
     """
 
-    def __init__(self, run: Run, ranks: Ranks) -> None:
-        self.run, self.ranks = run, ranks
+    def __init__(self, run: Run, ranks: Ranks, beat: Callable[[], None]) -> None:
+        self.run, self.ranks, self._beat = run, ranks, beat
         self.folder = checkpoints_folder(run)
-        self._group = dist.new_group(backend="gloo") if ranks.world > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=ranks.timeout) if ranks.world > 1 else None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -71,6 +75,8 @@ class Saver:
         """Until the last save is on the disk, on all ranks; OSError where it failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
+            while not wait([writing], _SLICE).done:
+                self._beat()
             self.ranks.agree(writing.result)
 
     @property
@@ -82,8 +88,11 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # After an error the other ranks may be gone: a save that needs them will not end.
-        self._executor.shutdown(wait=error is None, cancel_futures=True)
+        # After an error too: a thread without its process group does not end, and Python waits for it in the end. This
+        # one needs nothing of the other ranks but theirs, which fail as soon as those are gone.
+        if isinstance(error, Exception) and self._writing is not None and not self._writing.done():
+            print(f"rank {self.ranks.rank} ends once its checkpoint is written: {error!r}", file=sys.stderr, flush=True)
+        self._executor.shutdown()
 
     def _keep_newest(self, step: int) -> None:
         keep_newest(self.folder, step, self.run.checkpoint.keep, self.run.checkpoint.keep_every)

@@ -74,7 +74,8 @@ def train(run: Run, resume: bool = False) -> TrainResult:
     with only_first_rank_reports():
         sizes = MeshSizes.of(world, run.parallel.replicate, run.parallel.shard, run.parallel.context)
         run.rows_per_rank(sizes.data_ranks)
-        device = select_device(run.device, local if world > 1 else None)
+    # Each rank says what it lacks: on the first one's GPU all may be well.
+    device = select_device(run.device, local if world > 1 else None)
     # The watchdog, which writes stacks, comes before a collective's own time limit.
     timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
     with flushed_denormals(), connected(sizes, device, timeout) as ranks, ExitStack() as stack:
@@ -84,7 +85,7 @@ def train(run: Run, resume: bool = False) -> TrainResult:
 
 def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device) -> TrainResult:
     console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not ranks.first)
-    run, checkpoint = ranks.agree(lambda: _start(run, resume, ranks))
+    run, checkpoint = _start(run, resume, ranks)
     if run.precision == "auto":
         run = run.with_precision(ranks.share("bfloat16" if multiplies_bfloat16(device) else "float32"))
     _set_up(run, ranks, console)
@@ -113,19 +114,17 @@ def _lock(run: Run, ranks: Ranks) -> AbstractContextManager[None]:
 
 def _start(run: Run, resume: bool, ranks: Ranks) -> tuple[Run, Path | None]:
     """The run, with what its newest sound checkpoint fixed, and that checkpoint; None where there is none."""
-    folder = checkpoints_folder(run)
-    saved = ranks.share(bool(list_checkpoints(folder)))
-    _check_overwrites_nothing(run, resume, saved, ranks)
-    if not saved:
+    ranks.agree(lambda: _check_overwrites_nothing(run, resume) if ranks.first else None)
+    checkpoint = latest_checkpoint(checkpoints_folder(run), ranks)
+    if checkpoint is None:
         return run, None
-    checkpoint = latest_checkpoint(folder, ranks)
-    assert checkpoint is not None
-    return _resumed_run(run, checkpoint), checkpoint
+    return ranks.agree(lambda: _resumed_run(run, checkpoint)), checkpoint
 
 
-def _check_overwrites_nothing(run: Run, resume: bool, saved: bool, ranks: Ranks) -> None:
-    """FileExistsError where the folder holds a run that is not gone on with; ``saved``: it has checkpoints."""
-    begun, finished = ranks.share(((run.folder / METRICS).exists(), (run.folder / RESULTS).exists()))
+def _check_overwrites_nothing(run: Run, resume: bool) -> None:
+    """FileExistsError where the folder holds a run that is not gone on with."""
+    saved = bool(list_checkpoints(checkpoints_folder(run)))
+    begun, finished = (run.folder / METRICS).exists(), (run.folder / RESULTS).exists()
     if finished and not saved:
         raise FileExistsError(
             f"{run.folder} must hold the checkpoints of its run, which is finished; they are gone, and nothing there "
@@ -189,9 +188,11 @@ def _fit(
     with ExitStack() as stack:
         display = stack.enter_context(TrainingProgress(console, position.step, run.steps))
         metrics = stack.enter_context(ranks.agree(lambda: _metrics(run, went_on, ranks)))
-        saver = stack.enter_context(Saver(run, ranks))
+        # The saver waits for the disk at its end, after an error too, and that is watched.
         watchdog = stack.enter_context(_watchdog(run, ranks))
-        outlets = Outlets(saver, display, metrics, watchdog)
+        beat = _nothing if watchdog is None else watchdog.beat
+        saver = stack.enter_context(Saver(run, ranks, beat))
+        outlets = Outlets(saver, display, metrics, beat)
         trainer = Trainer(run, model, optimizer, batches, data.held_out, position, outlets, ranks)
         trainer.fit(stop)
     return trainer.position
@@ -216,6 +217,10 @@ def _watchdog(run: Run, ranks: Ranks) -> Watchdog | nullcontext[None]:
     if ranks.world == 1 or run.hang_minutes is None:
         return nullcontext()
     return Watchdog(_stacks(run), ranks.rank, run.hang_minutes)
+
+
+def _nothing() -> None:
+    """The beat of ranks that nobody watches."""
 
 
 def _stacks(run: Run) -> Path:

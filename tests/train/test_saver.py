@@ -1,0 +1,19 @@
+"""Saving while training goes on: what of it one process can show."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
+
+from gecko.parallel.mesh import Ranks
+from gecko.train import Run
+from gecko.train.saver import Saver
+
+
+def test_a_slow_disk_is_no_hang(small_run: Run) -> None:
+    beat = Mock()
+    with ThreadPoolExecutor(1) as disk, Saver(small_run, Ranks(), beat) as saver:
+        saver._writing = disk.submit(time.sleep, 2.5)
+        saver.wait()
+    assert beat.call_count >= 2
