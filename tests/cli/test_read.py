@@ -96,6 +96,38 @@ def test_loss_is_that_of_every_byte_after_the_first_token(command: Command, run_
     assert told[0] in only.stderr
 
 
+def told_losses(result: Any) -> tuple[str, str]:
+    """Nats a token, and a byte."""
+    told = re.search(r"loss ([\d.]+) nats a token, ([\d.]+) a byte", result.stderr)
+    assert told is not None, result.stderr
+    return told[1], told[2]
+
+
+def test_for_bytes_the_loss_a_token_is_that_a_byte(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "two").write_bytes(b"ab")
+    a_token, a_byte = told_losses(command("read", run_folder, tmp_path / "two", "--loss", "-o", tmp_path / "s"))
+    assert a_token == a_byte
+    # Of the first byte after a state there is no loss.
+    a_token, a_byte = told_losses(command("read", run_folder, tmp_path / "two", "--loss", "--state", tmp_path / "s"))
+    losses, _ = newest(run_folder).token_losses(torch.tensor([[256, *b"aba"]]), torch.tensor([[*b"abab"]]))
+    assert a_token == a_byte and float(a_byte) == pytest.approx(losses[0, -1].item(), abs=2e-4)
+
+
+def test_the_loss_a_byte_of_longer_tokens(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    """Words of two bytes, and one unknown word of six: three losses over ten bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "ab": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "book").write_bytes(b"ab ab abcd")
+    options = ("--tokenizer", tmp_path / "tokenizer.json", "--loss")
+    a_token, a_byte = told_losses(command("read", run_folder, tmp_path / "book", *options))
+    losses, _ = newest(run_folder).token_losses(torch.tensor([[0, 1, 1]]), torch.tensor([[1, 1, 2]]))
+    assert float(a_token) == pytest.approx(losses.mean().item(), abs=2e-4)
+    assert float(a_byte) == pytest.approx(losses.sum().item() / 10, abs=2e-4)
+
+
 def test_a_compact_state_is_half_the_size_and_goes_on(command: Command, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "book").write_bytes(TEXT)
     for name, options in (("wide", ()), ("small", ("--compact",))):
@@ -142,21 +174,25 @@ def _reads(pid: int, path: Path) -> bool:
         return False
 
 
+def stop_after(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a signal came after so many blocks."""
+    from gecko.train.signals import StopSignal
+
+    asked = iter(range(100))
+    wanted = property(lambda self: "SIGTERM" if next(asked) >= blocks else None)
+    monkeypatch.setattr(StopSignal, "__init__", lambda self: setattr(self, "_previous", {}))
+    monkeypatch.setattr(StopSignal, "requested", wanted, raising=False)
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_stopping_before_the_end(
     command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     """Stopped after two blocks of one of the books; the books before it are whole, the ones after are named."""
-    from gecko.train.signals import StopSignal
-
     books = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
     for book in books:
         book.write_bytes(TEXT)
-    blocks = -(-len(TEXT) // 4096)
-    asked = iter(range(100))
-    wanted = property(lambda self: "SIGTERM" if next(asked) >= place * blocks + 2 else None)
-    monkeypatch.setattr(StopSignal, "__init__", lambda self: setattr(self, "_previous", {}))
-    monkeypatch.setattr(StopSignal, "requested", wanted, raising=False)
+    stop_after(place * -(-len(TEXT) // 4096) + 2, monkeypatch)
     result = command("read", run_folder, *books, "--out", tmp_path / "s", "--loss", "--tokenizer", "bytes")
     assert result.exit_code == 130
     told = re.search(r"stopped after ([\d,]+) bytes of .*/([abc]).txt; the rest: tail -c \+(\d+) ", result.stderr)
@@ -167,6 +203,26 @@ def test_stopping_before_the_end(
     assert "--tokenizer bytes --loss" in result.stderr
     assert TEXT[:taken].decode(), "a whole number of characters"
     assert_reads(gecko.GeckoState.load(tmp_path / "s"), newest(run_folder), [256, *(TEXT * place), *TEXT[:taken]])
+
+
+def test_the_command_for_the_rest_names_the_device(
+    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "book").write_bytes(TEXT)
+    stop_after(2, monkeypatch)
+    result = command("read", run_folder, tmp_path / "book", "--out", tmp_path / "s", "--device", "cpu")
+    assert result.exit_code == 130 and "--device cpu" in result.stderr
+
+
+def test_stopped_without_a_state_it_says_where_and_offers_no_command(
+    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of a text, read without what came before, would be a new document."""
+    (tmp_path / "book").write_bytes(TEXT)
+    stop_after(2, monkeypatch)
+    result = command("read", run_folder, tmp_path / "book", "--loss")
+    assert result.exit_code == 130
+    assert re.search(r"stopped after [\d,]+ bytes of .*/book\.$", result.stderr.rstrip()), result.stderr
 
 
 @given(text=st.text(max_size=60), cuts=st.lists(st.integers(0, 300), max_size=4), size=st.integers(8, 20))

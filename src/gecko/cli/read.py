@@ -47,7 +47,7 @@ def read(
 
     The file has the same size whatever was read. `gecko generate --state` goes on from it, any number of
     times; `gecko state show` says what is in it. Several books are read as one text, in the order given.
-    Ctrl-C writes the state of what was read so far, and shows the command that reads the rest.
+    Ctrl-C writes the state of what was read so far to `--out`, and shows the command that reads the rest.
 
     **Examples**
 
@@ -70,10 +70,13 @@ def read(
         done.state.save(target, compact=compact)
     typer.echo(_summary(done, target), err=True)
     if reading.unfinished is not None:
-        options = {"--state": out, "--out": out, "--tokenizer": tokenizer}
+        named_device = None if device == "auto" else device
+        options = {"--state": out, "--out": out, "--tokenizer": tokenizer, "--device": named_device}
         given = [part for name, value in options.items() if value is not None for part in (name, value)]
         flags = ["--compact"] * compact + ["--loss"] * loss
-        typer.echo(_how_to_go_on(books, reading.unfinished, ["gecko", "read", model, *given, *flags]), err=True)
+        # Without a state, the rest would be read as a document of its own.
+        command = None if out is None else ["gecko", "read", model, *given, *flags]
+        typer.echo(_how_to_go_on(books, reading.unfinished, command), err=True)
         raise typer.Exit(INTERRUPTED)
 
 
@@ -86,6 +89,15 @@ class _Done:
     seconds: float
     loss: float | None
     """Nats a token, where it was asked for and there was anything to predict."""
+    started: bool
+    """Whether the first of the tokens is a document's start, which stands for no byte."""
+
+    @property
+    def loss_a_byte(self) -> float | None:
+        """With the first token after a state, of which there is no loss, taken for as long as the others are."""
+        if self.loss is None or not self.bytes:
+            return None
+        return self.loss * (self.tokens - self.started) / self.bytes
 
 
 def _output(out: str | None, loss: bool) -> Path | None:
@@ -101,7 +113,8 @@ def _read(model: Gecko, reading: TextReading, before: GeckoState | None, with_lo
         state, loss = _score(model, tokens, before)
     else:
         state = read_tokens(model, tokens, before).state
-    return _Done(state.to("cpu"), reading.num_tokens, reading.num_bytes, time.perf_counter() - begin, loss)
+    seconds = time.perf_counter() - begin
+    return _Done(state.to("cpu"), reading.num_tokens, reading.num_bytes, seconds, loss, started=before is None)
 
 
 def _score(model: Gecko, tokens: Iterator[Tensor], state: GeckoState | None) -> tuple[GeckoState, float | None]:
@@ -119,19 +132,19 @@ def _summary(done: _Done, out: Path | None) -> str:
         f"read {done.tokens:,} tokens ({done.bytes:,} bytes) in {done.seconds:.2f} s, "
         f"{done.tokens / done.seconds:,.0f} tokens a second"
     ]
-    if done.loss is not None and done.bytes:
-        lines.append(f"loss {done.loss:.4f} nats a token, {done.loss * done.tokens / done.bytes:.4f} a byte")
+    if done.loss_a_byte is not None:
+        lines.append(f"loss {done.loss:.4f} nats a token, {done.loss_a_byte:.4f} a byte")
     where = "" if out is None else f" in {out} ({out.stat().st_size:,} bytes)"
     lines.append(f"position {done.state.position[0]:,}; state of {done.state.num_bytes:,} bytes{where}")
     return "\n".join(lines)
 
 
-def _how_to_go_on(books: Sequence[str], unfinished: tuple[int, int], command: Sequence[str]) -> str:
-    """Where it stopped, and what reads the rest; ``command`` does once it is given the texts."""
+def _how_to_go_on(books: Sequence[str], unfinished: tuple[int, int], command: Sequence[str] | None) -> str:
+    """Where it stopped, and what reads the rest, if ``command`` does once it is given the texts."""
     place, taken = unfinished
     book = books[place]
     stopped = f"stopped after {taken:,} bytes of {book}"
-    if book == STANDARD_INPUT:
+    if book == STANDARD_INPUT or command is None:
         return f"{stopped}."
     unpack = {".gz": "gzip -dc ", ".zst": "zstd -dc "}.get(Path(book).suffix.lower())
     skip = f"tail -c +{taken + 1}"
