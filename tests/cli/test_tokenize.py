@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,42 @@ def test_a_damaged_shard_is_reported(command: Command, corpus: Path, tmp_path: P
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     result = command(*arguments, "--verify")
     assert result.exit_code == 2 and "00000.ds is damaged" in result.stderr
+
+
+def test_slurm_jobs_are_not_submitted_twice(
+    command: Command, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for Slurm's commands; what is submitted does nothing."""
+    # Here, as its logger keeps the standard error that it finds.
+    pytest.importorskip("datatrove.executor")
+    submitted, queue = tmp_path / "submitted", tmp_path / "queue"
+    # The second script that is submitted merges statistics.
+    write_command(
+        tmp_path, "sbatch", f"echo Submitted batch job 47; grep -q merge_stats ${{@: -1}} || echo >>{submitted}"
+    )
+    write_command(tmp_path, "squeue", f'[[ "$*" == "-h -j 47" && -f {queue} ]] || exit 1; cat {queue}')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    options = ("--tokenizer", "bytes", "--field", "body", "--executor", "slurm", "--partition", "cpu")
+    arguments = ("tokenize", corpus, *options, "--out", tmp_path / "shards")
+    first = command(*arguments)
+    assert first.exit_code == 0 and "submitted as Slurm job 47" in first.stdout, first.output
+    queue.write_text("47_0 cpu RUNNING\n")
+    again = command(*arguments)
+    assert again.exit_code == 0 and "Slurm job 47 has not ended" in again.stdout, again.output
+    assert "0 of 1 shards are there" in again.stdout
+    assert submitted.read_text() == "\n"
+    # Ended, first still known to squeue and then no more: what is missing is submitted again.
+    queue.write_text("")
+    assert "submitted as Slurm job 47" in command(*arguments).stdout
+    queue.unlink()
+    assert "submitted as Slurm job 47" in command(*arguments).stdout
+
+
+def write_command(folder: Path, name: str, script: str) -> None:
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
 
 
 def test_training_on_shards_and_mixtures(command: Command, corpus: Path, tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def tokenize(
     manifest = plan.finish()
     if manifest is None:
         console.print(
-            f"{len(plan.done())} of {len(plan.tasks)} shards are there. The same command shows how many then."
+            f"{len(plan.done())} of {len(plan.tasks)} shards are there. The same command shows how many then, and "
+            "submits those that are missing once the job has ended."
         )
         return
     if verify:
@@ -79,13 +80,12 @@ def _run(
     plan: TokenizingPlan, tokenizer: Tokenizer, executor: str, workers: int | None, partition: str, hours: int,
     console: Console,
 ) -> None:  # fmt: skip
-    from gecko.data.executors import run_here, run_on_ray, run_on_slurm
+    from gecko.data.executors import run_here, run_on_ray
 
     if len(plan.done()) == len(plan.tasks):
         return
     if executor == "slurm":
-        job = run_on_slurm(plan, workers or len(plan.tasks), partition=partition, hours=hours)
-        console.print(f"submitted as Slurm job {job}; its logs are in {plan.folder}/executor")
+        _submit(plan, workers or len(plan.tasks), partition, hours, console)
         return
     with _progress(plan, console):
         if executor == "ray":
@@ -93,6 +93,18 @@ def _run(
         else:
             for _ in run_here(plan, tokenizer, workers or os.cpu_count() or 1):
                 pass
+
+
+def _submit(plan: TokenizingPlan, workers: int, partition: str, hours: int, console: Console) -> None:
+    """Unless an earlier call has, and the job is not over: two would write the same shards at a time."""
+    from gecko.data.executors import RUN_FOLDER, run_on_slurm, unfinished_slurm_job
+
+    job = unfinished_slurm_job(plan)
+    if job is not None:
+        said = f"Slurm job {job} has not ended"
+    else:
+        said = f"submitted as Slurm job {run_on_slurm(plan, workers, partition=partition, hours=hours)}"
+    console.print(f"{said}; its logs are in {plan.folder / RUN_FOLDER}")
 
 
 def _report(manifest: Manifest, plan: TokenizingPlan, console: Console) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -24,6 +25,8 @@ MOST_THREADS = 8
 """Up to here, one process whose tokenizer works outside Python's lock keeps all cores busy, and starts at once."""
 RUN_FOLDER = "executor"
 """Where datatrove keeps its logs, inside the folder of the shards."""
+SLURM_JOB = "slurm_job"
+"""In there: the number of the Slurm job that was submitted last."""
 
 
 def run_here(plan: TokenizingPlan, tokenizer: Tokenizer, workers: int) -> Iterator[ShardRecord]:
@@ -110,7 +113,21 @@ def run_on_slurm(plan: TokenizingPlan, workers: int, *, partition: str, hours: i
         env_command=f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
     )  # fmt: skip
     executor.run()
-    return str(executor.job_id)
+    job = str(executor.job_id)
+    # Of several arrays, for more tasks than one may have, this is the last, which begins when the others have ended.
+    (plan.folder / RUN_FOLDER / SLURM_JOB).write_text(job, encoding="utf-8")
+    return job
+
+
+def unfinished_slurm_job(plan: TokenizingPlan) -> str | None:
+    """The job that ``run_on_slurm`` submitted last, if Slurm still has it; None too where Slurm cannot be asked."""
+    record = plan.folder / RUN_FOLDER / SLURM_JOB
+    if not record.is_file() or shutil.which("squeue") is None:
+        return None
+    job = record.read_text(encoding="utf-8")
+    queue = subprocess.run(["squeue", "-h", "-j", job], capture_output=True, text=True, check=False)
+    # A job that Slurm has forgotten is an error, and no output.
+    return job if queue.stdout.strip() else None
 
 
 def run_on_ray(plan: TokenizingPlan, workers: int) -> None:
