@@ -116,6 +116,20 @@ def exact_steps(runs: list[Run], steps: int) -> list[dict[str, Any]]:
         return [_exact_steps(run, steps, ranks) for run in runs]
 
 
+def steps_of_replicas_that_round(runs: list[Run]) -> list[dict[str, Any]]:
+    """``exact_steps`` of two steps, in which all replicas but the first get another gradient norm."""
+    norm = torch.nn.utils.get_total_norm
+
+    def rounded(*arguments: Any) -> Any:
+        return norm(*arguments) * (1 if _rank() < 2 else 1.01)
+
+    with (
+        mock.patch("torch.nn.utils.get_total_norm", rounded),
+        mock.patch("torch.nn.utils.clip_grad._get_total_norm", rounded),
+    ):
+        return exact_steps(runs, 2)
+
+
 def _exact_steps(run: Run, steps: int, ranks: Ranks) -> dict[str, Any]:
     model = model_of(run, ranks, dtype=torch.float64)
     optimizer = build_optimizer(model, run.optimizer)

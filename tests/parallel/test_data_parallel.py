@@ -149,6 +149,14 @@ def test_what_does_not_fit_is_said_by_the_first_rank_and_ends_all(
     assert second.output == ""
 
 
+def test_replicas_stay_the_same_where_their_sums_round_otherwise(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """By their own norms they would clip by their own factors, and drift apart."""
+    first, *others = (found for (found,) in jobs.run(4, work.steps_of_replicas_that_round, [run_in("x", replicate=2)]))
+    for other in others:
+        assert other["curve"] == first["curve"]
+        assert all(np.array_equal(value, first["parameters"][name]) for name, value in other["parameters"].items())
+
+
 @pytest.mark.parametrize("rank", [0, 1, 5])
 def test_each_rank_says_what_its_device_lacks(
     run_in: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, rank: int

@@ -83,6 +83,15 @@ def compute_gradients(
     return float(ranks.sum(total.cpu())) / ranks.sizes.context
 
 
+def _clip(model: nn.Module, clip: float, ranks: Ranks) -> float:
+    """Scale gradients of a norm above ``clip``; their norm before, the same bits on all ranks."""
+    norm = whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    # Each replica adds up by itself, and NCCL need not round alike in all: with factors of their own they would drift.
+    norm = norm.new_tensor(ranks.share(float(norm)))
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+    return float(norm)
+
+
 def train_step(
     model: LanguageModel,
     optimizer: torch.optim.Optimizer,
@@ -100,7 +109,7 @@ def train_step(
     """
     optimizer.zero_grad(set_to_none=True)
     loss = compute_gradients(model, parts, precision, ranks)
-    grad_norm = float(whole(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+    grad_norm = _clip(model, clip, ranks)
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
     spike = rule.judge(loss, grad_norm) if finite and rule is not None else None
     if finite and spike is None:
