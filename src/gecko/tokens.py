@@ -13,9 +13,7 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int, *, ignored: bool = 
     if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
         raise TypeError(f"{name} must be integers; got {tokens.dtype}. Use tokens.long() if they are token ids.")
     if tokens.dim() != 2 or tokens.numel() == 0:
-        raise ValueError(
-            f"{name} must have shape (batch, length), both at least 1; got {tuple(tokens.shape)}."
-        )
+        raise ValueError(f"{name} must have shape (batch, length), both at least 1; got {tuple(tokens.shape)}.")
     if tokens.device.type == "cpu":
         wrong = (tokens < 0) | (tokens >= vocab_size)
         wrong &= (tokens != IGNORED) if ignored else True
