@@ -87,9 +87,9 @@ def _clip(model: nn.Module, clip: float, ranks: Ranks) -> float:
     """Scale gradients of a norm above ``clip``; their norm before, the same bits on all ranks."""
     norm = whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
     # Each replica adds up by itself, and NCCL need not round alike in all: with factors of their own they would drift.
-    norm = norm.new_tensor(ranks.share(float(norm)))
-    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
-    return float(norm)
+    shared = ranks.share(float(norm))
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm.new_tensor(shared))
+    return shared
 
 
 def train_step(
