@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +92,24 @@ def test_missing_packages_come_with_the_command_that_installs_them(
     assert here.version is not None
     assert (missing.name, missing.version) == ("notthere", None)
     assert "pip install 'gecko-lm[data]'" in command("doctor").stdout
+
+
+def test_brackets_are_shown_as_they_are(
+    command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an extra, a folder's name and an error."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken [here]")
+
+    (tmp_path / "[bold]").mkdir()
+    monkeypatch.chdir(tmp_path / "[bold]")
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("gecko.cli.doctor.paths", lambda: {"operators": "pip install 'gecko-lm[kernels]'"})
+    monkeypatch.setattr("gecko.cli.selftest.load", fail)
+    shown = command("doctor").stdout
+    for text in ("pip install 'gecko-lm[kernels]'", "/[bold]", "broken [here]"):
+        assert text in shown
 
 
 @pytest.mark.parametrize("order", [1, -1])

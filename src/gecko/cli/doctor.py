@@ -49,7 +49,7 @@ def _examine(console: Console, device: torch.device) -> list[Finding]:
     table = _table(f"Self-test on {device}")
     for finding in findings:
         verdict = "[green]pass[/]" if finding.passed else "[bold red]FAIL[/]"
-        table.add_row(finding.name, verdict, finding.detail)
+        table.add_row(finding.name, verdict, escape(finding.detail))
     console.print(table, "")
     return findings
 
@@ -57,7 +57,7 @@ def _examine(console: Console, device: torch.device) -> list[Finding]:
 def _print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
     table = _table(title)
     for name, value in facts.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console.print(table, "")
 
 
