@@ -124,5 +124,19 @@ def test_an_unknown_preset_suggests_the_nearest(command: Callable[..., Any]) -> 
     assert command("info", "tiny", "--dtype", "int4").exit_code == 2
 
 
+def test_a_mistyped_folder_is_told_of_folders_and_presets(command: Callable[..., Any], run_folder: Path) -> None:
+    result = command("info", run_folder.with_name("dmeo"))
+    assert result.exit_code == 2
+    assert f"there is no {run_folder.with_name('dmeo')}. Did you mean {run_folder}?" in result.stderr
+    assert "preset must be one of" in result.stderr
+
+
+def test_a_tilde_is_the_home_folder(
+    command: Callable[..., Any], run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(run_folder.parent))
+    assert command("info", "~/demo").exit_code == 0
+
+
 def test_sizes_are_readable() -> None:
     assert [readable(n) for n in (0, 999, 1000, 123_456, 7_000_000_000)] == ["0 B", "999 B", "1 KB", "123 KB", "7 GB"]

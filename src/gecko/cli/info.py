@@ -64,12 +64,19 @@ def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -
 
 
 def _find_config(model: str) -> ModelConfig:
-    from gecko.cli.models import find_model
+    from gecko.cli.models import find_model, nearest_hint
     from gecko.store import CONFIG
 
-    if Path(model).exists():
+    folder = Path(model).expanduser()
+    if folder.exists():
         return load_config(find_model(model) / CONFIG)
-    return find_preset(model)
+    try:
+        return find_preset(model)
+    except ValueError as error:
+        raise ValueError(
+            f"MODEL must be a model's folder, a run's, or a preset; there is no {folder}.{nearest_hint(folder)} "
+            f"As for presets: {error}"
+        ) from error
 
 
 def _print_tables(model: str, facts: Mapping[str, Any], batch: int, length: int, dtype: str) -> None:

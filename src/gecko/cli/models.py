@@ -103,7 +103,11 @@ def _nothing_there(folder: Path) -> str:
         return f"{expected}; {folder} holds {', '.join(found[:8]) or 'nothing'}."
     if folder.name in PRESETS:
         return f"{expected}; {folder} is the name of an architecture, which knows no text yet. Train one: gecko train."
-    beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-    near = difflib.get_close_matches(folder.name, beside, n=1)
-    hint = f" Did you mean {folder.with_name(near[0])}?" if near else ""
-    return f"{expected}; there is no {folder}.{hint}"
+    return f"{expected}; there is no {folder}.{nearest_hint(folder)}"
+
+
+def nearest_hint(path: Path) -> str:
+    """A sentence about what lies where ``path`` would, under nearly that name; empty where nothing does."""
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {path.with_name(near[0])}?" if near else ""
