@@ -146,7 +146,7 @@ def test_a_seed_decides_and_none_follows_pytorch(model: gecko.Gecko) -> None:
     same, other = tokens(None, [[1, 2], [1, 2]])
     assert same != other
     assert tokens([3, 4], [[1, 2], [1, 2]]) == [*tokens(3), *tokens(4)]
-    for kind in (np.int64, np.uint8):
+    for kind in (np.int64, np.uint8, np.array, torch.tensor):
         assert tokens(kind(3)) == tokens([kind(3)]) == tokens(np.array([3])) == tokens(3)
     torch.manual_seed(5)
     first = tokens(None)
@@ -215,6 +215,9 @@ def test_weights_that_are_not_finite_are_named(model: gecko.Gecko) -> None:
         ({"logit_bias": {264: 1.0}}, ValueError, "0..263; got 264"),
         ({"seed": [1, 2, 3]}, ValueError, "one for each of the 2 prompts; got 3"),
         ({"seed": 3.0}, TypeError, "whole number; got 3.0"),
+        ({"seed": torch.tensor(3.5)}, TypeError, "whole number; got 3.5"),
+        ({"seed": np.array(3.5)}, TypeError, "whole number; got 3.5"),
+        ({"seed": torch.tensor([1.5, 2.5])}, TypeError, r"whole number; got tensor\(1.5"),
         ({"seed": [1, "2"]}, TypeError, "whole number; got '2'"),
         ({"seed": 2**70}, ValueError, "64 bits"),
         ({"prompt_tokens": []}, ValueError, "at least one token"),

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,17 +36,21 @@ def as_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     """
     if seed is None:
         return torch.randint(2**53, (rows,)).tolist()
+    if isinstance(seed, Tensor | np.ndarray) and seed.ndim == 0:
+        # One number, though Python takes it for something to iterate over.
+        seed = seed.item()
     seeds = list(seed) if isinstance(seed, Iterable) else [seed] * rows
     if len(seeds) != rows:
         raise ValueError(f"seed must be one number, or one for each of the {rows} prompts; got {len(seeds)}.")
     return [_as_seed(one) for one in seeds]
 
 
-def _as_seed(seed: object) -> int:
+def _as_seed(seed: SupportsIndex) -> int:
     """Whole numbers of NumPy and PyTorch count, too."""
-    if not isinstance(seed, SupportsIndex):
-        raise TypeError(f"a seed must be a whole number; got {seed!r}. Try int(...), or None for any.")
-    number = operator.index(seed)
+    try:
+        number = operator.index(seed)
+    except TypeError as error:
+        raise TypeError(f"a seed must be a whole number; got {seed!r}. Try int(...), or None for any.") from error
     if not -_SEEDS // 2 <= number < _SEEDS:
         raise ValueError(f"a seed must be a number of 64 bits; got {number}.")
     return number
