@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,25 @@ def test_a_run_becomes_its_newest_checkpoints_model(
     for checkpoint in list_checkpoints(run_folder / "checkpoints"):
         assert not (checkpoint / "model.safetensors").exists()
         verify_checkpoint(checkpoint)
+
+
+def test_another_model_is_not_overwritten(
+    command: Command, run_folder: Path, tmp_path: Path, logits: dict[int, torch.Tensor]
+) -> None:
+    other = dataclasses.replace(CONFIG, num_layers=1)
+    gecko.Gecko(other).save(tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    result = command("consolidate", run_folder, "--out", tmp_path / "model")
+    assert result.exit_code == 2 and f"{tmp_path / 'model'} holds another model" in result.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+    # Of another kind, which Gecko does not know.
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
+    assert "holds another model" in command("consolidate", run_folder, "--out", tmp_path / "model").stderr
+    # An older checkpoint of the run's own makes way.
+    for step in (4, 8):
+        checkpoint = run_folder / "checkpoints" / f"step-{step:08d}"
+        assert command("consolidate", checkpoint, "--out", tmp_path / "own").exit_code == 0
+        assert torch.equal(loaded(tmp_path / "own"), logits[step])
 
 
 def test_a_checkpoint_takes_in_its_own_model_and_stays_whole(

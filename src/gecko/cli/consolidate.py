@@ -41,7 +41,25 @@ def consolidate(
             raise FileNotFoundError(f"SOURCE must be a run's folder or a checkpoint; there is none in {folder}.")
         checkpoint = newest
     target = checkpoint if out is None else Path(out).expanduser()
+    if _holds_another(target, checkpoint):
+        raise FileExistsError(
+            f"--out must be a new folder, or have a model of the same configuration; {target} holds another model. "
+            "Name another folder."
+        )
     write_model(checkpoint, target)
     if target != checkpoint:
         shutil.copyfile(checkpoint / RECIPE, target / RECIPE)
     typer.echo(f"{target}: the model of {checkpoint.name}")
+
+
+def _holds_another(target: Path, checkpoint: Path) -> bool:
+    """Whether the model in ``target``, if there is one, is not of the checkpoint's configuration."""
+    from gecko.baselines import load_config
+
+    if not (target / CONFIG).is_file():
+        return False
+    try:
+        return load_config(target / CONFIG) != load_config(checkpoint / CONFIG)
+    except ValueError:
+        # Of a kind that is not Gecko's.
+        return True
