@@ -146,6 +146,9 @@ def test_what_is_refused():
         quantize(model(dtype=torch.float64), 8)
     with pytest.raises(ValueError, match="must not be quantised yet"):
         quantize(quantized(8), 4)
+    for holder in (torch.nn.ModuleDict({"gecko": model()}), torch.nn.Linear(GROUP, GROUP)):
+        with pytest.raises(ValueError, match=rf"a Gecko, .*; got a {type(holder).__name__} .*model\.gecko"):
+            quantize(holder, 8)
     narrow = gecko.Gecko(cases.SMALL)
     with pytest.raises(ValueError, match=r"rows of whole groups of 32.*rows of 24\. Try 8 bits"):
         quantize(narrow, 4)

@@ -26,30 +26,40 @@ def quantize(model: nn.Module, bits: int) -> None:
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: ``bits`` is neither 8 nor 4; the weights are 64 bits wide or quantised already; 4 bits, and
-            the rows of a matrix are not made of whole groups of ``GROUP``.
+        ValueError: ``bits`` is neither 8 nor 4; the model has no such matrices; the weights are 64 bits wide or
+            quantised already; 4 bits, and the rows of a matrix are not made of whole groups of ``GROUP``.
     """
     if bits not in _KINDS:
         raise ValueError(f"bits must be 8 or 4; got {bits}.")
-    for name, module in model.named_modules():
-        if _is_matrix(module, name):
-            _check(f"{name}.weight", module.get_parameter("weight"), bits)
+    matrices = {name: module for name, module in model.named_modules() if _is_matrix(module, name)}
+    if not matrices:
+        raise ValueError(
+            f"the model must be a Gecko, with matrices in its blocks; got a {type(model).__name__} without them. "
+            "For a model of transformers try quantize(model.model.gecko, bits)."
+        )
+    for name, module in matrices.items():
+        _check(f"{name}.weight", module.get_parameter("weight"), bits)
     with _without_warnings():
         library = require("torchao.quantization", "quantize")
     library.quantize_(model, _settings(library, bits), filter_fn=_is_matrix)
 
 
+def is_quantized(weight: Tensor) -> bool:
+    """Whether this is one of torchao's tensors; asked without importing it."""
+    return hasattr(weight, "qdata")
+
+
 def plain_tensors(weight: Tensor) -> list[Tensor]:
     """What a weight consists of: itself, or its integers and scales."""
     quantized: Any = weight
-    return [quantized.qdata, quantized.scale] if _is_quantized(weight) else [weight]
+    return [quantized.qdata, quantized.scale] if is_quantized(weight) else [weight]
 
 
 def pack(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights as a file holds them: a quantised one is NAME.int8, or NAME.int4 with two to a byte, and NAME.scale."""
     packed: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        if not _is_quantized(weight):
+        if not is_quantized(weight):
             packed[name] = weight
             continue
         integers, packed[f"{name}.scale"] = plain_tensors(weight)
@@ -74,7 +84,7 @@ def unpack(packed: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str
     weights = dict(packed)
     for name, blank in like.items():
         kind = next((kind for kind in _KINDS.values() if f"{name}.{kind}" in weights), None)
-        if kind is not None and _is_quantized(blank):
+        if kind is not None and is_quantized(blank):
             if f"{name}.scale" not in weights:
                 raise ValueError(f"quantised weights must come with their scales; the file lacks {name}.scale.")
             integers = weights.pop(f"{name}.{kind}")
@@ -87,13 +97,8 @@ def _is_matrix(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and name.startswith("blocks.")
 
 
-def _is_quantized(weight: Tensor) -> bool:
-    """Whether this is one of torchao's tensors; asked without importing it."""
-    return hasattr(weight, "qdata")
-
-
 def _check(name: str, weight: Tensor, bits: int) -> None:
-    if _is_quantized(weight):
+    if is_quantized(weight):
         raise ValueError(f"the model must not be quantised yet; {name} is. Quantise the model it was made from.")
     if weight.dtype == torch.float64:
         raise ValueError(f"weights must be float32, bfloat16 or float16; {name} is float64. Try model.float().")

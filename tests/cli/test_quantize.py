@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ def test_the_copy_works_like_the_original(command: Command, run_folder: Path, fo
     refused = command("generate", run_folder, "--state", folder / "s", "-p", "d", "-n", 2)
     assert refused.exit_code == 2
     assert "other weights" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_what_says_how_to_use_the_model_goes_along(
+    command: Command, run_folder: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(newest(run_folder), tmp_path / "model")
+    (tmp_path / "model" / name).write_text("{}")
+    assert command("quantize", tmp_path / "model", tmp_path / "out").exit_code == 0
+    assert (tmp_path / "out" / name).read_text() == "{}"
 
 
 def test_nothing_is_overwritten(command: Command, run_folder: Path, folder: Path) -> None:

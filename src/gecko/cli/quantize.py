@@ -13,7 +13,7 @@ from gecko.model import load
 from gecko.quantize import quantize as quantize_model
 from gecko.store import CONFIG, WEIGHTS
 
-COMPANIONS = ("recipe.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+COMPANIONS = ("chat_template.jinja", "recipe.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """Files beside a model that say how to use it."""
 
 
