@@ -13,8 +13,9 @@ import torch
 from transformers import AutoTokenizer
 
 import gecko
-from gecko.hf import byte_tokenizer, export
+from gecko.hf import GeckoConfig, GeckoForCausalLM, byte_tokenizer, export
 from gecko.hf.export import remote_code
+from gecko.quantize import quantize
 
 PROGRAM = """
 import json, sys, torch
@@ -80,6 +81,23 @@ def test_special_ids_and_tokenizer(model, tmp_path):
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (256, 256, 257)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)("ab").input_ids == [256, 97, 98]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("write", [export, lambda model, folder: wrapped(model).save_pretrained(folder)])
+def test_quantised_weights_are_refused(write, bits, tmp_path):
+    pytest.importorskip("torchao")
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=1))
+    quantize(model, bits)
+    with pytest.raises(ValueError, match=r"must not be quantised; .*blocks\.0\..*weight is\. .*Gecko\.save"):
+        write(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def wrapped(model: gecko.Gecko) -> GeckoForCausalLM:
+    made = GeckoForCausalLM(GeckoConfig.of(model.config))
+    made.model.gecko = model
+    return made
 
 
 def test_a_tokenizer_with_more_ids_is_refused(tmp_path):

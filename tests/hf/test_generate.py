@@ -113,6 +113,98 @@ def test_the_whole_text_with_a_cache_reads_only_what_is_new(pair, monkeypatch):
     assert read == [4] + [1] * 11
 
 
+def turns(theirs, lengths: list[int], stop: int | None) -> tuple[GeckoCache, torch.Tensor, torch.Tensor]:
+    """A first turn, and what a user makes of it: ids with a second question, and the mask of what is not padding."""
+    cache = GeckoCache()
+    _, inputs = left_padded([length - 1 for length in lengths])
+    # No prompt of these has the padding's id in it.
+    inputs["input_ids"] = torch.where(inputs["attention_mask"] == 1, inputs["input_ids"].clamp(min=1), PAD)
+    first = theirs.generate(**inputs, **GREEDY, past_key_values=cache, eos_token_id=stop)
+    ids = torch.cat([first, tokens(len(lengths), 4, 7).clamp(min=1)], dim=1)
+    return cache, ids, (ids != PAD).long()
+
+
+def never_pad(theirs, monkeypatch) -> None:
+    """A model that does not write the padding's id by itself."""
+    monkeypatch.setattr(theirs.generation_config, "suppress_tokens", [PAD])
+
+
+def assert_as_alone(theirs, ids: torch.Tensor, mask: torch.Tensor, out: torch.Tensor) -> None:
+    for row, text, found in zip(ids, mask.bool(), out, strict=True):
+        alone = theirs.generate(row[text][None], attention_mask=torch.ones(1, int(text.sum())), **GREEDY)
+        assert torch.equal(alone[0, int(text.sum()) :], found[len(row) :])
+
+
+@pytest.mark.parametrize("lengths", [[9, 17, 4], [5]])
+def test_a_second_turn_is_as_alone(lengths, pair, monkeypatch):
+    _, theirs = pair()
+    never_pad(theirs, monkeypatch)
+    cache, ids, mask = turns(theirs, lengths, None)
+    out = theirs.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert_as_alone(theirs, ids, mask, out)
+
+
+def test_a_second_turn_after_rows_stopped_is_as_alone_or_refused(pair, monkeypatch):
+    """Padding that a stopped row was given is text to its state once it is read; a mask cannot take it back."""
+    _, theirs = pair()
+    never_pad(theirs, monkeypatch)
+    _, whole, _ = turns(theirs, [9, 17, 4], None)
+    seen = set()
+    for stop in whole[0, 16:20].tolist():
+        cache, ids, mask = turns(theirs, [9, 17, 4], stop)
+        read = bool((mask[:, 16 : cache.get_seq_length()] == 0).any())
+        seen.add(read)
+        if read:
+            with pytest.raises(ValueError, match=r"in row \d it differs.*one row at a time, or .* ended together"):
+                theirs.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+        else:
+            out = theirs.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+            assert_as_alone(theirs, ids, mask, out)
+    assert seen == {True, False}, "some rows must have stopped long before the others, and some beside them"
+
+
+CHANGES = {
+    "repeated": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "reordered": (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 1])), [2, 0, 1]),
+    "selected": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "left": (lambda cache: None, [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_mask_must_repeat_what_was_read_as_text(change, pair):
+    _, theirs = pair()
+    _, inputs = left_padded([9, 17, 4])
+    cache = GeckoCache()
+    with torch.no_grad():
+        theirs(**inputs, past_key_values=cache)
+        theirs(tokens(3, 2), past_key_values=cache)
+        alter, rows = CHANGES[change]
+        alter(cache)
+        read = torch.cat([inputs["attention_mask"], torch.ones(3, 2)], dim=1)[rows]
+        new = tokens(len(rows), 1)
+        wrong = torch.cat([read, torch.ones_like(new)], dim=1)
+        wrong[-1, 14] = 1 - wrong[-1, 14]
+        with pytest.raises(ValueError, match=f"row {len(rows) - 1}.*column 14"):
+            theirs(new, attention_mask=wrong, past_key_values=cache)
+        assert cache.get_seq_length() == 19
+        theirs(new, attention_mask=torch.cat([read, torch.ones_like(new)], dim=1), past_key_values=cache)
+        longer = torch.cat([read, torch.ones(len(rows), 2)], dim=1)
+        out = theirs(new, attention_mask=longer, past_key_values=cache, labels=new)
+    assert cache.get_seq_length() == 21 and out.loss == 0
+
+
+def test_a_state_goes_to_the_tokens_device_when_it_is_handed_in(pair, monkeypatch):
+    """Once, not at every token."""
+    ours, theirs = pair()
+    with torch.no_grad():
+        _, state = ours(tokens(1, 20))
+    went, to = [], gecko.GeckoState.to
+    monkeypatch.setattr(gecko.GeckoState, "to", lambda self, device: (went.append(device), to(self, device))[1])
+    theirs.generate(tokens(1, 5), attention_mask=torch.ones(1, 5), past_key_values=GeckoCache(state), **GREEDY)
+    assert went == [torch.device("cpu")]
+
+
 def test_cache_rows(pair):
     ours, _ = pair()
     with torch.no_grad():

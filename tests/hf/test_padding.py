@@ -8,10 +8,12 @@ from cases import SMALL, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gecko
 from gecko.hf import GeckoCache
 
 LENGTH = 23
 IGNORED = -100
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 
 
 @st.composite
@@ -50,11 +52,39 @@ def test_rows_are_as_alone(pair, rows, use_cache, after):
                 kept = out.past_key_values.state.rows([row]).tensors()
                 for name, tensor in then.tensors().items():
                     torch.testing.assert_close(kept[name], tensor, rtol=0, atol=1e-11)
-    assert not out.logits[mask == 0].any()
+        assert not out.logits[row, :before].any()
+        after_text = out.logits[row, before + length :]
+        assert torch.equal(after_text, out.logits[row, before + length - 1].expand_as(after_text))
     if use_cache:
         assert out.past_key_values.get_seq_length() == LENGTH
     elif not after:
         assert out.past_key_values is None
+
+
+@settings(max_examples=10)
+@given(layouts())
+def test_generated_rows_are_as_alone(pair, rows):
+    ours, theirs = pair("chunk" if len(rows) % 2 else "gecko")
+    ids, mask = batch(rows, len(rows))
+    prompts = [row[text] for row, text in zip(ids, mask.bool(), strict=True)]
+    out = theirs.generate(ids, attention_mask=mask, **GREEDY)
+    assert out[:, LENGTH:].tolist() == gecko.generate(ours, prompts, max_new_tokens=8, temperature=0).tokens
+
+
+def test_beams_of_rows_padded_on_the_right_are_as_alone(pair):
+    _, theirs = pair()
+    ids, mask = batch([(0, 9), (7, 16), (3, 5)], 3)
+    options = {**GREEDY, "num_beams": 3}
+    together = theirs.generate(ids, attention_mask=mask, **options)[:, LENGTH:]
+    for row, text, found in zip(ids, mask.bool(), together, strict=True):
+        alone = theirs.generate(row[text][None], attention_mask=torch.ones(1, int(text.sum())), **options)
+        assert torch.equal(alone[0, int(text.sum()) :], found)
+
+
+def test_padding_on_the_right_needs_a_cache_in_generate(pair):
+    ids, mask = batch([(0, 9), (0, 23)], 3)
+    with pytest.raises(ValueError, match=r"zeros inside of it.*Pad on the left"):
+        pair()[1].generate(ids, attention_mask=mask, **GREEDY, use_cache=False)
 
 
 @settings(max_examples=15)
@@ -92,6 +122,15 @@ def test_packed_documents(pair, lengths, after):
     if not after and ids.shape[1] > 1:
         targets = torch.cat([ids[:, 1:], torch.full((1, 1), IGNORED)], dim=1)
         torch.testing.assert_close(out.loss, ours.loss(ids, targets, segments), rtol=0, atol=1e-12)
+
+
+def test_what_repeats_positions_is_accepted_beside_them(pair):
+    _, theirs = pair()
+    ids, positions = tokens(1, 6), torch.tensor([[0, 1, 2, 3, 0, 1]])
+    with torch.no_grad():
+        found = theirs(ids, position_ids=positions, **BORDERS).logits
+        assert torch.equal(found, theirs(ids, position_ids=positions).logits)
+        theirs(ids, **dict.fromkeys(BORDERS))
 
 
 def test_gradients_are_those_of_gecko(pair):
@@ -146,6 +185,13 @@ def test_long_prompts_are_read_in_pieces(pair, monkeypatch):
 
 ONES = torch.ones(2, 6)
 HOLE = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]])
+BORDERS = {
+    "cu_seq_lens_q": torch.tensor([0, 4, 6]),
+    "cu_seq_lens_k": torch.tensor([0, 4, 6]),
+    "max_length_q": 4,
+    "max_length_k": 4,
+    "seq_idx": torch.tensor([[0, 0, 0, 0, 1, 1]]),
+}
 REFUSED = [
     ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, ValueError, "length of at least 1"),
     ({"input_ids": torch.zeros(4, dtype=torch.int64)}, ValueError, r"shape \(batch, length\)"),
@@ -153,12 +199,17 @@ REFUSED = [
     ({"input_ids": torch.full((2, 6), 99)}, ValueError, "must be ids in 0..36; got 99"),
     ({"input_ids": torch.rand(2, 6)}, TypeError, "must be integers"),
     ({"attention_mask": torch.ones(2, 5)}, ValueError, r"attention_mask must have the shape of input_ids, \(2, 6\)"),
+    ({"attention_mask": torch.ones(2, 7)}, ValueError, r"longer by the 0 columns .* cache; got \(2, 7\)"),
     ({"attention_mask": torch.ones(3, 6)}, ValueError, r"got \(3, 6\)"),
     ({"attention_mask": torch.ones(2, 1, 6, 6)}, ValueError, "no mask between tokens"),
     ({"attention_mask": HOLE}, ValueError, "zeros inside"),
     ({"attention_mask": torch.tensor([[1] * 6, [0] * 6])}, ValueError, "only padding"),
     ({"position_ids": torch.zeros(2, 5).long()}, ValueError, "position_ids must have the shape"),
     ({"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6]])}, ValueError, "they jump"),
+    *(
+        ({name: value}, ValueError, f"{name} must come with position_ids.*return_position_ids=True")
+        for name, value in BORDERS.items()
+    ),
     ({"inputs_embeds": torch.zeros(2, 6, 32)}, ValueError, "reads token ids"),
     ({"output_attentions": True}, ValueError, "output_attentions must be off"),
     ({"output_hidden_states": True}, ValueError, "output_hidden_states must be off"),

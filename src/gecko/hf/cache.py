@@ -25,18 +25,20 @@ class GeckoCache(Cache):
     def __init__(self, state: GeckoState | None = None) -> None:
         super().__init__(layers=[])
         self.state = state
-        self.columns = 0
-        """Columns of ``input_ids`` that were read with this cache, padding included."""
+        self.text: Tensor | None = None
+        """(B, columns) booleans: where the columns of ``input_ids`` read with this cache were text; None: none yet."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.columns
+        """Columns of ``input_ids`` that were read with this cache, padding included."""
+        return 0 if self.text is None else self.text.shape[1]
 
-    def follow(self, state: GeckoState, columns: int) -> None:
-        """Take the state after ``columns`` more columns."""
-        self.state, self.columns = state, self.columns + columns
+    def follow(self, state: GeckoState, text: Tensor) -> None:
+        """Take the state after more columns, with booleans (B, T) that say which of them are text."""
+        self.state = state
+        self.text = text if self.text is None else torch.cat([self.text.to(text.device), text], dim=1)
 
     def reset(self) -> None:
-        self.state, self.columns = None, 0
+        self.state = self.text = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Give every beam the state of the one that it goes on from."""
@@ -45,6 +47,8 @@ class GeckoCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.rows(indices.tolist())
+        if self.text is not None:
+            self.text = self.text[indices.to(self.text.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:

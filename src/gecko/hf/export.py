@@ -43,7 +43,7 @@ def export(model: Gecko, folder: str | Path, tokenizer: Any = None) -> None:
         tokenizer: of transformers, such as ``byte_tokenizer()``; its special ids go into the config.
 
     Raises:
-        ValueError: the tokenizer has ids that the model does not know.
+        ValueError: the tokenizer has ids that the model does not know, or weights are quantised.
         OSError: the disk refused.
     """
     config = GeckoConfig.of(model.config, **_special_ids(tokenizer, model.config.vocab_size))

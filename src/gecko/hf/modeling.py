@@ -19,13 +19,12 @@ from gecko.hf.configuration import GeckoConfig
 from gecko.hf.padding import Batch
 from gecko.model import Gecko
 from gecko.ops.loss import IGNORED, linear_cross_entropy
+from gecko.quantize import is_quantized
 from gecko.state import GeckoState
 from gecko.store import CONFIG, TIED, save_model
 
-_SAYS_POSITION_IDS = {
-    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx",
-}  # fmt: skip
-"""Arguments that repeat what ``position_ids`` or the cache say, for kernels that need it in another form."""
+_REPEATS_POSITIONS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx")
+"""Arguments that repeat what ``position_ids`` say of packed documents, for kernels that need it in another form."""
 
 
 class GeckoPreTrainedModel(PreTrainedModel):
@@ -103,7 +102,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
         ``max_shard_size`` is not looked at. With adapters of ``add_adapter``, transformers writes those only.
 
         Raises:
-            ValueError: uploading here, files that are no safetensors, parameters of another model.
+            ValueError: uploading here, files that are no safetensors, weights that are another model's or quantised.
             OSError: the disk refused; files that were there before survive.
         """
         if getattr(self, "_hf_peft_config_loaded", False):
@@ -114,9 +113,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
         if not is_main_process:
             return
         folder, weights = Path(save_directory), self.state_dict() if state_dict is None else state_dict
-        wrong = [name for name in weights if not name.startswith(self._to_gecko)]
-        if wrong:
-            raise ValueError(f"state_dict must hold parameters {self._to_gecko}…; got {wrong[:3]}.")
+        self._check_weights(weights)
         config = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
         config.dtype = str(self.dtype).removeprefix("torch.")
@@ -127,6 +124,17 @@ class GeckoPreTrainedModel(PreTrainedModel):
             temporary.write_text(config.to_json_string(), encoding="utf-8")
         if self.can_generate():
             self.generation_config.save_pretrained(folder)
+
+    def _check_weights(self, weights: dict[str, Tensor]) -> None:
+        wrong = [name for name in weights if not name.startswith(self._to_gecko)]
+        if wrong:
+            raise ValueError(f"state_dict must hold parameters {self._to_gecko}…; got {wrong[:3]}.")
+        quantized = next((name for name, weight in weights.items() if is_quantized(weight)), None)
+        if quantized is not None:
+            raise ValueError(
+                f"weights in a folder for transformers must not be quantised; {quantized} is. Write the model that "
+                "this one was made from, or this one with Gecko.save for gecko.load."
+            )
 
 
 class GeckoModel(GeckoPreTrainedModel):
@@ -153,17 +161,18 @@ class GeckoModel(GeckoPreTrainedModel):
         return_dict: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Hidden states (B, T, D), 0 at padding; arguments as for ``GeckoForCausalLM``."""
-        _refuse(inputs_embeds, output_attentions, output_hidden_states, past_key_values, others)
-        state = None if past_key_values is None else past_key_values.state
+        """Hidden states (B, T, D), at padding as ``Batch.read`` says; arguments as for ``GeckoForCausalLM``."""
+        _refuse(inputs_embeds, output_attentions, output_hidden_states, others)
+        _check_borders(position_ids, others)
         batch = self.batch(input_ids, attention_mask, position_ids, past_key_values)
+        state = _state(past_key_values, batch.tokens.device)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = GeckoCache()
         hidden, state = batch.read(self._read, state, keep_state=past_key_values is not None)
         if past_key_values is not None and state is not None:
-            past_key_values.follow(state, hidden.shape[1])
+            past_key_values.follow(state, batch.is_text)
         output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
         return _as_asked(output, return_dict, self.config)
 
@@ -173,10 +182,17 @@ class GeckoModel(GeckoPreTrainedModel):
         """The call's tokens, checked."""
         if input_ids is None:
             raise ValueError("input_ids must be given; got None.")
-        state = None if cache is None else cache.state
-        if state is not None and state.batch_size != len(input_ids):
-            raise ValueError(f"the cache must hold {len(input_ids)} rows, as input_ids; it holds {state.batch_size}.")
-        return Batch.build(input_ids, mask, positions)
+        if cache is None:
+            return Batch.build(input_ids, mask, positions)
+        if not isinstance(cache, GeckoCache):
+            raise TypeError(
+                f"past_key_values must be a GeckoCache; got {type(cache).__name__}. Leave it out to make one."
+            )
+        if cache.state is not None and cache.state.batch_size != len(input_ids):
+            raise ValueError(
+                f"the cache must hold {len(input_ids)} rows, as input_ids; it holds {cache.state.batch_size}."
+            )
+        return Batch.build(input_ids, mask, positions, cache.text)
 
     def _read(self, tokens: Tensor, ids: Tensor | None, state: GeckoState | None) -> tuple[Tensor, GeckoState]:
         """In pieces if nothing is to be differentiated, so that a long prompt takes little memory."""
@@ -228,7 +244,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         Args:
             input_ids: (B, T) integers.
             attention_mask: (B, T), or (B, columns before + T): 0 at padding, before or after a row's text. Every row
-                gets what it would get alone.
+                gets what it would get alone; after its text, the logits of its last token are repeated.
             position_ids: (B, T). A document starts at every 0 but the first; positions themselves Gecko knows.
             past_key_values: what an earlier call returned; it takes the new state.
             labels: (B, T), the same tokens, −100 where they do not count; the model moves them one place. Padding
@@ -241,6 +257,10 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         Raises:
             ValueError, TypeError: ``inputs_embeds``, attentions or hidden states are asked for, or see ``Batch``.
         """
+        targets = None
+        if labels is not None:  # before the cache goes on
+            batch = self.model.batch(input_ids, attention_mask, position_ids, past_key_values)
+            targets = batch.targets(labels, IGNORED)
         output = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
             output_hidden_states, return_dict=True, **others,
@@ -248,10 +268,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         hidden = output.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         kept = slice(None) if isinstance(kept, int) else kept
-        loss = None
-        if labels is not None:
-            batch = self.model.batch(input_ids, attention_mask, position_ids, None)
-            loss = self._loss(hidden, batch.targets(labels, IGNORED), num_items_in_batch)
+        loss = None if targets is None else self._loss(hidden, targets, num_items_in_batch)
         output = CausalLMOutputWithPast(
             loss=loss, logits=self.model.gecko.head(hidden[:, kept]), past_key_values=output.past_key_values
         )
@@ -265,18 +282,31 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         return loss if num_items is None else loss * (targets != IGNORED).sum() / num_items
 
 
-def _refuse(
-    embeds: object, attentions: bool | None, hidden_states: bool | None, cache: object, others: dict[str, Any]
-) -> None:
+def _state(cache: GeckoCache | None, device: torch.device) -> GeckoState | None:
+    """What the cache has read, on ``device`` where it is handed in; what calls put into it is where it belongs."""
+    if cache is None or cache.state is None:
+        return None
+    return cache.state if cache.get_seq_length() else cache.state.to(device)
+
+
+def _check_borders(positions: Tensor | None, others: dict[str, Any]) -> None:
+    given = [name for name in _REPEATS_POSITIONS if others.get(name) is not None]
+    if given and positions is None:
+        raise ValueError(
+            f"{', '.join(given)} must come with position_ids, which say where packed documents begin; got none."
+            " Try DataCollatorWithFlattening(return_position_ids=True)."
+        )
+
+
+def _refuse(embeds: object, attentions: bool | None, hidden_states: bool | None, others: dict[str, Any]) -> None:
     if embeds is not None:
         raise ValueError("inputs_embeds cannot be given: a Gecko reads token ids. Pass input_ids.")
     if attentions:
         raise ValueError("output_attentions must be off: a Gecko never holds attention weights of a whole text.")
     if hidden_states:
         raise ValueError("output_hidden_states must be off; GeckoModel returns the last ones, hooks give others.")
-    if cache is not None and not isinstance(cache, GeckoCache):
-        raise TypeError(f"past_key_values must be a GeckoCache; got {type(cache).__name__}. Leave it out to make one.")
-    unknown = [name for name, value in others.items() if value is not None and name not in _SAYS_POSITION_IDS]
+    known = (*_REPEATS_POSITIONS, "cache_position")  # transformers 4 repeats so what the cache knows
+    unknown = [name for name, value in others.items() if value is not None and name not in known]
     if unknown:
         raise TypeError(f"a Gecko takes no argument {', '.join(unknown)}.")
 
