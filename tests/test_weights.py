@@ -64,10 +64,14 @@ def test_weights_lent_for_a_call_name_its_state():
 
 @torch.no_grad()
 def test_another_model_of_the_same_config_takes_no_step():
-    model, other = (gecko.Gecko(cases.SMALL) for _ in range(2))
+    config = dataclasses.replace(cases.SMALL)
+    model, other = (gecko.Gecko(config) for _ in range(2))
     state = model(tokens(2, 9))[1]
-    with pytest.raises(ValueError, match="made by other weights"):
-        other.step(tokens(2, 1)[:, 0], state)
+    stepped = model.step(tokens(2, 1)[:, 0], state)[1]
+    other.fingerprint()
+    for old in (state, stepped):
+        with pytest.raises(ValueError, match="made by other weights"):
+            other.step(tokens(2, 1)[:, 0], old)
 
 
 def test_a_model_made_in_inference_mode_reads_and_steps():

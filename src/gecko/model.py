@@ -138,7 +138,7 @@ class Gecko(nn.Module):
         tokens = tokens.unsqueeze(1)
         self._check_tokens("tokens", tokens)
         # To look at all weights takes long beside a token: it is done for the first of a row of steps.
-        going_on = _may_be_overwritten(state)
+        going_on = _may_be_overwritten(state) and state.model in ("", self._last_name)
         if not going_on or state.config is not self.config or state.batch_size != len(tokens):
             self.check_state(state, len(tokens))
         if not going_on:
@@ -218,6 +218,11 @@ class Gecko(nn.Module):
         if cached is None or cached[0] != now:
             cached = self._fingerprint = (now, fingerprint(self))
         return cached[1]
+
+    @property
+    def _last_name(self) -> str:
+        """What ``fingerprint`` said last; "" before it was asked."""
+        return getattr(self, "_fingerprint", (None, ""))[1]
 
     def save(self, folder: str | Path) -> None:
         """Write ``model.safetensors`` and ``config.json``, each whole or not at all."""
