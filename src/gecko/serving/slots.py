@@ -35,6 +35,9 @@ class Slots:
     def add(self, state: GeckoState, seen: Tensor) -> None:
         """Copy a text of one row to the next place, ``count``."""
         assert self.count < self.capacity, "there must be a free place"
+        if not self.count:
+            # Nothing is left of other weights, should they have changed.
+            self._all = replace(self._all, model=state.model)
         for place, tensor in zip(self._all.tensors().values(), state.tensors().values(), strict=True):
             place[self.count].copy_(tensor[0])
         self._seen[self.count].copy_(seen)
