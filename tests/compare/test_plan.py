@@ -151,9 +151,9 @@ def test_bad_options(recipes: list[str], tmp_path: Path, options: dict, message:
         Plan.of(recipes, options.pop("overrides", []), tmp_path / "out", **options)
 
 
-@pytest.mark.parametrize("rates", [(), (1e-3,), (1e-3, 1e-3), (1e-3, 0.0), (1e-3, float("nan"))])
+@pytest.mark.parametrize("rates", [(), (1e-3,), (1e-3, 1e-3), (1e-3, 0.0), (1e-3, float("nan")), (1e-3, float("inf"))])
 def test_tuning_takes_rates_to_choose_from(rates: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="at least two different learning rates above 0"):
+    with pytest.raises(ValueError, match="at least two different finite learning rates above 0"):
         Tuning(rates, 5)
     with pytest.raises(ValueError, match="--tuning-steps must be at least 1; got 0"):
         Tuning((1e-3, 2e-3), 0)

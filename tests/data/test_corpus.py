@@ -131,6 +131,12 @@ def test_list_keeps_its_order_and_reads_no_file_twice(tree: Path) -> None:
     assert list(load_documents(sources)) == ["b/z.txt", "b/a.txt", "a.txt"]
 
 
+def test_a_link_beside_its_file_is_not_read_again(tree: Path) -> None:
+    """Twice in one source, a document could be trained on and held out."""
+    (tree / "b" / "again.txt").symlink_to(tree / "b" / "a.txt")
+    assert list(load_documents(tree / "b")) == ["b/a.txt", "b/z.txt"]
+
+
 def test_stdlib_is_large_and_always_the_same() -> None:
     first, second = list(load_documents("stdlib")), list(load_documents("stdlib"))
     assert first == second
@@ -207,10 +213,20 @@ def test_no_text(tmp_path: Path, name: str, whole_folder: bool) -> None:
     refuse(tmp_path if whole_folder else tmp_path / name, ValueError, "which is empty")
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst"])
-def test_compressed_file_of_no_bytes(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_compressed_file_of_no_bytes(tmp_path: Path, name: str, whole_folder: bool) -> None:
+    """It was cut off at its start."""
     (tmp_path / name).write_bytes(b"")
-    refuse(tmp_path / name, ValueError, "which is empty")
+    (tmp_path / "other.txt").write_text("text")
+    refuse(tmp_path if whole_folder else tmp_path / name, ValueError, "a whole (gzip|zstd) file.*it is empty")
+
+
+def test_zstd_with_a_long_window(tmp_path: Path) -> None:
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, write_content_size=False)
+    content = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(content.compress(b"far back") + content.flush())
+    assert list(load_documents(tmp_path)) == ["far back"]
 
 
 @pytest.mark.parametrize(
@@ -252,6 +268,8 @@ def test_truncated_parquet(tmp_path: Path, damage: Callable[[bytes], bytes]) -> 
     ("line", "message"),
     [
         (b'{"text": "a"', "must hold one JSON object; got invalid JSON"),
+        (b"[" * 100_000, "must hold one JSON object; got invalid JSON"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "must hold one JSON object; got invalid JSON"),
         (b"[1]", "must hold one JSON object; got a list"),
         (b'{"body": "a", "id": 1}', r"must have the field 'text' .* got the fields \['body', 'id'\]"),
         (b'{"text": 5}', "must hold a string in its field 'text'; got a int"),

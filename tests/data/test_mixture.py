@@ -91,6 +91,20 @@ def test_held_out_tokens_are_in_the_proportions_of_the_mixture(wanted: int, tmp_
     assert held_out.num_bytes == int((held_out.tokens < 256).sum())
 
 
+def test_a_source_that_holds_out_little_limits_the_others(tmp_path: Path) -> None:
+    """Else most of the loss would be that of texts which are hardly trained on."""
+    sources = []
+    for name, weight, documents in (("large", 0.1, 100), ("small", 0.9, 4)):
+        (tmp_path / name).mkdir()
+        sources.append(f"{as_shards([name * 20] * documents, tmp_path / name)}={weight}")
+    request = DataRequest(sequence_length=8, validation_fraction=0.5, seed=0)
+    data = open_training_data("", sources, ByteTokenizer(), request)
+    held_out = data.held_out(1_000_000)
+    small = sum(bytes(held_out.document(index)[1:6].tolist()) == b"small" for index in range(len(held_out)))
+    tokens = int(held_out.lengths[-small:].sum())
+    assert small == 2 and 0.85 < tokens / held_out.num_tokens < 0.95
+
+
 @pytest.mark.parametrize("kind", [as_files, as_shards])
 def test_sources_that_share_texts_hold_nothing_out(kind: Callable[..., str], tmp_path: Path) -> None:
     """What one holds out the other would train on; with held-out texts of their own they may."""

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,6 +137,39 @@ def test_borders_are_those_of_the_configuration(
 ) -> None:
     tokenizer = load_tokenizer(str(write_config(config)))
     assert (tokenizer.document_start, tokenizer.document_end) == borders
+
+
+def changed(folder: Path, into: Path, change: Callable[[Any], None]) -> Tokenizer:
+    """The tokenizer of ``folder`` with ``change`` made to the library's, saved ``into`` a folder."""
+    library = pytest.importorskip("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    change(library)
+    library.save(str(into / "tokenizer.json"))
+    return load_tokenizer(str(into))
+
+
+def test_truncation_and_padding_of_another_use_are_not_taken_over(bpe_folder: Path, tmp_path: Path) -> None:
+    def change(library: Any) -> None:
+        library.enable_truncation(4)
+        library.enable_padding(pad_id=0, pad_token="<|endoftext|>")
+
+    texts = ["the quick brown fox jumps over the lazy dog", "a"]
+    plain, other = load_tokenizer(str(bpe_folder)), changed(bpe_folder, tmp_path, change)
+    expected = [ids.tolist() for ids in plain.encode_batch(texts)]
+    assert [ids.tolist() for ids in other.encode_batch(texts)] == expected
+    assert [other.encode(text).tolist() for text in texts] == expected
+
+
+def test_text_that_spells_a_border_ends_no_document(bpe_folder: Path, tmp_path: Path) -> None:
+    """Also where the file does not call it special."""
+    border = "<|end|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": border}))
+    tokens = pytest.importorskip("tokenizers")
+    tokenizer = changed(
+        bpe_folder, tmp_path, lambda library: library.add_tokens([tokens.AddedToken(border, special=False)])
+    )
+    text = f"a{border}b {border}"
+    ids = tokenizer.encode(text)
+    assert tokenizer.document_end not in ids and tokenizer.decode(ids) == text
 
 
 def test_name_on_the_hub(bpe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

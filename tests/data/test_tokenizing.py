@@ -313,6 +313,13 @@ def test_nothing_is_overwritten(corpus: list[str], tmp_path: Path, bpe_folder: P
         plan_of(corpus, tmp_path / "texts" / "shards")
 
 
+def test_killed_while_it_wrote_the_plan_it_begins_again(corpus: list[str], tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / ".tokenize.json.abcd1234").write_text("{")
+    plan = plan_of(corpus, tmp_path / "shards")
+    assert list(run_here(plan, BYTES, 1))
+
+
 def test_a_file_that_changes_meanwhile(corpus: list[str], tmp_path: Path) -> None:
     plan = plan_of(corpus, tmp_path / "shards")
     with (tmp_path / "texts" / "02.jsonl").open("a") as file:

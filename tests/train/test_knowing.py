@@ -42,6 +42,8 @@ def test_replay_shows_what_the_step_read(small_run: Run, monkeypatch: pytest.Mon
             assert "".join(texts) == bytes(token for token in row if token < 256).decode()
     with pytest.raises(ValueError, match="counted from 1"):
         list(replayed(run, 0))
+    with pytest.raises(ValueError, match="the run has 3 steps; got 4"):
+        list(replayed(run, 4))
 
 
 def test_the_profiled_steps_are_those_of_the_window(small_run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,10 @@ class Tuning:
 
     def __post_init__(self) -> None:
         rates = self.learning_rates
-        if len(set(rates)) < max(2, len(rates)) or not all(rate > 0 for rate in rates):
+        if len(set(rates)) < max(2, len(rates)) or not all(0 < rate < math.inf for rate in rates):
             raise ValueError(
-                "tuning takes at least two different learning rates above 0, as --learning-rates 2e-3,4e-3; got "
-                f"{', '.join(map(rate_name, rates)) or 'none'}. For one rate set optimizer.learning_rate=4e-3."
+                "tuning takes at least two different finite learning rates above 0, as --learning-rates 2e-3,4e-3; got "
+                f"{', '.join(map(str, rates)) or 'none'}. For one rate set optimizer.learning_rate=4e-3."
             )
         if self.steps < 1:
             raise ValueError(f"--tuning-steps must be at least 1; got {self.steps}.")

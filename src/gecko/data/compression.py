@@ -11,6 +11,8 @@ from gecko.extras import require
 
 PIECE_BYTES = 1 << 20
 COMPRESSED_SUFFIXES = (".gz", ".zst")
+_LARGEST_WINDOW = 1 << 31
+"""Of a zstd file, as ``zstd --long=31`` writes it: so much memory reading it takes."""
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:
@@ -34,6 +36,7 @@ def _plain_pieces(path: Path) -> Iterator[bytes]:
 
 
 def _gzip_pieces(path: Path) -> Iterator[bytes]:
+    _check_holds_something(path, "gzip")
     try:
         with gzip.open(path) as file:
             while piece := file.read(PIECE_BYTES):
@@ -44,12 +47,13 @@ def _gzip_pieces(path: Path) -> Iterator[bytes]:
 
 def _zstd_pieces(path: Path) -> Iterator[bytes]:
     zstandard = require("zstandard", "data")
+    _check_holds_something(path, "zstd")
     # The library's own file reader takes a truncated file for a short one; a decompression object knows.
     frame = None
     try:
         for piece in _plain_pieces(path):
             while piece:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                frame = frame or zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
                 yield frame.decompress(piece)
                 piece = frame.unused_data
                 frame = None if frame.eof else frame
@@ -57,6 +61,12 @@ def _zstd_pieces(path: Path) -> Iterator[bytes]:
         raise _damaged(path, "zstd", str(error)) from error
     if frame is not None:
         raise _damaged(path, "zstd", "the file ends inside a frame")
+
+
+def _check_holds_something(path: Path, kind: str) -> None:
+    """Of no text at all a compressed file has some bytes; the library takes an empty one for it."""
+    if path.stat().st_size == 0:
+        raise _damaged(path, kind, "it is empty")
 
 
 def _damaged(path: Path, kind: str, reason: str) -> ValueError:

@@ -92,9 +92,12 @@ def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[Part, ...]:
         name, config, split = _parse_dataset(spec)
         return (Part("dataset", name, field, config=config, split=split),)
     files = stdlib_files() if spec == STDLIB else find_files(spec)
-    # A document read twice could end up in the training and in the validation part.
-    fresh = [path for path in files if path.resolve() not in seen]
-    seen.update(path.resolve() for path in fresh)
+    # A document read twice, through a link too, could end up in the training and in the validation part.
+    fresh = []
+    for path in files:
+        if (real := path.resolve()) not in seen:
+            seen.add(real)
+            fresh.append(path)
     kind: Literal["file", "stdlib"] = "stdlib" if spec == STDLIB else "file"
     return tuple(Part(kind, str(path), field, path.stat().st_size) for path in fresh)
 

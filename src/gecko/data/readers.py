@@ -78,7 +78,7 @@ def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def _parse_record(line: str, where: str, field: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers too long and lists too deep for Python among them
         raise ValueError(f"{where} must hold one JSON object; got invalid JSON ({error}).") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where} must hold one JSON object; got a {type(record).__name__}.")

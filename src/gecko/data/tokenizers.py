@@ -94,16 +94,25 @@ class HuggingFaceTokenizer:
             self._tokenizer = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise _unreadable(path, "a tokenizer.json of the tokenizers library", error) from error
-        # Without this, a document that quotes "<|endoftext|>" would be cut in two by it.
-        self._tokenizer.encode_special_tokens = True
+        # Many published files carry these over from the batches of another use.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.name = name
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.document_start, self.document_end = _find_borders(vocabulary, _read_config(config), name)
+        # Without both, a document that quotes "<|endoftext|>" would be cut in two by it.
+        self._tokenizer.encode_special_tokens = True
+        self._mark_special(library, {self.document_start, self.document_end})
         added = self._tokenizer.get_added_tokens_decoder()
         marked = {index for index, token in added.items() if token.special}
         self.special_ids = frozenset(marked | {self.document_start, self.document_end})
         self.digest = _digest(path, self.document_start, self.document_end)
+
+    def _mark_special(self, library: Any, ids: set[int]) -> None:
+        """Not every file says of its borders that they are."""
+        texts = [self._tokenizer.id_to_token(index) for index in sorted(ids)]
+        self._tokenizer.add_special_tokens([library.AddedToken(text, special=True, normalized=False) for text in texts])
 
     def encode(self, text: str) -> TokenIds:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)

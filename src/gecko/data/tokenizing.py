@@ -93,7 +93,8 @@ class TokenizingPlan:
                     "and nothing there is overwritten. Choose another folder with --out."
                 )
             return
-        if self.folder.is_dir() and any(self.folder.iterdir()):
+        # Killed while it wrote the plan, an earlier start left a part of it.
+        if self.folder.is_dir() and any(not entry.name.startswith(f".{PLAN}.") for entry in self.folder.iterdir()):
             raise FileExistsError(f"{self.folder} must be a new or an empty folder. Choose another one with --out.")
         with whole_file(path) as temporary:
             temporary.write_text(content, encoding="utf-8")

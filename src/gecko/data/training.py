@@ -111,8 +111,15 @@ def _open_training(
         tokens=sum(data.tokens for data in opened),
         held_out_documents=sum(data.held_out_documents for data in opened),
         held_out_tokens=sum(data.held_out_tokens for data in opened),
-        held_out=lambda most: _joined([data.held_out(max(2, -(-most * count // BLOCK))) for data, count in shares]),
+        held_out=lambda most: _mixed_held_out(shares, most),
     )
+
+
+def _mixed_held_out(shares: Sequence[tuple[TrainingData, int]], most: int) -> TokenizedCorpus:
+    """In the proportions of the mixture, so no more than the source allows that holds out least for its share."""
+    held = [data.held_out_tokens * BLOCK // count for data, count in shares]
+    most = min(most, *held)
+    return _joined([data.held_out(max(2, -(-most * count // BLOCK))) for data, count in shares])
 
 
 def parse_source(item: str) -> tuple[str, float]:

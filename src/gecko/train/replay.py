@@ -20,6 +20,8 @@ def replayed(run: Run, step: int) -> Iterator[str]:
     """
     if step < 1:
         raise ValueError(f"steps are counted from 1, as in metrics.jsonl; got {step}.")
+    if run.steps is not None and step > run.steps:
+        raise ValueError(f"the run has {run.steps} steps; got {step}. Set steps= to look beyond its end.")
     data = load_data(run, Ranks(), Console(quiet=True))
     batch = data.rows(step - 1)
     yield f"step {step}: {len(batch.tokens)} rows of {batch.tokens.shape[1]} tokens, {batch.scored_tokens} targets"
