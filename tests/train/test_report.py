@@ -17,9 +17,10 @@ from gecko.version import code_name, code_version
 
 @pytest.fixture
 def page(small_run: Run) -> str:
-    run = replace(small_run, sample=SampleSettings(prompt="<script>alert(1)</script>"))
+    mixture = replace(small_run.data, sources=("prose=0.75", "code=0.25"))
+    run = replace(small_run, data=mixture, sample=SampleSettings(prompt="<script>alert(1)</script>"))
     with MetricsWriter(run.folder, None) as metrics:
-        metrics.write("validation", 0, {"loss": 5.5})
+        metrics.write("validation", 0, {"loss": 5.5, "row_losses": [11.0, 12.0, 10.0]})
         for step in range(1, 13):
             loss = float("nan") if step == 3 else 5.0 / step
             skipped = {"skipped": "the output of x"} if step == 3 else {}
@@ -48,6 +49,11 @@ def test_holds_pictures_numbers_settings_and_commands(page: str) -> None:
     assert code_name(code_version()) in page
     for text in ("1.2500 nats a byte", "of which skipped: 1", "optimizer.learning_rate", "gecko train", "1,234"):
         assert text in page
+
+
+def test_says_what_was_read(page: str) -> None:
+    assert "12 steps on prose=0.75, code=0.25: held-out loss" in page
+    assert "Held out: the same 3 rows each time" in page
 
 
 @pytest.mark.parametrize(("length", "borders"), [(24, [8, 16]), (8, []), (25, [8, 16, 24])])

@@ -225,6 +225,42 @@ def test_resuming_another_run_is_refused(small_run: Run, changes: dict[str, Any]
         train(replace(small_run, **changes), resume=True)
 
 
+def test_fewer_steps_than_are_done_are_refused(small_run: Run) -> None:
+    train(replace(small_run, steps=4))
+    before = everything(small_run.folder)
+    with pytest.raises(ValueError, match="steps must be at least the 4 that are done; got 3"):
+        train(replace(small_run, steps=3), resume=True)
+    assert everything(small_run.folder) == before
+
+
+def test_a_longer_run_does_not_keep_the_results_of_the_shorter_one(
+    small_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped on its way, it would pass for finished, with the loss of another number of steps."""
+    train(replace(small_run, steps=4))
+    results = [small_run.folder / name for name in ("results.json", "report.html", "sample.txt")]
+    assert all(path.is_file() for path in results)
+    stop_after(6, monkeypatch, lambda: signal.raise_signal(signal.SIGTERM))
+    assert not train(small_run, resume=True).finished
+    assert not any(path.exists() for path in results)
+    assert train(small_run, resume=True).finished
+    assert all(path.is_file() for path in results)
+
+
+def test_other_text_under_the_same_name_is_refused(small_run: Run, corpus: Path, tmp_path: Path) -> None:
+    """Rows are a function of all documents: some would be read twice, and held-out ones trained on."""
+    texts = tmp_path / "texts"
+    shutil.copytree(corpus, texts)
+    run = replace(small_run, data=replace(small_run.data, source=str(texts)), steps=4)
+    train(run)
+    (texts / "0-new.txt").write_text("one more document")
+    longer = replace(run, steps=6)
+    with pytest.raises(ValueError, match=r"the texts and the tokenizer must be those .* was begun with"):
+        train(longer, resume=True)
+    (texts / "0-new.txt").unlink()
+    assert train(longer, resume=True).step == 6
+
+
 def test_a_damaged_checkpoint_is_passed_over(small_run: Run, uninterrupted: Callable[[Run], TrainResult]) -> None:
     whole = uninterrupted(small_run)
     shutil.copytree(whole.run.folder, small_run.folder)
@@ -297,6 +333,23 @@ def test_a_time_budget_becomes_a_number_of_steps_once(run_in: Callable[[str], Ru
     assert same_end(timed, counted)
     again = train(replace(run_in("timed"), steps=None, minutes=0.01), resume=True)
     assert again.run.steps == timed.step
+
+
+def test_killed_before_its_first_checkpoint_a_run_keeps_its_measured_steps(
+    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = replace(run_in("killed"), steps=None, minutes=0.02)
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    stop_after(2, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(run)
+    monkeypatch.undo()
+    found = Run.load(run.folder / "recipe.json").steps
+    monkeypatch.setattr("gecko.train.session.steps_in_budget", lambda *_: pytest.fail("it was measured again"))
+    assert train(run, resume=True).step == found
 
 
 def poison(model: Any, steps: range, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ class SplitShards:
         self.tokens = sum(part.tokens for part in self.training)
         self.held_out_documents = sum(run.end - run.begin for run in self.held_out)
         self.held_out_tokens = sum(run.tokens for run in self.held_out)
+        self.digest = folder.digest
 
     def rows(self, sequence_length: int) -> ShardedRows:
         """Of the training documents."""

@@ -168,6 +168,12 @@ class ShardFolder:
         return cls(folder, manifest.tokenizer, shards)
 
     @property
+    def digest(self) -> str:
+        """Of all shards' digests."""
+        digests = [digest for shard in self.shards for digest in shard.record.sha256]
+        return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+    @property
     def documents(self) -> int:
         return sum(shard.record.documents for shard in self.shards)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,6 +45,8 @@ class TrainingData:
     held_out_tokens: int
     held_out: Callable[[int], TokenizedCorpus]
     """The first so many tokens of the held-out documents in random order, or all; at least 2."""
+    digest: str
+    """Of all documents as ids, those to train on and those held out."""
 
     def loader(self, batch_size: int, *, parts: int = 1) -> Loader:
         """Batches in ``parts`` equal groups of rows, one after the other: what one of so many ranks takes at a time.
@@ -93,6 +96,7 @@ def open_training_data(
         held_out_documents=rest.held_out_documents,
         held_out_tokens=rest.held_out_tokens,
         held_out=rest.held_out_corpus,
+        digest=_joined_digest([training.digest, rest.digest]),
     )
 
 
@@ -112,6 +116,7 @@ def _open_training(
         held_out_documents=sum(data.held_out_documents for data in opened),
         held_out_tokens=sum(data.held_out_tokens for data in opened),
         held_out=lambda most: _mixed_held_out(shares, most),
+        digest=_joined_digest([data.digest for data in opened]),
     )
 
 
@@ -139,8 +144,12 @@ def _open_source(source: str, tokenizer: Tokenizer, request: DataRequest) -> Tra
     )
     return TrainingData(
         source, split.rows(request.sequence_length), split.documents, split.tokens, split.held_out_documents,
-        split.held_out_tokens, split.held_out_corpus,
+        split.held_out_tokens, split.held_out_corpus, split.digest,
     )  # fmt: skip
+
+
+def _joined_digest(digests: Sequence[str]) -> str:
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def _joined(corpora: Sequence[TokenizedCorpus]) -> TokenizedCorpus:

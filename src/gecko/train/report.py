@@ -18,6 +18,8 @@ from gecko.train.metrics import METRICS, Record, read_metrics
 from gecko.train.run import Run
 from gecko.version import code_name, code_version
 
+REPORT = "report.html"
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -49,7 +51,7 @@ def write_report(run: Run, facts: RunFacts) -> Path:
     records = read_metrics(run.folder / METRICS)
     training = [record for record in records if record["kind"] == "train"]
     validation = [record for record in records if record["kind"] == "validation"]
-    path = run.folder / "report.html"
+    path = run.folder / REPORT
     write_html(
         path,
         "gecko.train/report.html.j2",
@@ -79,7 +81,7 @@ def _generate_command(run: Run) -> str | None:
 
 def _summary(run: Run, facts: RunFacts) -> str:
     return (
-        f"{facts.parameters:,} parameters, {run.steps:,} steps on {run.data.source}: "
+        f"{facts.parameters:,} parameters, {run.steps:,} steps on {', '.join(run.data.sources) or run.data.source}: "
         f"held-out loss {facts.evaluation.nats_per_byte:.3f} nats a byte of text."
     )
 
@@ -91,7 +93,7 @@ def _pictures(run: Run, facts: RunFacts, training: Sequence[Record], validation:
             "Loss",
             loss_curve(training, validation),
             "Loss in nats a token. Smoothed: means over a fiftieth of the run. "
-            f"Held out: the same {run.evaluation.rows} rows each time, of documents not trained on.",
+            f"Held out: the same {_rows_of(validation)} rows each time, of documents not trained on.",
         ),
         Picture(
             "Loss by position",
@@ -101,6 +103,11 @@ def _pictures(run: Run, facts: RunFacts, training: Sequence[Record], validation:
             "The first positions, without context, may leave the frame.",
         ),
     ]
+
+
+def _rows_of(validation: Sequence[Record]) -> int:
+    """There may be fewer than were asked for."""
+    return max((len(record.get("row_losses", ())) for record in validation), default=0)
 
 
 def _borders(result: Evaluation, chunk: int | None) -> str:

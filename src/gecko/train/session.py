@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,7 +20,7 @@ from gecko.lock import locked
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.train.batches import Batches
 from gecko.train.budget import steps_in_budget
-from gecko.train.checkpoint import checkpoint_path, latest_checkpoint, list_checkpoints
+from gecko.train.checkpoint import checkpoint_path, checkpoint_step, latest_checkpoint, list_checkpoints
 from gecko.train.evaluate import Evaluation, evaluate
 from gecko.train.fields import flatten
 from gecko.train.hardware import describe_hardware, multiplies_bfloat16, select_device
@@ -27,8 +28,8 @@ from gecko.train.loop import Outlets, Trainer
 from gecko.train.metrics import METRICS, MetricsWriter
 from gecko.train.optimizer import build_optimizer
 from gecko.train.progress import TrainingProgress
-from gecko.train.provenance import record_session
-from gecko.train.report import RunFacts, write_report
+from gecko.train.provenance import check_same_data, record_session
+from gecko.train.report import REPORT, RunFacts, write_report
 from gecko.train.run import Run
 from gecko.train.sample import sample_text
 from gecko.train.saver import Saver
@@ -38,7 +39,7 @@ from gecko.train.start import starting_model
 from gecko.train.texts import RunData, load_data
 from gecko.train.watchdog import Watchdog, reported_hangs
 
-RESULTS = "results.json"
+RESULTS, SAMPLE = "results.json", "sample.txt"
 _LOCK = ".training"
 _SAME_ON_RESUME = ("model", "data", "batch_size", "sequence_length", "seed")
 
@@ -89,7 +90,7 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device) -> TrainR
     if run.precision == "auto":
         run = run.with_precision(ranks.share("bfloat16" if multiplies_bfloat16(device) else "float32"))
     _set_up(run, ranks, console)
-    data = ranks.agree(lambda: load_data(run, ranks, console))
+    data = ranks.agree(lambda: _load_data(run, checkpoint, ranks, console))
     model = starting_model(run, ranks, device, fresh=checkpoint is None)
     batches = Batches(data.rows, ranks)
     with StopSignal() as stop:
@@ -113,11 +114,11 @@ def _lock(run: Run, ranks: Ranks) -> AbstractContextManager[None]:
 
 
 def _start(run: Run, resume: bool, ranks: Ranks) -> tuple[Run, Path | None]:
-    """The run, with what its newest sound checkpoint fixed, and that checkpoint; None where there is none."""
+    """The run, with what was fixed before, and its newest sound checkpoint; None where there is none."""
     ranks.agree(lambda: _check_overwrites_nothing(run, resume) if ranks.first else None)
     checkpoint = latest_checkpoint(checkpoints_folder(run), ranks)
     if checkpoint is None:
-        return run, None
+        return ranks.agree(lambda: _measured_run(run)) if resume else run, None
     return ranks.agree(lambda: _resumed_run(run, checkpoint)), checkpoint
 
 
@@ -137,6 +138,23 @@ def _check_overwrites_nothing(run: Run, resume: bool) -> None:
         )
 
 
+def _measured_run(run: Run) -> Run:
+    """``run`` with the steps that were found to fit into its minutes, if it was killed before its first checkpoint."""
+    recipe = run.folder / RECIPE
+    if run.steps is not None or not recipe.is_file():
+        return run
+    begun = Run.load(recipe)
+    if begun.steps is None:
+        return run
+    measured = (run.with_precision(begun.precision) if run.precision == "auto" else run).with_steps(begun.steps)
+    return measured if _settings(measured) == _settings(begun) else run
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Without how they were given."""
+    return {**run.to_dict(), "overrides": None}
+
+
 def _resumed_run(run: Run, checkpoint: Path) -> Run:
     """``run`` with the steps its checkpoint fixed; ValueError where the two are different runs."""
     saved = Run.load(checkpoint / RECIPE)
@@ -151,7 +169,19 @@ def _resumed_run(run: Run, checkpoint: Path) -> Run:
         run = run.with_precision(saved.precision)
     if run.steps is None and saved.steps is not None:
         run = run.with_steps(saved.steps)
+    done = checkpoint_step(checkpoint)
+    if run.steps is not None and run.steps < done:
+        raise ValueError(
+            f"steps must be at least the {done} that are done; got {run.steps}. Start a new run for fewer."
+        )
     return run
+
+
+def _load_data(run: Run, checkpoint: Path | None, ranks: Ranks, console: Console) -> RunData:
+    data = load_data(run, ranks, console)
+    if checkpoint is not None and ranks.first:
+        check_same_data(run.folder, data.digest)
+    return data
 
 
 def _set_up(run: Run, ranks: Ranks, console: Console) -> None:
@@ -183,7 +213,7 @@ def _fit(
     if checkpoint is not None:
         console.print(f"continuing after step {position.step}, from {checkpoint}")
     went_on = None if checkpoint is None else position.step
-    ranks.agree(lambda: _save_recipe(run, model, went_on, ranks))
+    ranks.agree(lambda: _save_recipe(run, model, data, went_on, ranks))
     assert run.steps is not None
     with ExitStack() as stack:
         display = stack.enter_context(TrainingProgress(console, position.step, run.steps))
@@ -198,14 +228,22 @@ def _fit(
     return trainer.position
 
 
-def _save_recipe(run: Run, model: LanguageModel, step: int | None, ranks: Ranks) -> None:
+def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None, ranks: Ranks) -> None:
     """The recipe, and what this session runs on; ``step`` is the one it goes on after."""
     if ranks.first:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        run.save(run.folder / RECIPE)
+        with whole_file(run.folder / RECIPE) as temporary:
+            run.save(temporary)
+        if step != run.steps:
+            _remove_results(run)
         parameters = list(model.parameters())
         hardware = describe_hardware(parameters[0].device, ranks.world)
-        record_session(run.folder, step, sum(parameter.numel() for parameter in parameters), hardware)
+        record_session(run.folder, step, sum(parameter.numel() for parameter in parameters), hardware, data.digest)
+
+
+def _remove_results(run: Run) -> None:
+    """Those of the length that a longer run had before: they would be taken for its own."""
+    for name in (RESULTS, SAMPLE, REPORT):
+        (run.folder / name).unlink(missing_ok=True)
 
 
 def _metrics(run: Run, step: int | None, ranks: Ranks) -> MetricsWriter | nullcontext[None]:
@@ -242,7 +280,7 @@ def _finish(
             write_model(checkpoint, checkpoint)
             model = load_any(checkpoint).to(device)
         sample = sample_text(run, model, data.tokenizer)
-        (run.folder / "sample.txt").write_text(run.sample.prompt + sample, encoding="utf-8")
+        (run.folder / SAMPLE).write_text(run.sample.prompt + sample, encoding="utf-8")
     console.print(
         f"final held-out loss over {result.tokens:,} tokens: "
         f"{result.nats_per_byte:.4f} nats a byte, {result.loss:.4f} a token"

@@ -22,6 +22,8 @@ class RunData:
     """For the losses on the way, ..."""
     final: HeldOut
     """... and for that of the finished model."""
+    digest: str
+    """Of all its documents as ids."""
 
 
 def load_data(run: Run, ranks: Ranks, console: Console) -> RunData:
@@ -39,4 +41,4 @@ def load_data(run: Run, ranks: Ranks, console: Console) -> RunData:
     loader = data.loader(run.batch_size, parts=ranks.data_ranks)
     rest = data.held_out(run.evaluation.final_rows * run.sequence_length + 1)
     final = HeldOut.of(rest, run.evaluation.final_rows, run.sequence_length, rows // run.accumulation)
-    return RunData(tokenizer, loader.batch, final.spread(run.evaluation.rows), final)
+    return RunData(tokenizer, loader.batch, final.spread(run.evaluation.rows), final, data.digest)
