@@ -19,7 +19,8 @@ import openai
 import pytest
 from serving.conftest import StartServer
 from serving.sites import Site
-from serving.waiting import until
+from serving.waiting import PATIENCE, until
+from starlette.types import ASGIApp, Send
 
 import gecko
 from gecko.data import Tokenizer
@@ -93,27 +94,31 @@ def test_disconnects_at_random_moments_leave_nothing(site: Site) -> None:
     site.wait_until_idle()
 
 
+async def call(app: ASGIApp, send: Send, **asked: Any) -> None:
+    """A request without a socket: ``send`` gets the answer, and the client stays until it has all."""
+    incoming: asyncio.Queue[Any] = asyncio.Queue()
+    incoming.put_nowait({"type": "http.request", "body": json.dumps({**LONG, **asked}).encode()})
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "query_string": b"",
+        "path": "/v1/completions", "raw_path": b"/v1/completions", "root_path": "", "scheme": "http",
+        "headers": [(b"content-type", b"application/json")], "server": ("x", 80), "client": ("x", 1),
+    }  # fmt: skip
+    await app(scope, incoming.get, send)
+
+
 def test_ten_thousand_requests_at_once(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """As many as there are places are served, all others are told to come later."""
     limits = Limits(rows=8, queue=92)
     service = build_service(model, tokenizer, tmp_path, Options("small", limits))
     app = create_app(service)
-    body = json.dumps({"prompt": "abc", "max_tokens": 2, "temperature": 0}).encode()
 
     async def ask() -> tuple[int, bytes | None]:
         told: list[Any] = []
-        incoming: asyncio.Queue[Any] = asyncio.Queue()
-        incoming.put_nowait({"type": "http.request", "body": body})
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "query_string": b"",
-            "path": "/v1/completions", "raw_path": b"/v1/completions", "root_path": "", "scheme": "http",
-            "headers": [(b"content-type", b"application/json")], "server": ("x", 80), "client": ("x", 1),
-        }  # fmt: skip
 
         async def send(message: Any) -> None:
             told.append(message)
 
-        await app(scope, incoming.get, send)
+        await call(app, send, max_tokens=2)
         return told[0]["status"], dict(told[0]["headers"]).get(b"retry-after")
 
     async def ask_all() -> list[tuple[int, bytes | None]]:
@@ -138,6 +143,29 @@ def test_the_queue_is_full(start: StartServer) -> None:
         assert caught.value.response.headers["retry-after"] == "2"
         assert caught.value.code == "queue_full"
     site.wait_until_idle()
+
+
+def test_a_client_that_stops_reading_has_its_place_no_longer_than_others(
+    model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays connected, and its full buffer takes nothing more of the stream."""
+    monkeypatch.setattr("gecko.serving.app._SENDING_SECONDS", 0.1)
+    service = build_service(model, tokenizer, tmp_path, Options("small", Limits(rows=1, queue=0, seconds=0.5)))
+    told: list[Any] = []
+
+    async def send(message: Any) -> None:
+        told.append(message)
+        if len(told) == 3:
+            await asyncio.Event().wait()
+
+    async def ask() -> None:
+        service.worker.start()
+        await asyncio.wait_for(call(create_app(service), send, stream=True), PATIENCE)
+        assert service.admission.taken == 0
+        await service.worker.close()
+
+    asyncio.run(ask())
+    assert told[-1]["more_body"], "a client must not take what it got for the whole"
 
 
 def test_a_failing_step_ends_those_it_held_and_no_others(start: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,6 +40,11 @@ class Answer:
     def usage(self) -> Usage:
         """So far."""
         return replace(self._usage, completion_tokens=sum(choice.num_tokens for choice in self._choices))
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the time of the request is up; below 0 after that."""
+        return self._running.deadline - time.monotonic()
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """New text of any of the continuations, until all are finished or the time is up.

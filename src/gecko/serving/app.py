@@ -31,6 +31,8 @@ _PAGE_RULES = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_SENDING_SECONDS = 5
+"""For a stream to be sent to its end, once the time of its request is up."""
 T = TypeVar("T")
 
 
@@ -123,7 +125,10 @@ async def _respond(request: Request, service: Service, asked: Asked) -> Response
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of an answer, which is closed when they end or when the client goes away."""
+    """Server-sent events of an answer, which is closed when they end or when the client goes away.
+
+    So is the answer to a client that stays and does not read, soon after the time of its request.
+    """
 
     media_type = "text/event-stream"
 
@@ -133,8 +138,10 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _unless_gone(receive, self.stream_response(send))
-        except ClientGoneError:
+            async with asyncio.timeout(self._answer.seconds_left + _SENDING_SECONDS):
+                await _unless_gone(receive, self.stream_response(send))
+        except (ClientGoneError, TimeoutError):
+            # The server closes the connection of a response that is left unfinished.
             pass
         finally:
             self._answer.close()

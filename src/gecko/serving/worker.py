@@ -24,7 +24,7 @@ class Running:
     """Requests that were submitted together, as the event loop sees them; made by ``Worker.submit``."""
 
     def __init__(self, worker: Worker, ids: Sequence[int], begun: float, deadline: float) -> None:
-        self._worker, self._begun = worker, begun
+        self._worker, self._begun, self.deadline = worker, begun, deadline
         self._indices = {request_id: index for index, request_id in enumerate(ids)}
         self._last: dict[int, float] = {}
         self._events: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
