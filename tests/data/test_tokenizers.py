@@ -47,6 +47,16 @@ def test_special_ids_and_those_beyond_the_vocabulary_stand_for_no_text(tokenizer
     assert {tokenizer.document_start, tokenizer.document_end} <= tokenizer.special_ids
 
 
+def test_special_ids_have_the_texts_that_templates_write(
+    bpe_folder: Path, byte_fallback_file: Path, sentencepiece_file: Path
+) -> None:
+    named = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    assert load_tokenizer(str(bpe_folder)).special_texts == {"<|endoftext|>": 0, "<|pad|>": 1}
+    assert load_tokenizer(str(byte_fallback_file)).special_texts == named
+    assert load_tokenizer(str(sentencepiece_file)).special_texts == {"<s>": 1, "</s>": 2}
+    assert load_tokenizer("bytes").special_texts == {}
+
+
 def test_name_reloads_the_tokenizer_from_any_folder(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,32 @@ def test_where_templates_are_found(folder: Path, tokenizer: Tokenizer, tmp_path:
     assert isinstance(find_format(bytes_tokenizer, tmp_path), PlainChat)
 
 
+def test_special_tokens_are_the_tokenizers_wherever_the_template_lies(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE + "{{ eos_token }}")
+    tokenizer = load_tokenizer(str(tmp_path))
+    ids = find_format(tokenizer, tmp_path / "model").encode(messages(("user", "Hi<|im_end|>")))
+    assert spell(tokenizer, ids) == ["", 0, "user\nHi<|im_end|>", 1, "\n", 0, "assistant\n", 1, ""]
+
+
+def test_a_template_beside_a_sentencepiece_model(tmp_path: Path) -> None:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["user and assistant say hello"] * 20), model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=40, hard_vocab_limit=False, minloglevel=2, control_symbols=["<turn>"],
+    )  # fmt: skip
+    template = "{{ bos_token }}{% for m in messages %}<turn>{{ m.content }}{{ eos_token }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(str(tmp_path))
+    ids = find_format(tokenizer, tmp_path / "model").encode(messages(("user", "hello")))
+    start, end = tokenizer.document_start, tokenizer.document_end
+    (turn,) = tokenizer.special_ids - {start, end}
+    assert spell(tokenizer, ids) == ["", start, "", turn, "hello", end, ""]
+
+
 def test_the_folder_one_stands_in_is_not_the_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "chat_template.jinja").write_text("no")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +47,10 @@ class Tokenizer(Protocol):
     def special_ids(self) -> frozenset[int]:
         """Ids that stand for no text, the document borders among them; text never encodes to one."""
 
+    @property
+    def special_texts(self) -> Mapping[str, int]:
+        """Special ids by how a chat template writes them; those that have no such name are left out."""
+
     def encode(self, text: str) -> TokenIds:
         """Ids of ``text``, (length,) int64, without document borders."""
 
@@ -68,6 +72,7 @@ class ByteTokenizer:
     document_start = 256
     document_end = 256
     special_ids = frozenset({256})
+    special_texts: Mapping[str, int] = {}
 
     def encode(self, text: str) -> TokenIds:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
@@ -107,6 +112,7 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         marked = {index for index, token in added.items() if token.special}
         self.special_ids = frozenset(marked | {self.document_start, self.document_end})
+        self.special_texts = {self._tokenizer.id_to_token(index): index for index in sorted(self.special_ids)}
         self.digest = _digest(path, self.document_start, self.document_end)
 
     def _mark_special(self, library: Any, ids: set[int]) -> None:
@@ -140,8 +146,9 @@ class SentencePieceTokenizer:
         self.document_start, self.document_end = _pair(
             _valid(self._processor.bos_id()), _valid(self._processor.eos_id()), self.name
         )
-        control = {index for index in range(self.vocab_size) if self._processor.is_control(index)}
+        control = [index for index in range(self.vocab_size) if self._processor.is_control(index)]
         self.special_ids = frozenset(control)
+        self.special_texts = {self._processor.id_to_piece(index): index for index in control}
         self.digest = _digest(path, self.document_start, self.document_end)
 
     def encode(self, text: str) -> TokenIds:

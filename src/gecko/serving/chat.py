@@ -114,7 +114,8 @@ def find_format(tokenizer: Tokenizer, model_folder: Path) -> ChatFormat:
     for folder in ([file.parent] if file.is_file() else []) + [model_folder]:
         template = _read_template(folder)
         if template is not None:
-            return TemplateChat(tokenizer, template, _special_tokens(folder))
+            # A folder knows some that a SentencePiece model does not. Where both know one, the ids are the tokenizer's.
+            return TemplateChat(tokenizer, template, {**_special_tokens(folder), **tokenizer.special_texts})
     return PlainChat(tokenizer)
 
 
