@@ -52,6 +52,19 @@ def test_a_model_that_changed_goes_on_from_none_of_its_states(change):
         model.step(tokens(2, 1)[:, 0], state)
 
 
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_steps_stop_where_the_weights_change(change):
+    model = gecko.Gecko(cases.SMALL)
+    model.load_state_dict(weights(0), assign=True)
+    state = model(tokens(2, 9))[1]
+    for token in tokens(2, 3).unbind(1):
+        _, state = model.step(token, state)
+    CHANGES[change](model)
+    with pytest.raises(ValueError, match="made by other weights"):
+        model.step(tokens(2, 1)[:, 0], state)
+
+
 @torch.no_grad()
 def test_weights_lent_for_a_call_name_its_state():
     model = gecko.Gecko(cases.SMALL)

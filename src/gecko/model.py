@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,12 +133,13 @@ class Gecko(nn.Module):
 
         The state that a step returns is given up to the next: what is large is written into its tensors, so that
         nothing is copied that does not change. Any other ``state`` is copied first and stays what it is. Weights
-        must not be written through ``.data`` from one step to the next. Errors as for ``forward``.
+        must not change from one step to the next: a change of embedding or head is seen, and so of all weights at once,
+        others are not. Errors as for ``forward``.
         """
         tokens = tokens.unsqueeze(1)
         self._check_tokens("tokens", tokens)
         # To look at all weights takes long beside a token: it is done for the first of a row of steps.
-        going_on = _may_be_overwritten(state) and state.model in ("", self._last_name)
+        going_on = _may_be_overwritten(state) and (state.model == "" or self._was_named(state.model))
         if not going_on or state.config is not self.config or state.batch_size != len(tokens):
             self.check_state(state, len(tokens))
         if not going_on:
@@ -217,12 +218,17 @@ class Gecko(nn.Module):
         cached = getattr(self, "_fingerprint", None)
         if cached is None or cached[0] != now:
             cached = self._fingerprint = (now, fingerprint(self))
+        self._last_named = cached[1], self._ends()
         return cached[1]
 
-    @property
-    def _last_name(self) -> str:
-        """What ``fingerprint`` said last; "" before it was asked."""
-        return getattr(self, "_fingerprint", (None, ""))[1]
+    def _was_named(self, name: str) -> bool:
+        """Whether ``fingerprint`` said so last, and neither other weights were loaded since nor these trained."""
+        return getattr(self, "_last_named", None) == (name, self._ends())
+
+    def _ends(self) -> Hashable:
+        """Of the first and the last weights only: so much there is time for with every token."""
+        ends = (self.embedding.weight, self.head.weight)
+        return identity(tensor for weight in ends for tensor in plain_tensors(weight))
 
     def save(self, folder: str | Path) -> None:
         """Write ``model.safetensors`` and ``config.json``, each whole or not at all."""
