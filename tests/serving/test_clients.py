@@ -18,7 +18,7 @@ import httpx2
 import openai
 import pytest
 from serving.conftest import StartServer
-from serving.sites import Site
+from serving.sites import OK, Site, check_error
 from serving.waiting import PATIENCE, until
 from starlette.types import ASGIApp, Send
 
@@ -166,6 +166,12 @@ def test_a_client_that_stops_reading_has_its_place_no_longer_than_others(
 
     asyncio.run(ask())
     assert told[-1]["more_body"], "a client must not take what it got for the whole"
+
+
+def test_a_full_queue_of_the_engine_is_told_like_a_full_server(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site.service.worker._engine, "_max_queued", 0)
+    check_error(site.post(json=OK), 429, "wait already")
+    site.wait_until_idle()
 
 
 def test_a_failing_step_ends_those_it_held_and_no_others(start: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:

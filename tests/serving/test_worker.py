@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -120,6 +121,28 @@ def test_the_alarm_rings(bench: Any) -> None:
         running = await bench.submit("a", tokens=3000, seconds=0.1)
         while await running.next() is not None:
             pass
+        running.close()
+
+    bench(work)
+
+
+def test_who_leaves_before_being_taken_in_makes_room_for_who_comes_next(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many do so during one long step."""
+
+    async def work(bench: Bench) -> None:
+        step, release = bench.engine.step, threading.Event()
+        running = await bench.submit("a", tokens=3000)
+        monkeypatch.setattr(bench.engine, "step", lambda: (release.wait(PATIENCE), step())[1])
+        for _ in range(3):
+            leaving = asyncio.ensure_future(bench.submit(*["b"] * 40))
+            await asyncio.sleep(0)
+            leaving.cancel()
+        coming = asyncio.ensure_future(bench.submit(*["c"] * 40, tokens=1))
+        await asyncio.sleep(0)
+        release.set()
+        await tokens_of(await coming, 40)
         running.close()
 
     bench(work)

@@ -52,7 +52,8 @@ def build_service(model: Gecko, tokenizer: Tokenizer, folder: Path, options: Opt
     """
     cache = PrefixCache(options.prefix_cache_bytes) if options.prefix_cache_bytes else None
     limits = options.limits
-    # Requests are counted before they reach the engine, which therefore never refuses one for want of room.
+    # Requests are counted before they reach the engine, and what leaves is taken out of it before what comes later
+    # gets in: so it has room for all that are let through.
     engine = Engine(model, rows=limits.rows, max_queued=limits.rows + limits.queue, prefix_cache=cache)
     metrics = Metrics(engine, cache)
     served = ServedModel(

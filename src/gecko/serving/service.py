@@ -20,7 +20,7 @@ from gecko.serving.errors import ApiError
 from gecko.serving.limits import Admission, Limits
 from gecko.serving.metrics import Metrics
 from gecko.serving.replies import ChatReply, CompletionReply, Usage
-from gecko.serving.request import Request
+from gecko.serving.request import QueueFullError, Request
 from gecko.serving.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, Ids
 from gecko.serving.states import SavedStates
 from gecko.serving.text import ChoiceText
@@ -77,11 +77,10 @@ class Service:
             running = await self.worker.submit(requests, begun, begun + self.limits.seconds)
         except BaseException as error:
             self.admission.release(places)
-            if isinstance(error, ValueError | TypeError):
-                raise ApiError(400, str(error), code="invalid_value") from error
-            if isinstance(error, WorkerClosedError):
-                raise ApiError(503, "the server is shutting down", code="shutting_down") from error
-            raise
+            told = _told(error)
+            if told is None:
+                raise
+            raise told from error
         choices = [self._choice(index, asked, request) for index, request in enumerate(requests)]
         usage = Usage(sum(len(request.prompt) for request in requests[:: asked.n]), 0, self.model.state_bytes)
         return Answer(running, choices, self.metrics, usage, partial(self.admission.release, places))
@@ -159,6 +158,17 @@ class Service:
 
     def _text(self, prompt: str | Ids) -> str:
         return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt)
+
+
+def _told(error: BaseException) -> ApiError | None:
+    """What a client is told of what the engine or its thread refused; None for anything else."""
+    if isinstance(error, ValueError | TypeError):
+        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, WorkerClosedError):
+        return ApiError(503, "the server is shutting down", code="shutting_down")
+    return None
 
 
 def _prompts(asked: CompletionRequest) -> Sequence[str | Ids]:

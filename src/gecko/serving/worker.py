@@ -96,30 +96,32 @@ class Worker:
             begun, deadline: in seconds of ``time.monotonic``; when the client asked, and until when events come.
 
         Raises:
-            ValueError, TypeError: the engine refuses one of them.
+            ValueError, TypeError, QueueFullError: the engine refuses one of them.
             WorkerClosedError: it is too late.
         """
         accepted: asyncio.Future[Running] = asyncio.get_running_loop().create_future()
+        ids: list[int] = []  # the thread fills it
 
         def accept(ids: Sequence[int]) -> None:
-            if accepted.cancelled():
-                self._post(lambda: self._cancel(ids))
-                return
-            running = Running(self, ids, begun, deadline)
-            self._running.update(dict.fromkeys(ids, running))
-            accepted.set_result(running)
+            if not accepted.cancelled():
+                running = Running(self, ids, begun, deadline)
+                self._running.update(dict.fromkeys(ids, running))
+                accepted.set_result(running)
 
         def refuse(error: Exception) -> None:
             if not accepted.cancelled():
                 accepted.set_exception(error)
 
-        if not self._post(lambda: self._submit(requests, accept, refuse)):
+        if not self._post(lambda: self._submit(requests, ids, accept, refuse)):
             raise WorkerClosedError("the engine has stopped")
         try:
             return await accepted
         except asyncio.CancelledError:
-            # Both may happen at once: the engine has taken them, and nobody wants them any more.
-            if not accepted.cancelled() and accepted.exception() is None:
+            if accepted.cancelled():
+                # At once: in the engine too, their room must be free before it takes what comes next.
+                self._post(lambda: self._cancel(ids))
+            elif accepted.exception() is None:
+                # Both at once: the engine has taken them, and nobody wants them any more.
                 accepted.result().close()
             raise
 
@@ -186,9 +188,9 @@ class Worker:
         return events
 
     def _submit(
-        self, requests: Sequence[Request], accept: Callable[[Sequence[int]], None], refuse: Callable[[Exception], None]
-    ) -> None:
-        ids: list[int] = []
+        self, requests: Sequence[Request], ids: list[int], accept: Callable[[Sequence[int]], None],
+        refuse: Callable[[Exception], None],
+    ) -> None:  # fmt: skip
         try:
             for request in requests:
                 ids.append(self._engine.submit(request))
