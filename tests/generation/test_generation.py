@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,25 @@ def test_a_state_in_the_middle_of_a_stream_has_read_what_came_out(model: gecko.G
         state.final_norm.mean, gecko.generate(model, text, max_new_tokens=0).state.final_norm.mean
     )
     assert len(rest) == 6
+
+
+def test_the_state_after_numbers_that_are_not_finite_has_read_what_came_out(
+    model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the other rows may go on without the broken one."""
+    whole = gecko.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=6, temperature=0)
+    tokens = stream(model, [[1, 2, 3], [4, 5]], max_new_tokens=6, temperature=0)
+    made = [token for _, token in zip(range(6), tokens, strict=False)]
+    with monkeypatch.context() as patch:
+        head = model.head.forward
+        patch.setattr(model.head, "forward", lambda hidden: head(hidden) * torch.tensor([[1.0], [math.nan]]))
+        with pytest.raises(ValueError, match="row 1"):
+            next(iter(tokens))
+    assert tokens.state.position == [6, 5]
+    tokens.stop(1)
+    made += tokens
+    assert [token for row, token in made if row == 0] == whole.tokens[0]
+    assert [token for row, token in made if row == 1] == whole.tokens[1][:3]
 
 
 def test_stopping_a_row_leaves_the_others_alone(model: gecko.Gecko) -> None:

@@ -113,6 +113,8 @@ class TokenStream:
             if self._unread:
                 tokens = torch.tensor(self._unread, device=self._logits.device)
                 self._logits, self._state = self._model.step(tokens, self._state)
+                # Read from now on, whatever becomes of the draw.
+                self._unread = []
             self._unread = self._draw()
         made: list[NewToken] = []
         finished: dict[int, FinishReason] = {}
