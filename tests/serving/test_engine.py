@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -100,6 +101,35 @@ def has_the_models_log_probabilities(model: gecko.Gecko, asked: Request, events:
         assert [float(row[token]) for token, _ in event.likeliest] == pytest.approx(
             row.topk(number).values.tolist(), abs=1e-4
         )
+
+
+def test_rows_in_use_may_be_asked_for_while_another_thread_steps(model: gecko.Gecko) -> None:
+    """As for metrics: prompts take turns in the middle of the count."""
+    engine = Engine(model)
+
+    class Reader:
+        @property
+        def requests(self) -> list[int]:
+            engine._readers.rotate()
+            return [0]
+
+    engine._readers.extend([Reader(), Reader()])  # type: ignore[list-item]
+    assert engine.active == 2
+
+
+def test_weights_that_change_before_a_prompt_is_read_end_that_text(model: gecko.Gecko) -> None:
+    """A state is of its weights; others have none."""
+    model = copy.deepcopy(model)
+    state = gecko.generate(model, text(20), max_new_tokens=0).state
+    engine = Engine(model)
+    ids = [engine.submit(request(state=state)), engine.submit(request())]
+    with torch.no_grad():
+        model.embedding.weight.mul_(1.5)
+    log = Log()
+    while not engine.idle:
+        log.take(engine.step())
+    assert [log.ends[request_id].reason for request_id in ids] == ["error", "length"]
+    assert "ValueError" in str(log.ends[ids[0]].error)
 
 
 def test_a_text_goes_on_from_its_state(model: gecko.Gecko) -> None:

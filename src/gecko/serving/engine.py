@@ -80,7 +80,8 @@ class Engine:
     @property
     def active(self) -> int:
         """Requests that have a place."""
-        return sum(len(reader.requests) for reader in self._readers) + len(self._rows)
+        # Metrics ask from another thread: a copy is made in one call, while a step would change what is counted.
+        return sum(len(reader.requests) for reader in self._readers.copy()) + len(self._rows)
 
     @property
     def queued(self) -> int:
@@ -165,8 +166,8 @@ class Engine:
         reader = self._readers.popleft()
         try:
             reading = reader.read(self._short_piece if self._rows else self._long_piece)
-        except (RuntimeError, MemoryError) as error:
-            # It is these texts' alone: the states of the others are elsewhere.
+        except Exception as error:
+            # It is these texts' alone, whatever it is: the states of the others are elsewhere.
             events += [_failed(request_id, error, reader.position) for request_id in reader.requests]
             return None
         self.prompt_tokens_read += reader.piece

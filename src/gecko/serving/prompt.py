@@ -11,6 +11,7 @@ from gecko.generation import Reading
 from gecko.model import Gecko
 from gecko.serving.prefix_cache import PrefixCache
 from gecko.serving.request import Request
+from gecko.state import GeckoState
 
 
 class PromptReader:
@@ -29,7 +30,7 @@ class PromptReader:
         self._device = model.embedding.weight.device
         self._cache = cache if request.state is None else None
         self._prompt = request.prompt.to("cpu", torch.int64)
-        self._state = None if request.state is None else request.state.to(self._device)
+        self._state: GeckoState | None = None
         self.position = request.begins_at
         """Tokens of the text that the state has read."""
         self.piece = 0
@@ -66,6 +67,8 @@ class PromptReader:
     def _begin(self) -> None:
         """Take up what is known now; requests that came before may have added to it."""
         self._begun = True
+        if self._begins_after is not None:
+            self._state = self._begins_after.to(self._device)
         if self._cache is None:
             return
         prefix = self._cache.find(self._model.fingerprint(), self._prompt, self._model.config.chunk_size, self._piece)
