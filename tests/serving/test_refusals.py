@@ -13,6 +13,7 @@ from serving.sites import OK, Site, check_error
 
 from gecko.serving.errors import ApiError
 from gecko.serving.limits import Limits
+from gecko.serving.schemas import ChatRequest, CompletionRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
@@ -113,6 +114,17 @@ def test_bad_requests_are_refused_with_a_reason(site: Site, stream: bool) -> Non
             status = 404 if "state" in change and isinstance(change["state"], str) else 400
             check_error(response, status, told)
         assert site.post(path, json=good).status_code == 200
+
+
+def test_null_is_as_good_as_nothing(site: Site) -> None:
+    """Wherever something may be left out: some clients write every field."""
+    optional = {name for name, field in CompletionRequest.model_fields.items() if not field.is_required()}
+    chat = {name for name, field in ChatRequest.model_fields.items() if not field.is_required()}
+    whole = site.post(json={**OK, **dict.fromkeys(optional - OK.keys())})
+    assert (whole.status_code, len(whole.json()["choices"])) == (200, 1), whole.text
+    assert site.post("/v1/chat/completions", json={**CHAT, **dict.fromkeys(chat - CHAT.keys())}).status_code == 200
+    streamed = site.post(json={**OK, "stream": True, "stream_options": {"include_usage": None}})
+    assert (streamed.status_code, "usage" in streamed.text) == (200, False), streamed.text
 
 
 @pytest.mark.parametrize(

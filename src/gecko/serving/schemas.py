@@ -63,7 +63,7 @@ def _content(value: Any) -> str:
 
 
 def _stop(value: Any) -> list[str]:
-    stops = [] if value is None else [value] if isinstance(value, str) else value
+    stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(map(_is_text, stops)) or len(stops) > _MAX_STOPS:
         raise ValueError(f"must be a text or a list of at most {_MAX_STOPS} texts")
     if not all(0 < len(stop) <= _MAX_STOP_LENGTH for stop in stops):
@@ -71,8 +71,7 @@ def _stop(value: Any) -> list[str]:
     return stops
 
 
-def _logit_bias(value: Any) -> dict[int, float]:
-    bias = {} if value is None else value
+def _logit_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, dict) or not all(key.isdecimal() and _is_bias(number) for key, number in bias.items()):
         raise ValueError("must map token ids, written as texts, to numbers from -100 to 100")
     return {int(key): float(number) for key, number in bias.items()}
@@ -100,12 +99,24 @@ LogitBias = Annotated[
 Content = Annotated[str, PlainValidator(_content), WithJsonSchema({"anyOf": [_TEXT, {"type": "array"}]})]
 
 
-class _Part(BaseModel):
+class _Object(BaseModel):
+    """An object of JSON. ``null`` is as good as nothing for a field that may be left out: some clients write all."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in data.items() if value is not None or name not in optional}
+
+
+class _Part(_Object):
     """An object inside of a request. Unknown fields pass where they hold nothing: clients send back what an earlier
     answer held, ``"tool_calls": null`` and the like.
     """
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
@@ -119,10 +130,8 @@ class StreamOptions(_Part):
     include_usage: bool = False
 
 
-class Generation(BaseModel):
+class Generation(_Object):
     """What both kinds of request share."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
