@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_a_template_writes_special_tokens(template: TemplateChat, tokenizer: Tok
         "", start, "system\nBe short.", end, "\n", start, "user\nHello", end, "\n", start, "assistant\nHi", end,
         "\n", start, "user\nNo", end, "\n", start, "assistant\n",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "specials",
+    [["¤", "<e>"], ["<s>", "<<s>>"], ["ab", "bc"], ["aba"], ["a", "b", "ab"], ["¤", "¤¤"]],
+)
+@given(data=st.data())
+def test_messages_hold_text_only_whatever_special_tokens_look_like(specials: list[str], data: st.DataObject) -> None:
+    """They may overlap, hold one another, or have one character."""
+    parts = [*specials, *"".join(specials), "\ue000", "\U000f0000", "x"]
+    content = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=8)))
+    template = specials[0] + "{{ messages[0].content }}x{{ eos_token }}" + specials[-1]
+    ids = {special: 300 + index for index, special in enumerate(specials)}
+    encoded = TemplateChat(load_tokenizer("bytes"), template, ids).encode(messages(("user", f"x{content}")))
+    assert (encoded[0], encoded[-1]) == (300, 299 + len(specials))
+    left_out = "[\ue000\U000f0000]" if any(len(special) == 1 for special in specials) else "\ue000"
+    assert bytes(encoded[1:-1]).decode() == re.sub(left_out, "", f"x{content}x")
 
 
 @given(st.lists(st.sampled_from([*SPECIALS, "<|im_", "end|>", "\ue000", "a", " ", "é"]), max_size=8))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,8 @@ from gecko.serving.schemas import Message
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _MARK = "\ue000"
 """Keeps the text of a special token apart from the token while a template is filled in."""
+_STAND_INS = 0xF0000
+"""Private characters from here on stand in for special tokens of one character, which no mark can break."""
 
 
 class ChatFormat(Protocol):
@@ -67,10 +69,8 @@ class TemplateChat:
     stops: Sequence[str] = ()
 
     def __init__(self, tokenizer: Tokenizer, template: str, specials: Mapping[str, int]) -> None:
-        self._tokenizer, self._specials = tokenizer, dict(specials)
+        self._tokenizer, self._specials = tokenizer, _Specials(specials)
         self.stop_ids = tokenizer.special_ids | frozenset(specials.values())
-        longest_first = sorted(map(re.escape, specials), key=len, reverse=True)
-        self._special = re.compile("|".join(longest_first) or r"(?!)")
         texts = {index: text for text, index in specials.items()}
         self._names = {
             "bos_token": texts.get(tokenizer.document_start, ""),
@@ -82,26 +82,54 @@ class TemplateChat:
             raise ValueError(f"the chat template must be valid Jinja; {error}") from error
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        spoken = [{"role": message.role, "content": self._protect(message.content)} for message in messages]
+        spoken = [{"role": message.role, "content": self._specials.protect(message.content)} for message in messages]
         try:
             text = self._template.render(messages=spoken, add_generation_prompt=True, **self._names)
         except Exception as error:  # a template is a program: it may fail in any way
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return self._encode(text)
 
-    def _protect(self, text: str) -> str:
-        return self._special.sub(lambda found: found[0][0] + _MARK + found[0][1:], text.replace(_MARK, ""))
-
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        begin = 0
-        for found in self._special.finditer(text):
-            ids += [*self._plain(text[begin : found.start()]), self._specials[found[0]]]
-            begin = found.end()
-        return ids + self._plain(text[begin:])
+        for part in self._specials.split(text):
+            ids += [part] if isinstance(part, int) else self._tokenizer.encode(part).tolist()
+        return ids
 
-    def _plain(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text.replace(_MARK, "")).tolist() if text else []
+
+class _Specials:
+    """Special tokens in a text, told apart from the same characters in a message.
+
+    Args:
+        ids: by their texts.
+    """
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = dict(ids)
+        any_of_them = "|".join(sorted(map(re.escape, ids), key=len, reverse=True)) or r"(?!)"
+        self._whole = re.compile(any_of_them)
+        # By where they begin: they may overlap, and one may hold another.
+        self._first = re.compile(f"(?=(?:{any_of_them}))(.)", re.DOTALL)
+        letters = [ord(text) for text in ids if len(text) == 1]
+        self._hidden = {letter: _STAND_INS + index for index, letter in enumerate(letters)}
+        self._shown: dict[int, int | None] = {private: letter for letter, private in self._hidden.items()}
+        self._shown[ord(_MARK)] = None
+
+    def protect(self, text: str) -> str:
+        """A message in which ``split`` finds none; it gives the message back, without what is used as a mark here."""
+        clean = text.translate(dict.fromkeys(self._shown))
+        return self._first.sub(rf"\1{_MARK}", clean).translate(self._hidden)
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """The ids of special tokens, and the texts between them."""
+        begin = 0
+        for found in self._whole.finditer(text):
+            yield from self._plain(text[begin : found.start()])
+            yield self._ids[found[0]]
+            begin = found.end()
+        yield from self._plain(text[begin:])
+
+    def _plain(self, text: str) -> list[str]:
+        return [text.translate(self._shown)] if text else []
 
 
 def find_format(tokenizer: Tokenizer, model_folder: Path) -> ChatFormat:
