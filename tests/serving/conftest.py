@@ -37,6 +37,21 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer("bytes")
 
 
+@pytest.fixture(scope="session")
+def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer whose words begin with their space, as those of SentencePiece do."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocabulary = {"</s>": 0, "<unk>": 1, "▁": 2, "a": 3, "the": 4, "▁the": 5}
+    library = Library(models.Unigram([(text, -float(index)) for text, index in vocabulary.items()], unk_id=1))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    library.add_special_tokens(["</s>"])
+    folder = tmp_path_factory.mktemp("spaced")
+    library.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(str(folder))
+
+
 StartServer = Callable[..., Site]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import httpx2
 import openai
 import pytest
 from serving.conftest import StartServer
-from serving.sites import OK, Site, check_error
+from serving.sites import OK, Site, check_error, serving
 from serving.waiting import until
 
 import gecko
 from gecko.data import Tokenizer
 from gecko.serving.limits import Limits
+from gecko.serving.states import SavedStates
 
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
 
@@ -53,6 +55,19 @@ def test_every_form_of_a_prompt(site: Site, model: gecko.Gecko) -> None:
     assert texts([256, 256]) == [alone(model, [256, 256], 9, temperature=0)]
     assert texts(["abc", "xyz ü"], echo=True) == ["abc" + one, "xyz ü" + two]
     assert texts(document("abc"), echo=True) == ["abc" + one]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [([4], " the"), ([0, 4], " the"), ([4, 0], " the"), ("the", " the"), ([0], "the"), ([0, 0], "the"), ("", "the")],
+)
+def test_a_word_keeps_its_space_where_text_stands_before_it(
+    model: gecko.Gecko, spaced: Tokenizer, tmp_path: Path, prompt: Any, expected: str
+) -> None:
+    """As when prompt and new text are decoded in one."""
+    with serving(model, spaced, tmp_path) as site:
+        choice = site.post(json={"prompt": prompt, "max_tokens": 1, "logit_bias": {"5": 100}}).json()["choices"][0]
+    assert choice["text"] == expected
 
 
 def test_choices_are_drawn_with_seeds_of_their_own(site: Site, model: gecko.Gecko) -> None:
@@ -261,6 +276,15 @@ def test_saved_states(start: StartServer, model: gecko.Gecko, tmp_path: Path) ->
     gecko.generate(model, document("another"), max_new_tokens=0).state.save(tmp_path / "book.state")
     replaced = site.openai.completions.create(prompt=" and", max_tokens=12, extra_body={"state": "book"}, **GREEDY)
     assert replaced.choices[0].text == alone(model, document("another and"), 12, temperature=0)
+
+
+def test_a_replaced_state_is_read_anew_whatever_its_date(model: gecko.Gecko, tmp_path: Path) -> None:
+    """All states of a model have one size, and copies may keep the date of what they are copies of."""
+    states = SavedStates(tmp_path)
+    for prompt in ("one", "another"):
+        gecko.generate(model, document(prompt), max_new_tokens=0).state.save(tmp_path / "book.state")
+        os.utime(tmp_path / "book.state", (1e9, 1e9))
+        assert states.load("book").position == [len(document(prompt))]
 
 
 def test_states_outside_of_the_folder_are_out_of_reach(start: StartServer, model: gecko.Gecko, tmp_path: Path) -> None:

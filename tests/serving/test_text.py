@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,21 +15,6 @@ from gecko.serving.text import ChoiceText, Piece
 
 BYTES = load_tokenizer("bytes")
 TEXTS = st.text(alphabet="aboé🎉 ", max_size=30)
-
-
-@pytest.fixture(scope="module")
-def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer whose words begin with their space, as those of SentencePiece do."""
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers
-
-    vocabulary = {"</s>": 0, "<unk>": 1, "▁": 2, "a": 3, "the": 4, "▁the": 5}
-    library = Library(models.Unigram([(text, -float(index)) for text, index in vocabulary.items()], unk_id=1))
-    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    library.add_special_tokens(["</s>"])
-    folder = tmp_path_factory.mktemp("spaced")
-    library.save(str(folder / "tokenizer.json"))
-    return load_tokenizer(str(folder))
 
 
 def pieces_of(text: bytes, stops: list[str], *, log_probabilities: bool = False) -> list[Piece]:

@@ -152,9 +152,16 @@ class Service:
 
     def _choice(self, index: int, asked: Asked, request: Request) -> ChoiceText:
         chat, position = isinstance(asked, ChatRequest), request.begins_at + len(request.prompt)
+        # A turn of a conversation is a text of its own.
+        goes_on = not chat and self._follows_text(request)
         stops = [*asked.stop, *(self.model.chat.stops if chat else ())]
-        # A turn of a conversation is a text of its own, and so is what follows nothing but the start of a document.
-        return ChoiceText(index, self.model.tokenizer, stops, position, goes_on=not chat and position > 1)
+        return ChoiceText(index, self.model.tokenizer, stops, position, goes_on=goes_on)
+
+    def _follows_text(self, request: Request) -> bool:
+        """Whether anything but document borders stands before the new text."""
+        special = self.model.tokenizer.special_ids
+        # From the end: a prompt may be long, and most end in text.
+        return request.begins_at > 0 or any(int(index) not in special for index in reversed(request.prompt.numpy()))
 
     def _text(self, prompt: str | Ids) -> str:
         return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt)
