@@ -26,7 +26,7 @@ class Limits:
     body_bytes: int = 16 << 20
     """Of one HTTP request; 413 for more."""
     body_seconds: float = 30
-    """For a client to send its request; 408 after that."""
+    """For the body of a request to arrive, once its header has; 408 after that."""
     prompt_tokens: int = 4_000_000
     """400 for more."""
     new_tokens: int = 4096
@@ -79,7 +79,7 @@ class LimitBodies:
             async with asyncio.timeout(self._limits.body_seconds):
                 body = await self._read(scope, receive)
         except TimeoutError:
-            error = ApiError(408, f"the request must arrive within {self._limits.body_seconds:g} seconds; it did not")
+            error = ApiError(408, f"the body must arrive within {self._limits.body_seconds:g} seconds; it did not")
             await _close(error, scope, receive, send)
         except ApiError as error:
             await _close(error, scope, receive, send)

@@ -25,7 +25,7 @@ class SavedStates:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._kept: OrderedDict[tuple[str, int, int], GeckoState] = OrderedDict()
+        self._kept: OrderedDict[tuple[str | int, ...], GeckoState] = OrderedDict()
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
@@ -54,7 +54,8 @@ class SavedStates:
 
     def _load(self, path: Path) -> GeckoState:
         facts = path.stat()
-        key = (path.name, facts.st_mtime_ns, facts.st_size)
+        # All states of a model have one size, and a copy may have the date of what was there before.
+        key = (path.name, facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
         with self._lock:
             state = self._kept.pop(key, None)
         if state is None:
