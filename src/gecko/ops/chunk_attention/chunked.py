@@ -100,7 +100,7 @@ def _bias(pattern: Pattern, segments: Segments, phase: int, chunks: int, dtype: 
 
 
 _SCRATCH = 2**18
-"""Scores held at a time: what fits a core's cache."""
+"""Scores held at a time, for each thread: what fits a core's cache."""
 
 
 class _WindowAttention(torch.autograd.Function):
@@ -144,7 +144,7 @@ class _WindowAttention(torch.autograd.Function):
 
 
 def _pieces(blocks: int, scores: int) -> list[slice]:
-    size = max(1, _SCRATCH // scores)
+    size = max(1, _SCRATCH * torch.get_num_threads() // scores)
     return [slice(begin, min(begin + size, blocks)) for begin in range(0, blocks, size)]
 
 
