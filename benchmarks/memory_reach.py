@@ -23,7 +23,6 @@ import gecko
 from gecko.allocator import keep_freed_memory
 from gecko.eval.intervals import Interval, Values, bootstrap_mean
 from gecko.generation.reading import inference
-from gecko.ops.working_memory import WorkingMemoryState
 from gecko.state import GeckoState
 
 PIECE, BLOCK = 2048, 1024
@@ -70,14 +69,8 @@ def with_empty_memory(model: gecko.Gecko, state: GeckoState, rows: Tensor) -> Ge
     for mixer, empty in zip(state.mixers, fresh.mixers, strict=True):
         if mixer.memory is None or empty.memory is None:
             raise ValueError("the model must have a working memory; this one has none. Try a Gecko.")
-        mixers.append(replace(mixer, memory=_chosen(rows, empty.memory, mixer.memory)))
+        mixers.append(replace(mixer, memory=empty.memory.where(rows, mixer.memory)))
     return replace(state, mixers=tuple(mixers))
-
-
-def _chosen(rows: Tensor, first: WorkingMemoryState, second: WorkingMemoryState) -> WorkingMemoryState:
-    """The first one's in some rows, in the others the second one's."""
-    others = iter(first.tensors().values())
-    return second.map(lambda x: torch.where(rows.view(-1, *[1] * (x.dim() - 1)), next(others), x))
 
 
 def compare(losses: Values, reaches: Sequence[int]) -> list[Row]:
@@ -112,6 +105,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--write", action="store_true", help="write memory_reach.md into benchmarks/results/evidence")
     arguments = parser.parse_args()
+    if arguments.length < PIECE or arguments.length % PIECE:
+        parser.error(f"--length must be a multiple of {PIECE:,} bytes; got {arguments.length:,}")
+    held = sum(path.stat().st_size for path in arguments.texts)
+    if held < arguments.length:
+        parser.error(f"the texts must hold the {arguments.length:,} bytes of --length; they hold {held:,}")
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
     reaches = [1024 * reach for reach in REACHES if 1024 * reach <= arguments.length]

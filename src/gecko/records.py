@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +19,11 @@ class TensorRecord:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             changes[field.name] = _map_value(getattr(self, field.name), function)
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def where(self, condition: Tensor, other: Self) -> Self:
+        """This one in the rows where ``condition`` (B,) holds, else the other; all tensors are batch first."""
+        others = iter(other.tensors().values())
+        return self.map(lambda x: torch.where(condition.view(-1, *[1] * (x.dim() - 1)), x, next(others)))
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Every tensor by its dotted path."""

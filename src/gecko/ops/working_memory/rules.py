@@ -33,11 +33,6 @@ class ChunkSummary(TensorRecord):
     key_sum: Tensor
     value_sum: Tensor
 
-    def where(self, condition: Tensor, other: ChunkSummary) -> ChunkSummary:
-        """This one for rows where ``condition`` (B,) holds, else the other; batch first."""
-        pairs = zip(self.tensors().values(), other.tensors().values(), strict=True)
-        return ChunkSummary(*(torch.where(condition.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in pairs))
-
 
 class Rule(Protocol):
     """What a rule must say; see ``Adaptive`` and ``Linear``."""
