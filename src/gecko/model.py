@@ -217,13 +217,12 @@ class Gecko(nn.Module):
         now = identity(tensor for parameter in self.parameters() for tensor in plain_tensors(parameter))
         cached = getattr(self, "_fingerprint", None)
         if cached is None or cached[0] != now:
-            cached = self._fingerprint = (now, fingerprint(self))
-        self._last_named = cached[1], self._ends()
+            cached = self._fingerprint = (now, fingerprint(self), self._ends())
         return cached[1]
 
     def _was_named(self, name: str) -> bool:
         """Whether ``fingerprint`` said so last, and neither other weights were loaded since nor these trained."""
-        return getattr(self, "_last_named", None) == (name, self._ends())
+        return getattr(self, "_fingerprint", ())[1:] == (name, self._ends())
 
     def _ends(self) -> Hashable:
         """Of the first and the last weights only: so much there is time for with every token."""
