@@ -6,7 +6,6 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -84,11 +83,11 @@ class TokenizedCorpus:
         begin = self.offsets[index]
         return self.tokens[begin : begin + self.lengths[index]].astype(np.int64)
 
-    @cached_property
     def digest(self) -> str:
         """Of all ids and where documents end: the same for the same texts in the same order, by the same tokenizer."""
-        parts = (np.ascontiguousarray(part) for part in (self.tokens, self.offsets, self.lengths))
-        return hashlib.sha256(b"".join(hashlib.sha256(part.data).digest() for part in parts)).hexdigest()
+        found = hashlib.sha256(np.ascontiguousarray(self.tokens).data)
+        found.update(self.lengths.tobytes())
+        return found.hexdigest()
 
     def split(self, validation_fraction: float, seed: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
         """Training and validation documents: a random fraction of the documents is held out, see ``held_out_count``.

@@ -34,7 +34,7 @@ class SplitDocuments:
     def __init__(self, corpus: TokenizedCorpus, validation_fraction: float, seed: int) -> None:
         self._training, self._held_out = corpus.split(validation_fraction, seed)
         self._seed = seed
-        self.digest = corpus.digest
+        self.digest = corpus.digest()
         self.documents, self.tokens = len(self._training), self._training.num_tokens
         self.held_out_documents, self.held_out_tokens = len(self._held_out), self._held_out.num_tokens
 
