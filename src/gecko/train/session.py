@@ -241,9 +241,10 @@ def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None
 
 
 def _remove_results(run: Run) -> None:
-    """Those of the length that a longer run had before: they would be taken for its own."""
-    for name in (RESULTS, SAMPLE, REPORT):
-        (run.folder / name).unlink(missing_ok=True)
+    """Those of the length that a longer run had before, if it was finished: they would be taken for its own."""
+    if (run.folder / RESULTS).is_file():
+        for name in (SAMPLE, REPORT, RESULTS):
+            (run.folder / name).unlink(missing_ok=True)
 
 
 def _metrics(run: Run, step: int | None, ranks: Ranks) -> MetricsWriter | nullcontext[None]:
