@@ -136,6 +136,11 @@ class Segments:
             return torch.ones(self.batch, self.length, dtype=torch.bool, device=self.device)
         return torch.from_numpy(~np.maximum.accumulate(self.starts, axis=1)).to(self.device)
 
+    @cached_property
+    def start_flags(self) -> Tensor | None:
+        """``starts`` as uint8 on the device."""
+        return None if self.starts is None else torch.from_numpy(self.starts.astype(np.uint8)).to(self.device)
+
     @property
     def runs(self) -> list[Run]:
         """The documents of the call, row by row, in order."""

@@ -52,6 +52,23 @@ def kernels_run_on(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in DTYPES and kernels_installed()
 
 
+def native_runs_on(*tensors: Tensor) -> bool:
+    """Whether operators take their C kernels for ``tensors``: plain float32 on the CPU, not traced, and a compiler."""
+    plain = all(x.device.type == "cpu" and x.dtype == torch.float32 and type(x) in _PLAIN for x in tensors)
+    return plain and not torch.compiler.is_compiling() and _native_installed()
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Not subclasses, which stand for shapes, shards or packed numbers."""
+
+
+@cache
+def _native_installed() -> bool:
+    if importlib.util.find_spec("gecko") is None:
+        return False
+    return importlib.import_module("gecko.ops.native").library() is not None
+
+
 @cache
 def kernels_installed() -> bool:
     """Whether Triton is there, and this package itself: code that was copied for the hub holds no kernels."""

@@ -10,7 +10,7 @@ from gecko.ops.cema.coefficients import CEMACoefficients
 from gecko.ops.cema.items import CHUNK, MOST_MODES
 from gecko.ops.cema.reference import cema_reference
 from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
-from gecko.ops.kernels import kernels_of, kernels_run_on
+from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 from gecko.segments import Segments
 
 __all__ = ["CEMACoefficients", "cema", "cema_chunked", "cema_reference", "cema_step", "empty_cema_state"]
@@ -45,6 +45,8 @@ def cema(
     with full_precision(x):
         if kernels_run_on(x) and length >= CHUNK and modes <= MOST_MODES and segments.handoff is None:
             return kernels_of("cema").cema_kernels(x, coefficients, state, segments, skip)
+        if length > 1 and segments.handoff is None and native_runs_on(x, state, coefficients.input):
+            return kernels_of("cema", "native").cema_native(x, coefficients, state, segments, skip)
         if length > 1:
             y, state = cema_chunked(x.to(dtype), coefficients, state, segments, skip)
             return y.to(x.dtype), state

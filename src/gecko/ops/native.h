@@ -1,0 +1,72 @@
+// What the C kernels of all operators share: sixteen floats at once, in GCC's and Clang's vector types, which become
+// whatever registers the processor has.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { LANES = 16 };
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t lanes_of_int __attribute__((vector_size(4 * LANES)));
+typedef float unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline vec load(const float *from) { return *(const unaligned *)from; }
+
+static inline void store(float *to, vec x) { *(unaligned *)to = x; }
+
+// The first `count` of sixteen; the others are zero.
+static inline vec load_some(const float *from, int count) {
+    if (count == LANES) return load(from);
+    vec x = {0};
+    memcpy(&x, from, sizeof(float) * count);
+    return x;
+}
+
+static inline void store_some(float *to, vec x, int count) {
+    if (count == LANES) store(to, x);
+    else memcpy(to, &x, sizeof(float) * count);
+}
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline int64_t blocks_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
+
+// a where the mask is set, else b.
+static inline vec select_of(lanes_of_int mask, vec a, vec b) {
+    return (vec)((mask & (lanes_of_int)a) | (~mask & (lanes_of_int)b));
+}
+
+static inline vec larger(vec a, vec b) { return select_of(a > b, a, b); }
+
+static inline vec every(float x) { return (vec){0} + x; }
+
+static inline float sum_of(vec x) {
+    float part[LANES];
+    memcpy(part, &x, sizeof x);
+    for (int size = LANES / 2; size; size /= 2)
+        for (int i = 0; i < size; i++) part[i] += part[i + size];
+    return part[0];
+}
+
+// e^x to a unit or two in the last place; 0 below the smallest normal number, infinite above the largest, NaN for NaN.
+static inline vec exp_of(vec x) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves whole numbers
+    vec bounded = select_of(x > 88.72283f, every(88.72283f), select_of(x < -87.33654f, every(-87.33654f), x));
+    vec shifted = bounded * 1.44269504f + round, whole = shifted - round;
+    vec r = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
+    vec y = every(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * (r * r) + r + 1.0f;
+    // 2^128 is no float: half of the power first.
+    lanes_of_int power = (lanes_of_int)shifted - (lanes_of_int)every(round), half = power >> 1;
+    vec first = (vec)((half + 127) << 23), second = (vec)((power - half + 127) << 23);
+    return select_of(x > 88.72283f, every(INFINITY), select_of(x < -87.33654f, (vec){0}, y * first * second));
+}
+
+static inline vec sigmoid_of(vec x) { return 1.0f / (1.0f + exp_of(-x)); }

@@ -1,0 +1,103 @@
+"""The C kernels of all operators: how they are built, loaded and called.
+
+**Where.** The kernels of an operator are in ``ops/NAME/native.c``, their autograd functions in ``ops/NAME/native.py``,
+what C files share in ``ops/*.h``. They take contiguous float32 on the CPU; an operator's ``__init__`` takes them where
+``kernels.native_runs_on(x)``, by ``kernels_of(NAME, "native")``. Eager forms stay for machines without a compiler, for
+float64, for the compiler's tracing, and for what a kernel leaves out.
+
+**Built once.** All files become one library, for the very processor they are built on, when an operator first asks for
+it (a few seconds, as Triton does with its kernels on a GPU). It is kept in the user's cache under a name made of the
+sources, the compiler and the processor's features, so that machines that share a home keep one each.
+
+**Threads** are PyTorch's: its OpenMP runtime is in the process before the library is, which has the same one.
+Work is divided by shape, never by the number of threads, and sums are taken in an order of their own: the same numbers
+come out on any number of cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gecko.files import whole_file
+
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
+_COMPILERS = ("gcc", "cc", "clang")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, built now if they have to be; None, with a line in the log, where they cannot be."""
+    try:
+        return ctypes.CDLL(str(_built(_compiler())))
+    except subprocess.CalledProcessError as error:
+        reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}"
+    except OSError as error:
+        reason = str(error)
+    logging.getLogger(__name__).warning(
+        "the CPU runs operators without their C kernels, two to four times slower: %s. Installing gcc mends it.", reason
+    )
+    return None
+
+
+def _compiler() -> str:
+    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if found is None:
+        raise FileNotFoundError("none of " + ", ".join(_COMPILERS) + " is installed")
+    return found
+
+
+def call(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Call one kernel: tensors by their first number, whole numbers as int64, others as float; then the threads."""
+    loaded = library()
+    assert loaded is not None, "operators ask native_runs_on first"
+    getattr(loaded, name)(*map(_argument, arguments), ctypes.c_int64(torch.get_num_threads()))
+
+
+def _argument(value: Tensor | int | float | None) -> object:
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    assert value is None or value.is_contiguous(), "kernels take contiguous tensors"
+    return ctypes.c_void_p(0 if value is None else value.data_ptr())
+
+
+def _built(compiler: str) -> Path:
+    """The library of these sources, this compiler and this processor."""
+    here = Path(__file__).parent
+    sources = sorted(here.glob("*/native.c"))
+    features = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
+    read = (path.read_text(encoding="utf-8") for path in (*sorted(here.glob("*.h")), *sources))
+    name = hashlib.sha256("\0".join((*_FLAGS, features, *read)).encode()).hexdigest()[:24]
+    path = _folder() / f"native-{name}.so"
+    if not path.exists():
+        with whole_file(path) as temporary:
+            _run([compiler, *_FLAGS, *map(str, sources), "-o", str(temporary), "-lm"])
+    return path
+
+
+def _folder() -> Path:
+    """Where libraries are kept; for this process alone where the user's cache cannot be written."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gecko"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="gecko-"))
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
