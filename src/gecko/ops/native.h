@@ -40,7 +40,7 @@ static inline vec select_of(lanes_of_int mask, vec a, vec b) {
 
 static inline vec larger(vec a, vec b) { return select_of(a > b, a, b); }
 
-static inline vec every(float x) { return (vec){0} + x; }
+static inline vec every(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 static inline float sum_of(vec x) {
     float part[LANES];

@@ -1,0 +1,92 @@
+// Matrix products of sizes that stay in a core's cache, with one operand in the lanes of registers, and transposing.
+#pragma once
+
+#include "native.h"
+
+enum { MOST_ROWS = 6, MOST_WIDTH = 4 };
+
+// c (rows, 16 width) from a, whose numbers lie at a[row * a_row + k * a_col], and b (depth, 16 width): all of c in
+// registers, so ``rows`` and ``width`` are constants where this is inlined.
+static inline __attribute__((always_inline)) void tile_product(
+    float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b, int64_t b_row, int64_t depth,
+    int adds, const int rows, const int width) {
+    vec sum[MOST_ROWS][MOST_WIDTH];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < width; j++) sum[i][j] = adds ? load(c + i * c_row + j * LANES) : (vec){0};
+    for (int64_t k = 0; k < depth; k++) {
+        vec right[MOST_WIDTH];
+#pragma GCC unroll 4
+        for (int j = 0; j < width; j++) right[j] = load(b + k * b_row + j * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            vec left = every(a[i * a_row + k * a_col]);
+#pragma GCC unroll 4
+            for (int j = 0; j < width; j++) sum[i][j] += left * right[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < width; j++) store(c + i * c_row + j * LANES, sum[i][j]);
+}
+
+#define ROWS_OF(count, width)                                                                                   \
+    for (; row + count <= rows; row += count)                                                                   \
+        tile_product(c + row * c_row, c_row, a + row * a_row, a_row, a_col, b, b_row, depth, adds, count, width);
+
+#define COLUMNS_OF(width)                                                                                       \
+    static void product_of_##width(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,       \
+                                   const float *b, int64_t b_row, int64_t rows, int64_t depth, int adds) {      \
+        int64_t row = 0;                                                                                        \
+        ROWS_OF(6, width) ROWS_OF(4, width) ROWS_OF(2, width) ROWS_OF(1, width)                                 \
+    }
+
+COLUMNS_OF(4)
+COLUMNS_OF(2)
+COLUMNS_OF(1)
+
+#undef COLUMNS_OF
+#undef ROWS_OF
+
+// c (rows, columns) = a b, or += where it ``adds``. ``columns`` is a multiple of LANES. a is (rows, depth) at any two
+// distances, so a transposed one is the same call; rows of b and c are c_row and b_row apart.
+static void product(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,
+                    int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int adds) {
+    int64_t at = 0;
+    for (; at + 4 * LANES <= columns; at += 4 * LANES)
+        product_of_4(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
+    for (; at + 2 * LANES <= columns; at += 2 * LANES)
+        product_of_2(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
+    for (; at < columns; at += LANES) product_of_1(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
+}
+
+// One stage of sixteen rows changing places with sixteen columns: blocks of ``size`` are swapped across the diagonal.
+static inline __attribute__((always_inline)) void swap_blocks(vec *x, const int size) {
+    for (int i = 0; i < LANES; i++) {
+        if (i & size) continue;
+        vec a = x[i], b = x[i + size];
+        lanes_of_int low, high;
+        for (int n = 0; n < LANES; n++) {
+            low[n] = n & size ? n - size + LANES : n;
+            high[n] = n & size ? n + LANES : n + size;
+        }
+        x[i] = __builtin_shuffle(a, b, low);
+        x[i + size] = __builtin_shuffle(a, b, high);
+    }
+}
+
+// to (columns, to_row) from (rows, columns), both counts multiples of LANES.
+static void transpose(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; i += LANES)
+        for (int64_t j = 0; j < columns; j += LANES) {
+            vec x[LANES];
+            for (int n = 0; n < LANES; n++) x[n] = load(from + (i + n) * from_row + j);
+            swap_blocks(x, 1);
+            swap_blocks(x, 2);
+            swap_blocks(x, 4);
+            swap_blocks(x, 8);
+            for (int n = 0; n < LANES; n++) store(to + (j + n) * to_row + i, x[n]);
+        }
+}
