@@ -24,7 +24,10 @@ from gecko.records import TensorRecord
 from gecko.segments import Clock, Segments
 
 CHUNK = 8
-"""Attention chunk of all cases."""
+"""Attention chunk of most operators."""
+
+LONG_CHUNK = 5 * CHUNK
+"""That of others, with more queries than a kernel takes at once."""
 
 Form = Callable[[list[Tensor], list[Tensor], Any, Segments], tuple[Tensor, Any]]
 """(parameters, inputs, state, segments) to (output, state after the last step)."""
@@ -190,14 +193,19 @@ def _coefficients(parameters: list[Tensor]) -> CEMACoefficients:
     return CEMACoefficients.from_parameters(*parameters)
 
 
-CEMA = Operator(
-    "cema", 1,
-    lambda g: [_normal(g, 5, 3), _normal(g, 5, 3), _normal(g, 5, scale=2.0), _normal(g, 5, 3, 2)],
-    lambda b, t, g: [_normal(g, b, t, 5)],
-    lambda b, dtype: empty_cema_state(b, 5, 3, dtype),
-    lambda p, x, state, segments: cema(x[0], _coefficients(p), state, segments=segments),
-    lambda p, x, state, segments: cema_reference(x[0], _coefficients(p), state, segments),
-)  # fmt: skip
+def _cema(channels: int, modes: int) -> Operator:
+    each = channels, modes
+    return Operator(
+        f"cema-{channels}x{modes}", 1,
+        lambda g: [_normal(g, *each), _normal(g, *each), _normal(g, channels, scale=2.0), _normal(g, *each, 2)],
+        lambda b, t, g: [_normal(g, b, t, channels)],
+        lambda b, dtype: empty_cema_state(b, *each, dtype),
+        lambda p, x, state, segments: cema(x[0], _coefficients(p), state, segments=segments),
+        lambda p, x, state, segments: cema_reference(x[0], _coefficients(p), state, segments),
+    )  # fmt: skip
+
+
+CEMA = _cema(5, 3)
 
 
 def _timestep_norm(betas: tuple[float, float] | None) -> Operator:
@@ -215,7 +223,7 @@ def _timestep_norm(betas: tuple[float, float] | None) -> Operator:
 TIMESTEP_NORMS = [_timestep_norm((0.999, 0.9999)), _timestep_norm((0.7, 0.9)), _timestep_norm(None)]
 
 
-def _attention(pattern: Pattern) -> Operator:
+def _attention(pattern: Pattern, key: int = 4, value: int = 3) -> Operator:
     def fast(p: list[Tensor], x: list[Tensor], state: Any, segments: Segments) -> tuple[Tensor, Any]:
         return chunk_attention(
             *x, pattern.chunk_size, attention=pattern.attention, rope_base=pattern.rope_base,
@@ -226,10 +234,10 @@ def _attention(pattern: Pattern) -> Operator:
         return chunk_attention_reference((x[0], x[1], x[2]), pattern, state, segments)
 
     return Operator(
-        f"{pattern.attention}-rope{pattern.rope_heads}", 2,
+        f"{pattern.attention}{pattern.chunk_size}-rope{pattern.rope_heads}-{key}x{value}", 2,
         lambda g: [],
-        lambda b, t, g: [_normal(g, b, 2, t, 4), _normal(g, b, 2, t, 4), _normal(g, b, 2, t, 3)],
-        lambda b, dtype: AttentionState.empty(b, 2, pattern.chunk_size, 4, 3, dtype),
+        lambda b, t, g: [_normal(g, b, 2, t, key), _normal(g, b, 2, t, key), _normal(g, b, 2, t, value)],
+        lambda b, dtype: AttentionState.empty(b, 2, pattern.chunk_size, key, value, dtype),
         fast, reference,
     )  # fmt: skip
 
@@ -250,6 +258,18 @@ def _memory(rule: str) -> Operator:
         lambda p, x, state, segments: working_memory(*x, CHUNK, rule=rule, state=state, segments=segments),
         lambda p, x, state, segments: working_memory_reference((x[0], x[1], x[2]), CHUNK, rule, state, segments),
     )  # fmt: skip
+
+
+WIDE = [
+    _cema(37, 5),
+    _cema(16, 16),
+    *(_attention(Pattern(CHUNK, attention, 100.0, 1), 16, 32) for attention in ("sliding_chunk", "sliding_window")),
+    *(
+        _attention(Pattern(40, attention, 100.0, 2), 32, 48)
+        for attention in ("sliding_chunk", "chunk", "sliding_window")
+    ),
+]
+"""As large as the kernels in C ask, and beyond one of their blocks."""
 
 
 MEMORIES = [_memory("adaptive"), _memory("linear")]
@@ -312,6 +332,14 @@ COMMON = [
     Case(90, "packed", (21,), dtype=torch.float32),
 ]
 """For every operator."""
+
+SINGLE = [
+    *(dataclasses.replace(case, dtype=torch.float32) for case in COMMON if case.dtype == torch.float64),
+    Case(300, "packed", (40, 120), batch=3, dtype=torch.float32),
+    Case(257, "one", (80, 0), dtype=torch.float32),
+    Case(130, "singles", (0, 40), batch=11, dtype=torch.float32),
+]
+"""For the kernels in C, which take float32 only: longer than their tiles, more rows than groups of gradients."""
 
 ONE_CONFIGURATION = [case for case in COMMON if case.length in (1, 9, 40, 50)]
 """For further configurations of one operator."""

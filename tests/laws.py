@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CHUNK, Case, Form, Operator, Problem, map_state, problem, tensors
+from cases import CHUNK, LONG_CHUNK, Case, Form, Operator, Problem, map_state, problem, tensors
 from torch import Tensor
 
 from gecko.segments import Clock, Segments
@@ -263,6 +263,6 @@ def alone(given: Problem, row: int, begin: int, end: int) -> Problem:
     if carried:
         clock, state = given.clock.map(lambda x: x[row : row + 1]), map_state(given.state, lambda x: x[row : row + 1])
         return replace(given, inputs=inputs, ids=None, clock=clock, state=state)
-    phase = torch.tensor([(position + begin) % CHUNK])
+    phase = torch.tensor([(position + begin) % LONG_CHUNK])
     clock = Clock(phase, phase, torch.zeros(1, dtype=torch.int64)) if int(phase) else None
     return replace(given, inputs=inputs, ids=None, clock=clock, state=None)

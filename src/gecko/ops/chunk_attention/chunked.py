@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.chunk_attention.pattern import Pattern
+from gecko.ops.chunk_attention.ring import in_order, ring_after
 from gecko.ops.phases import common_phase, padded
 from gecko.ops.rotary import rotate
 from gecko.segments import Segments
@@ -38,7 +39,7 @@ def attend_chunks(
     place = (phase + torch.arange(length)) % chunk
     empty = chunks * chunk - phase - length
 
-    before_keys, before_values = (_in_order(x, ring_start, 2 * chunk) for x in (state.keys, state.values))
+    before_keys, before_values = (in_order(x, ring_start, 2 * chunk) for x in (state.keys, state.values))
     phases = segments.shared(("phases", pattern, q.dtype), lambda: pattern.phases(q, place))
     unseen = 2 * chunk - pattern.lookback * chunk - phase
     queries, keys = (rotate(x, phases, pattern.rope_heads) for x in (q, k))
@@ -55,18 +56,9 @@ def attend_chunks(
         entry.unsqueeze(1).expand(-1, q.shape[1], -1).reshape(-1),
         (*q.shape[:2], slice(phase, phase + length)),
     )
-    kept = min(length, 2 * chunk)
-    recent = (
-        torch.cat([old[:, :, kept:], new[:, :, new.shape[2] - kept :]], dim=2)
-        for old, new in ((before_keys, keys), (before_values, values))
-    )
-    after = type(state)(*(_in_order(x, -(ring_start + length), 2 * chunk) for x in recent))
-    return out, after
-
-
-def _in_order(ring: Tensor, start: int, size: int) -> Tensor:
-    """The ring's slots rotated so that slot ``start`` comes first."""
-    return ring if start % size == 0 else torch.roll(ring, -start, dims=2)
+    read = slice(keys.shape[2] - length, None)
+    rings = ((before_keys, keys[:, :, read]), (before_values, values[:, :, read]))
+    return out, type(state)(*(ring_after(old, new, ring_start + length, 2 * chunk) for old, new in rings))
 
 
 def _windows(keys: Tensor, pattern: Pattern) -> Tensor:

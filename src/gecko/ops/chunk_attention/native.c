@@ -1,0 +1,322 @@
+// Attention over the own chunk and the one before, a block of queries at a time, with the queries in the lanes.
+//
+// The window of a chunk has two chunks of slots, keys of the one before first. For a block of queries,
+//     S = K Q^T,   P = exp(S - lse) over the slots that a query sees,   O = P^T V,
+// with slots in rows: the softmax goes down the rows and needs no sum across lanes. Backward computes P again,
+//     dV += P dO,   dP = V dO^T,   dS = P (dP - sum of P dP),   dK += dS Q,   dQ = dS^T K.
+// Queries and keys are turned by their place in their chunk, keys again by -chunk where they are seen from the next one.
+#include <stdlib.h>
+
+#include "../native_matrix.h"
+
+enum { QUERIES = 32, GROUPS = QUERIES / LANES };
+
+// A list is one head of one row. q, k: (lists, length, key); v: (lists, length, value). Their sizes are multiples of LANES.
+typedef struct {
+    const float *q, *k, *v;
+    const float *k_before, *v_before;  // (lists, chunk, .): the chunk before the call, keys turned by their place
+    const float *turns;                // (chunk + 1, 2, key): cosines and signed sines by place; the last are of -chunk
+    const int32_t *first;              // (lists / heads, length): the first slot that a query sees
+    int64_t lists, heads, turned_heads, length, chunk, key, value, span;
+    int64_t chunks, ranges;  // a range is ``span`` chunks: one task
+} problem;
+
+// What a task works in.
+typedef struct {
+    float *keys, *queries, *queries_t, *weights;          // (2 chunk, key), (QUERIES, key), its transpose, (2 chunk, QUERIES)
+    float *grad_keys, *grad_queries, *grad_t, *grad_weights;  // the same, but grad_t: (value, QUERIES)
+} scratch;
+
+typedef struct {
+    int64_t begin, count;         // queries of the chunk: the first, how many
+    int64_t low, high;            // slots that any of them sees
+    lanes_of_int first[GROUPS], last[GROUPS];
+} block;
+
+typedef struct { const float *before, *own; } halves;
+
+static scratch scratch_of(const problem *a, int with_gradients) {
+    int64_t keys = 2 * a->chunk * a->key, queries = QUERIES * a->key, weights = 2 * a->chunk * QUERIES;
+    int64_t total = keys + 2 * queries + weights;
+    if (with_gradients) total += keys + queries + QUERIES * a->value + weights;
+    float *at = aligned_alloc(64, sizeof(float) * total);
+    scratch s = {at, at + keys, at + keys + queries, at + keys + 2 * queries, 0, 0, 0, 0};
+    if (with_gradients) {
+        s.grad_keys = s.weights + weights;
+        s.grad_queries = s.grad_keys + keys;
+        s.grad_t = s.grad_queries + queries;
+        s.grad_weights = s.grad_t + QUERIES * a->value;
+    }
+    return s;
+}
+
+// Pairs of neighbours turned by the angle of ``place``, or back for ``sign`` -1; ``add`` 1 adds to what is there.
+static void turn(float *to, const float *from, const problem *a, int64_t list, int64_t place, float sign, int add) {
+    const float *cosine = a->turns + 2 * place * a->key, *sine = cosine + a->key;
+    int turned = list % a->heads < a->turned_heads;
+    for (int64_t j = 0; j < a->key; j += LANES) {
+        vec x = load(from + j);
+        vec other = __builtin_shuffle(x, (lanes_of_int){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+        vec y = turned ? x * load(cosine + j) + other * (sign * load(sine + j)) : x;
+        store(to + j, add ? load(to + j) + y : y);
+    }
+}
+
+static int64_t tokens_of(const problem *a, int64_t chunk) { return least(a->chunk, a->length - chunk * a->chunk); }
+
+static void turned_keys(float *to, const problem *a, int64_t list, int64_t chunk) {
+    const float *from = a->k + (list * a->length + chunk * a->chunk) * a->key;
+    for (int64_t i = 0; i < tokens_of(a, chunk); i++) turn(to + i * a->key, from + i * a->key, a, list, i, 1, 0);
+}
+
+// The chunk before the first of a range, as if it were the own one.
+static void first_keys(float *keys, const problem *a, int64_t list, int64_t chunk) {
+    float *own = keys + a->chunk * a->key;
+    if (chunk) turned_keys(own, a, list, chunk - 1);
+    else memcpy(own, a->k_before + list * a->chunk * a->key, sizeof(float) * a->chunk * a->key);
+}
+
+// The own keys become those before, and those of ``chunk`` the own.
+static void next_keys(float *keys, const problem *a, int64_t list, int64_t chunk) {
+    float *own = keys + a->chunk * a->key;
+    for (int64_t i = 0; i < a->chunk; i++) turn(keys + i * a->key, own + i * a->key, a, list, a->chunk, 1, 0);
+    turned_keys(own, a, list, chunk);
+}
+
+static halves values_of(const problem *a, int64_t list, int64_t chunk) {
+    const float *own = a->v + (list * a->length + chunk * a->chunk) * a->value;
+    return (halves){chunk ? own - a->chunk * a->value : a->v_before + list * a->chunk * a->value, own};
+}
+
+static block block_of(const problem *a, int64_t list, int64_t chunk, int64_t begin) {
+    block b = {begin, least(QUERIES, tokens_of(a, chunk) - begin), 2 * a->chunk, 0, {{0}}, {{0}}};
+    const int32_t *first = a->first + list / a->heads * a->length + chunk * a->chunk + begin;
+    b.high = a->chunk + begin + b.count;
+    for (int i = 0; i < QUERIES; i++) {
+        int32_t seen = first[least(i, b.count - 1)];
+        b.first[i / LANES][i % LANES] = seen;
+        b.last[i / LANES][i % LANES] = a->chunk + begin + least(i, b.count - 1);
+        b.low = least(b.low, seen);
+    }
+    return b;
+}
+
+static void load_queries(scratch *s, const problem *a, int64_t list, int64_t chunk, const block *b) {
+    const float *from = a->q + (list * a->length + chunk * a->chunk + b->begin) * a->key;
+    for (int64_t i = 0; i < b->count; i++)
+        turn(s->queries + i * a->key, from + i * a->key, a, list, b->begin + i, 1, 0);
+    memset(s->queries + b->count * a->key, 0, sizeof(float) * (QUERIES - b->count) * a->key);
+    transpose(s->queries_t, QUERIES, s->queries, a->key, QUERIES, a->key);
+}
+
+static void scores(scratch *s, const problem *a, const block *b) {
+    product(s->weights + b->low * QUERIES, QUERIES, s->keys + b->low * a->key, a->key, 1, s->queries_t, QUERIES,
+            b->high - b->low, QUERIES, a->key, 0);
+}
+
+static inline vec seen_or(const block *b, int64_t slot, int group, vec score, float otherwise) {
+    lanes_of_int at = (lanes_of_int){0} + (int32_t)slot;
+    return select_of((at >= b->first[group]) & (at <= b->last[group]), score, every(otherwise));
+}
+
+// Scores become weights; the log of each query's sum of exp goes to ``lse``.
+static void softmax(scratch *s, const block *b, float *lse) {
+    vec most[GROUPS], sum[GROUPS];
+    for (int g = 0; g < GROUPS; g++) most[g] = every(-INFINITY), sum[g] = (vec){0};
+    for (int64_t j = b->low; j < b->high; j++)
+        for (int g = 0; g < GROUPS; g++) {
+            float *at = s->weights + j * QUERIES + g * LANES;
+            vec score = seen_or(b, j, g, load(at), -INFINITY);
+            store(at, score);
+            most[g] = larger(most[g], score);
+        }
+    for (int64_t j = b->low; j < b->high; j++)
+        for (int g = 0; g < GROUPS; g++) {
+            float *at = s->weights + j * QUERIES + g * LANES;
+            vec weight = exp_of(load(at) - most[g]);
+            store(at, weight);
+            sum[g] += weight;
+        }
+    for (int g = 0; g < GROUPS; g++) {
+        vec share = 1.0f / sum[g];
+        for (int64_t j = b->low; j < b->high; j++) {
+            float *at = s->weights + j * QUERIES + g * LANES;
+            store(at, load(at) * share);
+        }
+    }
+    for (int i = 0; lse && i < b->count; i++) lse[i] = most[i / LANES][i % LANES] + logf(sum[i / LANES][i % LANES]);
+}
+
+static void forward_block(scratch *s, const problem *a, int64_t list, int64_t chunk, const block *b, float *out,
+                          float *lse) {
+    halves v = values_of(a, list, chunk);
+    int64_t at = list * a->length + chunk * a->chunk + b->begin, middle = b->low > a->chunk ? b->low : a->chunk;
+    load_queries(s, a, list, chunk, b);
+    scores(s, a, b);
+    softmax(s, b, lse ? lse + at : 0);
+    if (b->low < a->chunk)
+        product(out + at * a->value, a->value, s->weights + b->low * QUERIES, 1, QUERIES, v.before + b->low * a->value,
+                a->value, b->count, a->value, a->chunk - b->low, 0);
+    product(out + at * a->value, a->value, s->weights + middle * QUERIES, 1, QUERIES,
+            v.own + (middle - a->chunk) * a->value, a->value, b->count, a->value, b->high - middle, b->low < a->chunk);
+}
+
+static problem problem_of(const float *q, const float *k, const float *v, const float *k_before, const float *v_before,
+                          const float *turns, const int32_t *first, int64_t lists, int64_t heads, int64_t turned_heads,
+                          int64_t length, int64_t chunk, int64_t key, int64_t value, int64_t span) {
+    int64_t chunks = blocks_of(length, chunk);
+    return (problem){q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length,
+                     chunk, key, value, span, chunks, blocks_of(chunks, span)};
+}
+
+// lse (lists, length) may be null.
+void chunk_attention_forward(const float *q, const float *k, const float *v, const float *k_before,
+                             const float *v_before, const float *turns, const int32_t *first, float *out, float *lse,
+                             int64_t lists, int64_t heads, int64_t turned_heads, int64_t length, int64_t chunk,
+                             int64_t key, int64_t value, int64_t span, int64_t threads) {
+    problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length, chunk, key,
+                           value, span);
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    for (int64_t list = 0; list < a.lists; list++)
+        for (int64_t range = 0; range < a.ranges; range++) {
+            scratch s = scratch_of(&a, 0);
+            first_keys(s.keys, &a, list, range * span);
+            for (int64_t u = range * span; u < least(a.chunks, (range + 1) * span); u++) {
+                next_keys(s.keys, &a, list, u);
+                for (int64_t begin = 0; begin < tokens_of(&a, u); begin += QUERIES) {
+                    block b = block_of(&a, list, u, begin);
+                    forward_block(&s, &a, list, u, &b, out, lse);
+                }
+            }
+            free(s.keys);
+        }
+}
+
+// Weights again, from the scores and the log of their sums.
+static void weights_again(scratch *s, const block *b, const float *lse) {
+    vec less[GROUPS];
+    for (int i = 0; i < QUERIES; i++) less[i / LANES][i % LANES] = lse[least(i, b->count - 1)];
+    for (int64_t j = b->low; j < b->high; j++)
+        for (int g = 0; g < GROUPS; g++) {
+            float *at = s->weights + j * QUERIES + g * LANES;
+            store(at, exp_of(seen_or(b, j, g, load(at) - less[g], -INFINITY)));
+        }
+}
+
+// The gradient of weights becomes that of scores.
+static void softmax_backward(scratch *s, const block *b) {
+    for (int g = 0; g < GROUPS; g++) {
+        float *weights = s->weights + g * LANES, *grads = s->grad_weights + g * LANES;
+        vec along = {0};
+        for (int64_t j = b->low; j < b->high; j++) along += load(weights + j * QUERIES) * load(grads + j * QUERIES);
+        for (int64_t j = b->low; j < b->high; j++) {
+            vec given = load(grads + j * QUERIES);
+            store(grads + j * QUERIES, load(weights + j * QUERIES) * (given - along));
+        }
+    }
+}
+
+// The gradient of the output's block, turned so that its queries lie in the lanes.
+static void transposed_gradient(scratch *s, const problem *a, const float *grad, const block *b) {
+    int64_t whole = b->count / LANES * LANES;
+    transpose(s->grad_t, QUERIES, grad, a->value, whole, a->value);
+    for (int64_t i = whole; i < QUERIES; i++)
+        for (int64_t j = 0; j < a->value; j++) s->grad_t[j * QUERIES + i] = i < b->count ? grad[i * a->value + j] : 0;
+}
+
+typedef struct { float *before, *own; } grad_halves;
+
+// Of slots ``low`` to ``high`` of one half of the window, the first of which is slot ``half``.
+static void values_backward(scratch *s, const problem *a, const float *grad, const block *b, const float *values,
+                            float *grad_values, int64_t half, int64_t low, int64_t high) {
+    if (low >= high) return;
+    product(s->grad_weights + low * QUERIES, QUERIES, values + (low - half) * a->value, a->value, 1, s->grad_t, QUERIES,
+            high - low, QUERIES, a->value, 0);
+    product(grad_values + (low - half) * a->value, a->value, s->weights + low * QUERIES, QUERIES, 1, grad, a->value,
+            high - low, a->value, b->count, 1);
+}
+
+static void block_backward(scratch *s, const problem *a, int64_t list, int64_t chunk, const block *b, const float *lse,
+                           const float *grad, float *grad_q, grad_halves grad_v) {
+    halves v = values_of(a, list, chunk);
+    int64_t at = list * a->length + chunk * a->chunk + b->begin, count = b->high - b->low;
+    const float *given = grad + at * a->value;
+    load_queries(s, a, list, chunk, b);
+    scores(s, a, b);
+    weights_again(s, b, lse + at);
+    transposed_gradient(s, a, given, b);
+    values_backward(s, a, given, b, v.before, grad_v.before, 0, b->low, least(b->high, a->chunk));
+    values_backward(s, a, given, b, v.own, grad_v.own, a->chunk, b->low > a->chunk ? b->low : a->chunk, b->high);
+    softmax_backward(s, b);
+    product(s->grad_keys + b->low * a->key, a->key, s->grad_weights + b->low * QUERIES, QUERIES, 1, s->queries, a->key,
+            count, a->key, b->count, 1);
+    product(s->grad_queries, a->key, s->grad_weights + b->low * QUERIES, 1, QUERIES, s->keys + b->low * a->key, a->key,
+            b->count, a->key, count, 0);
+    for (int64_t i = 0; i < b->count; i++)
+        turn(grad_q + (at + i) * a->key, s->grad_queries + i * a->key, a, list, b->begin + i, -1, 0);
+}
+
+// Gradients of the keys of a window to those of the two chunks as they were given.
+static void keys_backward(scratch *s, const problem *a, int64_t list, int64_t chunk, grad_halves to) {
+    float *own = s->grad_keys + a->chunk * a->key;
+    for (int64_t i = 0; i < tokens_of(a, chunk); i++)
+        turn(to.own + i * a->key, own + i * a->key, a, list, i, -1, 0);
+    for (int64_t i = 0; i < a->chunk; i++) {
+        float *row = s->grad_keys + i * a->key;
+        turn(row, row, a, list, a->chunk, -1, 0);
+        if (chunk) turn(to.before + i * a->key, row, a, list, i, -1, 1);
+        else memcpy(to.before + i * a->key, row, sizeof(float) * a->key);
+    }
+}
+
+typedef struct { float *q, *k, *v, *k_before, *v_before; } gradients;
+
+static void range_backward(const problem *a, const float *lse, const float *grad, gradients to, int64_t list,
+                           int64_t range) {
+    scratch s = scratch_of(a, 1);
+    int64_t begin = range * a->span, border = (list * a->ranges + range) * a->chunk;
+    // What the first chunk gives to the chunk before the range is added to it at the end.
+    grad_halves k = {to.k_before + border * a->key, 0}, v = {to.v_before + border * a->value, 0};
+    memset(k.before, 0, sizeof(float) * a->chunk * a->key);
+    memset(v.before, 0, sizeof(float) * a->chunk * a->value);
+    first_keys(s.keys, a, list, begin);
+    for (int64_t u = begin; u < least(a->chunks, begin + a->span); u++) {
+        int64_t at = list * a->length + u * a->chunk;
+        k.own = to.k + at * a->key, v.own = to.v + at * a->value;
+        next_keys(s.keys, a, list, u);
+        memset(s.grad_keys, 0, sizeof(float) * 2 * a->chunk * a->key);
+        memset(v.own, 0, sizeof(float) * tokens_of(a, u) * a->value);
+        for (int64_t first = 0; first < tokens_of(a, u); first += QUERIES) {
+            block b = block_of(a, list, u, first);
+            block_backward(&s, a, list, u, &b, lse, grad, to.q, v);
+        }
+        keys_backward(&s, a, list, u, k);
+        k.before = k.own, v.before = v.own;
+    }
+    free(s.keys);
+}
+
+static void add_to(float *to, const float *from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] += from[i];
+}
+
+// grad_k_before, grad_v_before: (lists, ranges, chunk, .); those of range 0 are what the chunk before the call gets.
+void chunk_attention_backward(const float *q, const float *k, const float *v, const float *k_before,
+                              const float *v_before, const float *turns, const int32_t *first, const float *lse,
+                              const float *grad, float *grad_q, float *grad_k, float *grad_v, float *grad_k_before,
+                              float *grad_v_before, int64_t lists, int64_t heads, int64_t turned_heads, int64_t length,
+                              int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t threads) {
+    problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length, chunk, key,
+                           value, span);
+    gradients to = {grad_q, grad_k, grad_v, grad_k_before, grad_v_before};
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    for (int64_t list = 0; list < a.lists; list++)
+        for (int64_t range = 0; range < a.ranges; range++) range_backward(&a, lse, grad, to, list, range);
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    for (int64_t list = 0; list < a.lists; list++)
+        for (int64_t range = 1; range < a.ranges; range++) {
+            int64_t border = (list * a.ranges + range) * chunk, at = list * length + (range * span - 1) * chunk;
+            add_to(grad_k + at * key, grad_k_before + border * key, chunk * key);
+            add_to(grad_v + at * value, grad_v_before + border * value, chunk * value);
+        }
+}

@@ -1,0 +1,100 @@
+"""Chunk attention by the C kernels: no windows, no masks and no scores in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gecko.ops.chunk_attention.pattern import Pattern
+from gecko.ops.chunk_attention.ring import in_order, ring_after
+from gecko.ops.native import call
+from gecko.ops.rotary import rotate
+from gecko.segments import Segments
+
+if TYPE_CHECKING:
+    from gecko.ops.chunk_attention import AttentionState
+
+_LANES = 16
+"""What the sizes of heads are multiples of."""
+_SPAN = 512
+"""Tokens of a task, if a chunk is shorter."""
+
+
+def takes(inputs: tuple[Tensor, ...], pattern: Pattern, ring_start: int | None) -> bool:
+    """Whether the kernels know calls of these sizes that begin at this slot: where a chunk does."""
+    q, _, v = inputs
+    sizes = q.shape[-1] % _LANES == 0 and v.shape[-1] % _LANES == 0
+    return sizes and ring_start is not None and ring_start % pattern.chunk_size == 0
+
+
+def attend_native(
+    pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments, ring_start: int
+) -> tuple[Tensor, AttentionState]:
+    """``attend_chunks`` for calls that ``takes`` says yes to."""
+    q, k, v = inputs
+    size, length = 2 * pattern.chunk_size, q.shape[2]
+    keys, values = (in_order(x, ring_start, size) for x in (state.keys, state.values))
+    before = (x[:, :, pattern.chunk_size :] for x in (keys, values))
+    turns = segments.shared(("turns", pattern, q.shape[-1]), lambda: _turns(pattern, q))
+    first = segments.shared(("first", pattern), lambda: _first(pattern, segments))
+    out = _Attention.apply(q, k, v, *before, turns, first, pattern)
+
+    kept = slice(max(0, length - size), length)
+    place = torch.arange(kept.start, length) % pattern.chunk_size
+    phases = segments.shared(("recent", pattern, q.shape[-1]), lambda: pattern.phases(k, place))
+    recent = rotate(k[:, :, kept], phases, pattern.rope_heads), v[:, :, kept]
+    rings = (ring_after(old, new, ring_start + length, size) for old, new in zip((keys, values), recent, strict=True))
+    return out, type(state)(*rings)
+
+
+def _turns(pattern: Pattern, x: Tensor) -> Tensor:
+    """(c + 1, 2, d): for places 0 … c − 1, and for −c, the cosines that numbers are multiplied with, and the sines,
+    their signs included, for the other number of each pair."""
+    phases = pattern.phases(x, torch.cat([torch.arange(pattern.chunk_size), torch.tensor([-pattern.chunk_size])]))
+    sines = torch.stack([-phases.imag, phases.imag], dim=-1).flatten(-2)
+    return torch.stack([phases.real.repeat_interleave(2, dim=-1), sines], dim=1).contiguous()
+
+
+def _first(pattern: Pattern, segments: Segments) -> Tensor:
+    """(B, T) int32: the first slot that a query sees of the window of its chunk and the one before."""
+    chunk, steps = pattern.chunk_size, torch.arange(segments.length)
+    place = steps % chunk
+    by_pattern = pattern.first_slot(place) + (1 - pattern.lookback) * chunk
+    begun = segments.document_starts - segments.clock.position.unsqueeze(1)
+    return torch.maximum(begun - (steps - place) + chunk, by_pattern).to(torch.int32).contiguous()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *inputs, turns, first, pattern = given
+        inputs = [x.contiguous() for x in inputs]
+        q, v = inputs[0], inputs[2]
+        out = torch.empty_like(v)
+        log_sums = q.new_empty(q.shape[:3]) if any(ctx.needs_input_grad) else None
+        call("chunk_attention_forward", *inputs, turns, first, out, log_sums, *_sizes(q, v, pattern))
+        ctx.save_for_backward(*inputs, turns, first, log_sums)
+        ctx.pattern = pattern
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, turns, first, log_sums = ctx.saved_tensors
+        q, k, v, k_before, v_before = inputs
+        sizes = _sizes(q, v, ctx.pattern)
+        ranges = -(-q.shape[2] // (ctx.pattern.chunk_size * sizes[-1]))
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        borders = [x.new_empty(*x.shape[:2], ranges, *x.shape[2:]) for x in (k_before, v_before)]
+        call("chunk_attention_backward", *inputs, turns, first, log_sums, grad.contiguous(), *grads, *borders, *sizes)
+        return *grads, *(x[:, :, 0] for x in borders), None, None, None
+
+
+def _sizes(q: Tensor, v: Tensor, pattern: Pattern) -> tuple[int, ...]:
+    """Lists, heads, turned heads, length, chunk, key, value, and chunks of a task."""
+    batch, heads, length, key = q.shape
+    span = max(1, _SPAN // pattern.chunk_size)
+    return batch * heads, heads, pattern.rope_heads, length, pattern.chunk_size, key, v.shape[-1], span
