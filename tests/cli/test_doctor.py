@@ -47,7 +47,27 @@ def test_an_operator_that_computes_wrongly_is_found(
     result = command("doctor")
     assert result.exit_code == 1
     assert "FAIL" in result.stdout
-    assert "1 of 8 checks failed" in result.stdout
+    assert "1 of 9 checks failed" in result.stdout
+
+
+def test_a_kernel_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gecko.layers import cema as layer
+
+    right = layer.cema
+
+    def wrong(x: torch.Tensor, *args: Any, **more: Any) -> Any:
+        out, state = right(x, *args, **more)
+        return out + 1e-2 * (x.dtype == torch.float32), state
+
+    monkeypatch.setattr(layer, "cema", wrong)
+    (failed,) = [finding for finding in self_test(torch.device("cpu")) if not finding.passed]
+    assert failed.name.startswith("kernels")
+
+
+def test_missing_kernels_are_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "missing", lambda: "none of gcc, cc is installed")
+    assert "without C kernels (none of gcc, cc is installed)" in machine.paths()["operators"]
 
 
 @pytest.mark.parametrize(("target", "check"), [("load", "files"), ("generate", "generation")])

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from gecko.ops.kernels import kernels_installed
+from gecko.ops.native import missing
 
 DISTRIBUTION = "gecko-lm"
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "asimd", "sve", "bf16")
@@ -90,7 +91,7 @@ def paths() -> dict[str, str]:
 def _operators(device: str) -> str:
     eager = "chunked PyTorch forms for prompts and training, one-token forms for decoding"
     if device == "cpu":
-        return eager
+        return f"without C kernels ({missing()}): {eager}" if missing() else f"C kernels; for float64 {eager}"
     if not kernels_installed():
         return f"{eager}; without the Triton kernels: pip install 'gecko-lm[kernels]'"
     return f"Triton kernels; for float64 {eager}"

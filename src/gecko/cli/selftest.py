@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +23,14 @@ from gecko.state import GeckoState
 
 TOLERANCE = 1e-9
 """Of float64 results, relative to the largest."""
+SINGLE_TOLERANCE = 1e-4
+"""Of float32 results."""
 _BATCH, _LENGTH, _CHUNK = 2, 45, 8
 _CONFIG = GeckoConfig(
-    vocab_size=64, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=48,
+    vocab_size=64, num_layers=2, model_dim=32, key_dim=32, value_dim=32, num_heads=2, ffn_dim=48,
     cema_modes=4, chunk_size=_CHUNK, timestep_groups=4,
 )  # fmt: skip
+"""Heads as wide as every kernel asks."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ def self_test(device: torch.device) -> list[Finding]:
         "timestep norm: fast form = reference": _timestep_norm,
         "chunk attention: fast form = reference": _chunk_attention,
         "working memory: fast form = reference": _working_memory,
+        "kernels: float32 = float64, all gradients": _single_precision,
         "split law: any cut into calls, same logits": _split_law,
         "training: loss and all gradients finite": _training,
         "files: model and state come back unchanged": _files,
@@ -94,6 +99,20 @@ def _working_memory(device: torch.device) -> str:
     state = WorkingMemoryState.empty("adaptive", _BATCH, 2, 4, 6, torch.float64, device)
     fast, _ = working_memory(*inputs, _CHUNK, state=state, segments=segments)
     return _agree(fast, working_memory_reference(inputs, _CHUNK, "adaptive", state, segments)[0])
+
+
+def _single_precision(device: torch.device) -> str:
+    """Kernels take float32, and eager forms float64."""
+    model, tokens = _model(device), _tokens(device, _BATCH)
+    single, double = _gradients(model, tokens), _gradients(copy.deepcopy(model).double(), tokens)
+    worst = max(_relative(found.double(), expected) for found, expected in zip(single, double, strict=True))
+    if not worst <= SINGLE_TOLERANCE:
+        raise ValueError(f"largest relative difference of a gradient {worst:.3g}")
+    return f"relative difference {worst:.0e}"
+
+
+def _gradients(model: Gecko, tokens: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(model.loss(tokens, tokens.roll(-1, dims=1)), list(model.parameters()))
 
 
 def _split_law(device: torch.device) -> str:
@@ -164,10 +183,14 @@ def _two_documents(device: torch.device) -> Segments:
 
 
 def _agree(found: Tensor, expected: Tensor) -> str:
-    worst = float((found - expected).abs().max() / expected.abs().max())
+    worst = _relative(found, expected)
     if not worst <= TOLERANCE:
         raise ValueError(_difference(found, expected))
     return f"relative difference {worst:.0e}"
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _difference(found: Tensor, expected: Tensor) -> str:

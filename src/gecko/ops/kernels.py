@@ -1,4 +1,5 @@
-"""What the Triton kernels of all operators share: when they run, how they are launched, and how they are written.
+"""What the Triton kernels of all operators share: when they run, how they are launched, and how they are written; and
+when those in C run (``native.py``).
 
 **Where.** Kernels of an operator are in ``ops/NAME/triton.py`` (and ``triton_*.py`` where one file is too long). The
 operator's ``__init__`` takes them where ``kernels_run_on(x)``, by ``kernels_of(NAME)``: so the package itself loads no
@@ -64,7 +65,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @cache
 def _native_installed() -> bool:
-    if importlib.util.find_spec("gecko") is None:
+    # Code that was copied for the hub may find an installed package older than itself.
+    if importlib.util.find_spec("gecko") is None or importlib.util.find_spec("gecko.ops.native") is None:
         return False
     return importlib.import_module("gecko.ops.native").library() is not None
 

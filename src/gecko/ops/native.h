@@ -1,5 +1,5 @@
-// What the C kernels of all operators share: sixteen floats at once, in GCC's and Clang's vector types, which become
-// whatever registers the processor has.
+// What the C kernels of all operators share: sixteen floats at once, in GCC's vector types, which become whatever
+// registers the processor has.
 #pragma once
 
 #include <math.h>

@@ -32,22 +32,32 @@ from torch import Tensor
 from gecko.files import whole_file
 
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
-_COMPILERS = ("gcc", "cc", "clang")
+_COMPILERS = ("gcc", "cc")
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernels, built now if they have to be; None, with one line in the log, where they cannot be."""
+    return _loaded()[0]
+
+
+def missing() -> str:
+    """Why there are no kernels; empty where they are."""
+    return _loaded()[1]
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The kernels, built now if they have to be; None, with a line in the log, where they cannot be."""
+def _loaded() -> tuple[ctypes.CDLL | None, str]:
     try:
-        return ctypes.CDLL(str(_built(_compiler())))
+        return ctypes.CDLL(str(_built(_compiler()))), ""
     except subprocess.CalledProcessError as error:
         reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}"
     except OSError as error:
         reason = str(error)
     logging.getLogger(__name__).warning(
-        "the CPU runs operators without their C kernels, two to four times slower: %s. Installing gcc mends it.", reason
+        "the CPU runs operators without their C kernels, two to three times slower: %s. Installing GCC mends it.",
+        reason,
     )
-    return None
+    return None, reason
 
 
 def _compiler() -> str:

@@ -1,0 +1,108 @@
+"""The library of C kernels: built once, shared, and done without where it cannot be."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gecko.ops import native
+from gecko.ops.cema import CEMACoefficients, cema
+from gecko.ops.kernels import _native_installed, native_runs_on
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache, and nothing loaded so far."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for cached in (native._loaded, _native_installed):
+        cached.cache_clear()
+    yield tmp_path / "gecko"
+    for cached in (native._loaded, _native_installed):
+        cached.cache_clear()
+
+
+def _average() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    parameters = (torch.randn(*shape, generator=generator) for shape in ((5, 3), (5, 3), (5,), (5, 3, 2)))
+    return cema(torch.randn(2, 70, 5, generator=generator), CEMACoefficients.from_parameters(*parameters))[0]
+
+
+def _processes(count: int) -> list[int]:
+    """The exit codes of processes that load the library at the same time."""
+    code = "from gecko.ops.native import library; assert library() is not None"
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
+    return [process.wait() for process in started]
+
+
+@needs_compiler
+def test_it_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.library() is not None
+    (built,) = fresh.iterdir()
+    native._loaded.cache_clear()
+    commands: list[list[str]] = []
+    run = native._run
+    monkeypatch.setattr(native, "_run", lambda command: commands.append(command) or run(command))
+    assert native.library() is not None
+    assert [built] == list(fresh.iterdir())
+    assert not [command for command in commands if "-o" in command]
+
+
+@needs_compiler
+def test_other_sources_are_another_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.library()
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-DOTHER"))
+    native._loaded.cache_clear()
+    native.library()
+    assert len(list(fresh.iterdir())) == 2
+
+
+@needs_compiler
+def test_processes_that_build_at_once_do_not_disturb_each_other(fresh: Path) -> None:
+    assert _processes(3) == [0, 0, 0]
+    assert len(list(fresh.iterdir())) == 1
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path) -> None:
+    fresh.write_text("not a folder")
+    assert native.library() is not None
+
+
+@pytest.mark.parametrize("compiler", ["missing", "broken"])
+def test_without_a_compiler_the_eager_forms_run(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, compiler: str
+) -> None:
+    with_kernels = _average()
+    _native_installed.cache_clear()
+    native._loaded.cache_clear()
+    shutil.rmtree(fresh, ignore_errors=True)
+    if compiler == "broken":
+        (tmp_path / "gcc").write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")
+        (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert not native_runs_on(torch.zeros(1))
+        without = _average()
+        _average()
+    torch.testing.assert_close(without, with_kernels, rtol=1e-5, atol=1e-5)
+    (line,) = caplog.messages
+    assert ("none of gcc, cc is installed" if compiler == "missing" else "no space left") in line
+    assert not fresh.exists() or not list(fresh.iterdir())
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    x = torch.zeros(2)
+    assert not native_runs_on(x.double())
+    assert not native_runs_on(x, x.bfloat16())
+    assert not native_runs_on(x.to("meta"))
+    with torch._subclasses.FakeTensorMode():
+        assert not native_runs_on(torch.zeros(2))
