@@ -338,8 +338,9 @@ SINGLE = [
     Case(300, "packed", (40, 120), batch=3, dtype=torch.float32),
     Case(257, "one", (80, 0), dtype=torch.float32),
     Case(130, "singles", (0, 40), batch=11, dtype=torch.float32),
+    Case(600, "packed", (40,), batch=1, dtype=torch.float32),
 ]
-"""For the kernels in C, which take float32 only: longer than their tiles, more rows than groups of gradients."""
+"""For the kernels in C, which take float32 only: longer than their tiles and tasks, with more rows than they divide."""
 
 ONE_CONFIGURATION = [case for case in COMMON if case.length in (1, 9, 40, 50)]
 """For further configurations of one operator."""
