@@ -1,12 +1,17 @@
-// What the C kernels of all operators share: sixteen floats at once, in GCC's vector types, which become whatever
-// registers the processor has.
+// What the C kernels of all operators share: as many floats at once as a register holds, in GCC's vector types.
 #pragma once
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
+#if defined __AVX512F__
 enum { LANES = 16 };
+#elif defined __AVX__
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t lanes_of_int __attribute__((vector_size(4 * LANES)));
@@ -16,7 +21,7 @@ static inline vec load(const float *from) { return *(const unaligned *)from; }
 
 static inline void store(float *to, vec x) { *(unaligned *)to = x; }
 
-// The first `count` of sixteen; the others are zero.
+// The first `count` of a vec; the others are zero.
 static inline vec load_some(const float *from, int count) {
     if (count == LANES) return load(from);
     vec x = {0};
@@ -40,7 +45,7 @@ static inline vec select_of(lanes_of_int mask, vec a, vec b) {
 
 static inline vec larger(vec a, vec b) { return select_of(a > b, a, b); }
 
-static inline vec every(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+static inline vec every(float x) { return x - (vec){0}; }
 
 static inline float sum_of(vec x) {
     float part[LANES];

@@ -3,7 +3,12 @@
 
 #include "native.h"
 
+// Six rows of so many registers, with the operands of a step beside them, fill the registers there are: 32, or 16.
+#if defined __AVX512F__ || defined __aarch64__
 enum { MOST_ROWS = 6, MOST_WIDTH = 4 };
+#else
+enum { MOST_ROWS = 6, MOST_WIDTH = 2 };
+#endif
 
 // c (rows, 16 width) from a, whose numbers lie at a[row * a_row + k * a_col], and b (depth, 16 width): all of c in
 // registers, so ``rows`` and ``width`` are constants where this is inlined.
@@ -36,16 +41,16 @@ static inline __attribute__((always_inline)) void tile_product(
     for (; row + count <= rows; row += count)                                                                   \
         tile_product(c + row * c_row, c_row, a + row * a_row, a_row, a_col, b, b_row, depth, adds, count, width);
 
-#define COLUMNS_OF(width)                                                                                       \
-    static void product_of_##width(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,       \
-                                   const float *b, int64_t b_row, int64_t rows, int64_t depth, int adds) {      \
+#define COLUMNS_OF(name, width)                                                                                 \
+    static void name(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,     \
+                     int64_t b_row, int64_t rows, int64_t depth, int adds) {                                    \
         int64_t row = 0;                                                                                        \
         ROWS_OF(6, width) ROWS_OF(4, width) ROWS_OF(2, width) ROWS_OF(1, width)                                 \
     }
 
-COLUMNS_OF(4)
-COLUMNS_OF(2)
-COLUMNS_OF(1)
+COLUMNS_OF(product_wide, MOST_WIDTH)
+COLUMNS_OF(product_half, MOST_WIDTH / 2)
+COLUMNS_OF(product_narrow, 1)
 
 #undef COLUMNS_OF
 #undef ROWS_OF
@@ -54,15 +59,16 @@ COLUMNS_OF(1)
 // distances, so a transposed one is the same call; rows of b and c are c_row and b_row apart.
 static void product(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,
                     int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int adds) {
+    const int64_t wide = MOST_WIDTH * LANES, half = wide / 2;
     int64_t at = 0;
-    for (; at + 4 * LANES <= columns; at += 4 * LANES)
-        product_of_4(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
-    for (; at + 2 * LANES <= columns; at += 2 * LANES)
-        product_of_2(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
-    for (; at < columns; at += LANES) product_of_1(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
+    for (; at + wide <= columns; at += wide)
+        product_wide(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
+    for (; at + half <= columns; at += half)
+        product_half(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
+    for (; at < columns; at += LANES) product_narrow(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
 }
 
-// One stage of sixteen rows changing places with sixteen columns: blocks of ``size`` are swapped across the diagonal.
+// One stage of as many rows as lanes changing places with columns: blocks of ``size`` are swapped across the diagonal.
 static inline __attribute__((always_inline)) void swap_blocks(vec *x, const int size) {
     for (int i = 0; i < LANES; i++) {
         if (i & size) continue;
@@ -85,8 +91,8 @@ static void transpose(float *to, int64_t to_row, const float *from, int64_t from
             for (int n = 0; n < LANES; n++) x[n] = load(from + (i + n) * from_row + j);
             swap_blocks(x, 1);
             swap_blocks(x, 2);
-            swap_blocks(x, 4);
-            swap_blocks(x, 8);
+            if (LANES > 4) swap_blocks(x, 4);
+            if (LANES > 8) swap_blocks(x, 8);
             for (int n = 0; n < LANES; n++) store(to + (j + n) * to_row + i, x[n]);
         }
 }
