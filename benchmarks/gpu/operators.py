@@ -24,7 +24,7 @@ from gecko.ops.timestep_norm import timestep_norm
 from gecko.ops.working_memory import working_memory
 from gecko.segments import Segments
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
 GECKO, EAGER, COMPILED = "gecko", "gecko, eager form", "gecko, eager form compiled"
 AVERAGE, TIMESTEP, MIXING = "moving average", "timestep norm", "attention and memory"
 
@@ -119,11 +119,15 @@ def measure(operator: Operator, form: str, shape: str, bench: Bench) -> Timing:
     try:
         with torch.no_grad():
             forward = bench.seconds(lambda: operator.function(*inputs), queued=True)
-        weight = torch.randn_like(operator.function(*inputs).detach())
-        both = bench.seconds(lambda: torch.autograd.grad(operator.function(*inputs), inputs, weight), queued=True)
+            weights = [torch.randn_like(x) for x in _outputs(operator.function(*inputs))]
+        both = bench.seconds(lambda: torch.autograd.grad(operator.function(*inputs), inputs, weights), queued=True)
     except Exception as error:
         return Timing(operator.name, form, shape, operator.floor, reason=why(error))
     return Timing(operator.name, form, shape, operator.floor, forward, both)
+
+
+def _outputs(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)
 
 
 def measure_forms(operator: Operator, shape: str, bench: Bench) -> Iterator[Timing]:

@@ -57,6 +57,8 @@ def test_swiglu():
 
 
 def test_gates_refuse_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match="heads must divide the features of x; got 5 and 12"):
+        silu_by_head(torch.zeros(1, 2, 12), 5)
     attended = torch.zeros(2, 3, 5, 4)
     with pytest.raises(ValueError, match=r"gate must have shape \(2, 5, 12\); got \(2, 5, 4\)"):
         gated(attended, torch.zeros(2, 5, 4), None)

@@ -71,7 +71,7 @@ class GatedAttention(nn.Module):
     def _queries_and_keys(self, mx: Tensor) -> tuple[Tensor, ...]:
         """q, k (and qm, km), each (B, H, T, key_head_dim): (1 + γ_i) / √zh · z + β_i, z of unit RMS per head."""
         config = self.config
-        return fan_out(self.to_shared(mx), self.scale, self.offset, config.num_heads, config.norm_eps).unbind(0)
+        return fan_out(self.to_shared(mx), self.scale, self.offset, config.num_heads, config.norm_eps)
 
     def _mix(
         self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor, state: MixerState | None, segments: Segments,

@@ -67,20 +67,30 @@ def _compiler() -> str:
     return found
 
 
-def call(name: str, *arguments: Tensor | int | float | None) -> None:
-    """Call one kernel: tensors by their first number, whole numbers as int64, others as float; then the threads."""
+Argument = Tensor | int | float | None
+
+
+def call(name: str, *arguments: Argument | tuple[Tensor | None, ...]) -> None:
+    """Call one kernel: tensors by their first number, tuples as an array of where their tensors begin, whole numbers as
+    int64, others as float; then the threads."""
     loaded = library()
     assert loaded is not None, "operators ask native_runs_on first"
     getattr(loaded, name)(*map(_argument, arguments), ctypes.c_int64(torch.get_num_threads()))
 
 
-def _argument(value: Tensor | int | float | None) -> object:
+def _argument(value: Argument | tuple[Tensor | None, ...]) -> object:
+    if isinstance(value, tuple):
+        return (ctypes.c_void_p * len(value))(*map(_address, value))
     if isinstance(value, int):
         return ctypes.c_int64(value)
     if isinstance(value, float):
         return ctypes.c_float(value)
-    assert value is None or value.is_contiguous(), "kernels take contiguous tensors"
-    return ctypes.c_void_p(0 if value is None else value.data_ptr())
+    return ctypes.c_void_p(_address(value))
+
+
+def _address(tensor: Tensor | None) -> int:
+    assert tensor is None or tensor.is_contiguous(), "kernels take contiguous tensors"
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _built(compiler: str) -> Path:

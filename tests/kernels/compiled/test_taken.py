@@ -25,7 +25,7 @@ CALLS: dict[str, Callable[[Empty], Tensor]] = {
     "timestep_norm": lambda e: timestep_norm(e(2, 70, 12), e(12), e(12), 3, (0.9, 0.99), 1e-5)[0],
     "group_norm": lambda e: group_rms_norm(e(2, 5, 12), e(12), 3, 1e-5),
     "group_norm centered": lambda e: group_layer_norm(e(2, 5, 12), e(12), e(12), 3, 1e-5),
-    "fan_out": lambda e: fan_out(e(2, 5, 12), e(4, 12), e(4, 12), 3, 1e-5),
+    "fan_out": lambda e: fan_out(e(2, 5, 12), e(4, 12), e(4, 12), 3, 1e-5)[0],
     "silu_by_head": lambda e: silu_by_head(e(2, 5, 12), 3),
     "gated": lambda e: gated(e(2, 3, 5, 4), e(2, 5, 12), e(2, 3, 5, 4)),
     "swiglu": lambda e: swiglu(e(3, 4), e(3, 4)),

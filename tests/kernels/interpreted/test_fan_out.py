@@ -22,16 +22,16 @@ def test_fan_out(batch, length, heads, size, rows, dtype, monkeypatch):
     sizes = kernels._sizes
     monkeypatch.setattr(kernels, "_sizes", lambda *shape: {**sizes(*shape), "steps": 4})
     agree(
-        lambda *leaves: kernels.fan_out_kernels(*leaves, heads, EPS),
-        lambda *leaves: fan_out(*leaves, heads, EPS),
+        lambda *leaves: torch.stack(kernels.fan_out_kernels(*leaves, heads, EPS)),
+        lambda *leaves: torch.stack(fan_out(*leaves, heads, EPS)),
         (normal(batch, length, heads * size, dtype=dtype), normal(rows, heads * size), normal(rows, heads * size)),
     )
 
 
 def test_fan_out_in_tiles_as_launched():
     agree(
-        lambda *leaves: kernels.fan_out_kernels(*leaves, 2, EPS),
-        lambda *leaves: fan_out(*leaves, 2, EPS),
+        lambda *leaves: torch.stack(kernels.fan_out_kernels(*leaves, 2, EPS)),
+        lambda *leaves: torch.stack(fan_out(*leaves, 2, EPS)),
         (normal(2, 40, 48), normal(4, 48), normal(4, 48)),
     )
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from gecko.ops.dtypes import check_shape, compute_dtype
 from gecko.ops.fan_out.eager import FanOut
 from gecko.ops.fan_out.reference import fan_out_reference
-from gecko.ops.kernels import kernels_run_on
+from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 
 __all__ = ["fan_out", "fan_out_reference"]
 
 
-def fan_out(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
+def fan_out(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
     """n · (1 + scale_i) / √d + offset_i for each row i, with n = z / √(mean(z²) + ε) over each head's d features.
 
     Args:
@@ -21,7 +21,7 @@ def fan_out(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) ->
         scale, offset: (rows, H · d); scale is stored as an offset from 1.
 
     Returns:
-        (rows, B, H, T, d), contiguous, in the dtype of z.
+        The rows, each (B, H, T, d), contiguous, in the dtype of z.
 
     Raises:
         ValueError: the shapes do not fit, or ``heads`` does not divide the features of z.
@@ -35,7 +35,9 @@ def fan_out(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) ->
         from gecko.ops.fan_out.triton import fan_out_kernels
 
         return fan_out_kernels(z, scale, offset, heads, eps)
+    if native_runs_on(z, scale, offset):
+        return kernels_of("fan_out", "native").fan_out_native(z, scale, offset, heads, eps)
     dtype = compute_dtype(z)
-    form = fan_out_reference if torch.compiler.is_compiling() else FanOut.apply
-    rows: Tensor = form(z.to(dtype), scale.to(dtype), offset.to(dtype), heads, eps)
-    return rows.to(z.dtype)
+    given = z.to(dtype), scale.to(dtype), offset.to(dtype), heads, eps
+    rows = fan_out_reference(*given) if torch.compiler.is_compiling() else FanOut.apply(*given).unbind(0)
+    return tuple(row.to(z.dtype) for row in rows)

@@ -14,7 +14,7 @@ from gecko.ops.slices import slices
 
 
 class FanOut(torch.autograd.Function):
-    """``fan_out`` for tensors of one dtype, float32 or wider."""
+    """``fan_out`` for tensors of one dtype, float32 or wider: the rows as one tensor."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:

@@ -24,10 +24,10 @@ PROGRAMS = 512
 """At most so many a head in backward: each leaves a row of the parameters' gradients."""
 
 
-def fan_out_kernels(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
+def fan_out_kernels(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
     """Same contract as ``fan_out`` for z that kernels take."""
     rows: Tensor = _fan_out(z, scale, offset, heads, eps)
-    return rows
+    return rows.unbind(0)
 
 
 def _sizes(rows: int, features: int, heads: int) -> dict[str, Any]:

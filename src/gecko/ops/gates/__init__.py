@@ -8,19 +8,27 @@ from torch import Tensor
 from gecko.ops.dtypes import check_shape
 from gecko.ops.gates.eager import Gated, SiLUByHead
 from gecko.ops.gates.reference import gated_reference, silu_by_head_reference
-from gecko.ops.kernels import kernels_run_on
+from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 
 __all__ = ["gated", "gated_reference", "silu_by_head", "silu_by_head_reference"]
 
 
 def silu_by_head(x: Tensor, heads: int) -> Tensor:
-    """silu(x) of x (B, T, H · d), as (B, H, T, d), contiguous, in the dtype of x."""
+    """silu(x) of x (B, T, H · d), as (B, H, T, d), contiguous, in the dtype of x.
+
+    Raises:
+        ValueError: ``heads`` does not divide the features of x.
+    """
+    if x.shape[-1] % heads:
+        raise ValueError(f"heads must divide the features of x; got {heads} and {x.shape[-1]}.")
     if kernels_run_on(x):
         from gecko.ops.gates.triton import silu_by_head_kernels
 
         return silu_by_head_kernels(x, heads)
     if torch.compiler.is_compiling():
         return silu_by_head_reference(x, heads)
+    if native_runs_on(x):
+        return kernels_of("gates", "native").silu_by_head_native(x, heads)
     return SiLUByHead.apply(x, heads)
 
 
@@ -46,4 +54,6 @@ def gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
         return gated_kernels(attended, gate, recalled)
     if torch.compiler.is_compiling():
         return gated_reference(attended, gate, recalled)
+    if native_runs_on(attended, gate, *(() if recalled is None else (recalled,))):
+        return kernels_of("gates", "native").gated_native(attended, gate, recalled)
     return Gated.apply(attended, gate, recalled)

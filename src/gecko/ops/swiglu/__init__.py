@@ -6,7 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.dtypes import check_shape
-from gecko.ops.kernels import kernels_run_on
+from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
+
+_FEW = 2**17
+"""Numbers whose passes, in the cache, cost less than the call of the C kernel."""
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -20,4 +23,6 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
         from gecko.ops.swiglu.triton import swiglu_kernels
 
         return swiglu_kernels(a, b)
+    if a.numel() > _FEW and native_runs_on(a, b):
+        return kernels_of("swiglu", "native").swiglu_native(a, b)
     return F.silu(a) * b

@@ -1,0 +1,26 @@
+// SwiGLU in one pass each way, with s the sigmoid of a:
+//
+//     y = a s b,   da = dy b s (1 + a (1 - s)),   db = dy a s.
+#include "../native.h"
+
+enum { ALONE = 1 << 15 };  // numbers that one thread is done with before another has woken
+
+void swiglu_forward(const float *a, const float *b, float *y, int64_t total, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (total > ALONE)
+    for (int64_t i = 0; i < total; i += LANES) {
+        int count = least(LANES, total - i);
+        vec x = load_some(a + i, count);
+        store_some(y + i, x * sigmoid_of(x) * load_some(b + i, count), count);
+    }
+}
+
+void swiglu_backward(const float *grad, const float *a, const float *b, float *grad_a, float *grad_b, int64_t total,
+                     int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (total > ALONE)
+    for (int64_t i = 0; i < total; i += LANES) {
+        int count = least(LANES, total - i);
+        vec x = load_some(a + i, count), given = load_some(grad + i, count), s = sigmoid_of(x);
+        store_some(grad_a + i, given * load_some(b + i, count) * s * (1.0f + x * (1.0f - s)), count);
+        store_some(grad_b + i, given * x * s, count);
+    }
+}
