@@ -65,16 +65,21 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @cache
 def _native_installed() -> bool:
-    # Code that was copied for the hub may find an installed package older than itself.
-    if importlib.util.find_spec("gecko") is None or importlib.util.find_spec("gecko.ops.native") is None:
-        return False
-    return importlib.import_module("gecko.ops.native").library() is not None
+    # Code that was copied for the hub may find a package that is older than itself, or none.
+    return _is_installed("gecko.ops.native") and importlib.import_module("gecko.ops.native").library() is not None
 
 
 @cache
 def kernels_installed() -> bool:
     """Whether Triton is there, and this package itself: code that was copied for the hub holds no kernels."""
-    return all(importlib.util.find_spec(name) is not None for name in ("triton", "gecko"))
+    return _is_installed("triton") and _is_installed("gecko")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False
 
 
 def kernels_of(name: str, file: str = "triton") -> ModuleType:
