@@ -25,19 +25,28 @@ def cema_native(
     """Same contract as ``cema_chunked``, for float32 without a handoff."""
     skip = x.new_zeros(x.shape[-1]) if skip is None else skip
     factor = torch.view_as_real(coefficients.decay())
-    return _Average.apply(x, coefficients.input, factor, coefficients.output, skip, state, segments.start_flags)
+    given = (x, coefficients.input, factor, coefficients.output, skip, state)
+    inputs = (*(tensor.contiguous() for tensor in given), segments.start_flags)
+    return NativeCEMA.apply(*inputs) if torch.is_grad_enabled() else _forward(inputs, None)
 
 
-class _Average(torch.autograd.Function):
+def _forward(given: tuple[Tensor | None, ...], kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, p, _, _, _, state, _ = given
+    assert x is not None and p is not None and state is not None
+    y, final = torch.empty_like(x), torch.empty_like(state)
+    call("cema_forward", *given, y, kept, final, *x.shape, p.shape[1])
+    return y, final
+
+
+class NativeCEMA(torch.autograd.Function):
+    """Takes x, p (D, N), q and γ (D, N, 2), ω, the state and where documents start, all contiguous."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        *floats, starts = given
-        x, p, q, gamma, skip, state = (t.contiguous() for t in (x, *floats) if t is not None)
-        y, final = torch.empty_like(x), torch.empty_like(state)
-        kept = _kept(x, p) if any(ctx.needs_input_grad) else None
-        call("cema_forward", x, p, q, gamma, skip, state, starts, y, kept, final, *x.shape, p.shape[1])
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        x, p, q, gamma, skip, _, starts = given
+        kept = _kept(x, p)
         ctx.save_for_backward(x, p, q, gamma, skip, starts, kept)
-        return y, final
+        return _forward(given, kept)
 
     @staticmethod
     @once_differentiable

@@ -40,7 +40,8 @@ def attend_native(
     before = (x[:, :, pattern.chunk_size :] for x in (keys, values))
     turns = segments.shared(("turns", pattern, q.shape[-1]), lambda: _turns(pattern, q))
     first = segments.shared(("first", pattern), lambda: _first(pattern, segments))
-    out = _Attention.apply(q, k, v, *before, turns, first, pattern)
+    given = (*(x.contiguous() for x in (q, k, v, *before)), turns, first)
+    out = NativeAttention.apply(pattern, *given) if torch.is_grad_enabled() else _forward(pattern, given, None)
 
     kept = slice(max(0, length - size), length)
     place = torch.arange(kept.start, length) % pattern.chunk_size
@@ -67,18 +68,22 @@ def _first(pattern: Pattern, segments: Segments) -> Tensor:
     return torch.maximum(begun - (steps - place) + chunk, by_pattern).to(torch.int32).contiguous()
 
 
-class _Attention(torch.autograd.Function):
+def _forward(pattern: Pattern, given: tuple[Tensor, ...], log_sums: Tensor | None) -> Tensor:
+    q, _, v = given[:3]
+    out = torch.empty_like(v)
+    call("chunk_attention_forward", *given, out, log_sums, *_sizes(q, v, pattern))
+    return out
+
+
+class NativeAttention(torch.autograd.Function):
+    """Takes q, k, v and the keys and values of the chunk before the call, all contiguous; see native.c."""
+
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        *inputs, turns, first, pattern = given
-        inputs = [x.contiguous() for x in inputs]
-        q, v = inputs[0], inputs[2]
-        out = torch.empty_like(v)
-        log_sums = q.new_empty(q.shape[:3]) if any(ctx.needs_input_grad) else None
-        call("chunk_attention_forward", *inputs, turns, first, out, log_sums, *_sizes(q, v, pattern))
-        ctx.save_for_backward(*inputs, turns, first, log_sums)
+    def forward(ctx: Any, pattern: Pattern, *given: Tensor) -> Tensor:
+        log_sums = given[0].new_empty(given[0].shape[:3])
+        ctx.save_for_backward(*given, log_sums)
         ctx.pattern = pattern
-        return out
+        return _forward(pattern, given, log_sums)
 
     @staticmethod
     @once_differentiable
@@ -90,7 +95,7 @@ class _Attention(torch.autograd.Function):
         grads = [torch.empty_like(x) for x in (q, k, v)]
         borders = [x.new_empty(*x.shape[:2], ranges, *x.shape[2:]) for x in (k_before, v_before)]
         call("chunk_attention_backward", *inputs, turns, first, log_sums, grad.contiguous(), *grads, *borders, *sizes)
-        return *grads, *(x[:, :, 0] for x in borders), None, None, None
+        return None, *grads, *(x[:, :, 0] for x in borders), None, None
 
 
 def _sizes(q: Tensor, v: Tensor, pattern: Pattern) -> tuple[int, ...]:

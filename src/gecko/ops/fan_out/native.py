@@ -19,7 +19,7 @@ on any number of threads."""
 
 def fan_out_native(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
     """Same contract as ``fan_out``, for float32."""
-    form = _FanOut.apply if torch.is_grad_enabled() else _forward
+    form = NativeFanOut.apply if torch.is_grad_enabled() else _forward
     rows: tuple[Tensor, ...] = form(z.contiguous(), scale.contiguous(), offset.contiguous(), heads, float(eps))
     return rows
 
@@ -31,7 +31,7 @@ def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -
     return rows
 
 
-class _FanOut(torch.autograd.Function):
+class NativeFanOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
         ctx.save_for_backward(z, scale)

@@ -14,14 +14,14 @@ from gecko.ops.native import call
 
 def silu_by_head_native(x: Tensor, heads: int) -> Tensor:
     """Same contract as ``silu_by_head``, for float32."""
-    form = _SiLUByHead.apply if torch.is_grad_enabled() else _silu
+    form = NativeSiLUByHead.apply if torch.is_grad_enabled() else _silu
     y: Tensor = form(x.contiguous(), heads)
     return y
 
 
 def gated_native(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
     """Same contract as ``gated``, for float32."""
-    form = _Gated.apply if torch.is_grad_enabled() else _gated
+    form = NativeGated.apply if torch.is_grad_enabled() else _gated
     recalled = None if recalled is None else recalled.contiguous()
     out: Tensor = form(attended.contiguous(), gate.contiguous(), recalled)
     return out
@@ -40,7 +40,7 @@ def _gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
     return out
 
 
-class _SiLUByHead(torch.autograd.Function):
+class NativeSiLUByHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: int) -> Tensor:
         ctx.save_for_backward(x)
@@ -55,7 +55,7 @@ class _SiLUByHead(torch.autograd.Function):
         return grad_x, None
 
 
-class _Gated(torch.autograd.Function):
+class NativeGated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
         ctx.save_for_backward(attended, gate)

@@ -13,7 +13,7 @@ from gecko.ops.native import call
 
 def swiglu_native(a: Tensor, b: Tensor) -> Tensor:
     """Same contract as ``swiglu``, for float32."""
-    form = _SwiGLU.apply if torch.is_grad_enabled() else _forward
+    form = NativeSwiGLU.apply if torch.is_grad_enabled() else _forward
     y: Tensor = form(a.contiguous(), b.contiguous())
     return y
 
@@ -24,7 +24,7 @@ def _forward(a: Tensor, b: Tensor) -> Tensor:
     return y
 
 
-class _SwiGLU(torch.autograd.Function):
+class NativeSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
