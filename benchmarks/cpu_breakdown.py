@@ -52,6 +52,8 @@ KINDS = {
                              "linalg_vector_norm", "native_layer_norm", "native_layer_norm_backward", "var_mean"),
 }  # fmt: skip
 ELEMENTWISE = "element by element, and the rest"
+KERNELS = "kernels in C"
+"""Autograd functions of the operators' ``native.py``, whose names all begin alike."""
 _PREFIX = "part: "
 MATRIX = 2048
 """Side of the matrices that the rate of products is measured by."""
@@ -166,6 +168,8 @@ def _backward_node(event: Any) -> Any:
 
 
 def _kind(name: str) -> str:
+    if name.startswith("Native"):
+        return KERNELS
     return next((kind for kind, names in KINDS.items() if name.removeprefix("aten::") in names), ELEMENTWISE)
 
 

@@ -61,7 +61,7 @@ def start(recipe: str, device: str, length: int) -> Start:
         environment = {
             **os.environ,
             "TRITON_CACHE_DIR": str(caches / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-            "CUDA_CACHE_PATH": str(caches / "cuda"),
+            "CUDA_CACHE_PATH": str(caches / "cuda"), "XDG_CACHE_HOME": str(caches / "user"),
         }  # fmt: skip
         command = [
             sys.executable, "-m", "gecko", "train", recipe, f"output={run}", f"device={device}", "steps=1",
