@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.dtypes import check_affine, compute_dtype
-from gecko.ops.kernels import kernels_run_on
+from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 
 
 def group_rms_norm(
@@ -27,6 +27,9 @@ def group_rms_norm(
         from gecko.ops.norms.triton import group_norm
 
         return group_norm(x, weight, None, groups, eps, False, dtype)
+    if _native_runs_on(x, weight, None, groups, dtype):
+        y: Tensor = kernels_of("norms", "native").group_norm_native(x, weight, None, groups, eps, False)
+        return y
     wide = x.to(compute_dtype(x)).unflatten(-1, (groups, -1))
     y = (_RMSNormalise.apply(wide, eps) if torch.is_grad_enabled() else rms_normalise(wide, eps)[0]).flatten(-2)
     return (y if weight is None else y * (1 + weight.to(wide.dtype))).to(dtype)
@@ -78,6 +81,9 @@ def group_layer_norm(
         from gecko.ops.norms.triton import group_norm
 
         return group_norm(x, weight, bias, groups, eps, True, dtype)
+    if groups > 1 and _native_runs_on(x, weight, bias, groups, dtype):
+        y: Tensor = kernels_of("norms", "native").group_norm_native(x, weight, bias, groups, eps, True)
+        return y
     wide = x.to(compute_dtype(x))
     scale = None if weight is None else 1 + weight.to(wide.dtype)
     bias = None if bias is None else bias.to(wide.dtype)
@@ -85,3 +91,9 @@ def group_layer_norm(
         return F.layer_norm(wide, (x.shape[-1],), scale, bias, eps).to(dtype)
     y = F.layer_norm(wide.unflatten(-1, (groups, -1)), (x.shape[-1] // groups,), eps=eps).flatten(-2)
     return (y if scale is None or bias is None else torch.addcmul(bias, y, scale)).to(dtype)
+
+
+def _native_runs_on(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, dtype: torch.dtype) -> bool:
+    affine = [t for t in (weight, bias) if t is not None]
+    fits = x.shape[-1] % groups == 0 and all(t.shape == x.shape[-1:] for t in affine)
+    return fits and dtype == torch.float32 and native_runs_on(x, *affine)

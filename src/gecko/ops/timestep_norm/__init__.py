@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.dtypes import check_affine, check_shape, compute_dtype, full_precision
-from gecko.ops.kernels import kernels_run_on
+from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 from gecko.ops.timestep_norm.chunked import cumulative_statistics, decayed_statistics, standardise
 from gecko.ops.timestep_norm.decode import normalise_token
 from gecko.ops.timestep_norm.reference import timestep_norm_reference
@@ -77,6 +77,10 @@ def timestep_norm(
         from gecko.ops.timestep_norm.triton import normalise
 
         return normalise(x, weight, bias, groups, betas, eps, state, segments)
+    floats = [t for t in (x, weight, bias, state.mean, state.variance) if t is not None]
+    if length > 1 and segments.handoff is None and native_runs_on(*floats):
+        native = kernels_of("timestep_norm", "native")
+        return native.timestep_norm_native(x, weight, bias, groups, betas, eps, state, segments)
     wide = x.to(dtype)
     with full_precision(x):
         if betas is not None and length == 1 and segments.handoff is None:

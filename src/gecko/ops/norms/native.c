@@ -1,0 +1,165 @@
+// RMS norm, and layer norm if ``centered``, of slices: one step's features of one group. Sixteen slices at a time are
+// read, and are in the cache when they are read again.
+//
+//     z = (x - m) r,   r = 1 / sqrt(mean of (x - m)^2 + eps),   y = z (1 + weight) + bias,
+//
+// m the mean of the slice, or 0. Backward reads x again, and m and r that forward kept; with g = dy (1 + weight),
+//
+//     dx = r (g - z mean of g z - mean of g),   dweight = sum of dy z,   dbias = sum of dy,
+//
+// without the mean of g where m is 0.
+#include <stdlib.h>
+
+#include "../native.h"
+
+// Tensors in row-major order; slices are the pieces of x in order.
+typedef struct {
+    const float *x, *weight, *bias;  // (steps, groups, width); (groups, width), or null
+    int64_t steps, groups, width, slices, centered;
+    float eps;
+} problem;
+
+static problem problem_of(const float *x, const float *weight, const float *bias, float eps, int64_t centered,
+                          int64_t steps, int64_t groups, int64_t width) {
+    return (problem){x, weight, bias, steps, groups, width, steps * groups, centered, eps};
+}
+
+static inline int lanes_at(const problem *a, int64_t c) { return least(LANES, a->width - c); }
+
+// 1 + weight of the features from c on of a group.
+static inline vec scale_at(const problem *a, int64_t group, int64_t c) {
+    return a->weight ? 1.0f + load_some(a->weight + group * a->width + c, lanes_at(a, c)) : every(1.0f);
+}
+
+static inline vec shift_at(const problem *a, int64_t group, int64_t c) {
+    return a->bias ? load_some(a->bias + group * a->width + c, lanes_at(a, c)) : (vec){0};
+}
+
+static vec means_of(const problem *a, int64_t first, int count) {
+    vec sums[LANES] = {0};
+    if (!a->centered) return (vec){0};
+    for (int i = 0; i < count; i++)
+        for (int64_t c = 0; c < a->width; c += LANES)
+            sums[i] += load_some(a->x + (first + i) * a->width + c, lanes_at(a, c));
+    return sums_of(sums) / (float)a->width;
+}
+
+static vec rstds_of(const problem *a, int64_t first, int count, vec means) {
+    vec sums[LANES] = {0};
+    for (int i = 0; i < count; i++)
+        for (int64_t c = 0; c < a->width; c += LANES) {
+            int lanes = lanes_at(a, c);
+            vec off = load_some(a->x + (first + i) * a->width + c, lanes) - means[i];
+            if (lanes < LANES) memset((float *)&off + lanes, 0, sizeof(float) * (LANES - lanes));
+            sums[i] += off * off;
+        }
+    return inverse_root_of(sums_of(sums) / (float)a->width + a->eps);
+}
+
+static void normalise(const problem *a, int64_t first, float *y, float *kept) {
+    int count = least(LANES, a->slices - first);
+    vec means = means_of(a, first, count), rstds = rstds_of(a, first, count, means);
+    int64_t group = first % a->groups;
+    store_some(kept + first, rstds, count);
+    if (a->centered) store_some(kept + a->slices + first, means, count);
+    for (int i = 0; i < count; i++) {
+        for (int64_t c = 0; c < a->width; c += LANES) {
+            int64_t at = (first + i) * a->width + c;
+            vec z = (load_some(a->x + at, lanes_at(a, c)) - means[i]) * rstds[i];
+            store_some(y + at, z * scale_at(a, group, c) + shift_at(a, group, c), lanes_at(a, c));
+        }
+        group = group + 1 == a->groups ? 0 : group + 1;
+    }
+}
+
+// ``kept``: r and, if centered, m of every slice, (1 or 2, steps, groups).
+void norms_forward(const float *x, const float *weight, const float *bias, float *y, float *kept, float eps,
+                   int64_t centered, int64_t steps, int64_t groups, int64_t width, int64_t threads) {
+    problem a = problem_of(x, weight, bias, eps, centered, steps, groups, width);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t first = 0; first < a.slices; first += LANES) normalise(&a, first, y, kept);
+}
+
+// Of sixteen slices: m, r, and the means of g z and of g.
+typedef struct { vec mean, rstd, along, level; } statistics;
+
+static statistics statistics_of(const problem *a, int64_t first, int count, const float *kept, const float *grad_y) {
+    vec along[LANES] = {0}, sums[LANES] = {0};
+    statistics s = {.rstd = load_some(kept + first, count)};
+    if (a->centered) s.mean = load_some(kept + a->slices + first, count);
+    int64_t group = first % a->groups;
+    for (int i = 0; i < count; i++) {
+        for (int64_t c = 0; c < a->width; c += LANES) {
+            int64_t at = (first + i) * a->width + c;
+            vec g = load_some(grad_y + at, lanes_at(a, c)) * scale_at(a, group, c);
+            along[i] += g * (load_some(a->x + at, lanes_at(a, c)) - s.mean[i]);
+            sums[i] += g;
+        }
+        group = group + 1 == a->groups ? 0 : group + 1;
+    }
+    s.along = sums_of(along) * s.rstd / (float)a->width;
+    s.level = a->centered ? sums_of(sums) / (float)a->width : (vec){0};
+    return s;
+}
+
+// One slice: the gradient of x, and what it adds to those of weight and bias.
+static void propagate(const problem *a, int64_t slice, const statistics *s, int i, const float *grad_y, float *grad_x,
+                      vec *scales, vec *shifts) {
+    int64_t group = slice % a->groups;
+    float mean = s->mean[i], rstd = s->rstd[i], along = s->along[i], level = s->level[i];
+    for (int64_t c = 0; c < a->width; c += LANES, scales++, shifts++) {
+        int lanes = lanes_at(a, c);
+        vec g = load_some(grad_y + slice * a->width + c, lanes);
+        vec z = (load_some(a->x + slice * a->width + c, lanes) - mean) * rstd;
+        *scales += g * z;
+        *shifts += g;
+        store_some(grad_x + slice * a->width + c, (g * scale_at(a, group, c) - z * along - level) * rstd, lanes);
+    }
+}
+
+static void add(vec *to, vec *from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] += from[i];
+    memset(from, 0, sizeof(vec) * count);
+}
+
+static void scatter(float *to, const vec *from, const problem *a) {
+    int64_t blocks = blocks_of(a->width, LANES);
+    for (int64_t group = 0; group < a->groups; group++)
+        for (int64_t c = 0; c < a->width; c += LANES)
+            store_some(to + group * a->width + c, from[group * blocks + c / LANES], lanes_at(a, c));
+}
+
+// The steps of one part; their sums for weight and bias are those of every sixteen, added up.
+static void part_backward(const problem *a, int64_t begin, int64_t end, const float *kept, const float *grad_y,
+                          float *grad_x, float *grad_weight, float *grad_bias) {
+    int64_t blocks = blocks_of(a->width, LANES), size = a->groups * blocks;
+    vec *total = aligned_alloc(sizeof(vec), sizeof(vec) * 4 * size), *in_tile = total + 2 * size;
+    memset(total, 0, sizeof(vec) * 4 * size);
+    for (int64_t step = begin; step < end; step += LANES) {
+        int64_t last = least(end, step + LANES) * a->groups;
+        for (int64_t first = step * a->groups; first < last; first += LANES) {
+            int count = least(LANES, last - first);
+            statistics s = statistics_of(a, first, count, kept, grad_y);
+            for (int i = 0; i < count; i++) {
+                vec *scales = in_tile + (first + i) % a->groups * blocks;
+                propagate(a, first + i, &s, i, grad_y, grad_x, scales, scales + size);
+            }
+        }
+        add(total, in_tile, 2 * size);
+    }
+    scatter(grad_weight, total, a);
+    scatter(grad_bias, total + size, a);
+    free(total);
+}
+
+// Gradients of weight and bias are (parts, features), to be summed.
+void norms_backward(const float *x, const float *weight, const float *kept, const float *grad_y, float *grad_x,
+                    float *grad_weight, float *grad_bias, int64_t centered, int64_t parts, int64_t steps, int64_t groups,
+                    int64_t width, int64_t threads) {
+    problem a = problem_of(x, weight, 0, 0, centered, steps, groups, width);
+    int64_t features = groups * width;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t part = 0; part < parts; part++)
+        part_backward(&a, part * steps / parts, (part + 1) * steps / parts, kept, grad_y, grad_x,
+                      grad_weight + part * features, grad_bias + part * features);
+}

@@ -1,0 +1,290 @@
+// Timestep norm: moments of every slice (one step's features of one group), statistics that recur over steps, and the
+// slices normalised by them. The first and the last read x from end to end, any part of it by any thread.
+//
+// mu and s are mean and variance of a slice of n = D / G features, m and v those of the document so far. Decaying:
+//
+//     m_t = b1 m_{t-1} + (1 - b1) mu_t,   v_t = b2 v_{t-1} + (1 - b2) s_t,   M_t = m_t / (1 - b1^N),   V_t likewise,
+//
+// N the steps of the document up to t. Cumulative, with k = 1 / N, M = m and V = v:
+//
+//     m_t = m_{t-1} + k (mu_t - m_{t-1}),   v_t = v_{t-1} + k (s_t + (1 - k) (mu_t - m_{t-1})^2 - v_{t-1}).
+//
+// Then y = z (1 + weight) + bias of z = (x - M) r, r = 1 / sqrt(V + eps). Backward reads x again, and M and r that
+// forward kept; with g = dy (1 + weight) and sums over a slice,
+//
+//     dM = -r sum of g,   dV = -r^3 / 2 sum of g (x - M),   dx = g r + dmu / n + 2 (x - mu) ds / n,
+//
+// where dmu and ds follow from the recurrence walked back, past no document's first step.
+#include <stdlib.h>
+
+#include "../native.h"
+
+// Tensors in row-major order; slices are the pieces of x in order.
+typedef struct {
+    const float *x, *weight, *bias;  // (rows, length, groups, width); (groups, width), or null
+    const float *mean, *variance;    // (rows, groups), before the first step
+    const uint8_t *starts;           // (rows, length), or null where no document starts
+    const double *betas;             // two, or null if cumulative
+    float *factors;                  // (rows, length, 2): 1 / (1 - beta^N) of mean and variance; cumulative: 1 / N
+    int64_t rows, length, groups, width, slices;
+    float eps;
+} problem;
+
+typedef struct { double mean, variance; } pair;
+
+static problem problem_of(const float *x, const float *weight, const float *bias, const float *mean,
+                          const float *variance, const uint8_t *starts, const double *betas, float *factors, float eps,
+                          int64_t rows, int64_t length, int64_t groups, int64_t width) {
+    return (problem){x, weight, bias, mean, variance, starts, betas, factors, rows, length, groups, width,
+                     rows * length * groups, eps};
+}
+
+static inline int fresh_at(const problem *a, int64_t row, int64_t t) {
+    return a->starts && a->starts[row * a->length + t];
+}
+
+static inline int lanes_at(const problem *a, int64_t c) { return least(LANES, a->width - c); }
+
+// 1 + weight of the features from c on of a group.
+static inline vec scale_at(const problem *a, int64_t group, int64_t c) {
+    return a->weight ? 1.0f + load_some(a->weight + group * a->width + c, lanes_at(a, c)) : every(1.0f);
+}
+
+static inline vec shift_at(const problem *a, int64_t group, int64_t c) {
+    return a->bias ? load_some(a->bias + group * a->width + c, lanes_at(a, c)) : (vec){0};
+}
+
+// In double: 1 - beta^N of a beta near 1 keeps its digits.
+static void count_steps(const problem *a, int64_t row, int64_t *count) {
+    float *factors = a->factors + row * a->length * 2;
+    pair beta = a->betas ? (pair){a->betas[0], a->betas[1]} : (pair){0.0, 0.0};
+    pair power = {pow(beta.mean, count[row]), pow(beta.variance, count[row])};
+    int64_t steps = count[row];
+    for (int64_t t = 0; t < a->length; t++) {
+        if (fresh_at(a, row, t)) steps = 0, power = (pair){1.0, 1.0};
+        steps++;
+        power.mean *= beta.mean, power.variance *= beta.variance;
+        factors[2 * t] = 1.0 / (a->betas ? 1.0 - power.mean : steps);
+        factors[2 * t + 1] = 1.0 / (a->betas ? 1.0 - power.variance : steps);
+    }
+    count[row] = steps;
+}
+
+static vec means_of(const problem *a, int64_t first, int count) {
+    vec sums[LANES] = {0};
+    for (int i = 0; i < count; i++)
+        for (int64_t c = 0; c < a->width; c += LANES)
+            sums[i] += load_some(a->x + (first + i) * a->width + c, lanes_at(a, c));
+    return sums_of(sums) / (float)a->width;
+}
+
+static vec variances_of(const problem *a, int64_t first, int count, vec means) {
+    vec sums[LANES] = {0};
+    for (int i = 0; i < count; i++)
+        for (int64_t c = 0; c < a->width; c += LANES) {
+            int lanes = lanes_at(a, c);
+            vec off = load_some(a->x + (first + i) * a->width + c, lanes) - means[i];
+            if (lanes < LANES) memset((float *)&off + lanes, 0, sizeof(float) * (LANES - lanes));
+            sums[i] += off * off;
+        }
+    return sums_of(sums) / (float)a->width;
+}
+
+static void slice_moments(const problem *a, int64_t first, float *mean, float *variance) {
+    int count = least(LANES, a->slices - first);
+    vec means = means_of(a, first, count);
+    store_some(mean + first, means, count);
+    store_some(variance + first, variances_of(a, first, count, means), count);
+}
+
+static inline pair advance(const problem *a, pair s, pair beta, const float *factor, double mean, double variance) {
+    if (a->betas)
+        return (pair){beta.mean * s.mean + (1.0 - beta.mean) * mean,
+                      beta.variance * s.variance + (1.0 - beta.variance) * variance};
+    double k = *factor, step = mean - s.mean;
+    return (pair){s.mean + k * step, s.variance + k * (variance + (1.0 - k) * step * step - s.variance)};
+}
+
+// From moments to corrected statistics, in place. In double: with b = 0.9999 a rounding lives for ten thousand steps,
+// and those of all the steps would add up.
+static void recur(const problem *a, int64_t row, int64_t begin, int count, float *mean, float *variance,
+                  float *final_mean, float *final_variance) {
+    pair s[LANES], beta = a->betas ? (pair){a->betas[0], a->betas[1]} : (pair){0.0, 0.0};
+    int64_t series = row * a->groups + begin;
+    for (int i = 0; i < count; i++) s[i] = (pair){a->mean[series + i], a->variance[series + i]};
+    for (int64_t t = 0; t < a->length; t++) {
+        int64_t at = (row * a->length + t) * a->groups + begin;
+        const float *factor = a->factors + (row * a->length + t) * 2;
+        if (fresh_at(a, row, t)) memset(s, 0, sizeof s);
+        for (int i = 0; i < count; i++) {
+            s[i] = advance(a, s[i], beta, factor, mean[at + i], variance[at + i]);
+            mean[at + i] = a->betas ? s[i].mean * factor[0] : s[i].mean;
+            variance[at + i] = a->betas ? s[i].variance * factor[1] : s[i].variance;
+        }
+    }
+    for (int i = 0; i < count; i++) final_mean[series + i] = s[i].mean, final_variance[series + i] = s[i].variance;
+}
+
+// Up to sixteen slices by their statistics; the variance becomes the factor that was multiplied with.
+static void normalise(const problem *a, int64_t first, const float *mean, float *variance, float *y) {
+    int count = least(LANES, a->slices - first);
+    vec rstd = inverse_root_of(load_some(variance + first, count) + a->eps);
+    int64_t group = first % a->groups;
+    store_some(variance + first, rstd, count);
+    for (int i = 0; i < count; i++) {
+        for (int64_t c = 0; c < a->width; c += LANES) {
+            int64_t at = (first + i) * a->width + c;
+            vec z = (load_some(a->x + at, lanes_at(a, c)) - mean[first + i]) * rstd[i];
+            store_some(y + at, z * scale_at(a, group, c) + shift_at(a, group, c), lanes_at(a, c));
+        }
+        group = group + 1 == a->groups ? 0 : group + 1;
+    }
+}
+
+// ``count`` (rows) is steps of the document before, and becomes those after. ``kept`` (2, rows, length, groups) becomes
+// M and r of every slice.
+void timestep_norm_forward(const float *x, const float *weight, const float *bias, const float *mean,
+                           const float *variance, const uint8_t *starts, const double *betas, float *factors,
+                           int64_t *count, float *y, float *kept, float *final_mean, float *final_variance, float eps,
+                           int64_t rows, int64_t length, int64_t groups, int64_t width, int64_t threads) {
+    problem a = problem_of(x, weight, bias, mean, variance, starts, betas, factors, eps, rows, length, groups, width);
+    float *spread = kept + a.slices;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < rows; row++) count_steps(&a, row, count);
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < a.slices; first += LANES) slice_moments(&a, first, kept, spread);
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t begin = 0; begin < groups; begin += LANES)
+                recur(&a, row, begin, least(LANES, groups - begin), kept, spread, final_mean, final_variance);
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < a.slices; first += LANES) normalise(&a, first, kept, spread, y);
+    }
+}
+
+// Of every slice: what forward kept, its mean, and gradients by statistics that become those by moments.
+typedef struct { const float *mean, *rstd; float *mu, *grad_mean, *grad_variance; } slices;
+
+static void slice_gradients(const problem *a, int64_t first, const float *grad_y, slices of) {
+    int count = least(LANES, a->slices - first);
+    vec sums[LANES] = {0}, along[LANES] = {0}, rstd = load_some(of.rstd + first, count);
+    int64_t group = first % a->groups;
+    for (int i = 0; i < count; i++) {
+        for (int64_t c = 0; c < a->width; c += LANES) {
+            int64_t at = (first + i) * a->width + c;
+            vec g = load_some(grad_y + at, lanes_at(a, c)) * scale_at(a, group, c);
+            sums[i] += g;
+            along[i] += g * (load_some(a->x + at, lanes_at(a, c)) - of.mean[first + i]);
+        }
+        group = group + 1 == a->groups ? 0 : group + 1;
+    }
+    store_some(of.mu + first, means_of(a, first, count), count);
+    store_some(of.grad_mean + first, -rstd * sums_of(sums), count);
+    store_some(of.grad_variance + first, -0.5f * rstd * rstd * rstd * sums_of(along), count);
+}
+
+// One step back: ``back`` is what later steps send, and ``step`` mu_t - m_{t-1}, for cumulative statistics.
+static inline pair retreat(const problem *a, pair *back, pair beta, const float *factor, pair grad, double step) {
+    if (a->betas) {
+        double mean = back->mean + factor[0] * grad.mean, variance = back->variance + factor[1] * grad.variance;
+        *back = (pair){beta.mean * mean, beta.variance * variance};
+        return (pair){(1.0 - beta.mean) * mean, (1.0 - beta.variance) * variance};
+    }
+    double mean = back->mean + grad.mean, variance = back->variance + grad.variance;
+    double k = *factor, slope = 2.0 * k * (1.0 - k) * step * variance;
+    *back = (pair){(1.0 - k) * mean - slope, (1.0 - k) * variance};
+    return (pair){k * mean + slope, k * variance};
+}
+
+static void recur_back(const problem *a, int64_t row, int64_t begin, int count, slices of, const float *grad_mean,
+                       const float *grad_variance, float *to_mean, float *to_variance) {
+    pair s[LANES], beta = a->betas ? (pair){a->betas[0], a->betas[1]} : (pair){0.0, 0.0};
+    int64_t series = row * a->groups + begin;
+    for (int i = 0; i < count; i++) s[i] = (pair){grad_mean[series + i], grad_variance[series + i]};
+    for (int64_t t = a->length - 1; t >= 0; t--) {
+        int64_t at = (row * a->length + t) * a->groups + begin;
+        const float *factor = a->factors + (row * a->length + t) * 2;
+        const float *before = t ? of.mean + at - a->groups : a->mean + series;
+        for (int i = 0; i < count; i++) {
+            pair grad = {of.grad_mean[at + i], of.grad_variance[at + i]};
+            grad = retreat(a, s + i, beta, factor, grad, of.mu[at + i] - before[i]);
+            of.grad_mean[at + i] = grad.mean, of.grad_variance[at + i] = grad.variance;
+        }
+        if (fresh_at(a, row, t)) memset(s, 0, sizeof s);
+    }
+    for (int i = 0; i < count; i++) to_mean[series + i] = s[i].mean, to_variance[series + i] = s[i].variance;
+}
+
+// One slice: the gradient of x, and what it adds to those of weight and bias.
+static void propagate(const problem *a, int64_t slice, slices of, const float *grad_y, float *grad_x, vec *scales,
+                      vec *shifts) {
+    int64_t group = slice % a->groups;
+    float part = 1.0f / a->width, mean = of.mean[slice], rstd = of.rstd[slice], mu = of.mu[slice];
+    float added = part * of.grad_mean[slice], slope = 2.0f * part * of.grad_variance[slice];
+    for (int64_t c = 0; c < a->width; c += LANES, scales++, shifts++) {
+        int lanes = lanes_at(a, c);
+        vec x = load_some(a->x + slice * a->width + c, lanes), g = load_some(grad_y + slice * a->width + c, lanes);
+        *scales += g * ((x - mean) * rstd);
+        *shifts += g;
+        vec grad = g * scale_at(a, group, c) * rstd + (slope * (x - mu) + added);
+        store_some(grad_x + slice * a->width + c, grad, lanes);
+    }
+}
+
+static void add(vec *to, vec *from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] += from[i];
+    memset(from, 0, sizeof(vec) * count);
+}
+
+static void scatter(float *to, const vec *from, const problem *a) {
+    int64_t blocks = blocks_of(a->width, LANES);
+    for (int64_t group = 0; group < a->groups; group++)
+        for (int64_t c = 0; c < a->width; c += LANES)
+            store_some(to + group * a->width + c, from[group * blocks + c / LANES], lanes_at(a, c));
+}
+
+// The steps of one part; their sums for weight and bias are those of every sixteen, added up.
+static void part_backward(const problem *a, int64_t begin, int64_t end, slices of, const float *grad_y, float *grad_x,
+                          float *grad_weight, float *grad_bias) {
+    int64_t blocks = blocks_of(a->width, LANES), size = a->groups * blocks;
+    vec *total = aligned_alloc(sizeof(vec), sizeof(vec) * 4 * size), *in_tile = total + 2 * size;
+    memset(total, 0, sizeof(vec) * 4 * size);
+    for (int64_t step = begin; step < end; step++) {
+        for (int64_t group = 0; group < a->groups; group++) {
+            vec *scales = in_tile + group * blocks;
+            propagate(a, step * a->groups + group, of, grad_y, grad_x, scales, scales + size);
+        }
+        if ((step - begin) % LANES == LANES - 1 || step + 1 == end) add(total, in_tile, 2 * size);
+    }
+    scatter(grad_weight, total, a);
+    scatter(grad_bias, total + size, a);
+    free(total);
+}
+
+// Gradients of weight and bias are (parts, features), to be summed; ``room`` is (3, rows, length, groups).
+void timestep_norm_backward(const float *x, const float *weight, const float *mean, const uint8_t *starts,
+                            const double *betas, float *factors, const float *kept, float *room, const float *grad_y,
+                            const float *grad_final_mean, const float *grad_final_variance, float *grad_x,
+                            float *grad_weight, float *grad_bias, float *grad_mean, float *grad_variance,
+                            int64_t parts, int64_t rows, int64_t length, int64_t groups, int64_t width,
+                            int64_t threads) {
+    problem a = problem_of(x, weight, 0, mean, 0, starts, betas, factors, 0, rows, length, groups, width);
+    slices of = {kept, kept + a.slices, room, room + a.slices, room + 2 * a.slices};
+    int64_t steps = rows * length, features = groups * width;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < a.slices; first += LANES) slice_gradients(&a, first, grad_y, of);
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t begin = 0; begin < groups; begin += LANES)
+                recur_back(&a, row, begin, least(LANES, groups - begin), of, grad_final_mean, grad_final_variance,
+                           grad_mean, grad_variance);
+#pragma omp for schedule(static)
+        for (int64_t part = 0; part < parts; part++)
+            part_backward(&a, part * steps / parts, (part + 1) * steps / parts, of, grad_y, grad_x,
+                          grad_weight + part * features, grad_bias + part * features);
+    }
+}
