@@ -80,46 +80,47 @@ void norms_forward(const float *x, const float *weight, const float *bias, float
     for (int64_t first = 0; first < a.slices; first += LANES) normalise(&a, first, y, kept);
 }
 
-// Of sixteen slices: m, r, and the means of g z and of g.
-typedef struct { vec mean, rstd, along, level; } statistics;
+// One group of up to sixteen steps: m, r, and the means of g z and of g.
+typedef struct { float mean[LANES], rstd[LANES], along[LANES], level[LANES]; } statistics;
 
-static statistics statistics_of(const problem *a, int64_t first, int count, const float *kept, const float *grad_y) {
-    vec along[LANES] = {0}, sums[LANES] = {0};
-    statistics s = {.rstd = load_some(kept + first, count)};
-    if (a->centered) s.mean = load_some(kept + a->slices + first, count);
-    int64_t group = first % a->groups;
+static void read_kept(statistics *to, const problem *a, const float *kept, int64_t step, int count, int64_t group) {
+    memset(to, 0, sizeof *to);
     for (int i = 0; i < count; i++) {
+        int64_t slice = (step + i) * a->groups + group;
+        to->rstd[i] = kept[slice];
+        if (a->centered) to->mean[i] = kept[a->slices + slice];
+    }
+}
+
+static void gradient_means(statistics *to, const problem *a, int64_t step, int count, int64_t group,
+                           const float *grad_y) {
+    vec along[LANES] = {0}, sums[LANES] = {0};
+    for (int i = 0; i < count; i++)
         for (int64_t c = 0; c < a->width; c += LANES) {
-            int64_t at = (first + i) * a->width + c;
+            int64_t at = ((step + i) * a->groups + group) * a->width + c;
             vec g = load_some(grad_y + at, lanes_at(a, c)) * scale_at(a, group, c);
-            along[i] += g * (load_some(a->x + at, lanes_at(a, c)) - s.mean[i]);
+            along[i] += g * (load_some(a->x + at, lanes_at(a, c)) - to->mean[i]);
             sums[i] += g;
         }
-        group = group + 1 == a->groups ? 0 : group + 1;
-    }
-    s.along = sums_of(along) * s.rstd / (float)a->width;
-    s.level = a->centered ? sums_of(sums) / (float)a->width : (vec){0};
-    return s;
+    store(to->along, sums_of(along) * load(to->rstd) / (float)a->width);
+    if (a->centered) store(to->level, sums_of(sums) / (float)a->width);
 }
 
-// One slice: the gradient of x, and what it adds to those of weight and bias.
-static void propagate(const problem *a, int64_t slice, const statistics *s, int i, const float *grad_y, float *grad_x,
-                      vec *scales, vec *shifts) {
-    int64_t group = slice % a->groups;
-    float mean = s->mean[i], rstd = s->rstd[i], along = s->along[i], level = s->level[i];
-    for (int64_t c = 0; c < a->width; c += LANES, scales++, shifts++) {
+// The gradient of x, and what these steps add to those of weight and bias.
+static void propagate(const statistics *s, const problem *a, int64_t step, int count, int64_t group,
+                      const float *grad_y, float *grad_x, vec *scales, vec *shifts) {
+    for (int64_t c = 0; c < a->width; c += LANES) {
         int lanes = lanes_at(a, c);
-        vec g = load_some(grad_y + slice * a->width + c, lanes);
-        vec z = (load_some(a->x + slice * a->width + c, lanes) - mean) * rstd;
-        *scales += g * z;
-        *shifts += g;
-        store_some(grad_x + slice * a->width + c, (g * scale_at(a, group, c) - z * along - level) * rstd, lanes);
+        vec scale = scale_at(a, group, c), along = {0}, sum = {0};
+        for (int i = 0; i < count; i++) {
+            int64_t at = ((step + i) * a->groups + group) * a->width + c;
+            vec g = load_some(grad_y + at, lanes), z = (load_some(a->x + at, lanes) - s->mean[i]) * s->rstd[i];
+            along += g * z;
+            sum += g;
+            store_some(grad_x + at, (g * scale - z * s->along[i] - s->level[i]) * s->rstd[i], lanes);
+        }
+        scales[c / LANES] += along, shifts[c / LANES] += sum;
     }
-}
-
-static void add(vec *to, vec *from, int64_t count) {
-    for (int64_t i = 0; i < count; i++) to[i] += from[i];
-    memset(from, 0, sizeof(vec) * count);
 }
 
 static void scatter(float *to, const vec *from, const problem *a) {
@@ -133,20 +134,17 @@ static void scatter(float *to, const vec *from, const problem *a) {
 static void part_backward(const problem *a, int64_t begin, int64_t end, const float *kept, const float *grad_y,
                           float *grad_x, float *grad_weight, float *grad_bias) {
     int64_t blocks = blocks_of(a->width, LANES), size = a->groups * blocks;
-    vec *total = aligned_alloc(sizeof(vec), sizeof(vec) * 4 * size), *in_tile = total + 2 * size;
-    memset(total, 0, sizeof(vec) * 4 * size);
-    for (int64_t step = begin; step < end; step += LANES) {
-        int64_t last = least(end, step + LANES) * a->groups;
-        for (int64_t first = step * a->groups; first < last; first += LANES) {
-            int count = least(LANES, last - first);
-            statistics s = statistics_of(a, first, count, kept, grad_y);
-            for (int i = 0; i < count; i++) {
-                vec *scales = in_tile + (first + i) % a->groups * blocks;
-                propagate(a, first + i, &s, i, grad_y, grad_x, scales, scales + size);
-            }
+    vec *total = aligned_alloc(sizeof(vec), sizeof(vec) * 2 * size);
+    memset(total, 0, sizeof(vec) * 2 * size);
+    for (int64_t step = begin; step < end; step += LANES)
+        for (int64_t group = 0; group < a->groups; group++) {
+            int count = least(LANES, end - step);
+            vec *scales = total + group * blocks;
+            statistics s;
+            read_kept(&s, a, kept, step, count, group);
+            gradient_means(&s, a, step, count, group, grad_y);
+            propagate(&s, a, step, count, group, grad_y, grad_x, scales, scales + size);
         }
-        add(total, in_tile, 2 * size);
-    }
     scatter(grad_weight, total, a);
     scatter(grad_bias, total + size, a);
     free(total);
