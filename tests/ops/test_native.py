@@ -6,10 +6,9 @@ import cases
 import laws
 import pytest
 import torch
+from native_agreement import needs_compiler
 
-from gecko.ops.kernels import native_runs_on
-
-pytestmark = pytest.mark.skipif(not native_runs_on(torch.zeros(1)), reason="no C compiler")
+pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize(("law", "case"), laws.over(cases.SINGLE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.native_agreement import agree, calls, needs_compiler, normal, turned
+from native_agreement import agree, calls, needs_compiler, normal, turned
 from torch import Tensor
 
 from gecko.ops.fan_out import fan_out

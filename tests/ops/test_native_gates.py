@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.native_agreement import agree, calls, evaluate, needs_compiler, normal, turned
+from native_agreement import agree, calls, evaluate, needs_compiler, normal, turned
 
 from gecko.ops.gates import gated, silu_by_head
 from gecko.ops.gates import native as gates

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_agreement import needs_compiler
 
 from gecko.ops import native
 from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.kernels import _native_installed, native_runs_on
-
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 
 
 @pytest.fixture

@@ -34,6 +34,9 @@ static inline void store_some(float *to, vec x, int count) {
     else memcpy(to, &x, sizeof(float) * count);
 }
 
+// Numbers that one thread is done with before another has woken.
+enum { ALONE = 1 << 15 };
+
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t blocks_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
@@ -84,24 +87,24 @@ static inline vec inverse_root_of(vec x) {
     return 1.0f / load(lanes);
 }
 
-// The sum of each of sixteen vectors, in the lane of its number: halves, quarters, ... of two are added at a time.
-#ifdef __clang__
-#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, (lanes_of_int){__VA_ARGS__})
-#endif
+static inline __attribute__((always_inline)) void add_halves(vec *x, const int size) {
+    for (int i = 0; i < size; i++) {
+        lanes_of_int low, high;
+        for (int n = 0; n < LANES; n++) {
+            low[n] = n & size ? n - size + LANES : n;
+            high[n] = n & size ? n + LANES : n + size;
+        }
+        x[i] = __builtin_shuffle(x[i], x[i + size], low) + __builtin_shuffle(x[i], x[i + size], high);
+    }
+}
 
-static inline vec sums_of(const vec *x) {
-    vec s[8];
-    for (int i = 0; i < 8; i++)
-        s[i] = LANES_OF(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               LANES_OF(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    for (int i = 0; i < 4; i++)
-        s[i] = LANES_OF(s[i], s[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               LANES_OF(s[i], s[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int i = 0; i < 2; i++)
-        s[i] = LANES_OF(s[i], s[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               LANES_OF(s[i], s[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    return LANES_OF(s[0], s[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-           LANES_OF(s[0], s[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+// The sum of each of LANES vectors, in the lane of its number: halves, quarters, ... of two are added at a time.
+static inline vec sums_of(const vec *from) {
+    vec x[LANES];
+    memcpy(x, from, sizeof x);
+    if (LANES > 8) add_halves(x, 8);
+    if (LANES > 4) add_halves(x, 4);
+    add_halves(x, 2);
+    add_halves(x, 1);
+    return x[0];
 }

@@ -32,7 +32,7 @@ from torch import Tensor
 from gecko.files import whole_file
 
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
-_COMPILERS = ("gcc", "cc")
+COMPILERS = ("gcc", "cc")
 
 
 def library() -> ctypes.CDLL | None:
@@ -61,9 +61,9 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _compiler() -> str:
-    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    found = next(filter(None, map(shutil.which, COMPILERS)), None)
     if found is None:
-        raise FileNotFoundError("none of " + ", ".join(_COMPILERS) + " is installed")
+        raise FileNotFoundError("none of " + ", ".join(COMPILERS) + " is installed")
     return found
 
 

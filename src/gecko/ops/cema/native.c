@@ -1,4 +1,4 @@
-// The moving average step by step, sixteen channels in the lanes of a register and the state of a few modes beside it.
+// The moving average step by step, channels in the lanes of a register and the state of a few modes beside it.
 //
 //     h_t = q h_{t-1} + p x_t,   y_t = Re(sum of gamma h_t) + omega x_t
 //
@@ -146,7 +146,7 @@ void cema_forward(const float *x, const float *p, const float *q, const float *g
                   const float *initial, const uint8_t *starts, float *y, float *kept, float *final, int64_t rows,
                   int64_t length, int64_t channels, int64_t modes, int64_t threads) {
     problem a = problem_of(x, p, q, gamma, skip, initial, starts, rows, length, channels, modes);
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (rows * length * channels > ALONE)
     for (int64_t row = 0; row < a.rows; row++)
         for (int64_t block = 0; block < a.blocks; block++) block_forward(&a, row, block, y, kept, final);
 }
@@ -259,7 +259,7 @@ void cema_backward(const float *x, const float *p, const float *q, const float *
                    int64_t groups, int64_t rows, int64_t length, int64_t channels, int64_t modes, int64_t threads) {
     problem a = problem_of(x, p, q, gamma, skip, 0, starts, rows, length, channels, modes);
     gradients to = {grad_x, grad_p, grad_q, grad_gamma, grad_skip, grad_initial};
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (rows * length * channels > ALONE)
     for (int64_t group = 0; group < groups; group++)
         for (int64_t block = 0; block < a.blocks; block++)
             block_backward(&a, grad_y, grad_final, kept, to, group, groups, block);

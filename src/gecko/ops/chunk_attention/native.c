@@ -178,7 +178,7 @@ void chunk_attention_forward(const float *q, const float *k, const float *v, con
                              int64_t key, int64_t value, int64_t span, int64_t threads) {
     problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length, chunk, key,
                            value, span);
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
         for (int64_t range = 0; range < a.ranges; range++) {
             scratch s = scratch_of(&a, 0);
@@ -311,10 +311,10 @@ void chunk_attention_backward(const float *q, const float *k, const float *v, co
     problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length, chunk, key,
                            value, span);
     gradients to = {grad_q, grad_k, grad_v, grad_k_before, grad_v_before};
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
         for (int64_t range = 0; range < a.ranges; range++) range_backward(&a, lse, grad, to, list, range);
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
         for (int64_t range = 1; range < a.ranges; range++) {
             int64_t border = (list * a.ranges + range) * chunk, at = list * length + (range * span - 1) * chunk;

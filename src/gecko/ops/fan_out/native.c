@@ -12,10 +12,7 @@
 
 #include <stdlib.h>
 
-enum {
-    TILE = 64,
-    ALONE = 1 << 14,  // numbers of z that one thread is done with before another has woken
-};
+enum { TILE = 64 };
 
 // z is (tokens, heads, size), scale and offset (rows, heads, size), each row (B, heads, length, size).
 typedef struct {

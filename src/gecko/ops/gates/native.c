@@ -6,8 +6,6 @@
 //               dattended = dout silu(gate),   dgate = dout attended silu'(gate),   drecalled = dout.
 #include "../native.h"
 
-enum { ALONE = 1 << 15 };  // numbers that one thread is done with before another has woken
-
 typedef struct { int64_t tokens, length, heads, size; int alone; } shape;
 
 static shape shape_of(int64_t rows, int64_t heads, int64_t length, int64_t size) {

@@ -1,5 +1,5 @@
-// RMS norm, and layer norm if ``centered``, of slices: one step's features of one group. Sixteen slices at a time are
-// read, and are in the cache when they are read again.
+// RMS norm, and layer norm if ``centered``, of slices: one step's features of one group. Slices are read LANES at a time,
+// and are in the cache when they are read again.
 //
 //     z = (x - m) r,   r = 1 / sqrt(mean of (x - m)^2 + eps),   y = z (1 + weight) + bias,
 //
@@ -76,11 +76,11 @@ static void normalise(const problem *a, int64_t first, float *y, float *kept) {
 void norms_forward(const float *x, const float *weight, const float *bias, float *y, float *kept, float eps,
                    int64_t centered, int64_t steps, int64_t groups, int64_t width, int64_t threads) {
     problem a = problem_of(x, weight, bias, eps, centered, steps, groups, width);
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(threads) if (a.slices * width > ALONE)
     for (int64_t first = 0; first < a.slices; first += LANES) normalise(&a, first, y, kept);
 }
 
-// One group of up to sixteen steps: m, r, and the means of g z and of g.
+// One group of up to LANES steps: m, r, and the means of g z and of g.
 typedef struct { float mean[LANES], rstd[LANES], along[LANES], level[LANES]; } statistics;
 
 static void read_kept(statistics *to, const problem *a, const float *kept, int64_t step, int count, int64_t group) {
@@ -130,7 +130,7 @@ static void scatter(float *to, const vec *from, const problem *a) {
             store_some(to + group * a->width + c, from[group * blocks + c / LANES], lanes_at(a, c));
 }
 
-// The steps of one part; their sums for weight and bias are those of every sixteen, added up.
+// The steps of one part; their sums for weight and bias are those of every LANES, added up.
 static void part_backward(const problem *a, int64_t begin, int64_t end, const float *kept, const float *grad_y,
                           float *grad_x, float *grad_weight, float *grad_bias) {
     int64_t blocks = blocks_of(a->width, LANES), size = a->groups * blocks;
@@ -156,7 +156,7 @@ void norms_backward(const float *x, const float *weight, const float *kept, cons
                     int64_t width, int64_t threads) {
     problem a = problem_of(x, weight, 0, 0, centered, steps, groups, width);
     int64_t features = groups * width;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(threads) if (a.slices * width > ALONE)
     for (int64_t part = 0; part < parts; part++)
         part_backward(&a, part * steps / parts, (part + 1) * steps / parts, kept, grad_y, grad_x,
                       grad_weight + part * features, grad_bias + part * features);

@@ -23,11 +23,11 @@ def group_norm_native(
 ) -> Tensor:
     """RMS norm, or layer norm if ``centered``, over each group of the features of x (…, D), float32."""
     tensors = (t if t is None else t.contiguous() for t in (x, weight, bias))
-    y: Tensor = _GroupNorm.apply(*tensors, groups, eps, int(centered))
+    y: Tensor = NativeGroupNorm.apply(*tensors, groups, eps, int(centered))
     return y
 
 
-class _GroupNorm(torch.autograd.Function):
+class NativeGroupNorm(torch.autograd.Function):
     """Kept are x, and rstd and, if centered, mean of every slice."""
 
     @staticmethod

@@ -3,8 +3,6 @@
 //     y = a s b,   da = dy b s (1 + a (1 - s)),   db = dy a s.
 #include "../native.h"
 
-enum { ALONE = 1 << 15 };  // numbers that one thread is done with before another has woken
-
 void swiglu_forward(const float *a, const float *b, float *y, int64_t total, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (total > ALONE)
     for (int64_t i = 0; i < total; i += LANES) {

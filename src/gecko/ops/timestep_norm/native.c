@@ -125,7 +125,7 @@ static void recur(const problem *a, int64_t row, int64_t begin, int count, float
     for (int i = 0; i < count; i++) final_mean[series + i] = s[i].mean, final_variance[series + i] = s[i].variance;
 }
 
-// Up to sixteen slices by their statistics; the variance becomes the factor that was multiplied with.
+// Up to LANES slices by their statistics; the variance becomes the factor that was multiplied with.
 static void normalise(const problem *a, int64_t first, const float *mean, float *variance, float *y) {
     int count = least(LANES, a->slices - first);
     vec rstd = inverse_root_of(load_some(variance + first, count) + a->eps);
@@ -149,7 +149,7 @@ void timestep_norm_forward(const float *x, const float *weight, const float *bia
                            int64_t rows, int64_t length, int64_t groups, int64_t width, int64_t threads) {
     problem a = problem_of(x, weight, bias, mean, variance, starts, betas, factors, eps, rows, length, groups, width);
     float *spread = kept + a.slices;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (a.slices * width > ALONE)
     {
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < rows; row++) count_steps(&a, row, count);
@@ -245,7 +245,7 @@ static void scatter(float *to, const vec *from, const problem *a) {
             store_some(to + group * a->width + c, from[group * blocks + c / LANES], lanes_at(a, c));
 }
 
-// The steps of one part; their sums for weight and bias are those of every sixteen, added up.
+// The steps of one part; their sums for weight and bias are those of every LANES, added up.
 static void part_backward(const problem *a, int64_t begin, int64_t end, slices of, const float *grad_y, float *grad_x,
                           float *grad_weight, float *grad_bias) {
     int64_t blocks = blocks_of(a->width, LANES), size = a->groups * blocks;
@@ -273,7 +273,7 @@ void timestep_norm_backward(const float *x, const float *weight, const float *me
     problem a = problem_of(x, weight, 0, mean, 0, starts, betas, factors, 0, rows, length, groups, width);
     slices of = {kept, kept + a.slices, room, room + a.slices, room + 2 * a.slices};
     int64_t steps = rows * length, features = groups * width;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (a.slices * width > ALONE)
     {
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < a.slices; first += LANES) slice_gradients(&a, first, grad_y, of);

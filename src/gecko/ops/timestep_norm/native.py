@@ -26,7 +26,7 @@ def timestep_norm_native(
     check_shape("state.variance", state.variance, state.mean.shape)
     check_shape("state.count", state.count, (len(x),))
     given = (x, weight, bias, state.mean, state.variance, state.count, segments.start_flags, decays)
-    y, count, mean, variance = _Norm.apply(*(t if t is None else t.contiguous() for t in given), eps)
+    y, count, mean, variance = NativeTimestepNorm.apply(*(t if t is None else t.contiguous() for t in given), eps)
     return y, type(state)(count, mean, variance)
 
 
@@ -35,7 +35,7 @@ _STEPS, _PARTS = 16, 64
 of its own, so that sums are the same on any number of threads."""
 
 
-class _Norm(torch.autograd.Function):
+class NativeTimestepNorm(torch.autograd.Function):
     """Kept are x, mean and rstd of every step and group, and the corrections of every step."""
 
     @staticmethod
