@@ -7,9 +7,12 @@ from functools import partial
 import pytest
 import torch
 from laws import assert_same
+from native_agreement import needs_compiler
 from torch import Tensor
 
 from gecko.ops.norms import group_layer_norm, group_rms_norm, native
+
+pytestmark = needs_compiler
 
 SIZES = [
     ((2, 3), 1, 1), ((1, 15), 1, 15), ((16,), 1, 16), ((17,), 1, 17), ((3, 7), 4, 32), ((3, 11), 5, 40),

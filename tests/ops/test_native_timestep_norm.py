@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from laws import assert_same
+from native_agreement import needs_compiler
 from torch import Tensor
 
 from gecko.ops.timestep_norm import TimestepNormState, native, timestep_norm
 from gecko.segments import Clock, Segments
+
+pytestmark = needs_compiler
 
 SLOW, FAST, NONE, FORGETFUL = (0.999, 0.9999), (0.7, 0.9), None, (0.0, 0.5)
 
