@@ -19,7 +19,7 @@ static inline __attribute__((always_inline)) void tile_product(
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < width; j++) sum[i][j] = adds ? load(c + i * c_row + j * LANES) : (vec){0};
+        for (int j = 0; j < width; j++) sum[i][j] = (vec){0};
     for (int64_t k = 0; k < depth; k++) {
         vec right[MOST_WIDTH];
 #pragma GCC unroll 4
@@ -34,7 +34,10 @@ static inline __attribute__((always_inline)) void tile_product(
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < width; j++) store(c + i * c_row + j * LANES, sum[i][j]);
+        for (int j = 0; j < width; j++) {
+            float *to = c + i * c_row + j * LANES;
+            store(to, adds ? load(to) + sum[i][j] : sum[i][j]);
+        }
 }
 
 #define ROWS_OF(count, width)                                                                                   \
@@ -55,8 +58,9 @@ COLUMNS_OF(product_narrow, 1)
 #undef COLUMNS_OF
 #undef ROWS_OF
 
-// c (rows, columns) = a b, or += where it ``adds``. ``columns`` is a multiple of LANES. a is (rows, depth) at any two
-// distances, so a transposed one is the same call; rows of b and c are c_row and b_row apart.
+// c (rows, columns) = a b, or c + a b where it ``adds``: so a long sum is taken tile by tile. ``columns`` is a multiple
+// of LANES. a is (rows, depth) at any two distances, so a transposed one is the same call; rows of b and c are c_row and
+// b_row apart.
 static void product(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,
                     int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int adds) {
     const int64_t wide = MOST_WIDTH * LANES, half = wide / 2;
