@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
-from gecko.ops.kernels import kernels_run_on
+from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 from gecko.ops.phases import common_phase, run_by_phase
 from gecko.ops.working_memory.chunked import remember_chunks
 from gecko.ops.working_memory.decode import remember_token
@@ -99,9 +99,17 @@ def working_memory(
             from gecko.ops.working_memory.triton import remember_on_kernels
 
             form, inputs = remember_on_kernels, (q, k, v)
+        elif rule == "adaptive" and segments.handoff is None and _native_takes(inputs, state):
+            form = kernels_of("working_memory", "native").remember_natively
         one = partial(form, RULES[rule], chunk_size)
         if common_phase(segments, chunk_size) is None:
             out, state = run_by_phase(one, inputs, state, segments, chunk_size)
         else:
             out, state = one(inputs, state, segments)
     return out.to(v.dtype), state
+
+
+def _native_takes(inputs: tuple[Tensor, ...], state: WorkingMemoryState) -> bool:
+    """Whether the C kernels take these sizes and dtypes: features that fill whole registers."""
+    floats = (x for x in state.tensors().values() if x.is_floating_point())
+    return all(x.shape[-1] % 16 == 0 for x in inputs) and native_runs_on(*inputs, *floats)

@@ -1,0 +1,149 @@
+"""Working memory by the C kernels, for the adaptive rule: one pass for summaries, the chain, and one pass to read.
+
+Counted tokens are the last of their chunk, and allowed ones the first, so that counts stand for masks and nothing is
+padded. Summaries lie in one tensor, in the order in which the chain enters them: slot 0 holds the chunk before the
+call, slot i + 1 chunk i of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gecko.ops.native import call
+from gecko.ops.phases import common_phase
+from gecko.ops.working_memory.grid import Grid
+from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary
+from gecko.segments import Segments
+
+if TYPE_CHECKING:
+    from gecko.ops.working_memory import WorkingMemoryState
+
+
+def remember_natively(
+    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+) -> tuple[Tensor, WorkingMemoryState]:
+    """``working_memory`` by the adaptive rule for rows that agree on position mod c, on one rank.
+
+    See ``remember_chunks``. float32, in features that are multiples of 16.
+    """
+    phase = common_phase(segments, chunk_size)
+    assert phase is not None, "rows must agree on their phase"
+    grid = segments.shared(("memory", chunk_size), lambda: Grid.build(segments, phase, chunk_size))
+    spans = segments.shared(("memory spans", chunk_size), lambda: Spans.of(grid, chunk_size, segments.length))
+    q, _, v = inputs
+    nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
+    earlier = state.current.where(grid.continues, nothing).tensors().values() if phase else ()
+    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
+    out, memory, normaliser, *sums = _Remember.apply(
+        spans, resets, *inputs, state.memory, state.normaliser, *state.previous.tensors().values(), *earlier
+    )
+    previous, current = ChunkSummary(*sums[:3]), ChunkSummary(*sums[3:]) if sums[3:] else nothing
+    return out, type(state)(memory, normaliser, previous, current, resets[:, spans.steps].clone())
+
+
+@dataclass(frozen=True)
+class Spans:
+    """How a call lies on the grid: its first chunk holds ``phase`` tokens of earlier calls.
+
+    steps: how many of the n chunks the call completes, and how many slots the chain enters: n, or n − 1.
+    counted, allowed: (B, n) int64, how many of the call's last and first tokens in a chunk are; see ``Grid``.
+    """
+
+    chunk_size: int
+    phase: int
+    chunks: int
+    steps: int
+    counted: Tensor
+    allowed: Tensor
+
+    @classmethod
+    def of(cls, grid: Grid, chunk_size: int, length: int) -> Spans:
+        counted, allowed = (mask.sum((1, 3, 4)) for mask in (grid.counted, grid.allowed))
+        return cls(chunk_size, grid.phase, grid.chunks, (grid.phase + length) // chunk_size, counted, allowed)
+
+    def sizes(self, q: Tensor, v: Tensor) -> tuple[int, ...]:
+        """What every kernel takes at its end."""
+        return *q.shape, v.shape[-1], self.chunk_size, self.phase, self.chunks
+
+
+class _Remember(torch.autograd.Function):
+    """Outputs, the memory and the normaliser after the call, the summary of the chunk before the next token's, and that
+    of the next token's where the call leaves it incomplete."""
+
+    @staticmethod
+    def forward(ctx: Any, spans: Spans, resets: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        q, k, v, memory, normaliser, *summaries = (x.contiguous() for x in given)
+        previous, earlier = summaries[:3], summaries[3:]
+        sizes, chunks = spans.sizes(q, v), spans.chunks
+        sums = [x.new_empty(*x.shape[:2], chunks + 1, *x.shape[2:]) for x in previous]
+        for slots, before in zip(sums, previous, strict=True):
+            slots[:, :, 0] = before
+        call("working_memory_summarise", k, v, spans.counted, *(earlier or (None, None, None)), *sums, *sizes)
+        rho, share = (q.new_empty(*normaliser.shape[:2], chunks, normaliser.shape[2]) for _ in range(2))
+        memories = v.new_empty(*memory.shape[:2], chunks, *memory.shape[2:])
+        after, out = (torch.empty_like(memory), torch.empty_like(normaliser)), torch.empty_like(v)
+        call(
+            "working_memory_chain", *sums, resets, normaliser, memory, rho, share, memories, after[1], after[0],
+            spans.steps, *sizes,
+        )  # fmt: skip
+        call("working_memory_read", q, memories, spans.allowed, out, *sizes)
+        ctx.spans = spans
+        ctx.save_for_backward(q, k, v, resets, memories, rho, share, *sums, *earlier)
+        return out, *after, *(_at(x, slot) for slot in range(spans.steps, chunks + 1) for x in sums)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, *grads_after: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, resets, memories, rho, share, *sums = ctx.saved_tensors
+        sums, earlier, spans = sums[:3], sums[3:], ctx.spans
+        sizes = spans.sizes(q, v)
+        # Without gradients of the state, none enters the memory that is not read in this call.
+        of_state = any(x is not None for x in grads_after)
+        steps, live = (spans.steps, spans.chunks + 1) if of_state else (spans.chunks - 1, spans.chunks - 1)
+        grad_memory, grad_normaliser, *grads_left = _whole(grads_after, sums) if of_state else (None, None)
+
+        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+        grads = [torch.empty_like(x) for x in sums]
+        grad = torch.zeros_like(v) if grad is None else grad.contiguous()
+        call("working_memory_read_backward", q, memories, grad, spans.allowed, grad_q, grads[2], *sizes)
+        before = (
+            memories.new_empty(memories.shape[:2] + memories.shape[3:]),
+            rho.new_empty(*rho.shape[:2], rho.shape[3]),
+        )
+        call(
+            "working_memory_chain_backward", *sums[1:], memories, rho, share, resets, grad_memory, grad_normaliser,
+            grads[2], *grads[:2], *before, steps, *sizes,
+        )  # fmt: skip
+        for i, left in enumerate(grads_left):
+            grads[i % 3][:, :, spans.steps + i // 3] = left
+        call("working_memory_summarise_backward", k, v, spans.counted, *sums, *grads, grad_k, grad_v, live, *sizes)
+        by_previous = [_at(x, 0) for x in grads] if live else [None] * 3
+        return None, None, grad_q, grad_k, grad_v, *before, *by_previous, *_of_earlier(earlier, sums, grads, live)
+
+
+def _at(slots: Tensor, index: int) -> Tensor:
+    """A copy: a view would hold all slots in memory as long as the state lives."""
+    return slots[:, :, index].clone(memory_format=torch.contiguous_format)
+
+
+def _whole(grads: tuple[Tensor | None, ...], sums: list[Tensor]) -> list[Tensor]:
+    """Gradients of the memory, the normaliser and the summaries that are left, zeros for missing ones."""
+    like = (sums[2], sums[0], *sums, *sums)
+    return [torch.zeros_like(x[:, :, 0]) if g is None else g.contiguous() for g, x in zip(grads, like, strict=False)]
+
+
+def _of_earlier(earlier: list[Tensor], sums: list[Tensor], grads: list[Tensor], live: int) -> list[Tensor | None]:
+    """Gradients of the summary of the first chunk's earlier tokens, whose share of the chunk's own is ``a``."""
+    if not earlier or live < 2:
+        return [None] * len(earlier)
+    weight, key_sum, value_sum = (x[:, :, 1] for x in sums)
+    grad_weight, grad_keys, grad_values = (x[:, :, 1] for x in grads)
+    a = (earlier[0] - weight).exp()
+    inner = (grad_keys * (earlier[1] - key_sum)).sum(-1) + (grad_values * (earlier[2] - value_sum)).sum(-1)
+    return [a * (grad_weight + inner), a.unsqueeze(-1) * grad_keys, a.unsqueeze(-1) * grad_values]

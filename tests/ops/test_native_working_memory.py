@@ -1,0 +1,154 @@
+"""The C kernels of the working memory keep the laws, at sizes that cross all their borders."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import cases
+import laws
+import pytest
+import torch
+from cases import CHUNK, Operator
+from torch import Tensor
+
+from gecko.ops.kernels import native_runs_on
+from gecko.ops.working_memory import WorkingMemoryState, native, working_memory, working_memory_reference
+from gecko.segments import Segments
+
+pytestmark = pytest.mark.skipif(not native_runs_on(torch.zeros(1)), reason="no C compiler")
+
+
+def _operator(heads: int, keys: int, values: int) -> Operator:
+    def draw(batch: int, length: int, generator: torch.Generator) -> list[Tensor]:
+        shape = (batch, heads, length)
+        return [torch.randn(*shape, d, generator=generator, dtype=torch.float64) for d in (keys, keys, values)]
+
+    return Operator(
+        f"memory-native-{keys}x{values}", 2, lambda g: [], draw,
+        lambda b, dtype: WorkingMemoryState.empty("adaptive", b, heads, keys, values, dtype),
+        lambda p, x, state, segments: working_memory(*x, CHUNK, state=state, segments=segments),
+        lambda p, x, state, segments: working_memory_reference((x[0], x[1], x[2]), CHUNK, "adaptive", state, segments),
+    )  # fmt: skip
+
+
+OPERATORS = [_operator(2, 16, 48), _operator(1, 32, 80)]
+SINGLE = [dataclasses.replace(case, dtype=torch.float32) for case in cases.COMMON if case.dtype == torch.float64]
+
+
+@pytest.mark.parametrize(("law", "case"), laws.over(SINGLE))
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_native_memory(operator, law, case):
+    law(operator, case)
+
+
+SHAPES = {
+    "tiles": (2, 2, 450, 32, 80, 150),  # chunks of more than two tiles of tokens, columns of more than one block
+    "chunks": (3, 1, 310, 16, 144, 10),
+    "one-chunk": (1, 2, 90, 48, 16, 100),
+    "wide": (1, 1, 300, 112, 208, 70),
+    "single-tokens": (2, 1, 7, 16, 32, 1),
+    "many-streams": (9, 3, 20, 16, 16, 4),
+}
+"""Rows, heads, tokens, keys, values, chunk."""
+CALLS = [
+    pytest.param(
+        shape, before, documents, id=f"{name}-{'after' if before else 'fresh'}-{'packed' if documents else 'one'}"
+    )
+    for name, shape in SHAPES.items()
+    for before in (0, 37)
+    for documents in (False, True)
+]
+
+
+def _read(
+    shape: tuple[int, ...], dtype: torch.dtype, documents: bool, before: int, terms: tuple[str, ...] | None
+) -> dict[str, Tensor]:
+    """The output and the state of a call after ``before`` tokens, and the gradients of its ``terms``, or of all."""
+    batch, heads, length, keys, values, chunk = shape
+    generator = torch.Generator().manual_seed(3)
+
+    def inputs(tokens: int) -> dict[str, Tensor]:
+        drawn = {
+            n: torch.randn(batch, heads, tokens, d, generator=generator) for n, d in zip("qkv", sizes, strict=True)
+        }
+        return {name: x.to(dtype).requires_grad_() for name, x in drawn.items()}
+
+    sizes = (keys, keys, values)
+    ids = torch.rand(batch, before + length, generator=generator).lt(3 / length if documents else 0).long().cumsum(1)
+    clock, state, leaves = None, None, inputs(length)
+    earlier = inputs(before)
+    if before:
+        segments = Segments.build(batch, before, segment_ids=ids[:, :before])
+        _, state = working_memory(*earlier.values(), chunk, segments=segments)
+        clock = segments.end
+    segments = Segments.build(batch, length, segment_ids=ids[:, before:], clock=clock)
+    out, state = working_memory(*leaves.values(), chunk, state=state, segments=segments)
+    found = {"output": out, **{name: x for name, x in state.tensors().items() if x.is_floating_point()}}
+    leaves |= {f"earlier {name}": x for name, x in earlier.items()} if before else {}
+    weighed = [(x, laws.random_like(x, generator)) for n, x in found.items() if terms is None or n in terms]
+    total = sum((x * w).sum() for x, w in weighed if x.requires_grad)
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    named = zip(leaves, gradients, strict=True)
+    return {n: x.detach() for n, x in found.items()} | {f"gradient by {n}": x for n, x in named}
+
+
+@pytest.mark.parametrize(("shape", "before", "documents"), CALLS)
+@pytest.mark.parametrize("terms", [("output",), ("memory",), None], ids=["output", "memory", "all"])
+def test_native_memory_is_the_eager_one(shape, before, documents, terms):
+    given = shape, torch.float32, documents, before, terms
+    laws.assert_same(_read(*given), _read(shape, torch.float64, documents, before, terms), 1e-5)
+
+
+@pytest.mark.parametrize(("shape", "before", "documents"), CALLS)
+def test_native_memory_does_not_depend_on_threads(shape, before, documents):
+    one = _read(shape, torch.float32, documents, before, None)
+    torch.set_num_threads(2)
+    try:
+        two = _read(shape, torch.float32, documents, before, None)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("shift", [0.0, -300.0, 300.0])
+@pytest.mark.parametrize("documents", [False, True], ids=["one", "packed"])
+def test_native_memory_is_bounded_however_large_the_keys(documents, shift):
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(1, 2, 61, d, generator=generator).requires_grad_() for d in (16, 16, 32))
+    ids = (torch.arange(61) >= 13).long().unsqueeze(0) if documents else None
+    out, state = working_memory(q, 200 * k + shift, v, CHUNK, segments=Segments.build(1, 61, segment_ids=ids))
+    (out.sum() + sum(x.sum() for x in state.tensors().values() if x.is_floating_point())).backward()
+    assert out.isfinite().all() and state.memory.isfinite().all()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("taken", "keys", "values", "rule", "dtype"),
+    [
+        (True, 16, 48, "adaptive", torch.float32),
+        (True, 32, 16, "adaptive", torch.bfloat16),
+        (False, 16, 48, "linear", torch.float32),
+        (False, 16, 48, "adaptive", torch.float64),
+        (False, 16, 40, "adaptive", torch.float32),
+        (False, 24, 48, "adaptive", torch.float32),
+    ],
+)
+def test_native_memory_is_taken(monkeypatch, taken, keys, values, rule, dtype):
+    called = []
+    monkeypatch.setattr(native, "call", lambda name, *_: called.append(name))
+    q, k, v = (torch.zeros(1, 1, 20, d, dtype=dtype) for d in (keys, keys, values))
+    working_memory(q, k, v, CHUNK, rule=rule)
+    assert called == ["working_memory_" + name for name in ("summarise", "chain", "read") if taken]
+
+
+def test_native_memory_leaves_the_state_it_was_given():
+    q, k, v = (torch.randn(2, 1, 20, d, generator=torch.Generator().manual_seed(1)) for d in (16, 16, 32))
+    segments = Segments.build(2, 20)
+    _, state = working_memory(q, k, v, CHUNK, segments=segments)
+    copies = state.map(torch.clone)
+    _, after = working_memory(
+        q[:, :, :3], k[:, :, :3], v[:, :, :3], CHUNK, state=state, segments=Segments.build(2, 3, clock=segments.end)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(state.tensors().values(), copies.tensors().values(), strict=True))
+    places = [x.data_ptr() for one in (state, after) for x in one.tensors().values()]
+    assert len(set(places)) == len(places)
