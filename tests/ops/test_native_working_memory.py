@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import cases
 import laws
@@ -32,7 +32,7 @@ def _operator(heads: int, keys: int, values: int) -> Operator:
 
 
 OPERATORS = [_operator(2, 16, 48), _operator(1, 32, 80)]
-SINGLE = [dataclasses.replace(case, dtype=torch.float32) for case in cases.COMMON if case.dtype == torch.float64]
+SINGLE = [replace(case, dtype=torch.float32) for case in cases.COMMON if case.dtype == torch.float64]
 
 
 @pytest.mark.parametrize(("law", "case"), laws.over(SINGLE))
@@ -152,3 +152,20 @@ def test_native_memory_leaves_the_state_it_was_given():
     assert all(torch.equal(x, y) for x, y in zip(state.tensors().values(), copies.tensors().values(), strict=True))
     places = [x.data_ptr() for one in (state, after) for x in one.tensors().values()]
     assert len(set(places)) == len(places)
+
+
+def test_native_memory_is_the_eager_one_where_nothing_has_been_read():
+    """Of two empty sums, rho is 1 and each has half of the gradient."""
+    read = {}
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(4)
+        inputs = [torch.randn(2, 1, CHUNK, d, generator=generator).to(dtype) for d in (16, 16, 32)]
+        state = WorkingMemoryState.empty("adaptive", 2, 1, 16, 32, dtype)
+        state = replace(state, memory=torch.randn(2, 1, 16, 32, generator=generator).to(dtype))
+        leaves = {n: x.requires_grad_() for n, x in state.tensors().items() if x.is_floating_point()}
+        _, after = working_memory(*inputs, CHUNK, state=state)
+        terms = [laws.random_like(x, generator).mul(x).sum() for x in (after.memory, after.normaliser)]
+        gradients = torch.autograd.grad(sum(terms), list(leaves.values()), allow_unused=True, materialize_grads=True)
+        named = zip(leaves, gradients, strict=True)
+        read[dtype] = {"memory": after.memory.detach(), **{f"gradient by {name}": x for name, x in named}}
+    laws.assert_same(read[torch.float32], read[torch.float64], 1e-5)

@@ -87,7 +87,7 @@ static inline vec largest_across(vec x) {
 static float dot(const float *a, const float *b, int64_t count) {
     vec sum = {0};
     for (int64_t n = 0; n < count; n += LANES) sum += load(a + n) * load(b + n);
-    return sum_of(sum);
+    return sum_across(sum)[0];
 }
 
 // Softmax of each of ``count`` rows.
@@ -101,8 +101,8 @@ static void softmax(float *to, const float *from, int64_t count, int64_t width) 
             store(to + z, e);
             total += e;
         }
-        vec factor = 1.0f / sum_across(total);
-        for (int64_t z = 0; z < width; z += LANES) store(to + z, load(to + z) * factor);
+        float factor = 1.0f / sum_across(total)[0];
+        for (int64_t z = 0; z < width; z += LANES) store(to + z, factor * load(to + z));
     }
 }
 
@@ -149,8 +149,6 @@ static void begin_sums(const sizes *a, const float *top, float *sum, const summa
                        float *value_sum) {
     if (!earlier) {
         memset(sum, 0, sizeof(float) * a->keys);
-        memset(key_sum, 0, sizeof(float) * a->keys * a->keys);
-        memset(value_sum, 0, sizeof(float) * a->keys * a->values);
         return;
     }
     for (int64_t z = 0; z < a->keys; z += LANES) store(sum + z, exp_of(load(earlier->weight + z) - load(top + z)));
@@ -167,10 +165,11 @@ static void summarise_chunk(const sizes *a, const float *k, const float *v, span
     begin_sums(a, top, sum, earlier, key_sum, value_sum);
     for (int64_t t = tokens.begin; t < tokens.end; t += TILE) {
         int64_t count = least(TILE, tokens.end - t);
+        int adds = earlier || t > tokens.begin;
         exponentials(phi, k + t * a->keys, top, sum, count, a->keys);
         softmax(psi, k + t * a->keys, count, a->keys);
-        product(key_sum, a->keys, phi, 1, a->keys, psi, a->keys, a->keys, a->keys, count, 1);
-        product(value_sum, a->values, phi, 1, a->keys, v + t * a->values, a->values, a->keys, a->values, count, 1);
+        product(key_sum, a->keys, phi, 1, a->keys, psi, a->keys, a->keys, a->keys, count, adds);
+        product(value_sum, a->values, phi, 1, a->keys, v + t * a->values, a->values, a->keys, a->values, count, adds);
     }
     for (int64_t z = 0; z < a->keys; z++) {
         weight[z] = top[z] + logf(sum[z]);
@@ -230,39 +229,37 @@ static void normalise(const sizes *a, const float *weights, const float *before,
     }
 }
 
-// Some columns of a matrix, whose rows lie ``from_row`` apart.
-static void copy_columns(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t width) {
-    for (int64_t z = 0; z < rows; z++) memcpy(to + z * to_row, from + z * from_row, sizeof(float) * width);
+// Some columns of a memory.
+static void copy_columns(float *to, const float *from, const sizes *a, int64_t width) {
+    for (int64_t z = 0; z < a->keys; z++) memcpy(to + z * a->values, from + z * a->values, sizeof(float) * width);
 }
 
-// M + rho (V - M - found), for ``width`` columns of V.
-static void enter(float *memory, const float *found, const float *value_sum, const float *rho, const sizes *a,
-                  int64_t width) {
+// M + rho (V - M - found), for ``width`` columns.
+static void enter(const sizes *a, float *to, const float *memory, const float *found, const float *value_sum,
+                  const float *rho, int64_t width) {
     for (int64_t z = 0; z < a->keys; z++)
         for (int64_t n = 0; n < width; n += LANES) {
-            int64_t at = z * width + n;
-            vec m = load(memory + at), written = load(value_sum + z * a->values + n) - load(found + at);
-            store(memory + at, m + rho[z] * (written - m));
+            int64_t at = z * a->values + n;
+            vec m = load(memory + at), written = load(value_sum + at) - load(found + z * COLUMNS + n);
+            store(to + at, m + rho[z] * (written - m));
         }
 }
 
 static void chain_columns(const sizes *a, const float *key_sums, const float *value_sums, const float *rho,
                           const uint8_t *resets, const float *initial, float *memories, float *last, int64_t steps,
-                          int64_t width, float *scratch) {
-    float *memory = scratch, *found = memory + a->keys * COLUMNS;
+                          int64_t width, float *found) {
     int64_t matrix = a->keys * a->values, square = a->keys * a->keys;
-    copy_columns(memory, width, initial, a->values, a->keys, width);
-    for (int64_t j = 0; j < a->chunks; j++) {
-        copy_columns(memories + j * matrix, a->values, memory, width, a->keys, width);
-        if (j == steps) break;
-        if (resets[j]) {
-            copy_columns(memory, width, value_sums + j * matrix, a->values, a->keys, width);
-            continue;
+    copy_columns(memories, initial, a, width);
+    for (int64_t j = 0; j < steps; j++) {
+        const float *memory = memories + j * matrix, *value_sum = value_sums + j * matrix;
+        float *to = j + 1 < a->chunks ? memories + (j + 1) * matrix : last;
+        if (resets[j]) copy_columns(to, value_sum, a, width);
+        else {
+            product(found, COLUMNS, key_sums + j * square, a->keys, 1, memory, a->values, a->keys, width, a->keys, 0);
+            enter(a, to, memory, found, value_sum, rho + j * a->keys, width);
         }
-        product(found, width, key_sums + j * square, a->keys, 1, memory, width, a->keys, width, a->keys, 0);
-        enter(memory, found, value_sums + j * matrix, rho + j * a->keys, a, width);
     }
-    copy_columns(last, a->values, memory, width, a->keys, width);
+    if (steps < a->chunks) copy_columns(last, memories + steps * matrix, a, width);
 }
 
 // M_0 to M_{chunks - 1}, what is kept for backward, and M and N after ``steps`` slots: all chunks, or all but the last.
@@ -273,7 +270,7 @@ void working_memory_chain(const float *weights, const float *key_sums, const flo
     int64_t blocks = blocks_of(values, COLUMNS), matrix = keys * values;
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = room_for(2 * keys * COLUMNS);
+        float *scratch = room_for(keys * COLUMNS);
 #pragma omp for schedule(static)
         for (int64_t s = 0; s < a.streams; s++) {
             int64_t kept = s * chunks * keys;
@@ -326,16 +323,16 @@ void working_memory_read(const float *q, const float *memories, const int64_t *a
 static void read_chunk_backward(const sizes *a, const float *q, const float *memory, const float *grad, span tokens,
                                 float *grad_q, float *grad_memory, float *scratch) {
     float *turned = scratch, *psi = turned + a->keys * a->values, *grad_psi = psi + TILE * a->keys;
-    memset(grad_memory, 0, sizeof(float) * a->keys * a->values);
-    if (tokens.begin == tokens.end) return;
-    transpose(turned, a->keys, memory, a->values, a->keys, a->values);
+    if (tokens.begin == tokens.end) memset(grad_memory, 0, sizeof(float) * a->keys * a->values);
+    else transpose(turned, a->keys, memory, a->values, a->keys, a->values);
     for (int64_t t = tokens.begin; t < tokens.end; t += TILE) {
         int64_t count = least(TILE, tokens.end - t);
         const float *given = grad + t * a->values;
         softmax(psi, q + t * a->keys, count, a->keys);
         product(grad_psi, a->keys, given, a->values, 1, turned, a->keys, count, a->keys, a->values, 0);
         softmax_backward(grad_q + t * a->keys, psi, grad_psi, count, a->keys);
-        product(grad_memory, a->values, psi, 1, a->keys, given, a->values, a->keys, a->values, count, 1);
+        product(grad_memory, a->values, psi, 1, a->keys, given, a->values, a->keys, a->values, count,
+                t > tokens.begin);
     }
 }
 
@@ -361,38 +358,38 @@ void working_memory_read_backward(const float *q, const float *memories, const f
     }
 }
 
-// total = dM + total - E - found (or dM alone past a reset), where dM gives its place to E.
-static void leave(float *total, const float *entered, const float *found, float *grad, int reset, const sizes *a,
-                  int64_t width) {
+// From -D_{j+1} in ``total`` to -D_j but for K^T E; dM gives its place to E. Where the slot resets, rho is 1.
+static void leave(const sizes *a, float *total, float *grad, const float *rho, int64_t width) {
     for (int64_t z = 0; z < a->keys; z++)
         for (int64_t n = 0; n < width; n += LANES) {
-            int64_t at = z * width + n, place = z * a->values + n;
-            vec given = load(grad + place), e = load(entered + at);
-            store(grad + place, e);
-            store(total + at, reset ? given : given + (load(total + at) - e) - load(found + at));
+            float *place = grad + z * a->values + n, *sum = total + z * COLUMNS + n;
+            vec later = load(sum), entered = -rho[z] * later, given = load(place);
+            store(place, entered);
+            store(sum, later + entered - given);
         }
 }
 
+// The negative of D is kept, to which K^T E is added.
 static void chain_columns_backward(const sizes *a, const float *key_sums, const float *rho, const uint8_t *resets,
                                    const float *grad_last, float *grads, float *grad_initial, int64_t steps,
-                                   int64_t width, float *scratch) {
-    float *total = scratch, *entered = total + a->keys * COLUMNS, *found = entered + a->keys * COLUMNS;
-    int64_t matrix = a->keys * a->values;
+                                   int64_t width, float *total) {
+    int64_t matrix = a->keys * a->values, square = a->keys * a->keys;
+    const float *read = steps < a->chunks ? grads + steps * matrix : 0;
     for (int64_t z = 0; z < a->keys; z++)
         for (int64_t n = 0; n < width; n += LANES) {
-            int64_t place = z * a->values + n;
-            vec given = grad_last ? load(grad_last + place) : (vec){0};
-            if (steps < a->chunks) given += load(grads + steps * matrix + place);
-            store(total + z * width + n, given);
+            int64_t at = z * a->values + n;
+            vec given = grad_last ? load(grad_last + at) : (vec){0};
+            store(total + z * COLUMNS + n, read ? -given - load(read + at) : -given);
         }
     for (int64_t j = steps - 1; j >= 0; j--) {
-        scale_rows(entered, total, rho + j * a->keys, a->keys, width);
-        if (!resets[j])
-            product(found, width, key_sums + j * a->keys * a->keys, 1, a->keys, entered, width, a->keys, width,
-                    a->keys, 0);
-        leave(total, entered, found, grads + j * matrix, resets[j], a, width);
+        float *grad = grads + j * matrix;
+        leave(a, total, grad, rho + j * a->keys, width);
+        if (resets[j]) continue;
+        product(total, COLUMNS, key_sums + j * square, 1, a->keys, grad, a->values, a->keys, width, a->keys, 1);
     }
-    copy_columns(grad_initial, a->values, total, width, a->keys, width);
+    for (int64_t z = 0; z < a->keys; z++)
+        for (int64_t n = 0; n < width; n += LANES)
+            store(grad_initial + z * a->values + n, -load(total + z * COLUMNS + n));
 }
 
 // dK of one slot from E and M, and g.
@@ -439,7 +436,7 @@ void working_memory_chain_backward(const float *key_sums, const float *value_sum
     int64_t blocks = blocks_of(values, COLUMNS), matrix = keys * values, square = keys * keys;
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = room_for(3 * keys * COLUMNS + matrix);
+        float *scratch = room_for(keys * COLUMNS + matrix);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t s = 0; s < a.streams; s++)
             for (int64_t block = 0; block < blocks; block++) {
