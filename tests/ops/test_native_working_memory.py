@@ -9,13 +9,13 @@ import laws
 import pytest
 import torch
 from cases import CHUNK, Operator
+from native_agreement import needs_compiler
 from torch import Tensor
 
-from gecko.ops.kernels import native_runs_on
 from gecko.ops.working_memory import WorkingMemoryState, native, working_memory, working_memory_reference
 from gecko.segments import Segments
 
-pytestmark = pytest.mark.skipif(not native_runs_on(torch.zeros(1)), reason="no C compiler")
+pytestmark = needs_compiler
 
 
 def _operator(heads: int, keys: int, values: int) -> Operator:

@@ -50,13 +50,29 @@ static inline vec larger(vec a, vec b) { return select_of(a > b, a, b); }
 
 static inline vec every(float x) { return x - (vec){0}; }
 
-static inline float sum_of(vec x) {
-    float part[LANES];
-    memcpy(part, &x, sizeof x);
-    for (int size = LANES / 2; size; size /= 2)
-        for (int i = 0; i < size; i++) part[i] += part[i + size];
-    return part[0];
+// Lanes n and n ^ size change places.
+static inline __attribute__((always_inline)) vec swapped(vec x, const int size) {
+    lanes_of_int order;
+    for (int n = 0; n < LANES; n++) order[n] = n ^ size;
+    return __builtin_shuffle(x, order);
 }
+
+// The sum of all lanes, in each of them.
+static inline vec sum_across(vec x) {
+    if (LANES > 8) x += swapped(x, 8);
+    if (LANES > 4) x += swapped(x, 4);
+    x += swapped(x, 2);
+    return x + swapped(x, 1);
+}
+
+static inline vec largest_across(vec x) {
+    if (LANES > 8) x = larger(x, swapped(x, 8));
+    if (LANES > 4) x = larger(x, swapped(x, 4));
+    x = larger(x, swapped(x, 2));
+    return larger(x, swapped(x, 1));
+}
+
+static inline float sum_of(vec x) { return sum_across(x)[0]; }
 
 // e^x to a unit or two in the last place; 0 below the smallest normal number, infinite above the largest, NaN for NaN.
 static inline vec exp_of(vec x) {

@@ -10,7 +10,7 @@ enum { MOST_ROWS = 6, MOST_WIDTH = 4 };
 enum { MOST_ROWS = 6, MOST_WIDTH = 2 };
 #endif
 
-// c (rows, 16 width) from a, whose numbers lie at a[row * a_row + k * a_col], and b (depth, 16 width): all of c in
+// c (rows, width vecs) from a, whose numbers lie at a[row * a_row + k * a_col], and b (depth, width vecs): all of c in
 // registers, so ``rows`` and ``width`` are constants where this is inlined.
 static inline __attribute__((always_inline)) void tile_product(
     float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b, int64_t b_row, int64_t depth,

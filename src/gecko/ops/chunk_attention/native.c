@@ -54,11 +54,9 @@ static scratch scratch_of(const problem *a, int with_gradients) {
 static void turn(float *to, const float *from, const problem *a, int64_t list, int64_t place, float sign, int add) {
     const float *cosine = a->turns + 2 * place * a->key, *sine = cosine + a->key;
     int turned = list % a->heads < a->turned_heads;
-    lanes_of_int neighbour;
-    for (int i = 0; i < LANES; i++) neighbour[i] = i ^ 1;
     for (int64_t j = 0; j < a->key; j += LANES) {
         vec x = load(from + j);
-        vec other = x * load(cosine + j) + __builtin_shuffle(x, neighbour) * (sign * load(sine + j));
+        vec other = x * load(cosine + j) + swapped(x, 1) * (sign * load(sine + j));
         vec y = turned ? other : x;
         store(to + j, add ? load(to + j) + y : y);
     }

@@ -62,32 +62,10 @@ static summary summary_at(const sizes *a, const float *weights, const float *key
 // Aligned to whole registers.
 static float *room_for(int64_t floats) { return aligned_alloc(64, blocks_of(floats, LANES) * LANES * sizeof(float)); }
 
-static inline vec across(vec x, const lanes_of_int order) { return __builtin_shuffle(x, order); }
-
-#define EIGHT_APART (lanes_of_int){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}
-#define FOUR_APART (lanes_of_int){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}
-#define TWO_APART (lanes_of_int){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}
-#define ONE_APART (lanes_of_int){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}
-
-// The sum of all lanes, in each of them.
-static inline vec sum_across(vec x) {
-    x += across(x, EIGHT_APART);
-    x += across(x, FOUR_APART);
-    x += across(x, TWO_APART);
-    return x + across(x, ONE_APART);
-}
-
-static inline vec largest_across(vec x) {
-    x = larger(x, across(x, EIGHT_APART));
-    x = larger(x, across(x, FOUR_APART));
-    x = larger(x, across(x, TWO_APART));
-    return larger(x, across(x, ONE_APART));
-}
-
 static float dot(const float *a, const float *b, int64_t count) {
     vec sum = {0};
     for (int64_t n = 0; n < count; n += LANES) sum += load(a + n) * load(b + n);
-    return sum_across(sum)[0];
+    return sum_of(sum);
 }
 
 // Softmax of each of ``count`` rows.
@@ -101,7 +79,7 @@ static void softmax(float *to, const float *from, int64_t count, int64_t width) 
             store(to + z, e);
             total += e;
         }
-        float factor = 1.0f / sum_across(total)[0];
+        float factor = 1.0f / sum_of(total);
         for (int64_t z = 0; z < width; z += LANES) store(to + z, factor * load(to + z));
     }
 }

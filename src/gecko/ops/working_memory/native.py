@@ -39,7 +39,7 @@ def remember_natively(
     nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
     earlier = state.current.where(grid.continues, nothing).tensors().values() if phase else ()
     resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
-    out, memory, normaliser, *sums = _Remember.apply(
+    out, memory, normaliser, *sums = NativeMemory.apply(
         spans, resets, *inputs, state.memory, state.normaliser, *state.previous.tensors().values(), *earlier
     )
     previous, current = ChunkSummary(*sums[:3]), ChunkSummary(*sums[3:]) if sums[3:] else nothing
@@ -71,7 +71,7 @@ class Spans:
         return *q.shape, v.shape[-1], self.chunk_size, self.phase, self.chunks
 
 
-class _Remember(torch.autograd.Function):
+class NativeMemory(torch.autograd.Function):
     """Outputs, the memory and the normaliser after the call, the summary of the chunk before the next token's, and that
     of the next token's where the call leaves it incomplete."""
 
