@@ -4,6 +4,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #if defined __AVX512F__
 enum { LANES = 16 };
@@ -74,26 +77,58 @@ static inline vec largest_across(vec x) {
 
 static inline float sum_of(vec x) { return sum_across(x)[0]; }
 
-// e^x to a unit or two in the last place; 0 below the smallest normal number, infinite above the largest, NaN for NaN.
-static inline vec exp_of(vec x) {
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves whole numbers
-    vec bounded = select_of(x > 88.72283f, every(88.72283f), select_of(x < -87.33654f, every(-87.33654f), x));
-    vec shifted = bounded * 1.44269504f + round, whole = shifted - round;
-    vec r = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
+// The polynomial of e^r, |r| <= log(2) / 2, to a unit in the last place.
+static inline vec exp_near_zero(vec r) {
     vec y = every(1.9875691500e-4f);
     y = y * r + 1.3981999507e-3f;
     y = y * r + 8.3334519073e-3f;
     y = y * r + 4.1665795894e-2f;
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
-    y = y * (r * r) + r + 1.0f;
+    return y * (r * r) + r + 1.0f;
+}
+
+// x = r + n log(2): log(2) in two parts, the first of which times a whole number is exact.
+static inline vec without_powers(vec x, vec n) { return x - n * 0.693359375f + n * 2.12194440e-4f; }
+
+#define LEAST_EXPONENT -87.33654f
+#define MOST_EXPONENT 88.72283f
+
+// exp_of is e^x to a unit or two in the last place; 0 below the smallest normal number, infinite above the largest, NaN
+// for NaN. sigmoid_of is 1 / (1 + e^-x), to as much; 0 where e^-x is hardly a float.
+#ifdef __AVX512F__
+
+static inline vec exp_of(vec x) {
+    vec bounded = _mm512_min_ps(every(MOST_EXPONENT + 1.0f), x);  // of a NaN and a number, the second
+    vec n = _mm512_roundscale_ps(bounded * 1.44269504f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __mmask16 normal = _mm512_cmp_ps_mask(x, every(LEAST_EXPONENT), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_ps(normal, exp_near_zero(without_powers(bounded, n)), n);
+}
+
+// By an estimate of the quotient and a step of Newton's: a division takes as long as the exponential.
+static inline vec sigmoid_of(vec x) {
+    __mmask16 normal = _mm512_cmp_ps_mask(x, every(-88.0f), _CMP_NLT_UQ);
+    vec sum = 1.0f + exp_of(_mm512_min_ps(every(88.0f), -x)), guess = _mm512_rcp14_ps(sum);
+    return _mm512_maskz_mul_ps(normal, guess, 2.0f - sum * guess);
+}
+
+#else
+
+static inline vec exp_of(vec x) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves whole numbers
+    vec bounded = select_of(x > MOST_EXPONENT, every(MOST_EXPONENT), x);
+    bounded = select_of(x < LEAST_EXPONENT, every(LEAST_EXPONENT), bounded);
+    vec shifted = bounded * 1.44269504f + round, y = exp_near_zero(without_powers(bounded, shifted - round));
     // 2^128 is no float: half of the power first.
     lanes_of_int power = (lanes_of_int)shifted - (lanes_of_int)every(round), half = power >> 1;
     vec first = (vec)((half + 127) << 23), second = (vec)((power - half + 127) << 23);
-    return select_of(x > 88.72283f, every(INFINITY), select_of(x < -87.33654f, (vec){0}, y * first * second));
+    y = select_of(x < LEAST_EXPONENT, (vec){0}, y * first * second);
+    return select_of(x > MOST_EXPONENT, every(INFINITY), y);
 }
 
 static inline vec sigmoid_of(vec x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+#endif
 
 // 1 / sqrt(x).
 static inline vec inverse_root_of(vec x) {

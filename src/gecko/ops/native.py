@@ -25,6 +25,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,30 +68,42 @@ def _compiler() -> str:
     return found
 
 
-Argument = Tensor | int | float | None
+Argument = Tensor | tuple[Tensor | None, ...] | int | float | None
 
 
-def call(name: str, *arguments: Argument | tuple[Tensor | None, ...]) -> None:
+def call(name: str, *arguments: Argument) -> None:
     """Call one kernel: tensors by their first number, tuples as an array of where their tensors begin, whole numbers as
     int64, others as float; then the threads."""
+    function = _functions.get(name) or _prepared(name, arguments)
+    function(*map(_plain, arguments), torch.get_num_threads())
+
+
+_functions: dict[str, Any] = {}
+"""Those called before, which know the kinds of their arguments: to name them at every call takes longer than a call."""
+
+
+def _prepared(name: str, arguments: tuple[Argument, ...]) -> Any:
     loaded = library()
     assert loaded is not None, "operators ask native_runs_on first"
-    getattr(loaded, name)(*map(_argument, arguments), ctypes.c_int64(torch.get_num_threads()))
+    function = getattr(loaded, name)
+    function.argtypes = [*map(_kind, arguments), ctypes.c_int64]
+    function.restype = None
+    return _functions.setdefault(name, function)
 
 
-def _argument(value: Argument | tuple[Tensor | None, ...]) -> object:
-    if isinstance(value, tuple):
-        return (ctypes.c_void_p * len(value))(*map(_address, value))
-    if isinstance(value, int):
-        return ctypes.c_int64(value)
-    if isinstance(value, float):
-        return ctypes.c_float(value)
-    return ctypes.c_void_p(_address(value))
+def _kind(argument: Argument) -> type:
+    if isinstance(argument, int):
+        return ctypes.c_int64
+    return ctypes.c_float if isinstance(argument, float) else ctypes.c_void_p
 
 
-def _address(tensor: Tensor | None) -> int:
-    assert tensor is None or tensor.is_contiguous(), "kernels take contiguous tensors"
-    return 0 if tensor is None else tensor.data_ptr()
+def _plain(argument: Argument) -> Any:
+    if isinstance(argument, Tensor):
+        assert argument.is_contiguous(), "kernels take contiguous tensors"
+        return argument.data_ptr()
+    if isinstance(argument, tuple):
+        return (ctypes.c_void_p * len(argument))(*map(_plain, argument))
+    return argument
 
 
 def _built(compiler: str) -> Path:

@@ -2,7 +2,7 @@
 //
 //     h_t = q h_{t-1} + p x_t,   y_t = Re(sum of gamma h_t) + omega x_t
 //
-// Backward keeps the state before every tile of steps, computes a tile's states again from it, and walks back over them:
+// Forward keeps the state before every tile of steps. Backward computes a tile's states again, and walks back over them:
 //
 //     a_t = conj(gamma) dy_t + conj(q) a_{t+1},   dx_t = omega dy_t + sum of p Re(a_t),
 //     dp = sum of x_t Re(a_t),   dq = sum of a_t conj(h_{t-1}),   dgamma = sum of dy_t conj(h_t).
@@ -12,8 +12,8 @@
 
 enum {
     TILE = 64,
-    TOGETHER = 4,  // modes whose states and coefficients fit the registers in forward
-    PAIR = 2,      // in backward
+    TOGETHER = 4,  // modes whose states and coefficients fit the registers
+    PAIR = 2,      // modes whose gradients fit them too, and whose states of a tile a small cache
 };
 
 typedef struct { vec re, im; } complex_vec;
@@ -153,42 +153,49 @@ void cema_forward(const float *x, const float *p, const float *q, const float *g
 
 typedef struct { vec p; complex_vec q, gamma; } sums;
 
-// Of PAIR modes: the states of the tile before and after every step.
-static void run_states(const mode *m, complex_vec *state, const vec *x, complex_vec (*before)[PAIR],
-                       complex_vec (*after)[PAIR], run r) {
-    complex_vec h[PAIR];
-    for (int k = 0; k < PAIR; k++) h[k] = r.fresh ? (complex_vec){{0}, {0}} : state[k];
+// Of PAIR modes: the states of a tile before every step, and what dgamma sums.
+static void run_states(const mode *modes, complex_vec *state, const vec *x, const vec *grad_y,
+                       complex_vec (*before)[PAIR], sums *total, run r) {
+    mode m[PAIR];
+    complex_vec h[PAIR], sum[PAIR];
+    for (int k = 0; k < PAIR; k++) {
+        m[k] = modes[k], h[k] = r.fresh ? (complex_vec){{0}, {0}} : state[k], sum[k] = total[k].gamma;
+    }
     for (int t = r.begin; t < r.end; t++)
         for (int k = 0; k < PAIR; k++) {
             before[t][k] = h[k];
-            after[t][k] = h[k] = advance(h[k], m[k].q, m[k].p * x[t]);
+            h[k] = advance(h[k], m[k].q, m[k].p * x[t]);
+            sum[k].re += grad_y[t] * h[k].re;
+            sum[k].im -= grad_y[t] * h[k].im;
         }
-    for (int k = 0; k < PAIR; k++) state[k] = h[k];
+    for (int k = 0; k < PAIR; k++) state[k] = h[k], total[k].gamma = sum[k];
 }
 
 // ``back`` is conj(q) a_{t+1}, the gradient of h_t by all later steps.
 static void run_backward(const mode *modes, complex_vec *back, const vec *x, const vec *grad_y, vec *grad_x,
-                         complex_vec (*before)[PAIR], complex_vec (*after)[PAIR], sums *total, run r) {
+                         complex_vec (*before)[PAIR], sums *total, run r) {
     mode m[PAIR];
-    complex_vec a[PAIR];
-    sums s[PAIR];
-    for (int k = 0; k < PAIR; k++) m[k] = modes[k], a[k] = back[k], s[k] = total[k];
+    complex_vec a[PAIR], sum_q[PAIR];
+    vec sum_p[PAIR];
+    for (int k = 0; k < PAIR; k++) m[k] = modes[k], a[k] = back[k], sum_p[k] = total[k].p, sum_q[k] = total[k].q;
     for (int t = r.end - 1; t >= r.begin; t--) {
-        vec given = grad_y[t];
+        vec given = grad_y[t], here = x[t], to = grad_x[t];
         for (int k = 0; k < PAIR; k++) {
-            complex_vec h = before[t][k], next = after[t][k];
+            complex_vec h = before[t][k];
             a[k].re += m[k].gamma.re * given;
             a[k].im -= m[k].gamma.im * given;
-            grad_x[t] += m[k].p * a[k].re;
-            s[k].p += x[t] * a[k].re;
-            s[k].q.re += a[k].re * h.re + a[k].im * h.im;
-            s[k].q.im += a[k].im * h.re - a[k].re * h.im;
-            s[k].gamma.re += given * next.re;
-            s[k].gamma.im -= given * next.im;
+            to += m[k].p * a[k].re;
+            sum_p[k] += here * a[k].re;
+            sum_q[k].re += a[k].re * h.re + a[k].im * h.im;
+            sum_q[k].im += a[k].im * h.re - a[k].re * h.im;
             a[k] = (complex_vec){m[k].q.re * a[k].re + m[k].q.im * a[k].im, m[k].q.re * a[k].im - m[k].q.im * a[k].re};
         }
+        grad_x[t] = to;
     }
-    for (int k = 0; k < PAIR; k++) back[k] = r.fresh ? (complex_vec){{0}, {0}} : a[k], total[k] = s[k];
+    for (int k = 0; k < PAIR; k++) {
+        back[k] = r.fresh ? (complex_vec){{0}, {0}} : a[k];
+        total[k].p = sum_p[k], total[k].q = sum_q[k];
+    }
 }
 
 static void add_sums(sums *to, const sums *from, int count) {
@@ -201,12 +208,12 @@ static void add_sums(sums *to, const sums *from, int count) {
 
 static void tile_backward(const mode *m, complex_vec *back, const float *kept, const vec *x, const vec *grad_y,
                           vec *grad_x, sums *total, int padded, const run *runs, int count) {
-    complex_vec before[TILE][PAIR], after[TILE][PAIR], h[padded];
+    complex_vec before[TILE][PAIR], h[padded];
     memcpy(h, kept, sizeof h);
     for (int n = 0; n < padded; n += PAIR) {
-        for (int r = 0; r < count; r++) run_states(m + n, h + n, x, before, after, runs[r]);
+        for (int r = 0; r < count; r++) run_states(m + n, h + n, x, grad_y, before, total + n, runs[r]);
         for (int r = count - 1; r >= 0; r--)
-            run_backward(m + n, back + n, x, grad_y, grad_x, before, after, total + n, runs[r]);
+            run_backward(m + n, back + n, x, grad_y, grad_x, before, total + n, runs[r]);
     }
 }
 
