@@ -24,3 +24,9 @@ def poisoned() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def eager_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators take no kernels in C."""
+    monkeypatch.setattr("gecko.ops.kernels._native_installed", lambda: False)

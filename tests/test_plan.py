@@ -73,6 +73,7 @@ def counted_flops(config: gecko.GeckoConfig, length: int, mode: Literal["none", 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 @pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.usefixtures("eager_forms")
 def test_activations_are_good_to_fifteen_per_cent(changes: dict[str, Any], bfloat16: bool) -> None:
     config, itemsize = config_of(changes), 2 if bfloat16 else 4
     short, long = (kept_by_block(config, length, bfloat16) for length in (256, 512))
@@ -105,6 +106,7 @@ def kept_bytes(module: torch.nn.Module, work: Any) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.usefixtures("eager_forms")
 def test_recomputed_activations() -> None:
     """With full recomputation a block keeps its input."""
     config = config_of({"num_layers": 4})

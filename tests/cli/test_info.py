@@ -56,6 +56,7 @@ def test_a_state_is_as_large_as_it_says(name: str, dtype: torch.dtype, length: i
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.usefixtures("eager_forms")
 def test_activations_are_estimated_well(changes: dict[str, Any]) -> None:
     config = gecko.GeckoConfig(**{**BASE, **changes})
     measured = (kept_for_backward(config, 512) - kept_for_backward(config, 256)) / 256
@@ -63,6 +64,7 @@ def test_activations_are_estimated_well(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("length", [256, 1024])
+@pytest.mark.usefixtures("eager_forms")
 def test_activations_of_a_model_are_estimated_well(length: int) -> None:
     """With the tables, which are half of it in a short text."""
     config = gecko.GeckoConfig.preset("tiny")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from native_agreement import needs_compiler
+from torch.utils.flop_counter import FlopCounterMode
 
 from gecko.ops import native
 from gecko.ops.cema import CEMACoefficients, cema
@@ -105,3 +106,5 @@ def test_what_the_kernels_do_not_take() -> None:
     assert not native_runs_on(x.to("meta"))
     with torch._subclasses.FakeTensorMode():
         assert not native_runs_on(torch.zeros(2))
+    with FlopCounterMode(display=False):  # which counts PyTorch's operations
+        assert not native_runs_on(x)

@@ -54,9 +54,11 @@ def kernels_run_on(x: Tensor) -> bool:
 
 
 def native_runs_on(*tensors: Tensor) -> bool:
-    """Whether operators take their C kernels for ``tensors``: plain float32 on the CPU, not traced, and a compiler."""
+    """Whether operators take their C kernels for ``tensors``: plain float32 on the CPU, and a compiler for them; not
+    while PyTorch's operations are traced, counted or chosen from."""
     plain = all(x.device.type == "cpu" and x.dtype == torch.float32 and type(x) in _PLAIN for x in tensors)
-    return plain and not torch.compiler.is_compiling() and _native_installed()
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return plain and not watched and _native_installed()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
