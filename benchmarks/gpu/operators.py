@@ -151,6 +151,7 @@ def eager_forms() -> Iterator[None]:
     """While it lasts, no operator takes its kernels."""
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
-            if name.startswith("gecko.ops.") and hasattr(module, "kernels_run_on"):
-                stack.enter_context(patch.object(module, "kernels_run_on", lambda x: False))
+            for taken in ("kernels_run_on", "native_runs_on"):
+                if name.startswith("gecko.ops.") and hasattr(module, taken):
+                    stack.enter_context(patch.object(module, taken, lambda *_: False))
         yield
