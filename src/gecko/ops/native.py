@@ -55,7 +55,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     except OSError as error:
         reason = str(error)
     logging.getLogger(__name__).warning(
-        "the CPU runs operators without their C kernels, two to three times slower: %s. Installing GCC mends it.",
+        "the CPU runs operators without their C kernels, which is slower: %s. Installing GCC mends it.",
         reason,
     )
     return None, reason
