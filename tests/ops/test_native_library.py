@@ -77,6 +77,14 @@ def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path) -> None:
     assert native.library() is not None
 
 
+@needs_compiler
+def test_a_user_without_a_home_is_done_without(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert native.library() is not None
+    assert not Path("relative").exists()
+
+
 @pytest.mark.parametrize("compiler", ["missing", "broken"])
 def test_without_a_compiler_the_eager_forms_run(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, compiler: str

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from gecko.segments import Segments
+
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Statistics and states are float32, or float64 for float64 inputs: never the activation's 16 bits."""
@@ -38,3 +40,11 @@ def check_affine(weight: Tensor | None, bias: Tensor | None, features: int) -> N
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{name} must have shape {expected}; got {tuple(tensor.shape)}.")
+
+
+def check_segments(segments: Segments, batch: int, length: int) -> None:
+    if (segments.batch, segments.length) != (batch, length):
+        raise ValueError(
+            f"segments must be those of the call, {batch} rows of {length} tokens; "
+            f"got {segments.batch} of {segments.length}."
+        )

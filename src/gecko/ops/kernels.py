@@ -54,15 +54,30 @@ def kernels_run_on(x: Tensor) -> bool:
 
 
 def native_runs_on(*tensors: Tensor) -> bool:
-    """Whether operators take their C kernels for ``tensors``: plain float32 on the CPU, and a compiler for them; not
-    while PyTorch's operations are traced, counted or chosen from."""
-    plain = all(x.device.type == "cpu" and x.dtype == torch.float32 and type(x) in _PLAIN for x in tensors)
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return plain and not watched and _native_installed()
+    """Whether operators take their C kernels for ``tensors``, all that they are given: plain float32 on the CPU, a
+    compiler, and nobody who must see PyTorch's operations."""
+    return all(map(_is_plain, tensors)) and not _watched() and _native_installed()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 """Not subclasses, which stand for shapes, shards or packed numbers."""
+
+
+def _is_plain(x: Tensor) -> bool:
+    # Autograd functions cannot keep what was made under inference mode; a negative view says other than its memory.
+    kept = not x.is_inference() or torch.is_inference_mode_enabled()
+    return x.device.type == "cpu" and x.dtype == torch.float32 and type(x) in _PLAIN and kept and not x.is_neg()
+
+
+def _watched() -> bool:
+    """Whether operations are traced, counted, chosen from, transformed (``torch.func``) or differentiated forward."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 @cache

@@ -16,6 +16,7 @@ come out on any number of cores.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import logging
@@ -121,16 +122,19 @@ def _built(compiler: str) -> Path:
 
 
 def _folder() -> Path:
-    """Where libraries are kept; for this process alone where the user's cache cannot be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gecko"
+    """Where libraries are kept; for this process alone where the user has no cache that can be written."""
     try:
+        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        folder = (given if given.is_absolute() else Path.home() / ".cache") / "gecko"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # a user without a home
         pass
-    return Path(tempfile.mkdtemp(prefix="gecko-"))
+    temporary = tempfile.mkdtemp(prefix="gecko-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return Path(temporary)
 
 
 def _run(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace").stdout

@@ -9,11 +9,15 @@ from gecko.ops.cema.chunked import cema_chunked, cema_step
 from gecko.ops.cema.coefficients import CEMACoefficients
 from gecko.ops.cema.items import CHUNK, MOST_MODES
 from gecko.ops.cema.reference import cema_reference
-from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
+from gecko.ops.dtypes import check_segments, check_shape, compute_dtype, full_precision
 from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 from gecko.segments import Segments
 
 __all__ = ["CEMACoefficients", "cema", "cema_chunked", "cema_reference", "cema_step", "empty_cema_state"]
+
+
+MOST_NATIVE_MODES = 256
+"""Of a channel, whose states the kernel in C keeps on its stack."""
 
 
 def cema(
@@ -42,10 +46,13 @@ def cema(
     state = empty_cema_state(batch, channels, modes, dtype, x.device) if state is None else state
     check_shape("state", state, (batch, channels, modes, 2))
     segments = segments or Segments.build(batch, length, device=x.device)
+    check_segments(segments, batch, length)
+    if skip is not None:
+        check_shape("skip", skip, (channels,))
     with full_precision(x):
         if kernels_run_on(x) and length >= CHUNK and modes <= MOST_MODES and segments.handoff is None:
             return kernels_of("cema").cema_kernels(x, coefficients, state, segments, skip)
-        if length > 1 and segments.handoff is None and native_runs_on(x, state, coefficients.input):
+        if length > 1 and segments.handoff is None and _native_takes(x, coefficients, state, skip):
             return kernels_of("cema", "native").cema_native(x, coefficients, state, segments, skip)
         if length > 1:
             y, state = cema_chunked(x.to(dtype), coefficients, state, segments, skip)
@@ -53,6 +60,12 @@ def cema(
         y, state = _step(x, coefficients, state, segments)
     y = y.to(x.dtype)
     return (y if skip is None else torch.addcmul(y, x, skip.to(x.dtype))), state
+
+
+def _native_takes(x: Tensor, coefficients: CEMACoefficients, state: Tensor, skip: Tensor | None) -> bool:
+    numbers = (coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output)
+    modes = coefficients.input.shape[1]
+    return modes <= MOST_NATIVE_MODES and native_runs_on(x, *numbers, state, *(() if skip is None else (skip,)))
 
 
 def _step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:

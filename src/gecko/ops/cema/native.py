@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.cema.coefficients import CEMACoefficients
+from gecko.ops.dtypes import check_shape
 from gecko.ops.native import call
 from gecko.segments import Segments
 
@@ -25,6 +26,8 @@ def cema_native(
     """Same contract as ``cema_chunked``, for float32 without a handoff."""
     skip = x.new_zeros(x.shape[-1]) if skip is None else skip
     factor = torch.view_as_real(coefficients.decay())
+    check_shape("coefficients' decay", factor, (*coefficients.input.shape, 2))
+    check_shape("coefficients.output", coefficients.output, (*coefficients.input.shape, 2))
     given = (x, coefficients.input, factor, coefficients.output, skip, state)
     inputs = (*(tensor.contiguous() for tensor in given), segments.start_flags)
     return NativeCEMA.apply(*inputs) if torch.is_grad_enabled() else _forward(inputs, None)

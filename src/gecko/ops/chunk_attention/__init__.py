@@ -13,7 +13,7 @@ from gecko.ops.chunk_attention.chunked import attend_chunks
 from gecko.ops.chunk_attention.decode import attend_token
 from gecko.ops.chunk_attention.pattern import Pattern
 from gecko.ops.chunk_attention.reference import chunk_attention_reference
-from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
+from gecko.ops.dtypes import check_segments, check_shape, compute_dtype, full_precision
 from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 from gecko.ops.phases import common_phase, run_by_phase
 from gecko.records import TensorRecord
@@ -80,7 +80,9 @@ def chunk_attention(
     if state is None:
         state = AttentionState.empty(batch, heads, chunk_size, key_dim, v.shape[-1], v.dtype, v.device)
     check_shape("state.keys", state.keys, (batch, heads, 2 * chunk_size, key_dim))
+    check_shape("state.values", state.values, (batch, heads, 2 * chunk_size, v.shape[-1]))
     segments = segments or Segments.build(batch, length, device=q.device)
+    check_segments(segments, batch, length)
     dtype = compute_dtype(q)
     inputs = (q.to(dtype), k.to(dtype), v)
     with full_precision(q):

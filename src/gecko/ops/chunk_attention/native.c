@@ -192,14 +192,23 @@ void chunk_attention_forward(const float *q, const float *k, const float *v, con
         }
 }
 
-// Weights again, from the scores and the log of their sums.
+// Weights again, from the scores and the log of their sums, and divided by what they sum to: of large scores the log is
+// too coarse, and where weights do not sum to 1 the gradient of scores does not sum to 0.
 static void weights_again(scratch *s, const block *b, const float *lse) {
-    vec less[GROUPS];
+    vec less[GROUPS], sum[GROUPS] = {{0}};
     for (int i = 0; i < QUERIES; i++) less[i / LANES][i % LANES] = lse[least(i, b->count - 1)];
     for (int64_t j = b->low; j < b->high; j++)
         for (int g = 0; g < GROUPS; g++) {
             float *at = s->weights + j * QUERIES + g * LANES;
-            store(at, exp_of(seen_or(b, j, g, load(at) - less[g], -INFINITY)));
+            vec weight = exp_of(seen_or(b, j, g, load(at) - less[g], -INFINITY));
+            store(at, weight);
+            sum[g] += weight;
+        }
+    for (int g = 0; g < GROUPS; g++) sum[g] = 1.0f / sum[g];
+    for (int64_t j = b->low; j < b->high; j++)
+        for (int g = 0; g < GROUPS; g++) {
+            float *at = s->weights + j * QUERIES + g * LANES;
+            store(at, load(at) * sum[g]);
         }
 }
 

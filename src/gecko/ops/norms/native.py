@@ -23,7 +23,7 @@ def group_norm_native(
 ) -> Tensor:
     """RMS norm, or layer norm if ``centered``, over each group of the features of x (…, D), float32."""
     tensors = (t if t is None else t.contiguous() for t in (x, weight, bias))
-    y: Tensor = NativeGroupNorm.apply(*tensors, groups, eps, int(centered))
+    y: Tensor = NativeGroupNorm.apply(*tensors, groups, float(eps), int(centered))
     return y
 
 

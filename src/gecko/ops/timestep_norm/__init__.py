@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gecko.ops.dtypes import check_affine, check_shape, compute_dtype, full_precision
+from gecko.ops.dtypes import check_affine, check_segments, check_shape, compute_dtype, full_precision
 from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 from gecko.ops.timestep_norm.chunked import cumulative_statistics, decayed_statistics, standardise
 from gecko.ops.timestep_norm.decode import normalise_token
@@ -73,6 +73,7 @@ def timestep_norm(
     state = TimestepNormState.empty(batch, groups, dtype, x.device) if state is None else state
     check_shape("state.mean", state.mean, (batch, groups))
     segments = segments or Segments.build(batch, length, device=x.device)
+    check_segments(segments, batch, length)
     if kernels_run_on(x) and segments.handoff is None:
         from gecko.ops.timestep_norm.triton import normalise
 

@@ -25,8 +25,10 @@ def timestep_norm_native(
     decays = None if betas is None else torch.tensor(betas, dtype=torch.float64)
     check_shape("state.variance", state.variance, state.mean.shape)
     check_shape("state.count", state.count, (len(x),))
-    given = (x, weight, bias, state.mean, state.variance, state.count, segments.start_flags, decays)
-    y, count, mean, variance = NativeTimestepNorm.apply(*(t if t is None else t.contiguous() for t in given), eps)
+    given = (x, weight, bias, state.mean, state.variance, state.count.to(torch.int64), segments.start_flags, decays)
+    y, count, mean, variance = NativeTimestepNorm.apply(
+        *(t if t is None else t.contiguous() for t in given), float(eps)
+    )
     return y, type(state)(count, mean, variance)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gecko.ops.dtypes import check_shape, compute_dtype, full_precision
+from gecko.ops.dtypes import check_segments, check_shape, compute_dtype, full_precision
 from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 from gecko.ops.phases import common_phase, run_by_phase
 from gecko.ops.working_memory.chunked import remember_chunks
@@ -87,8 +87,9 @@ def working_memory(
     dtype = compute_dtype(q)
     if state is None:
         state = WorkingMemoryState.empty(rule, batch, heads, key_dim, v.shape[-1], dtype, q.device)
-    check_shape("state.memory", state.memory, (batch, heads, key_dim, v.shape[-1]))
+    _check_state(state, (batch, heads), key_dim, v.shape[-1])
     segments = segments or Segments.build(batch, length, device=q.device)
+    check_segments(segments, batch, length)
     inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
     with full_precision(q):
         if length == 1:
@@ -107,6 +108,16 @@ def working_memory(
         else:
             out, state = one(inputs, state, segments)
     return out.to(v.dtype), state
+
+
+def _check_state(state: WorkingMemoryState, lists: tuple[int, int], key_dim: int, value_dim: int) -> None:
+    check_shape("state.memory", state.memory, (*lists, key_dim, value_dim))
+    check_shape("state.normaliser", state.normaliser, (*lists, key_dim))
+    check_shape("state.previous_resets", state.previous_resets, lists[:1])
+    for name, part in (("previous", state.previous), ("current", state.current)):
+        check_shape(f"state.{name}.weight", part.weight, (*lists, key_dim))
+        check_shape(f"state.{name}.key_sum", part.key_sum, (*lists, key_dim, key_dim))
+        check_shape(f"state.{name}.value_sum", part.value_sum, (*lists, key_dim, value_dim))
 
 
 def _native_takes(inputs: tuple[Tensor, ...], state: WorkingMemoryState) -> bool:

@@ -38,7 +38,7 @@ def remember_natively(
     q, _, v = inputs
     nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
     earlier = state.current.where(grid.continues, nothing).tensors().values() if phase else ()
-    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
+    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1).to(torch.bool)
     out, memory, normaliser, *sums = NativeMemory.apply(
         spans, resets, *inputs, state.memory, state.normaliser, *state.previous.tensors().values(), *earlier
     )

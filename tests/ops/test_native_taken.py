@@ -1,0 +1,128 @@
+"""Kernels in C step aside where they would be wrong, and refuse what does not fit before any memory is touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from native_agreement import needs_compiler, normal
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import gecko
+from gecko.ops.cema import CEMACoefficients, cema
+from gecko.ops.chunk_attention import AttentionState, chunk_attention
+from gecko.ops.gates import silu_by_head
+from gecko.ops.kernels import native_runs_on
+from gecko.ops.norms import group_rms_norm
+from gecko.ops.swiglu import swiglu
+from gecko.ops.timestep_norm import timestep_norm
+from gecko.ops.working_memory import WorkingMemoryState, working_memory
+from gecko.segments import Segments
+
+pytestmark = needs_compiler
+
+
+def _coefficients() -> CEMACoefficients:
+    shapes = ((5, 3), (5, 3), (5,), (5, 3, 2))
+    return CEMACoefficients.from_parameters(*(normal(*shape, seed=i) for i, shape in enumerate(shapes)))
+
+
+def test_a_traced_operator_is_recorded() -> None:
+    traced = torch.jit.trace(lambda x: silu_by_head(x, 2), normal(2, 70, 8), check_trace=False)
+    x = normal(2, 70, 8, seed=9)
+    torch.testing.assert_close(traced(x), silu_by_head(x, 2))
+
+
+def test_functions_of_torch_func_and_forward_differentiation_see_operations() -> None:
+    seen = []
+    torch.func.vmap(lambda x: seen.append(native_runs_on(x)) or x)(torch.zeros(2, 3))
+    with forward_ad.dual_level():
+        seen.append(native_runs_on(torch.zeros(2)))
+        dual = forward_ad.make_dual(normal(2**18), normal(2**18, seed=1))
+        assert forward_ad.unpack_dual(swiglu(dual, dual)).tangent is not None
+    assert seen == [False, False]
+    assert native_runs_on(torch.zeros(2))
+
+
+@pytest.mark.parametrize("eps", [0, 1])
+def test_a_whole_number_is_as_good_as_another(eps: int) -> None:
+    x = normal(2, 70, 32)
+    torch.testing.assert_close(group_rms_norm(x, None, 2, eps), group_rms_norm(x, None, 2, float(eps)))
+    norms = (timestep_norm(x, None, None, 4, (0.9, 0.99), number)[0] for number in (eps, float(eps)))
+    torch.testing.assert_close(*norms)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_skip_connection_of_another_dtype(dtype: torch.dtype) -> None:
+    x, skip = normal(2, 70, 5), torch.arange(5.0)
+    found, expected = (cema(x, _coefficients(), skip=number)[0] for number in (skip.to(dtype), skip))
+    torch.testing.assert_close(found, expected)
+
+
+def test_negative_views_are_read_as_they_are() -> None:
+    x = normal(2, 70, 8)
+    torch.testing.assert_close(silu_by_head(torch._neg_view(x), 2), silu_by_head(-x, 2))
+
+
+def test_states_of_inference_mode_go_on_with_gradients() -> None:
+    model = gecko.Gecko(replace(gecko.GeckoConfig.preset("tiny"), num_layers=1))
+    tokens = torch.randint(256, (1, 100))
+    with torch.inference_mode():
+        _, state = model(tokens)
+    logits, _ = model(tokens, state=state)
+    logits.sum().backward()
+
+
+def _attention(segments: Segments | None = None, **changed: Tensor) -> None:
+    state = replace(AttentionState.empty(2, 2, 8, 16, 16), **changed)
+    chunk_attention(*(normal(2, 2, 20, 16) for _ in range(3)), 8, state=state, segments=segments)
+
+
+def _memory(segments: Segments | None = None, **changed: object) -> None:
+    state = replace(WorkingMemoryState.empty("adaptive", 2, 2, 16, 16), **changed)
+    working_memory(*(normal(2, 2, 20, 16) for _ in range(3)), 8, state=state, segments=segments)
+
+
+def _norm(segments: Segments) -> None:
+    timestep_norm(normal(2, 20, 8), None, None, 2, None, 1e-5, segments=segments)
+
+
+def _average(segments: Segments) -> None:
+    cema(normal(2, 20, 5), _coefficients(), segments=segments)
+
+
+@pytest.mark.parametrize("call", [_attention, _memory, _norm, _average])
+def test_segments_of_another_call_are_refused(call) -> None:
+    with pytest.raises(ValueError, match="segments must be those of the call, 2 rows of 20 tokens; got 1 of 20"):
+        call(Segments.build(1, 20))
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"state.values must have shape \(2, 2, 16, 16\); got \(2, 2, 16, 1\)"):
+        _attention(values=torch.zeros(2, 2, 16, 1))
+    with pytest.raises(ValueError, match=r"state.normaliser must have shape \(2, 2, 16\); got \(2, 2, 1\)"):
+        _memory(normaliser=torch.zeros(2, 2, 1))
+    previous = WorkingMemoryState.empty("adaptive", 2, 2, 16, 16).previous
+    with pytest.raises(ValueError, match=r"state.previous.weight must have shape"):
+        _memory(previous=replace(previous, weight=torch.zeros(2, 2, 1)))
+    with pytest.raises(ValueError, match=r"skip must have shape \(5,\); got \(1,\)"):
+        cema(normal(2, 20, 5), _coefficients(), skip=torch.ones(1))
+
+
+def test_attention_of_large_scores_is_as_exact_as_the_eager_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, weights = (normal(1, 2, 100, 16, seed=i) for i in range(4))
+    q, k = 10 * q, 10 * k
+
+    def error() -> float:
+        gradients = []
+        for dtype in (torch.float32, torch.float64):
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            out, _ = chunk_attention(*leaves, 32)
+            gradients.append(torch.autograd.grad(out, leaves, weights.to(dtype)))
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*gradients, strict=True))
+
+    native = error()
+    monkeypatch.setattr("gecko.ops.kernels._native_installed", lambda: False)
+    assert native < 2 * error()
