@@ -29,6 +29,7 @@ def _coefficients() -> CEMACoefficients:
     return CEMACoefficients.from_parameters(*(normal(*shape, seed=i) for i, shape in enumerate(shapes)))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_a_traced_operator_is_recorded() -> None:
     x = normal(2, 70, 8, seed=9)
     with torch.no_grad():
