@@ -234,7 +234,7 @@ def _attention(pattern: Pattern, key: int = 4, value: int = 3) -> Operator:
         return chunk_attention_reference((x[0], x[1], x[2]), pattern, state, segments)
 
     return Operator(
-        f"{pattern.attention}{pattern.chunk_size}-rope{pattern.rope_heads}-{key}x{value}", 2,
+        f"{pattern.attention}{pattern.chunk_size}-{key}x{value}-rope{pattern.rope_heads}", 2,
         lambda g: [],
         lambda b, t, g: [_normal(g, b, 2, t, key), _normal(g, b, 2, t, key), _normal(g, b, 2, t, value)],
         lambda b, dtype: AttentionState.empty(b, 2, pattern.chunk_size, key, value, dtype),
