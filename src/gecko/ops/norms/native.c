@@ -1,5 +1,5 @@
-// RMS norm, and layer norm if ``centered``, of slices: one step's features of one group. Slices are read LANES at a time,
-// and are in the cache when they are read again.
+// RMS norm, and layer norm if ``centered``, of slices: one step's features of one group. Slices are read LANES at a
+// time, and are in the cache when they are read again.
 //
 //     z = (x - m) r,   r = 1 / sqrt(mean of (x - m)^2 + eps),   y = z (1 + weight) + bias,
 //
@@ -10,65 +10,33 @@
 // without the mean of g where m is 0.
 #include <stdlib.h>
 
-#include "../native.h"
+#include "../native_slices.h"
 
-// Tensors in row-major order; slices are the pieces of x in order.
 typedef struct {
-    const float *x, *weight, *bias;  // (steps, groups, width); (groups, width), or null
-    int64_t steps, groups, width, slices, centered;
+    slices_of_x of;
+    int64_t centered;
     float eps;
 } problem;
 
 static problem problem_of(const float *x, const float *weight, const float *bias, float eps, int64_t centered,
                           int64_t steps, int64_t groups, int64_t width) {
-    return (problem){x, weight, bias, steps, groups, width, steps * groups, centered, eps};
-}
-
-static inline int lanes_at(const problem *a, int64_t c) { return least(LANES, a->width - c); }
-
-// 1 + weight of the features from c on of a group.
-static inline vec scale_at(const problem *a, int64_t group, int64_t c) {
-    return a->weight ? 1.0f + load_some(a->weight + group * a->width + c, lanes_at(a, c)) : every(1.0f);
-}
-
-static inline vec shift_at(const problem *a, int64_t group, int64_t c) {
-    return a->bias ? load_some(a->bias + group * a->width + c, lanes_at(a, c)) : (vec){0};
-}
-
-static vec means_of(const problem *a, int64_t first, int count) {
-    vec sums[LANES] = {0};
-    if (!a->centered) return (vec){0};
-    for (int i = 0; i < count; i++)
-        for (int64_t c = 0; c < a->width; c += LANES)
-            sums[i] += load_some(a->x + (first + i) * a->width + c, lanes_at(a, c));
-    return sums_of(sums) / (float)a->width;
-}
-
-static vec rstds_of(const problem *a, int64_t first, int count, vec means) {
-    vec sums[LANES] = {0};
-    for (int i = 0; i < count; i++)
-        for (int64_t c = 0; c < a->width; c += LANES) {
-            int lanes = lanes_at(a, c);
-            vec off = load_some(a->x + (first + i) * a->width + c, lanes) - means[i];
-            if (lanes < LANES) memset((float *)&off + lanes, 0, sizeof(float) * (LANES - lanes));
-            sums[i] += off * off;
-        }
-    return inverse_root_of(sums_of(sums) / (float)a->width + a->eps);
+    return (problem){{x, weight, bias, groups, width, steps * groups}, centered, eps};
 }
 
 static void normalise(const problem *a, int64_t first, float *y, float *kept) {
-    int count = least(LANES, a->slices - first);
-    vec means = means_of(a, first, count), rstds = rstds_of(a, first, count, means);
-    int64_t group = first % a->groups;
+    int count = least(LANES, a->of.count - first);
+    vec means = a->centered ? means_of(&a->of, first, count) : (vec){0};
+    vec rstds = inverse_root_of(variances_of(&a->of, first, count, means) + a->eps);
+    int64_t group = first % a->of.groups;
     store_some(kept + first, rstds, count);
-    if (a->centered) store_some(kept + a->slices + first, means, count);
+    if (a->centered) store_some(kept + a->of.count + first, means, count);
     for (int i = 0; i < count; i++) {
-        for (int64_t c = 0; c < a->width; c += LANES) {
-            int64_t at = (first + i) * a->width + c;
-            vec z = (load_some(a->x + at, lanes_at(a, c)) - means[i]) * rstds[i];
-            store_some(y + at, z * scale_at(a, group, c) + shift_at(a, group, c), lanes_at(a, c));
+        for (int64_t c = 0; c < a->of.width; c += LANES) {
+            int64_t at = (first + i) * a->of.width + c;
+            vec z = (load_some(a->of.x + at, lanes_at(&a->of, c)) - means[i]) * rstds[i];
+            store_some(y + at, z * scale_at(&a->of, group, c) + shift_at(&a->of, group, c), lanes_at(&a->of, c));
         }
-        group = group + 1 == a->groups ? 0 : group + 1;
+        group = group + 1 == a->of.groups ? 0 : group + 1;
     }
 }
 
@@ -76,8 +44,8 @@ static void normalise(const problem *a, int64_t first, float *y, float *kept) {
 void norms_forward(const float *x, const float *weight, const float *bias, float *y, float *kept, float eps,
                    int64_t centered, int64_t steps, int64_t groups, int64_t width, int64_t threads) {
     problem a = problem_of(x, weight, bias, eps, centered, steps, groups, width);
-#pragma omp parallel for schedule(static) num_threads(threads) if (a.slices * width > ALONE)
-    for (int64_t first = 0; first < a.slices; first += LANES) normalise(&a, first, y, kept);
+#pragma omp parallel for schedule(static) num_threads(threads) if (a.of.count * width > ALONE)
+    for (int64_t first = 0; first < a.of.count; first += LANES) normalise(&a, first, y, kept);
 }
 
 // One group of up to LANES steps: m, r, and the means of g z and of g.
@@ -86,9 +54,9 @@ typedef struct { float mean[LANES], rstd[LANES], along[LANES], level[LANES]; } s
 static void read_kept(statistics *to, const problem *a, const float *kept, int64_t step, int count, int64_t group) {
     memset(to, 0, sizeof *to);
     for (int i = 0; i < count; i++) {
-        int64_t slice = (step + i) * a->groups + group;
+        int64_t slice = (step + i) * a->of.groups + group;
         to->rstd[i] = kept[slice];
-        if (a->centered) to->mean[i] = kept[a->slices + slice];
+        if (a->centered) to->mean[i] = kept[a->of.count + slice];
     }
 }
 
@@ -96,25 +64,25 @@ static void gradient_means(statistics *to, const problem *a, int64_t step, int c
                            const float *grad_y) {
     vec along[LANES] = {0}, sums[LANES] = {0};
     for (int i = 0; i < count; i++)
-        for (int64_t c = 0; c < a->width; c += LANES) {
-            int64_t at = ((step + i) * a->groups + group) * a->width + c;
-            vec g = load_some(grad_y + at, lanes_at(a, c)) * scale_at(a, group, c);
-            along[i] += g * (load_some(a->x + at, lanes_at(a, c)) - to->mean[i]);
+        for (int64_t c = 0; c < a->of.width; c += LANES) {
+            int64_t at = ((step + i) * a->of.groups + group) * a->of.width + c;
+            vec g = load_some(grad_y + at, lanes_at(&a->of, c)) * scale_at(&a->of, group, c);
+            along[i] += g * (load_some(a->of.x + at, lanes_at(&a->of, c)) - to->mean[i]);
             sums[i] += g;
         }
-    store(to->along, sums_of(along) * load(to->rstd) / (float)a->width);
-    if (a->centered) store(to->level, sums_of(sums) / (float)a->width);
+    store(to->along, sums_of(along) * load(to->rstd) / (float)a->of.width);
+    if (a->centered) store(to->level, sums_of(sums) / (float)a->of.width);
 }
 
 // The gradient of x, and what these steps add to those of weight and bias.
 static void propagate(const statistics *s, const problem *a, int64_t step, int count, int64_t group,
                       const float *grad_y, float *grad_x, vec *scales, vec *shifts) {
-    for (int64_t c = 0; c < a->width; c += LANES) {
-        int lanes = lanes_at(a, c);
-        vec scale = scale_at(a, group, c), along = {0}, sum = {0};
+    for (int64_t c = 0; c < a->of.width; c += LANES) {
+        int lanes = lanes_at(&a->of, c);
+        vec scale = scale_at(&a->of, group, c), along = {0}, sum = {0};
         for (int i = 0; i < count; i++) {
-            int64_t at = ((step + i) * a->groups + group) * a->width + c;
-            vec g = load_some(grad_y + at, lanes), z = (load_some(a->x + at, lanes) - s->mean[i]) * s->rstd[i];
+            int64_t at = ((step + i) * a->of.groups + group) * a->of.width + c;
+            vec g = load_some(grad_y + at, lanes), z = (load_some(a->of.x + at, lanes) - s->mean[i]) * s->rstd[i];
             along += g * z;
             sum += g;
             store_some(grad_x + at, (g * scale - z * s->along[i] - s->level[i]) * s->rstd[i], lanes);
@@ -123,21 +91,14 @@ static void propagate(const statistics *s, const problem *a, int64_t step, int c
     }
 }
 
-static void scatter(float *to, const vec *from, const problem *a) {
-    int64_t blocks = blocks_of(a->width, LANES);
-    for (int64_t group = 0; group < a->groups; group++)
-        for (int64_t c = 0; c < a->width; c += LANES)
-            store_some(to + group * a->width + c, from[group * blocks + c / LANES], lanes_at(a, c));
-}
-
 // The steps of one part; their sums for weight and bias are those of every LANES, added up.
 static void part_backward(const problem *a, int64_t begin, int64_t end, const float *kept, const float *grad_y,
                           float *grad_x, float *grad_weight, float *grad_bias) {
-    int64_t blocks = blocks_of(a->width, LANES), size = a->groups * blocks;
+    int64_t blocks = blocks_of(a->of.width, LANES), size = a->of.groups * blocks;
     vec *total = aligned_alloc(sizeof(vec), sizeof(vec) * 2 * size);
     memset(total, 0, sizeof(vec) * 2 * size);
     for (int64_t step = begin; step < end; step += LANES)
-        for (int64_t group = 0; group < a->groups; group++) {
+        for (int64_t group = 0; group < a->of.groups; group++) {
             int count = least(LANES, end - step);
             vec *scales = total + group * blocks;
             statistics s;
@@ -145,18 +106,18 @@ static void part_backward(const problem *a, int64_t begin, int64_t end, const fl
             gradient_means(&s, a, step, count, group, grad_y);
             propagate(&s, a, step, count, group, grad_y, grad_x, scales, scales + size);
         }
-    scatter(grad_weight, total, a);
-    scatter(grad_bias, total + size, a);
+    scatter_sums(grad_weight, total, &a->of);
+    scatter_sums(grad_bias, total + size, &a->of);
     free(total);
 }
 
 // Gradients of weight and bias are (parts, features), to be summed.
 void norms_backward(const float *x, const float *weight, const float *kept, const float *grad_y, float *grad_x,
-                    float *grad_weight, float *grad_bias, int64_t centered, int64_t parts, int64_t steps, int64_t groups,
-                    int64_t width, int64_t threads) {
+                    float *grad_weight, float *grad_bias, int64_t centered, int64_t parts, int64_t steps,
+                    int64_t groups, int64_t width, int64_t threads) {
     problem a = problem_of(x, weight, 0, 0, centered, steps, groups, width);
     int64_t features = groups * width;
-#pragma omp parallel for schedule(static) num_threads(threads) if (a.slices * width > ALONE)
+#pragma omp parallel for schedule(static) num_threads(threads) if (a.of.count * width > ALONE)
     for (int64_t part = 0; part < parts; part++)
         part_backward(&a, part * steps / parts, (part + 1) * steps / parts, kept, grad_y, grad_x,
                       grad_weight + part * features, grad_bias + part * features);

@@ -17,16 +17,15 @@
 // where dmu and ds follow from the recurrence walked back, past no document's first step.
 #include <stdlib.h>
 
-#include "../native.h"
+#include "../native_slices.h"
 
-// Tensors in row-major order; slices are the pieces of x in order.
 typedef struct {
-    const float *x, *weight, *bias;  // (rows, length, groups, width); (groups, width), or null
+    slices_of_x of;
     const float *mean, *variance;    // (rows, groups), before the first step
     const uint8_t *starts;           // (rows, length), or null where no document starts
     const double *betas;             // two, or null if cumulative
     float *factors;                  // (rows, length, 2): 1 / (1 - beta^N) of mean and variance; cumulative: 1 / N
-    int64_t rows, length, groups, width, slices;
+    int64_t rows, length;
     float eps;
 } problem;
 
@@ -35,23 +34,12 @@ typedef struct { double mean, variance; } pair;
 static problem problem_of(const float *x, const float *weight, const float *bias, const float *mean,
                           const float *variance, const uint8_t *starts, const double *betas, float *factors, float eps,
                           int64_t rows, int64_t length, int64_t groups, int64_t width) {
-    return (problem){x, weight, bias, mean, variance, starts, betas, factors, rows, length, groups, width,
-                     rows * length * groups, eps};
+    return (problem){{x, weight, bias, groups, width, rows * length * groups}, mean, variance, starts, betas, factors,
+                     rows, length, eps};
 }
 
 static inline int fresh_at(const problem *a, int64_t row, int64_t t) {
     return a->starts && a->starts[row * a->length + t];
-}
-
-static inline int lanes_at(const problem *a, int64_t c) { return least(LANES, a->width - c); }
-
-// 1 + weight of the features from c on of a group.
-static inline vec scale_at(const problem *a, int64_t group, int64_t c) {
-    return a->weight ? 1.0f + load_some(a->weight + group * a->width + c, lanes_at(a, c)) : every(1.0f);
-}
-
-static inline vec shift_at(const problem *a, int64_t group, int64_t c) {
-    return a->bias ? load_some(a->bias + group * a->width + c, lanes_at(a, c)) : (vec){0};
 }
 
 // In double: 1 - beta^N of a beta near 1 keeps its digits.
@@ -70,31 +58,11 @@ static void count_steps(const problem *a, int64_t row, int64_t *count) {
     count[row] = steps;
 }
 
-static vec means_of(const problem *a, int64_t first, int count) {
-    vec sums[LANES] = {0};
-    for (int i = 0; i < count; i++)
-        for (int64_t c = 0; c < a->width; c += LANES)
-            sums[i] += load_some(a->x + (first + i) * a->width + c, lanes_at(a, c));
-    return sums_of(sums) / (float)a->width;
-}
-
-static vec variances_of(const problem *a, int64_t first, int count, vec means) {
-    vec sums[LANES] = {0};
-    for (int i = 0; i < count; i++)
-        for (int64_t c = 0; c < a->width; c += LANES) {
-            int lanes = lanes_at(a, c);
-            vec off = load_some(a->x + (first + i) * a->width + c, lanes) - means[i];
-            if (lanes < LANES) memset((float *)&off + lanes, 0, sizeof(float) * (LANES - lanes));
-            sums[i] += off * off;
-        }
-    return sums_of(sums) / (float)a->width;
-}
-
 static void slice_moments(const problem *a, int64_t first, float *mean, float *variance) {
-    int count = least(LANES, a->slices - first);
-    vec means = means_of(a, first, count);
+    int count = least(LANES, a->of.count - first);
+    vec means = means_of(&a->of, first, count);
     store_some(mean + first, means, count);
-    store_some(variance + first, variances_of(a, first, count, means), count);
+    store_some(variance + first, variances_of(&a->of, first, count, means), count);
 }
 
 static inline pair advance(const problem *a, pair s, pair beta, const float *factor, double mean, double variance) {
@@ -110,10 +78,10 @@ static inline pair advance(const problem *a, pair s, pair beta, const float *fac
 static void recur(const problem *a, int64_t row, int64_t begin, int count, float *mean, float *variance,
                   float *final_mean, float *final_variance) {
     pair s[LANES], beta = a->betas ? (pair){a->betas[0], a->betas[1]} : (pair){0.0, 0.0};
-    int64_t series = row * a->groups + begin;
+    int64_t series = row * a->of.groups + begin;
     for (int i = 0; i < count; i++) s[i] = (pair){a->mean[series + i], a->variance[series + i]};
     for (int64_t t = 0; t < a->length; t++) {
-        int64_t at = (row * a->length + t) * a->groups + begin;
+        int64_t at = (row * a->length + t) * a->of.groups + begin;
         const float *factor = a->factors + (row * a->length + t) * 2;
         if (fresh_at(a, row, t)) memset(s, 0, sizeof s);
         for (int i = 0; i < count; i++) {
@@ -127,17 +95,17 @@ static void recur(const problem *a, int64_t row, int64_t begin, int count, float
 
 // Up to LANES slices by their statistics; the variance becomes the factor that was multiplied with.
 static void normalise(const problem *a, int64_t first, const float *mean, float *variance, float *y) {
-    int count = least(LANES, a->slices - first);
+    int count = least(LANES, a->of.count - first);
     vec rstd = inverse_root_of(load_some(variance + first, count) + a->eps);
-    int64_t group = first % a->groups;
+    int64_t group = first % a->of.groups;
     store_some(variance + first, rstd, count);
     for (int i = 0; i < count; i++) {
-        for (int64_t c = 0; c < a->width; c += LANES) {
-            int64_t at = (first + i) * a->width + c;
-            vec z = (load_some(a->x + at, lanes_at(a, c)) - mean[first + i]) * rstd[i];
-            store_some(y + at, z * scale_at(a, group, c) + shift_at(a, group, c), lanes_at(a, c));
+        for (int64_t c = 0; c < a->of.width; c += LANES) {
+            int64_t at = (first + i) * a->of.width + c;
+            vec z = (load_some(a->of.x + at, lanes_at(&a->of, c)) - mean[first + i]) * rstd[i];
+            store_some(y + at, z * scale_at(&a->of, group, c) + shift_at(&a->of, group, c), lanes_at(&a->of, c));
         }
-        group = group + 1 == a->groups ? 0 : group + 1;
+        group = group + 1 == a->of.groups ? 0 : group + 1;
     }
 }
 
@@ -148,19 +116,19 @@ void timestep_norm_forward(const float *x, const float *weight, const float *bia
                            int64_t *count, float *y, float *kept, float *final_mean, float *final_variance, float eps,
                            int64_t rows, int64_t length, int64_t groups, int64_t width, int64_t threads) {
     problem a = problem_of(x, weight, bias, mean, variance, starts, betas, factors, eps, rows, length, groups, width);
-    float *spread = kept + a.slices;
-#pragma omp parallel num_threads(threads) if (a.slices * width > ALONE)
+    float *spread = kept + a.of.count;
+#pragma omp parallel num_threads(threads) if (a.of.count * width > ALONE)
     {
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < rows; row++) count_steps(&a, row, count);
 #pragma omp for schedule(static)
-        for (int64_t first = 0; first < a.slices; first += LANES) slice_moments(&a, first, kept, spread);
+        for (int64_t first = 0; first < a.of.count; first += LANES) slice_moments(&a, first, kept, spread);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t begin = 0; begin < groups; begin += LANES)
                 recur(&a, row, begin, least(LANES, groups - begin), kept, spread, final_mean, final_variance);
 #pragma omp for schedule(static)
-        for (int64_t first = 0; first < a.slices; first += LANES) normalise(&a, first, kept, spread, y);
+        for (int64_t first = 0; first < a.of.count; first += LANES) normalise(&a, first, kept, spread, y);
     }
 }
 
@@ -168,19 +136,19 @@ void timestep_norm_forward(const float *x, const float *weight, const float *bia
 typedef struct { const float *mean, *rstd; float *mu, *grad_mean, *grad_variance; } slices;
 
 static void slice_gradients(const problem *a, int64_t first, const float *grad_y, slices of) {
-    int count = least(LANES, a->slices - first);
+    int count = least(LANES, a->of.count - first);
     vec sums[LANES] = {0}, along[LANES] = {0}, rstd = load_some(of.rstd + first, count);
-    int64_t group = first % a->groups;
+    int64_t group = first % a->of.groups;
     for (int i = 0; i < count; i++) {
-        for (int64_t c = 0; c < a->width; c += LANES) {
-            int64_t at = (first + i) * a->width + c;
-            vec g = load_some(grad_y + at, lanes_at(a, c)) * scale_at(a, group, c);
+        for (int64_t c = 0; c < a->of.width; c += LANES) {
+            int64_t at = (first + i) * a->of.width + c;
+            vec g = load_some(grad_y + at, lanes_at(&a->of, c)) * scale_at(&a->of, group, c);
             sums[i] += g;
-            along[i] += g * (load_some(a->x + at, lanes_at(a, c)) - of.mean[first + i]);
+            along[i] += g * (load_some(a->of.x + at, lanes_at(&a->of, c)) - of.mean[first + i]);
         }
-        group = group + 1 == a->groups ? 0 : group + 1;
+        group = group + 1 == a->of.groups ? 0 : group + 1;
     }
-    store_some(of.mu + first, means_of(a, first, count), count);
+    store_some(of.mu + first, means_of(&a->of, first, count), count);
     store_some(of.grad_mean + first, -rstd * sums_of(sums), count);
     store_some(of.grad_variance + first, -0.5f * rstd * rstd * rstd * sums_of(along), count);
 }
@@ -201,12 +169,12 @@ static inline pair retreat(const problem *a, pair *back, pair beta, const float 
 static void recur_back(const problem *a, int64_t row, int64_t begin, int count, slices of, const float *grad_mean,
                        const float *grad_variance, float *to_mean, float *to_variance) {
     pair s[LANES], beta = a->betas ? (pair){a->betas[0], a->betas[1]} : (pair){0.0, 0.0};
-    int64_t series = row * a->groups + begin;
+    int64_t series = row * a->of.groups + begin;
     for (int i = 0; i < count; i++) s[i] = (pair){grad_mean[series + i], grad_variance[series + i]};
     for (int64_t t = a->length - 1; t >= 0; t--) {
-        int64_t at = (row * a->length + t) * a->groups + begin;
+        int64_t at = (row * a->length + t) * a->of.groups + begin;
         const float *factor = a->factors + (row * a->length + t) * 2;
-        const float *before = t ? of.mean + at - a->groups : a->mean + series;
+        const float *before = t ? of.mean + at - a->of.groups : a->mean + series;
         for (int i = 0; i < count; i++) {
             pair grad = {of.grad_mean[at + i], of.grad_variance[at + i]};
             grad = retreat(a, s + i, beta, factor, grad, of.mu[at + i] - before[i]);
@@ -220,16 +188,17 @@ static void recur_back(const problem *a, int64_t row, int64_t begin, int count, 
 // One slice: the gradient of x, and what it adds to those of weight and bias.
 static void propagate(const problem *a, int64_t slice, slices of, const float *grad_y, float *grad_x, vec *scales,
                       vec *shifts) {
-    int64_t group = slice % a->groups;
-    float part = 1.0f / a->width, mean = of.mean[slice], rstd = of.rstd[slice], mu = of.mu[slice];
+    int64_t group = slice % a->of.groups;
+    float part = 1.0f / a->of.width, mean = of.mean[slice], rstd = of.rstd[slice], mu = of.mu[slice];
     float added = part * of.grad_mean[slice], slope = 2.0f * part * of.grad_variance[slice];
-    for (int64_t c = 0; c < a->width; c += LANES, scales++, shifts++) {
-        int lanes = lanes_at(a, c);
-        vec x = load_some(a->x + slice * a->width + c, lanes), g = load_some(grad_y + slice * a->width + c, lanes);
+    for (int64_t c = 0; c < a->of.width; c += LANES, scales++, shifts++) {
+        int lanes = lanes_at(&a->of, c);
+        int64_t at = slice * a->of.width + c;
+        vec x = load_some(a->of.x + at, lanes), g = load_some(grad_y + at, lanes);
         *scales += g * ((x - mean) * rstd);
         *shifts += g;
-        vec grad = g * scale_at(a, group, c) * rstd + (slope * (x - mu) + added);
-        store_some(grad_x + slice * a->width + c, grad, lanes);
+        vec grad = g * scale_at(&a->of, group, c) * rstd + (slope * (x - mu) + added);
+        store_some(grad_x + at, grad, lanes);
     }
 }
 
@@ -238,28 +207,21 @@ static void add(vec *to, vec *from, int64_t count) {
     memset(from, 0, sizeof(vec) * count);
 }
 
-static void scatter(float *to, const vec *from, const problem *a) {
-    int64_t blocks = blocks_of(a->width, LANES);
-    for (int64_t group = 0; group < a->groups; group++)
-        for (int64_t c = 0; c < a->width; c += LANES)
-            store_some(to + group * a->width + c, from[group * blocks + c / LANES], lanes_at(a, c));
-}
-
 // The steps of one part; their sums for weight and bias are those of every LANES, added up.
 static void part_backward(const problem *a, int64_t begin, int64_t end, slices of, const float *grad_y, float *grad_x,
                           float *grad_weight, float *grad_bias) {
-    int64_t blocks = blocks_of(a->width, LANES), size = a->groups * blocks;
+    int64_t blocks = blocks_of(a->of.width, LANES), size = a->of.groups * blocks;
     vec *total = aligned_alloc(sizeof(vec), sizeof(vec) * 4 * size), *in_tile = total + 2 * size;
     memset(total, 0, sizeof(vec) * 4 * size);
     for (int64_t step = begin; step < end; step++) {
-        for (int64_t group = 0; group < a->groups; group++) {
+        for (int64_t group = 0; group < a->of.groups; group++) {
             vec *scales = in_tile + group * blocks;
-            propagate(a, step * a->groups + group, of, grad_y, grad_x, scales, scales + size);
+            propagate(a, step * a->of.groups + group, of, grad_y, grad_x, scales, scales + size);
         }
         if ((step - begin) % LANES == LANES - 1 || step + 1 == end) add(total, in_tile, 2 * size);
     }
-    scatter(grad_weight, total, a);
-    scatter(grad_bias, total + size, a);
+    scatter_sums(grad_weight, total, &a->of);
+    scatter_sums(grad_bias, total + size, &a->of);
     free(total);
 }
 
@@ -271,12 +233,12 @@ void timestep_norm_backward(const float *x, const float *weight, const float *me
                             int64_t parts, int64_t rows, int64_t length, int64_t groups, int64_t width,
                             int64_t threads) {
     problem a = problem_of(x, weight, 0, mean, 0, starts, betas, factors, 0, rows, length, groups, width);
-    slices of = {kept, kept + a.slices, room, room + a.slices, room + 2 * a.slices};
+    slices of = {kept, kept + a.of.count, room, room + a.of.count, room + 2 * a.of.count};
     int64_t steps = rows * length, features = groups * width;
-#pragma omp parallel num_threads(threads) if (a.slices * width > ALONE)
+#pragma omp parallel num_threads(threads) if (a.of.count * width > ALONE)
     {
 #pragma omp for schedule(static)
-        for (int64_t first = 0; first < a.slices; first += LANES) slice_gradients(&a, first, grad_y, of);
+        for (int64_t first = 0; first < a.of.count; first += LANES) slice_gradients(&a, first, grad_y, of);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t begin = 0; begin < groups; begin += LANES)

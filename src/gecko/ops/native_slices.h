@@ -1,0 +1,50 @@
+// Slices, the features of one group of one step, that the norms read LANES at a time.
+#pragma once
+
+#include "native.h"
+
+// Tensors in row-major order; slices are the pieces of x in order.
+typedef struct {
+    const float *x, *weight, *bias;  // (steps, groups, width); (groups, width), or null
+    int64_t groups, width, count;
+} slices_of_x;
+
+static inline int lanes_at(const slices_of_x *a, int64_t c) { return least(LANES, a->width - c); }
+
+// 1 + weight of the features from c on of a group.
+static inline vec scale_at(const slices_of_x *a, int64_t group, int64_t c) {
+    return a->weight ? 1.0f + load_some(a->weight + group * a->width + c, lanes_at(a, c)) : every(1.0f);
+}
+
+static inline vec shift_at(const slices_of_x *a, int64_t group, int64_t c) {
+    return a->bias ? load_some(a->bias + group * a->width + c, lanes_at(a, c)) : (vec){0};
+}
+
+static inline vec means_of(const slices_of_x *a, int64_t first, int count) {
+    vec sums[LANES] = {0};
+    for (int i = 0; i < count; i++)
+        for (int64_t c = 0; c < a->width; c += LANES)
+            sums[i] += load_some(a->x + (first + i) * a->width + c, lanes_at(a, c));
+    return sums_of(sums) / (float)a->width;
+}
+
+// The mean square of what is left of a slice without ``means``.
+static inline vec variances_of(const slices_of_x *a, int64_t first, int count, vec means) {
+    vec sums[LANES] = {0};
+    for (int i = 0; i < count; i++)
+        for (int64_t c = 0; c < a->width; c += LANES) {
+            int lanes = lanes_at(a, c);
+            vec off = load_some(a->x + (first + i) * a->width + c, lanes) - means[i];
+            if (lanes < LANES) memset((float *)&off + lanes, 0, sizeof(float) * (LANES - lanes));
+            sums[i] += off * off;
+        }
+    return sums_of(sums) / (float)a->width;
+}
+
+// Sums (groups, vecs that hold a width) to (groups, width).
+static inline void scatter_sums(float *to, const vec *from, const slices_of_x *a) {
+    int64_t blocks = blocks_of(a->width, LANES);
+    for (int64_t group = 0; group < a->groups; group++)
+        for (int64_t c = 0; c < a->width; c += LANES)
+            store_some(to + group * a->width + c, from[group * blocks + c / LANES], lanes_at(a, c));
+}
