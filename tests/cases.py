@@ -249,30 +249,31 @@ ATTENTIONS = [
 ]
 
 
-def _memory(rule: str) -> Operator:
+def _memory(rule: str, key: int = 3, value: int = 4) -> Operator:
     return Operator(
-        f"memory-{rule}", 2,
+        f"memory-{rule}-{key}x{value}", 2,
         lambda g: [],
-        lambda b, t, g: [_normal(g, b, 2, t, 3), _normal(g, b, 2, t, 3), _normal(g, b, 2, t, 4)],
-        lambda b, dtype: WorkingMemoryState.empty(rule, b, 2, 3, 4, dtype),
+        lambda b, t, g: [_normal(g, b, 2, t, key), _normal(g, b, 2, t, key), _normal(g, b, 2, t, value)],
+        lambda b, dtype: WorkingMemoryState.empty(rule, b, 2, key, value, dtype),
         lambda p, x, state, segments: working_memory(*x, CHUNK, rule=rule, state=state, segments=segments),
         lambda p, x, state, segments: working_memory_reference((x[0], x[1], x[2]), CHUNK, rule, state, segments),
     )  # fmt: skip
 
+
+MEMORIES = [_memory("adaptive"), _memory("linear")]
 
 WIDE = [
     _cema(37, 5),
     _cema(16, 16),
     *(_attention(Pattern(CHUNK, attention, 100.0, 1), 16, 32) for attention in ("sliding_chunk", "sliding_window")),
     *(
-        _attention(Pattern(40, attention, 100.0, 2), 32, 48)
+        _attention(Pattern(LONG_CHUNK, attention, 100.0, 2), 32, 48)
         for attention in ("sliding_chunk", "chunk", "sliding_window")
     ),
+    _memory("adaptive", 16, 48),
+    _memory("adaptive", 32, 80),
 ]
 """As large as the kernels in C ask, and beyond one of their blocks."""
-
-
-MEMORIES = [_memory("adaptive"), _memory("linear")]
 
 # Models. Every value of every field that changes the path through the code is in several variants.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import TypeVar
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ TOLERANCE = 1e-5
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C compiler")
 """Not skipped where there is one and it fails."""
 
+Numbers = TypeVar("Numbers")
 Form = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
@@ -30,7 +32,7 @@ def agree(
     operator: Form, leaves: Sequence[Tensor | None], laid: Callable[[Tensor], Tensor] = Tensor.contiguous
 ) -> None:
     """Outputs, with and without gradients, and every gradient, are those in float64, and the same on two threads."""
-    found, again = evaluate(operator, leaves, laid), _on_two_threads(lambda: evaluate(operator, leaves, laid))
+    found, again = evaluate(operator, leaves, laid), on_two_threads(lambda: evaluate(operator, leaves, laid))
     exact = evaluate(operator, [None if x is None else x.double() for x in leaves], laid)
     with torch.no_grad():
         plain = _several(operator(*leaves))
@@ -55,7 +57,7 @@ def _several(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
-def _on_two_threads(call: Callable[[], list[Tensor]]) -> list[Tensor]:
+def on_two_threads(call: Callable[[], Numbers]) -> Numbers:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

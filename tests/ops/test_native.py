@@ -6,7 +6,7 @@ import cases
 import laws
 import pytest
 import torch
-from native_agreement import needs_compiler
+from native_agreement import needs_compiler, on_two_threads
 
 pytestmark = needs_compiler
 
@@ -20,11 +20,7 @@ def test_native(operator, law, case):
 @pytest.mark.parametrize("operator", cases.WIDE, ids=str)
 def test_the_number_of_threads_changes_no_bit(operator):
     case = cases.Case(300, "packed", (40,), batch=3, dtype=torch.float32)
-    readings = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        readings.append(laws.read(operator.fast, cases.problem(operator, case)))
-    torch.set_num_threads(1)
-    one, three = readings
-    for found, expected in ((three.values, one.values), (three.gradients, one.gradients)):
+    given = cases.problem(operator, case)
+    one, two = laws.read(operator.fast, given), on_two_threads(lambda: laws.read(operator.fast, given))
+    for found, expected in ((two.values, one.values), (two.gradients, one.gradients)):
         assert all(torch.equal(found[name], expected[name]) for name in expected)

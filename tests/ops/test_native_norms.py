@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from laws import assert_same
-from native_agreement import needs_compiler
+from native_agreement import needs_compiler, on_two_threads, turned
 from torch import Tensor
 
 from gecko.ops.norms import group_layer_norm, group_rms_norm, native
@@ -37,7 +37,7 @@ def _read(
     x, weight, bias = leaves["x"], leaves.get("weight"), leaves.get("bias")
     y = group_rms_norm(x, weight, groups, 1e-3) if norm == "rms" else group_layer_norm(x, weight, bias, groups, 1e-3)
     if laid:
-        weights = weights.transpose(0, -1).contiguous().transpose(0, -1)
+        weights = turned(weights)
     found = torch.autograd.grad(y, list(leaves.values()), weights)
     return {"y": y.detach(), **dict(zip(leaves, found, strict=True))}
 
@@ -56,11 +56,7 @@ def test_kernels_agree_with_the_eager_form(norm, size, affine):
 @pytest.mark.parametrize("size", [size for size in SIZES if size[1] > 1], ids=str)
 def test_threads_and_layout_change_no_bit(norm, size):
     single = _read(norm, size, True, torch.float32, laid=True)
-    torch.set_num_threads(2)
-    try:
-        double = _read(norm, size, True, torch.float32)
-    finally:
-        torch.set_num_threads(1)
+    double = on_two_threads(lambda: _read(norm, size, True, torch.float32))
     assert all(torch.equal(single[name], double[name]) for name in single)
 
 

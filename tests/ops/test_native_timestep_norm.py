@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from laws import assert_same
-from native_agreement import needs_compiler
+from native_agreement import needs_compiler, on_two_threads, turned
 from torch import Tensor
 
 from gecko.ops.timestep_norm import TimestepNormState, native, timestep_norm
@@ -74,7 +74,7 @@ def _read(size: Size, dtype: torch.dtype, laid: bool = False) -> dict[str, Tenso
     generator = torch.Generator().manual_seed(6)
     weights = [torch.randn(t.shape, generator=generator).to(dtype) for t in outputs.values()]
     if laid:
-        weights = [w.transpose(0, -1).contiguous().transpose(0, -1) for w in weights]
+        weights = [turned(w) for w in weights]
     found = torch.autograd.grad(list(outputs.values()), list(leaves.values()), weights)
     gradients = {f"gradient of {name}": t for name, t in zip(leaves, found, strict=True)}
     return {**{name: t.detach() for name, t in outputs.items()}, **gradients, "count": after.count}
@@ -90,11 +90,7 @@ def test_kernels_agree_with_the_eager_form(size):
 @pytest.mark.parametrize("size", SIZES[4:12], ids=str)
 def test_threads_and_layout_change_no_bit(size):
     single = _read(size, torch.float32, laid=True)
-    torch.set_num_threads(2)
-    try:
-        double = _read(size, torch.float32)
-    finally:
-        torch.set_num_threads(1)
+    double = on_two_threads(lambda: _read(size, torch.float32))
     assert all(torch.equal(single[name], double[name]) for name in single)
 
 

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import cases
 import laws
 import pytest
 import torch
-from cases import CHUNK, Operator
-from native_agreement import needs_compiler
+from cases import CHUNK
+from native_agreement import needs_compiler, on_two_threads
 from torch import Tensor
 
-from gecko.ops.working_memory import WorkingMemoryState, native, working_memory, working_memory_reference
+from gecko.ops.working_memory import WorkingMemoryState, native, working_memory
 from gecko.segments import Segments
 
 pytestmark = needs_compiler
-
-
-def _operator(heads: int, keys: int, values: int) -> Operator:
-    def draw(batch: int, length: int, generator: torch.Generator) -> list[Tensor]:
-        shape = (batch, heads, length)
-        return [torch.randn(*shape, d, generator=generator, dtype=torch.float64) for d in (keys, keys, values)]
-
-    return Operator(
-        f"memory-native-{keys}x{values}", 2, lambda g: [], draw,
-        lambda b, dtype: WorkingMemoryState.empty("adaptive", b, heads, keys, values, dtype),
-        lambda p, x, state, segments: working_memory(*x, CHUNK, state=state, segments=segments),
-        lambda p, x, state, segments: working_memory_reference((x[0], x[1], x[2]), CHUNK, "adaptive", state, segments),
-    )  # fmt: skip
-
-
-OPERATORS = [_operator(2, 16, 48), _operator(1, 32, 80)]
-SINGLE = [replace(case, dtype=torch.float32) for case in cases.COMMON if case.dtype == torch.float64]
-
-
-@pytest.mark.parametrize(("law", "case"), laws.over(SINGLE))
-@pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_native_memory(operator, law, case):
-    law(operator, case)
 
 
 SHAPES = {
@@ -102,11 +78,7 @@ def test_native_memory_is_the_eager_one(shape, before, documents, terms):
 @pytest.mark.parametrize(("shape", "before", "documents"), CALLS)
 def test_native_memory_does_not_depend_on_threads(shape, before, documents):
     one = _read(shape, torch.float32, documents, before, None)
-    torch.set_num_threads(2)
-    try:
-        two = _read(shape, torch.float32, documents, before, None)
-    finally:
-        torch.set_num_threads(1)
+    two = on_two_threads(lambda: _read(shape, torch.float32, documents, before, None))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 

@@ -59,6 +59,9 @@ def native_runs_on(*tensors: Tensor) -> bool:
     return all(map(_is_plain, tensors)) and not _watched() and _native_installed()
 
 
+NATIVE_WIDTH = 16
+"""What heads' features are multiples of, for kernels in C that multiply matrices of them: the widest register."""
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 """Not subclasses, which stand for shapes, shards or packed numbers."""
 

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.chunk_attention.pattern import Pattern
 from gecko.ops.chunk_attention.ring import in_order, ring_after
+from gecko.ops.kernels import NATIVE_WIDTH
 from gecko.ops.native import call
 from gecko.ops.rotary import rotate
 from gecko.segments import Segments
@@ -17,8 +18,6 @@ from gecko.segments import Segments
 if TYPE_CHECKING:
     from gecko.ops.chunk_attention import AttentionState
 
-_LANES = 16
-"""What the sizes of heads are multiples of."""
 _SPAN = 512
 """Tokens of a task, if a chunk is shorter."""
 
@@ -26,7 +25,7 @@ _SPAN = 512
 def takes(inputs: tuple[Tensor, ...], pattern: Pattern, ring_start: int | None) -> bool:
     """Whether the kernels know calls of these sizes that begin at this slot: where a chunk does."""
     q, _, v = inputs
-    sizes = q.shape[-1] % _LANES == 0 and v.shape[-1] % _LANES == 0
+    sizes = q.shape[-1] % NATIVE_WIDTH == 0 and v.shape[-1] % NATIVE_WIDTH == 0
     return sizes and ring_start is not None and ring_start % pattern.chunk_size == 0
 
 

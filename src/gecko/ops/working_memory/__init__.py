@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.dtypes import check_segments, check_shape, compute_dtype, full_precision
-from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
+from gecko.ops.kernels import NATIVE_WIDTH, kernels_of, kernels_run_on, native_runs_on
 from gecko.ops.phases import common_phase, run_by_phase
 from gecko.ops.working_memory.chunked import remember_chunks
 from gecko.ops.working_memory.decode import remember_token
@@ -123,4 +123,4 @@ def _check_state(state: WorkingMemoryState, lists: tuple[int, int], key_dim: int
 def _native_takes(inputs: tuple[Tensor, ...], state: WorkingMemoryState) -> bool:
     """Whether the C kernels take these sizes and dtypes: features that fill whole registers."""
     floats = (x for x in state.tensors().values() if x.is_floating_point())
-    return all(x.shape[-1] % 16 == 0 for x in inputs) and native_runs_on(*inputs, *floats)
+    return all(x.shape[-1] % NATIVE_WIDTH == 0 for x in inputs) and native_runs_on(*inputs, *floats)
