@@ -37,9 +37,10 @@ from gecko.train.utilisation import flops_per_token
 
 MODULES: dict[type[nn.Module], str] = {
     TimestepNorm: "timestep norm", CEMA: "moving average", RMSNorm: "RMS norm", LayerNorm: "layer norm",
-    FeedForward: "feed-forward", nn.Linear: "linear layers", nn.Embedding: "embedding",
+    FeedForward: "feed-forward", nn.Embedding: "embedding",
 }  # fmt: skip
 FUNCTIONS = {
+    "gecko.layers.gated_attention.project": "linear layers",
     "gecko.layers.gated_attention.chunk_attention": "chunk attention",
     "gecko.layers.gated_attention.working_memory": "working memory",
     "gecko.model.linear_cross_entropy": "head and loss",
@@ -157,7 +158,7 @@ def _within(event: Any, name: str) -> Any:
 
 
 def _part_of(event: Any) -> str | None:
-    """The innermost named range, but a linear layer or norm of the feed-forward is counted as part of it."""
+    """The innermost named range."""
     names = [outer.name.removeprefix(_PREFIX) for outer in _ancestors(event) if outer.name.startswith(_PREFIX)]
     return names[-1] if names else None
 

@@ -40,7 +40,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
         """x (B, T, D) to the same shape, and the state after the last token."""
         y, state = self.mixer(x, state, segments)
-        return self.feed_forward(y) + (x if self.two_hop_residual else y), state
+        return self.feed_forward(y, onto=x if self.two_hop_residual else y), state
 
 
 class Gecko(nn.Module):

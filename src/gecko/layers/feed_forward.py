@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from gecko.config import GeckoConfig
 from gecko.layers.initialise import linear
 from gecko.layers.norm import LayerNorm
+from gecko.layers.projection import is_bare
+from gecko.ops.feed_forward import feed_forward
 from gecko.ops.swiglu import swiglu
 
 
 class FeedForward(nn.Module):
-    """fc2(silu(fc1 u) · fc3 u) of u = LayerNorm(x), without fc3 if not ``swiglu``, times a learned vector
-    if ``ffn_scale``; the residual is the block's."""
+    """onto + fc2(silu(fc1 u) · fc3 u) of u = LayerNorm(x), without fc3 if not ``swiglu``, times a learned vector
+    if ``ffn_scale``; ``onto`` is the block's residual."""
 
     def __init__(self, config: GeckoConfig, layer: int) -> None:
         super().__init__()
@@ -25,8 +27,10 @@ class FeedForward(nn.Module):
         initial = torch.full((config.model_dim,), 0.1 * 0.5**layer)
         self.scale = nn.Parameter(initial) if config.ffn_scale else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         u = self.norm(x)
-        a = self.fc1(u)
-        y = self.fc2(F.silu(a) if self.fc3 is None else swiglu(a, self.fc3(u)))
-        return y if self.scale is None else y * self.scale
+        if self.fc3 is not None and self.scale is None and all(map(is_bare, (self.fc1, self.fc2, self.fc3))):
+            return feed_forward(u, self.fc1.weight, self.fc3.weight, self.fc2.weight, onto)
+        hidden = F.silu(self.fc1(u)) if self.fc3 is None else swiglu(self.fc1(u), self.fc3(u))
+        y = self.fc2(hidden)
+        return onto + (y if self.scale is None else y * self.scale)

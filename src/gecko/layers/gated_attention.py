@@ -12,6 +12,7 @@ from gecko.handoff import Arriving
 from gecko.layers.cema import CEMA
 from gecko.layers.initialise import linear
 from gecko.layers.norm import RMSNorm, TimestepNorm
+from gecko.layers.projection import project
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
 from gecko.ops.chunk_attention.ranks import give_last_chunk, state_before
 from gecko.ops.fan_out import fan_out
@@ -61,17 +62,18 @@ class GatedAttention(nn.Module):
         xn, norm = self.norm(x, None if state is None else state.norm, segments)
         averaged, moving = self.cema(xn, None if state is None else state.cema, segments)
         mx = self.cema_norm(averaged)
-        v = silu_by_head(self.to_value(xn), self.config.num_heads)
+        (value,) = project(xn, self.to_value)
+        v = silu_by_head(value, self.config.num_heads)
         values_before = give_last_chunk(v, self.pattern, segments)
-        gate = self.to_gate(mx)
-        out, attention, memory = self._mix(self._queries_and_keys(mx), v, gate, state, segments, values_before)
-        y = x + self.to_hidden(mx) + self.to_output(out)
+        z, gate, y = project(mx, self.to_shared, self.to_gate, self.to_hidden, onto=x)
+        out, attention, memory = self._mix(self._queries_and_keys(z), v, gate, state, segments, values_before)
+        (y,) = project(out, self.to_output, onto=y)
         return y, MixerState(norm, moving, attention, memory)
 
-    def _queries_and_keys(self, mx: Tensor) -> tuple[Tensor, ...]:
+    def _queries_and_keys(self, z: Tensor) -> tuple[Tensor, ...]:
         """q, k (and qm, km), each (B, H, T, key_head_dim): (1 + γ_i) / √zh · z + β_i, z of unit RMS per head."""
         config = self.config
-        return fan_out(self.to_shared(mx), self.scale, self.offset, config.num_heads, config.norm_eps)
+        return fan_out(z, self.scale, self.offset, config.num_heads, config.norm_eps)
 
     def _mix(
         self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor, state: MixerState | None, segments: Segments,

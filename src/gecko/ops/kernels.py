@@ -102,6 +102,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
+@cache
 def kernels_of(name: str, file: str = "triton") -> ModuleType:
     """The module ``file`` of the kernels of the operator ``name``."""
     return importlib.import_module(f"gecko.ops.{name}.{file}")

@@ -10,11 +10,18 @@ enum { MOST_ROWS = 6, MOST_WIDTH = 4 };
 enum { MOST_ROWS = 6, MOST_WIDTH = 2 };
 #endif
 
+// What a product is added to: a matrix whose rows are ``row`` apart, and a vector; either may be null.
+typedef struct { const float *matrix; int64_t row; const float *vector; } addends;
+
+static inline addends addends_at(addends of, int64_t row, int64_t column) {
+    return (addends){of.matrix ? of.matrix + row * of.row + column : 0, of.row, of.vector ? of.vector + column : 0};
+}
+
 // c (rows, width vecs) from a, whose numbers lie at a[row * a_row + k * a_col], and b (depth, width vecs): all of c in
 // registers, so ``rows`` and ``width`` are constants where this is inlined.
 static inline __attribute__((always_inline)) void tile_product(
     float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b, int64_t b_row, int64_t depth,
-    int adds, const int rows, const int width) {
+    addends onto, const int rows, const int width) {
     vec sum[MOST_ROWS][MOST_WIDTH];
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
@@ -35,20 +42,23 @@ static inline __attribute__((always_inline)) void tile_product(
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < width; j++) {
-            float *to = c + i * c_row + j * LANES;
-            store(to, adds ? load(to) + sum[i][j] : sum[i][j]);
+            vec total = sum[i][j];
+            if (onto.vector) total += load(onto.vector + j * LANES);
+            if (onto.matrix) total += load(onto.matrix + i * onto.row + j * LANES);
+            store(c + i * c_row + j * LANES, total);
         }
 }
 
-#define ROWS_OF(count, width)                                                                                   \
-    for (; row + count <= rows; row += count)                                                                   \
-        tile_product(c + row * c_row, c_row, a + row * a_row, a_row, a_col, b, b_row, depth, adds, count, width);
+#define ROWS_OF(count, width)                                                                                 \
+    for (; row + count <= rows; row += count)                                                                 \
+        tile_product(c + row * c_row, c_row, a + row * a_row, a_row, a_col, b, b_row, depth,                  \
+                     addends_at(onto, row, 0), count, width);
 
-#define COLUMNS_OF(name, width)                                                                                 \
-    static void name(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,     \
-                     int64_t b_row, int64_t rows, int64_t depth, int adds) {                                    \
-        int64_t row = 0;                                                                                        \
-        ROWS_OF(6, width) ROWS_OF(4, width) ROWS_OF(2, width) ROWS_OF(1, width)                                 \
+#define COLUMNS_OF(name, width)                                                                               \
+    static void name(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,   \
+                     int64_t b_row, int64_t rows, int64_t depth, addends onto) {                              \
+        int64_t row = 0;                                                                                      \
+        ROWS_OF(6, width) ROWS_OF(4, width) ROWS_OF(2, width) ROWS_OF(1, width)                               \
     }
 
 COLUMNS_OF(product_wide, MOST_WIDTH)
@@ -58,18 +68,28 @@ COLUMNS_OF(product_narrow, 1)
 #undef COLUMNS_OF
 #undef ROWS_OF
 
-// c (rows, columns) = a b, or c + a b where it ``adds``: so a long sum is taken tile by tile. ``columns`` is a multiple
-// of LANES. a is (rows, depth) at any two distances, so a transposed one is the same call; rows of b and c are c_row and
-// b_row apart.
-static void product(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,
-                    int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int adds) {
-    const int64_t wide = MOST_WIDTH * LANES, half = wide / 2;
-    int64_t at = 0;
-    for (; at + wide <= columns; at += wide)
-        product_wide(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
-    for (; at + half <= columns; at += half)
-        product_half(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
-    for (; at < columns; at += LANES) product_narrow(c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, adds);
+// Columns, of so many that are left, that one tile takes.
+static inline int64_t tile_width(int64_t left) {
+    const int64_t wide = MOST_WIDTH * LANES;
+    return left >= wide ? wide : left >= wide / 2 ? wide / 2 : LANES;
+}
+
+// c (rows, columns) = a b + onto. ``columns`` is a multiple of LANES. a is (rows, depth) at any two distances, so a
+// transposed one is the same call; rows of b and c are c_row and b_row apart.
+static void product_onto(addends onto, float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
+                         const float *b, int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
+    for (int64_t at = 0, width; at < columns; at += width) {
+        width = tile_width(columns - at);
+        (width == MOST_WIDTH * LANES ? product_wide : width == LANES ? product_narrow : product_half)(
+            c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, addends_at(onto, 0, at));
+    }
+}
+
+// c = a b, or c + a b where it ``adds``: so a long sum is taken tile by tile.
+static inline void product(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,
+                           int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int adds) {
+    addends onto = {adds ? c : 0, c_row, 0};
+    product_onto(onto, c, c_row, a, a_row, a_col, b, b_row, rows, columns, depth);
 }
 
 // One stage of as many rows as lanes changing places with columns: blocks of ``size`` are swapped across the diagonal.

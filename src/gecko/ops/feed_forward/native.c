@@ -1,0 +1,115 @@
+// A gated feed-forward of few weights, u (tokens, inputs) to onto + h W2^T, where a = u W1^T, b = u W3^T, h = silu(a) b
+// are of ``hidden`` features and s is the sigmoid of a:
+//
+//     dh = dy W2,   da = dh b s (1 + a (1 - s)),   db = dh a s,   du = da W1 + db W3,
+//     dW2 = dy^T h,   dW1 = da^T u,   dW3 = db^T u.
+//
+// Of what is as wide as h, only a and b leave the cache: h and all gradients are of one block of tokens at a time.
+#include "../native_panels.h"
+
+typedef struct {
+    const float *u, *onto, *gate, *up, *down;  // the last three as panels
+    float *a, *b;                              // null where nothing is kept
+    int64_t tokens, inputs, hidden;
+} problem;
+
+static void activate(float *h, const float *a, const float *b, int64_t total) {
+    for (int64_t i = 0; i < total; i += LANES) {
+        vec x = load(a + i);
+        store(h + i, x * sigmoid_of(x) * load(b + i));
+    }
+}
+
+static void block_forward(const problem *p, float *y, int64_t begin, float *scratch) {
+    int64_t count = least(BLOCK, p->tokens - begin), room = BLOCK * p->hidden;
+    float *h = scratch, *a = p->a ? p->a + begin * p->hidden : h + room, *b = p->b ? p->b + begin * p->hidden : a + room;
+    matrix u = {p->u + begin * p->inputs, p->inputs, 1};
+    multiply((addends){0}, a, u, p->gate, count, p->hidden, p->inputs);
+    multiply((addends){0}, b, u, p->up, count, p->hidden, p->inputs);
+    activate(h, a, b, count * p->hidden);
+    multiply((addends){p->onto + begin * p->inputs, p->inputs, 0}, y + begin * p->inputs, (matrix){h, p->hidden, 1},
+             p->down, count, p->inputs, p->hidden);
+}
+
+// ``panels`` is room for three weights. a and b (tokens, hidden) are what backward needs, or null.
+void feed_forward_forward(const float *u, const float *gate, const float *up, const float *down, const float *onto,
+                          float *panels, float *a, float *b, float *y, int64_t tokens, int64_t inputs, int64_t hidden,
+                          int64_t threads) {
+    int64_t size = inputs * hidden;
+    problem p = {u, onto, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden};
+    lay_out_turned(panels, gate, inputs, hidden);
+    lay_out_turned(panels + size, up, inputs, hidden);
+    lay_out_turned(panels + 2 * size, down, hidden, inputs);
+#pragma omp parallel num_threads(threads)
+    {
+        float *scratch = aligned_alloc(64, sizeof(float) * 3 * BLOCK * hidden);
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < tokens; t += BLOCK) block_forward(&p, y, t, scratch);
+        free(scratch);
+    }
+}
+
+// What backward has of one block of tokens.
+typedef struct { float *h, *grad_a, *grad_b, *panels; } scratch;
+
+// h, and the gradients of a and b in place of h's.
+static void propagate(const scratch *s, const float *a, const float *b, int64_t total) {
+    for (int64_t i = 0; i < total; i += LANES) {
+        vec x = load(a + i), z = load(b + i), given = load(s->grad_a + i), y = sigmoid_of(x);
+        store(s->h + i, x * y * z);
+        store(s->grad_a + i, given * z * y * (1.0f + x * (1.0f - y)));
+        store(s->grad_b + i, given * (x * y));
+    }
+}
+
+// ``part`` is the gradients of W1, W3 and W2.
+static void add_to_weights(const problem *p, const scratch *s, float *part, const float *grad, int64_t begin,
+                           int64_t count, int adds) {
+    int64_t size = p->inputs * p->hidden;
+    lay_out(s->panels, p->u + begin * p->inputs, count, p->inputs);
+    multiply_over_tokens(part, s->grad_a, s->panels, p->hidden, p->inputs, count, adds);
+    multiply_over_tokens(part + size, s->grad_b, s->panels, p->hidden, p->inputs, count, adds);
+    lay_out(s->panels, s->h, count, p->hidden);
+    multiply_over_tokens(part + 2 * size, grad, s->panels, p->inputs, p->hidden, count, adds);
+}
+
+static void block_backward(const problem *p, const scratch *s, const float *all_grads, float *grad_u, float *part,
+                           int64_t begin, int adds) {
+    int64_t count = least(BLOCK, p->tokens - begin), here = begin * p->hidden;
+    const float *grad = all_grads + begin * p->inputs;
+    multiply((addends){0}, s->grad_a, (matrix){grad, p->inputs, 1}, p->down, count, p->hidden, p->inputs);
+    propagate(s, p->a + here, p->b + here, count * p->hidden);
+    float *to = grad_u + begin * p->inputs;
+    multiply((addends){0}, to, (matrix){s->grad_a, p->hidden, 1}, p->gate, count, p->inputs, p->hidden);
+    multiply((addends){to, p->inputs, 0}, to, (matrix){s->grad_b, p->hidden, 1}, p->up, count, p->inputs, p->hidden);
+    add_to_weights(p, s, part, grad, begin, count, adds);
+}
+
+static void group_backward(const problem *p, const float *grad, float *grad_u, float *part, int64_t begin,
+                           int64_t end) {
+    int64_t room = BLOCK * p->hidden, panels = BLOCK * (p->hidden > p->inputs ? p->hidden : p->inputs);
+    float *at = aligned_alloc(64, sizeof(float) * (3 * room + panels));
+    scratch s = {at, at + room, at + 2 * room, at + 3 * room};
+    for (int64_t block = begin; block < end; block++)
+        block_backward(p, &s, grad, grad_u, part, block * BLOCK, block > begin);
+    free(at);
+}
+
+// ``panels`` is as for forward, ``parts`` room for the gradients of the weights of every group.
+void feed_forward_backward(const float *grad, const float *u, const float *gate, const float *up, const float *down,
+                           float *a, float *b, float *panels, float *parts, float *grad_u, float *grad_gate,
+                           float *grad_up, float *grad_down, int64_t groups, int64_t tokens, int64_t inputs,
+                           int64_t hidden, int64_t threads) {
+    int64_t size = inputs * hidden, blocks = blocks_of(tokens, BLOCK);
+    problem p = {u, 0, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden};
+    lay_out(panels, gate, hidden, inputs);
+    lay_out(panels + size, up, hidden, inputs);
+    lay_out(panels + 2 * size, down, inputs, hidden);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t group = 0; group < groups; group++)
+        group_backward(&p, grad, grad_u, parts + 3 * size * group, group * blocks / groups,
+                       (group + 1) * blocks / groups);
+    add_parts(grad_gate, parts, size, groups, 3 * size, threads);
+    add_parts(grad_up, parts + size, size, groups, 3 * size, threads);
+    add_parts(grad_down, parts + 2 * size, size, groups, 3 * size, threads);
+}

@@ -1,0 +1,52 @@
+"""The gated feed-forward by the C kernels: what is as wide as its hidden features stays in a core's cache, but for the
+two projections that backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gecko.ops.native import call
+from gecko.ops.panels import token_groups
+
+
+def feed_forward_native(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor) -> Tensor:
+    """Same contract as ``feed_forward``, for float32."""
+    form: Callable[..., Tensor] = NativeFeedForward.apply if torch.is_grad_enabled() else _forward
+    return form(*(t.contiguous() for t in (x, gate, up, down, onto)))
+
+
+def _forward(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor, kept: tuple[Tensor | None, ...] = (None, None)
+) -> Tensor:
+    hidden, inputs = gate.shape
+    y, panels = torch.empty_like(x), x.new_empty(3, hidden, inputs)
+    call("feed_forward_forward", x, gate, up, down, onto, panels, *kept, y, x.numel() // inputs, inputs, hidden)
+    return y
+
+
+class NativeFeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor) -> Tensor:
+        kept = tuple(x.new_empty(*x.shape[:-1], len(gate)) for _ in range(2))
+        ctx.save_for_backward(x, gate, up, down, *kept)
+        return _forward(x, gate, up, down, onto, kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        x, gate, up, down, a, b = ctx.saved_tensors
+        (hidden, inputs), tokens = gate.shape, x.numel() // x.shape[-1]
+        groups = token_groups(tokens)
+        panels, parts = x.new_empty(3, hidden, inputs), x.new_empty(groups, 3, hidden, inputs)
+        grads = [torch.empty_like(t) for t in (x, gate, up, down)]
+        grad = grad.contiguous()
+        call(
+            "feed_forward_backward", grad, x, gate, up, down, a, b, panels, parts, *grads, groups, tokens,
+            inputs, hidden,
+        )  # fmt: skip
+        return *grads, grad

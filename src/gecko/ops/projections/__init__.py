@@ -1,0 +1,43 @@
+"""Linear layers that read one input, and what they are added onto."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gecko.ops.dtypes import check_shape
+from gecko.ops.kernels import kernels_of
+from gecko.ops.panels import panels_run_on
+
+
+def projections(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], onto: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """x W_iᵀ + b_i for each layer i, the last one's plus ``onto``.
+
+    Args:
+        x: (…, inputs), any float dtype; weights: (outputs_i, inputs) each; biases: (outputs_i,) each, or None.
+        onto: the shape of the last output.
+
+    Returns:
+        (…, outputs_i) each, in the dtype of a linear layer (under autocast, its own); the last one's in that of
+        ``onto``, if it is wider.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        check_shape(f"weights[{i}]", weight, (len(weight), x.shape[-1]))
+        if bias is not None:
+            check_shape(f"biases[{i}]", bias, (len(weight),))
+    if onto is not None:
+        check_shape("onto", onto, (*x.shape[:-1], len(weights[-1])))
+    if panels_run_on(x, weights, (*biases, onto)):
+        outputs: tuple[Tensor, ...] = kernels_of("projections", "native").projections_native(x, weights, biases, onto)
+        return outputs
+    several = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    if onto is not None:
+        several[-1] = onto + several[-1]
+    return tuple(several)

@@ -1,0 +1,88 @@
+"""Projections by the C kernels: biases and sums are taken while a product is in registers, and backward reads each
+gradient once, for those of input, weight and bias together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gecko.ops.native import call
+from gecko.ops.panels import token_groups
+
+
+def projections_native(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], onto: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Same contract as ``projections``, for float32."""
+    layers = [t if t is None else t.contiguous() for t in (onto, *weights, *biases)]
+    form = NativeProjections.apply if torch.is_grad_enabled() else _forward
+    outputs: tuple[Tensor, ...] = form(x.contiguous(), *layers)
+    return outputs
+
+
+def _forward(x: Tensor, onto: Tensor | None, *layers: Tensor | None) -> tuple[Tensor, ...]:
+    weights, biases = _divided(layers)
+    return tuple(
+        _project(x, weight, bias, onto if i == len(weights) - 1 else None)
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True))
+    )
+
+
+def _divided(layers: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Weights and biases, or what belongs to each."""
+    return layers[: len(layers) // 2], layers[len(layers) // 2 :]
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
+    outputs, inputs = weight.shape
+    y, panels = x.new_empty(*x.shape[:-1], outputs), torch.empty_like(weight)
+    call("projections_forward", x, weight, bias, onto, panels, y, x.numel() // inputs, inputs, outputs)
+    return y
+
+
+class NativeProjections(torch.autograd.Function):
+    """Arguments after ``onto`` are all weights, then all biases."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, onto: Tensor | None, *layers: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *_divided(layers)[0])
+        ctx.set_materialize_grads(False)
+        return _forward(x, onto, *layers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        given = [None if grad is None else grad.contiguous() for grad in grads]
+        needed, needs_onto, *layers = ctx.needs_input_grad
+        grad_x = torch.empty_like(x) if needed else None
+        of_weights: list[Tensor | None] = []
+        of_biases: list[Tensor | None] = []
+        adds = False
+        for grad, weight, *wanted in zip(given, weights, *_divided(tuple(layers)), strict=True):
+            of_weight, of_bias = (None, None) if grad is None else _propagate(grad, x, weight, grad_x, adds, *wanted)
+            adds = adds or grad is not None
+            of_weights.append(of_weight)
+            of_biases.append(of_bias)
+        return grad_x, given[-1] if needs_onto else None, *of_weights, *of_biases
+
+
+def _propagate(
+    grad: Tensor, x: Tensor, weight: Tensor, grad_x: Tensor | None, adds: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of weight and bias; that of x is written to ``grad_x``, or added to what is there."""
+    outputs, inputs = weight.shape
+    tokens = x.numel() // inputs
+    groups = token_groups(tokens)
+    of_weight = torch.empty_like(weight) if needs_weight else None
+    of_bias = x.new_empty(outputs) if needs_bias else None
+    panels, parts = torch.empty_like(weight), x.new_empty(groups, outputs, inputs + 1)
+    call(
+        "projections_backward", grad, x, weight, panels, parts, grad_x, of_weight, of_bias,
+        int(adds), groups, tokens, inputs, outputs,
+    )  # fmt: skip
+    return of_weight, of_bias

@@ -1,0 +1,133 @@
+"""The C kernels of projections and feed-forward are their eager forms in float64, at any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native_agreement import agree, calls, needs_compiler, normal, turned
+from torch import Tensor
+
+from gecko.ops import panels
+from gecko.ops.feed_forward import feed_forward
+from gecko.ops.feed_forward import native as feed_forward_file
+from gecko.ops.projections import native as projections_file
+from gecko.ops.projections import projections
+
+pytestmark = needs_compiler
+
+TOKENS = [1, 5, 96, 97, 191, 1000]
+"""Around a block, and as many blocks as are not divided evenly among groups."""
+
+WIDTHS = [(16, 16), (48, 80), (64, 256), (144, 32), (272, 112)]
+"""(inputs, outputs): panels of every width, and depths beyond one panel's."""
+
+
+@pytest.fixture(autouse=True)
+def _kernels_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "_FEWEST_TOKENS", 1)
+
+
+def _weights(outputs: int, inputs: int, seed: int = 0) -> Tensor:
+    return normal(outputs, inputs, seed=seed) / inputs**0.5
+
+
+def _one_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+    return projections(x, (weight,), (bias,), onto)[0]
+
+
+def _three_layers(x: Tensor, onto: Tensor | None, *layers: Tensor | None) -> tuple[Tensor, ...]:
+    weights = [t for t in layers[:3] if t is not None]
+    return projections(x, weights, layers[3:], onto)
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_one_layer(tokens, widths):
+    inputs, outputs = widths
+    agree(_one_layer, [normal(tokens, inputs), _weights(outputs, inputs)])
+
+
+@pytest.mark.parametrize("biased", [(True, True, True), (False, True, False)])
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_several_layers(tokens, adds, biased):
+    outputs = 32, 80, 48
+    onto = normal(2, tokens, outputs[-1], seed=3) if adds else None
+    weights = [_weights(size, 64, seed=i) for i, size in enumerate(outputs)]
+    biases = [normal(size, seed=9) if has else None for size, has in zip(outputs, biased, strict=True)]
+    agree(_three_layers, [normal(2, tokens, 64), onto, *weights, *biases])
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_feed_forward(tokens, widths):
+    features, hidden = widths
+    weights = _weights(hidden, features), _weights(hidden, features, seed=1), _weights(features, hidden, seed=2)
+    agree(feed_forward, [normal(2, tokens, features), *weights, normal(2, tokens, features, seed=1)])
+
+
+def test_any_strides():
+    x, weight = normal(3, 100, 32), _weights(32, 32)
+    agree(_one_layer, [turned(x), turned(weight), normal(64)[::2], turned(normal(3, 100, 32, seed=1))], turned)
+    others = _weights(32, 32, seed=1), _weights(32, 32, seed=2)
+    agree(feed_forward, [turned(x), *map(turned, (weight, *others)), turned(normal(3, 100, 32, seed=1))], turned)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 2), (1, 3)])
+def test_only_what_is_asked_for(wanted):
+    """Gradients of some of input, weight, bias and what is added to."""
+    leaves = [normal(200, 32), _weights(48, 32), normal(48), normal(200, 48, seed=1)]
+    found, exact = (_gradients([x.to(dtype) for x in leaves], wanted) for dtype in (torch.float32, torch.float64))
+    for got, right in zip(found, exact, strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
+
+
+def _gradients(leaves: list[Tensor], wanted: tuple[int, ...]) -> tuple[Tensor, ...]:
+    for i in wanted:
+        leaves[i].requires_grad_()
+    y = _one_layer(*leaves)
+    return torch.autograd.grad(y, [leaves[i] for i in wanted], normal(*y.shape, seed=5).to(y.dtype))
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)])
+def test_outputs_that_nobody_uses(used):
+    def operator(*leaves: Tensor) -> tuple[Tensor, ...]:
+        outputs = _three_layers(leaves[0], leaves[1], *leaves[2:])
+        return tuple(outputs[i] for i in used)
+
+    weights = [_weights(32, 16, seed=i) for i in range(3)]
+    leaves = [normal(100, 16), normal(100, 32, seed=1), *weights, *(normal(32, seed=i) for i in range(3))]
+    found, exact = (_all_gradients(operator, [x.to(dtype) for x in leaves]) for dtype in (torch.float32, torch.float64))
+    for got, right in zip(found, exact, strict=True):
+        assert (got is None) == (right is None) or not bool(got.any() if right is None else right.any())
+        if got is not None and right is not None:
+            torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-4)
+
+
+def _all_gradients(operator, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
+    leaves = [x.requires_grad_() for x in leaves]
+    return torch.autograd.grad(sum(y.square().sum() for y in operator(*leaves)), leaves, allow_unused=True)
+
+
+def test_float32_takes_the_kernels(monkeypatch):
+    names = calls(monkeypatch, projections_file), calls(monkeypatch, feed_forward_file)
+    x, weight = normal(20, 32).requires_grad_(), _weights(32, 32)
+    _one_layer(x, weight).sum().backward()
+    feed_forward(x, weight, weight, weight, x).sum().backward()
+    assert names == (
+        ["projections_forward", "projections_backward"],
+        ["feed_forward_forward", "feed_forward_backward"],
+    )
+
+
+def test_what_the_kernels_leave_out(monkeypatch):
+    """Widths that fill no register, layers of many weights, few tokens, and autocast."""
+    names = calls(monkeypatch, projections_file)
+    for inputs, outputs in ((24, 32), (32, 40), (512, 512)):
+        x, weight = normal(20, inputs), normal(outputs, inputs)
+        torch.testing.assert_close(_one_layer(x, weight), x @ weight.t())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _one_layer(normal(20, 32), normal(32, 32)).dtype == torch.bfloat16
+    monkeypatch.setattr(panels, "_FEWEST_TOKENS", 21)
+    _one_layer(normal(20, 32), normal(32, 32))
+    assert names == []
