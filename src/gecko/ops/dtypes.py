@@ -12,7 +12,7 @@ from gecko.segments import Segments
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Statistics and states are float32, or float64 for float64 inputs: never the activation's 16 bits."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def linear_dtype(x: Tensor) -> torch.dtype:

@@ -69,7 +69,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def _is_plain(x: Tensor) -> bool:
     # Autograd functions cannot keep what was made under inference mode; a negative view says other than its memory.
     kept = not x.is_inference() or torch.is_inference_mode_enabled()
-    return x.device.type == "cpu" and x.dtype == torch.float32 and type(x) in _PLAIN and kept and not x.is_neg()
+    return type(x) in _PLAIN and x.is_cpu and x.dtype == torch.float32 and kept and not x.is_neg()
 
 
 def _watched() -> bool:

@@ -3,6 +3,8 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -37,12 +39,22 @@ static inline void store_some(float *to, vec x, int count) {
     else memcpy(to, &x, sizeof(float) * count);
 }
 
+static inline int64_t blocks_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
+
+// Room for so many numbers, aligned to whole registers; the caller frees it.
+static inline float *room_for(int64_t floats) {
+    float *room = aligned_alloc(64, blocks_of(floats, 16) * 64);
+    if (!room) {
+        fprintf(stderr, "gecko: no memory for the %lld bytes that a kernel works in.\n", (long long)floats * 4);
+        abort();
+    }
+    return room;
+}
+
 // Numbers that one thread is done with before another has woken.
 enum { ALONE = 1 << 15 };
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static inline int64_t blocks_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
 // a where the mask is set, else b.
 static inline vec select_of(lanes_of_int mask, vec a, vec b) {

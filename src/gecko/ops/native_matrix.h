@@ -10,6 +10,16 @@ enum { MOST_ROWS = 6, MOST_WIDTH = 4 };
 enum { MOST_ROWS = 6, MOST_WIDTH = 2 };
 #endif
 
+// Numbers that are wanted next. With every tile of a product ``each`` of them are brought near: its arithmetic hides
+// how long that takes.
+typedef struct { const float *at, *end; int64_t each; } upcoming;
+
+static inline void fetch(upcoming *next) {
+    if (!next) return;
+    const float *stop = next->at + next->each < next->end ? next->at + next->each : next->end;
+    for (; next->at < stop; next->at += 16) __builtin_prefetch(next->at, 0, 2);
+}
+
 // What a product is added to: a matrix whose rows are ``row`` apart, and a vector; either may be null.
 typedef struct { const float *matrix; int64_t row; const float *vector; } addends;
 
@@ -50,13 +60,13 @@ static inline __attribute__((always_inline)) void tile_product(
 }
 
 #define ROWS_OF(count, width)                                                                                 \
-    for (; row + count <= rows; row += count)                                                                 \
+    for (; row + count <= rows; row += count, fetch(next))                                                    \
         tile_product(c + row * c_row, c_row, a + row * a_row, a_row, a_col, b, b_row, depth,                  \
                      addends_at(onto, row, 0), count, width);
 
 #define COLUMNS_OF(name, width)                                                                               \
     static void name(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,   \
-                     int64_t b_row, int64_t rows, int64_t depth, addends onto) {                              \
+                     int64_t b_row, int64_t rows, int64_t depth, addends onto, upcoming *next) {              \
         int64_t row = 0;                                                                                      \
         ROWS_OF(6, width) ROWS_OF(4, width) ROWS_OF(2, width) ROWS_OF(1, width)                               \
     }
@@ -77,11 +87,11 @@ static inline int64_t tile_width(int64_t left) {
 // c (rows, columns) = a b + onto. ``columns`` is a multiple of LANES. a is (rows, depth) at any two distances, so a
 // transposed one is the same call; rows of b and c are c_row and b_row apart.
 static void product_onto(addends onto, float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
-                         const float *b, int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
+                         const float *b, int64_t b_row, int64_t rows, int64_t columns, int64_t depth, upcoming *next) {
     for (int64_t at = 0, width; at < columns; at += width) {
         width = tile_width(columns - at);
         (width == MOST_WIDTH * LANES ? product_wide : width == LANES ? product_narrow : product_half)(
-            c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, addends_at(onto, 0, at));
+            c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, addends_at(onto, 0, at), next);
     }
 }
 
@@ -89,7 +99,7 @@ static void product_onto(addends onto, float *c, int64_t c_row, const float *a, 
 static inline void product(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,
                            int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int adds) {
     addends onto = {adds ? c : 0, c_row, 0};
-    product_onto(onto, c, c_row, a, a_row, a_col, b, b_row, rows, columns, depth);
+    product_onto(onto, c, c_row, a, a_row, a_col, b, b_row, rows, columns, depth, 0);
 }
 
 // One stage of as many rows as lanes changing places with columns: blocks of ``size`` are swapped across the diagonal.

@@ -5,12 +5,13 @@
 
 #include "native_matrix.h"
 
-#include <stdlib.h>
-
 enum {
     BLOCK = 96,   // tokens at a time
     DEPTH = 128,  // of a panel that a tile goes through, which a core's first cache holds
+    GROUPS = 8,   // of blocks, at most, whose gradients of a weight one thread sums: the same on any number of threads
 };
+
+static inline int64_t groups_of(int64_t tokens) { return least(GROUPS, blocks_of(tokens, BLOCK)); }
 
 // A matrix whose rows and columns are so far apart.
 typedef struct { const float *at; int64_t row, column; } matrix;
@@ -33,22 +34,30 @@ static inline void lay_out_turned(float *panels, const float *b, int64_t depth, 
     }
 }
 
-// c (rows, columns) = a b + onto, for a (rows, depth) and the panels of b.
+// The block of x (tokens, width) that begins at ``begin``; nothing beyond the last token.
+static inline upcoming block_of(const float *x, int64_t begin, int64_t width, int64_t tokens) {
+    int64_t end = least(begin + BLOCK, tokens);
+    return begin < end ? (upcoming){x + begin * width, x + end * width, 0} : (upcoming){0};
+}
+
+// c (rows, columns) = a b + onto, for a (rows, depth) and the panels of b, while ``next`` is fetched.
 static void multiply(addends onto, float *c, matrix a, const float *panels, int64_t rows, int64_t columns,
-                     int64_t depth) {
+                     int64_t depth, upcoming next) {
+    int64_t tiles = blocks_of(depth, DEPTH) * blocks_of(columns, MOST_WIDTH * LANES) * blocks_of(rows, MOST_ROWS);
+    next.each = blocks_of(next.end - next.at, 16 * tiles) * 16;
     for (int64_t k = 0; k < depth; k += DEPTH, onto = (addends){c, columns, 0})
         for (int64_t at = 0, width; at < columns; at += width) {
             width = tile_width(columns - at);
             product_onto(addends_at(onto, 0, at), c + at, columns, a.at + k * a.column, a.row, a.column,
-                         panels + at * depth + k * width, width, rows, width, least(DEPTH, depth - k));
+                         panels + at * depth + k * width, width, rows, width, least(DEPTH, depth - k), &next);
         }
 }
 
-// c (rows, columns) = a^T b, or c + a^T b where it ``adds``: for a (count, rows), of tokens, and the panels of b (count,
-// columns).
+// c (rows, columns) = a^T b, or c + a^T b where it ``adds``: for a (count, rows), of tokens, and the panels of
+// b (count, columns).
 static inline void multiply_over_tokens(float *c, const float *a, const float *panels, int64_t rows, int64_t columns,
-                                        int64_t count, int adds) {
-    multiply((addends){adds ? c : 0, columns, 0}, c, (matrix){a, 1, rows}, panels, rows, columns, count);
+                                        int64_t count, int adds, upcoming next) {
+    multiply((addends){adds ? c : 0, columns, 0}, c, (matrix){a, 1, rows}, panels, rows, columns, count, next);
 }
 
 // The sum of what ``groups`` have, whose parts begin ``apart`` from one another.

@@ -1,4 +1,4 @@
-"""When the C kernels run whose weights a core's cache holds (``native_panels.h``), and how they share work."""
+"""When the C kernels run whose weights a core's cache holds (``native_panels.h``)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ _MOST_WEIGHTS = 2**17
 """In one layer: with more, products are most of the work, and PyTorch's are as fast."""
 _FEWEST_TOKENS = 1536
 """So many before weights are worth laying out anew."""
-_BLOCK = 96
-"""Tokens, as in native_panels.h."""
-_GROUPS = 8
-"""Of blocks whose gradients of a weight are summed by one thread: a number of its own, so that sums are the same on any
-number of threads."""
 
 
 def panels_run_on(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor | None] = ()) -> bool:
@@ -33,8 +28,3 @@ def panels_run_on(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor 
 def _fits(weight: Tensor) -> bool:
     outputs, inputs = weight.shape
     return outputs % NATIVE_WIDTH == 0 and inputs % NATIVE_WIDTH == 0 and 0 < weight.numel() <= _MOST_WEIGHTS
-
-
-def token_groups(tokens: int) -> int:
-    """Into how many groups backward divides so many tokens."""
-    return min(_GROUPS, -(-tokens // _BLOCK))

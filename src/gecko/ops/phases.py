@@ -19,8 +19,12 @@ State = TypeVar("State", bound=TensorRecord)
 
 def common_phase(segments: Segments, period: int) -> int | None:
     """Position modulo ``period`` where all rows agree on it, else None."""
-    phases = set((segments.clock.position % period).tolist())
-    return phases.pop() if len(phases) == 1 else None
+    return segments.shared(("phase", period), lambda: _common(segments.clock.position % period))
+
+
+def _common(numbers: Tensor) -> int | None:
+    several = set(numbers.tolist())
+    return several.pop() if len(several) == 1 else None
 
 
 def padded(x: Tensor, before: int, after: int) -> Tensor:

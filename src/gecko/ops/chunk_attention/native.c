@@ -5,7 +5,6 @@
 // with slots in rows: the softmax goes down the rows and needs no sum across lanes. Backward computes P again,
 //     dV += P dO,   dP = V dO^T,   dS = P (dP - sum of P dP),   dK += dS Q,   dQ = dS^T K.
 // Queries and keys are turned by their place in their chunk, keys again by -chunk where they are seen from the next one.
-#include <stdlib.h>
 
 #include "../native_matrix.h"
 
@@ -39,7 +38,7 @@ static scratch scratch_of(const problem *a, int with_gradients) {
     int64_t keys = 2 * a->chunk * a->key, queries = QUERIES * a->key, weights = 2 * a->chunk * QUERIES;
     int64_t total = keys + 2 * queries + weights;
     if (with_gradients) total += keys + queries + QUERIES * a->value + weights;
-    float *at = aligned_alloc(64, sizeof(float) * total);
+    float *at = room_for(total);
     scratch s = {at, at + keys, at + keys + queries, at + keys + 2 * queries, 0, 0, 0, 0};
     if (with_gradients) {
         s.grad_keys = s.weights + weights;

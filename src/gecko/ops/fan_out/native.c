@@ -10,8 +10,6 @@
 // Sums over tokens are taken tile by tile, and tiles added group by group.
 #include "../native.h"
 
-#include <stdlib.h>
-
 enum { TILE = 64 };
 
 // z is (tokens, heads, size), scale and offset (rows, heads, size), each row (B, heads, length, size).
@@ -124,7 +122,7 @@ void fan_out_backward(const float *z, const float *scale, const float *const *gr
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (a.tokens * heads * size > ALONE)
     for (int64_t group = 0; group < groups; group++)
         for (int64_t head = 0; head < heads; head++) {
-            vec *sums = aligned_alloc(sizeof(vec), held);
+            vec *sums = (vec *)room_for(held / sizeof(float));
             for (int64_t tile = group * tiles / groups; tile < (group + 1) * tiles / groups; tile++) {
                 memset(sums, 0, held);
                 for (int64_t token = tile * TILE; token < least(a.tokens, (tile + 1) * TILE); token++)

@@ -22,31 +22,36 @@ static void activate(float *h, const float *a, const float *b, int64_t total) {
 
 static void block_forward(const problem *p, float *y, int64_t begin, float *scratch) {
     int64_t count = least(BLOCK, p->tokens - begin), room = BLOCK * p->hidden;
-    float *h = scratch, *a = p->a ? p->a + begin * p->hidden : h + room, *b = p->b ? p->b + begin * p->hidden : a + room;
+    float *h = scratch, *a = p->a ? p->a + begin * p->hidden : h + room;
+    float *b = p->b ? p->b + begin * p->hidden : h + 2 * room;
     matrix u = {p->u + begin * p->inputs, p->inputs, 1};
-    multiply((addends){0}, a, u, p->gate, count, p->hidden, p->inputs);
-    multiply((addends){0}, b, u, p->up, count, p->hidden, p->inputs);
+    multiply((addends){0}, a, u, p->gate, count, p->hidden, p->inputs,
+             block_of(p->onto, begin, p->inputs, p->tokens));
+    multiply((addends){0}, b, u, p->up, count, p->hidden, p->inputs,
+             block_of(p->u, begin + BLOCK, p->inputs, p->tokens));
     activate(h, a, b, count * p->hidden);
     multiply((addends){p->onto + begin * p->inputs, p->inputs, 0}, y + begin * p->inputs, (matrix){h, p->hidden, 1},
-             p->down, count, p->inputs, p->hidden);
+             p->down, count, p->inputs, p->hidden, (upcoming){0});
 }
 
-// ``panels`` is room for three weights. a and b (tokens, hidden) are what backward needs, or null.
+// a and b (tokens, hidden) are what backward needs, or null.
 void feed_forward_forward(const float *u, const float *gate, const float *up, const float *down, const float *onto,
-                          float *panels, float *a, float *b, float *y, int64_t tokens, int64_t inputs, int64_t hidden,
+                          float *a, float *b, float *y, int64_t tokens, int64_t inputs, int64_t hidden,
                           int64_t threads) {
     int64_t size = inputs * hidden;
+    float *panels = room_for(3 * size);
     problem p = {u, onto, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden};
     lay_out_turned(panels, gate, inputs, hidden);
     lay_out_turned(panels + size, up, inputs, hidden);
     lay_out_turned(panels + 2 * size, down, hidden, inputs);
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = aligned_alloc(64, sizeof(float) * 3 * BLOCK * hidden);
+        float *scratch = room_for(3 * BLOCK * hidden);
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tokens; t += BLOCK) block_forward(&p, y, t, scratch);
         free(scratch);
     }
+    free(panels);
 }
 
 // What backward has of one block of tokens.
@@ -67,40 +72,43 @@ static void add_to_weights(const problem *p, const scratch *s, float *part, cons
                            int64_t count, int adds) {
     int64_t size = p->inputs * p->hidden;
     lay_out(s->panels, p->u + begin * p->inputs, count, p->inputs);
-    multiply_over_tokens(part, s->grad_a, s->panels, p->hidden, p->inputs, count, adds);
-    multiply_over_tokens(part + size, s->grad_b, s->panels, p->hidden, p->inputs, count, adds);
+    multiply_over_tokens(part, s->grad_a, s->panels, p->hidden, p->inputs, count, adds,
+                         block_of(p->b, begin + BLOCK, p->hidden, p->tokens));
+    multiply_over_tokens(part + size, s->grad_b, s->panels, p->hidden, p->inputs, count, adds, (upcoming){0});
     lay_out(s->panels, s->h, count, p->hidden);
-    multiply_over_tokens(part + 2 * size, grad, s->panels, p->inputs, p->hidden, count, adds);
+    multiply_over_tokens(part + 2 * size, grad, s->panels, p->inputs, p->hidden, count, adds, (upcoming){0});
 }
 
 static void block_backward(const problem *p, const scratch *s, const float *all_grads, float *grad_u, float *part,
                            int64_t begin, int adds) {
     int64_t count = least(BLOCK, p->tokens - begin), here = begin * p->hidden;
     const float *grad = all_grads + begin * p->inputs;
-    multiply((addends){0}, s->grad_a, (matrix){grad, p->inputs, 1}, p->down, count, p->hidden, p->inputs);
+    multiply((addends){0}, s->grad_a, (matrix){grad, p->inputs, 1}, p->down, count, p->hidden, p->inputs,
+             block_of(p->a, begin, p->hidden, p->tokens));
     propagate(s, p->a + here, p->b + here, count * p->hidden);
     float *to = grad_u + begin * p->inputs;
-    multiply((addends){0}, to, (matrix){s->grad_a, p->hidden, 1}, p->gate, count, p->inputs, p->hidden);
-    multiply((addends){to, p->inputs, 0}, to, (matrix){s->grad_b, p->hidden, 1}, p->up, count, p->inputs, p->hidden);
+    multiply((addends){0}, to, (matrix){s->grad_a, p->hidden, 1}, p->gate, count, p->inputs, p->hidden,
+             block_of(p->u, begin, p->inputs, p->tokens));
+    multiply((addends){to, p->inputs, 0}, to, (matrix){s->grad_b, p->hidden, 1}, p->up, count, p->inputs, p->hidden,
+             block_of(all_grads, begin + BLOCK, p->inputs, p->tokens));
     add_to_weights(p, s, part, grad, begin, count, adds);
 }
 
 static void group_backward(const problem *p, const float *grad, float *grad_u, float *part, int64_t begin,
                            int64_t end) {
     int64_t room = BLOCK * p->hidden, panels = BLOCK * (p->hidden > p->inputs ? p->hidden : p->inputs);
-    float *at = aligned_alloc(64, sizeof(float) * (3 * room + panels));
+    float *at = room_for(3 * room + panels);
     scratch s = {at, at + room, at + 2 * room, at + 3 * room};
     for (int64_t block = begin; block < end; block++)
         block_backward(p, &s, grad, grad_u, part, block * BLOCK, block > begin);
     free(at);
 }
 
-// ``panels`` is as for forward, ``parts`` room for the gradients of the weights of every group.
 void feed_forward_backward(const float *grad, const float *u, const float *gate, const float *up, const float *down,
-                           float *a, float *b, float *panels, float *parts, float *grad_u, float *grad_gate,
-                           float *grad_up, float *grad_down, int64_t groups, int64_t tokens, int64_t inputs,
-                           int64_t hidden, int64_t threads) {
-    int64_t size = inputs * hidden, blocks = blocks_of(tokens, BLOCK);
+                           float *a, float *b, float *grad_u, float *grad_gate, float *grad_up, float *grad_down,
+                           int64_t tokens, int64_t inputs, int64_t hidden, int64_t threads) {
+    int64_t size = inputs * hidden, blocks = blocks_of(tokens, BLOCK), groups = groups_of(tokens);
+    float *panels = room_for(3 * size), *parts = room_for(groups * 3 * size);
     problem p = {u, 0, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden};
     lay_out(panels, gate, hidden, inputs);
     lay_out(panels + size, up, hidden, inputs);
@@ -112,4 +120,6 @@ void feed_forward_backward(const float *grad, const float *u, const float *gate,
     add_parts(grad_gate, parts, size, groups, 3 * size, threads);
     add_parts(grad_up, parts + size, size, groups, 3 * size, threads);
     add_parts(grad_down, parts + 2 * size, size, groups, 3 * size, threads);
+    free(panels);
+    free(parts);
 }

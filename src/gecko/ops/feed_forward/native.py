@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.native import call
-from gecko.ops.panels import token_groups
 
 
 def feed_forward_native(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor) -> Tensor:
@@ -24,8 +23,8 @@ def _forward(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor, kept: tuple[Tensor | None, ...] = (None, None)
 ) -> Tensor:
     hidden, inputs = gate.shape
-    y, panels = torch.empty_like(x), x.new_empty(3, hidden, inputs)
-    call("feed_forward_forward", x, gate, up, down, onto, panels, *kept, y, x.numel() // inputs, inputs, hidden)
+    y = torch.empty_like(x)
+    call("feed_forward_forward", x, gate, up, down, onto, *kept, y, x.numel() // inputs, inputs, hidden)
     return y
 
 
@@ -40,13 +39,10 @@ class NativeFeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         x, gate, up, down, a, b = ctx.saved_tensors
-        (hidden, inputs), tokens = gate.shape, x.numel() // x.shape[-1]
-        groups = token_groups(tokens)
-        panels, parts = x.new_empty(3, hidden, inputs), x.new_empty(groups, 3, hidden, inputs)
+        hidden, inputs = gate.shape
         grads = [torch.empty_like(t) for t in (x, gate, up, down)]
         grad = grad.contiguous()
         call(
-            "feed_forward_backward", grad, x, gate, up, down, a, b, panels, parts, *grads, groups, tokens,
-            inputs, hidden,
+            "feed_forward_backward", grad, x, gate, up, down, a, b, *grads, x.numel() // inputs, inputs, hidden,
         )  # fmt: skip
         return *grads, grad

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.dtypes import compute_dtype, linear_dtype
-from gecko.ops.kernels import kernels_run_on
+from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 
 IGNORED = -100
 """Target of a token that is not trained on."""
@@ -125,6 +125,10 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: 
         from gecko.ops.loss.triton import losses_and_gradient
 
         losses, grad = losses_and_gradient(logits, targets, count, IGNORED, dtype)
+        return losses.sum(), grad
+    if dtype == torch.float32 and native_runs_on(logits):
+        native = kernels_of("loss", "native")
+        losses, grad = native.losses_and_gradient_native(logits, targets, float(count), IGNORED)
         return losses.sum(), grad
     log_probabilities = logits.log_softmax(-1)
     total = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)

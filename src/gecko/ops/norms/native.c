@@ -8,7 +8,6 @@
 //     dx = r (g - z mean of g z - mean of g),   dweight = sum of dy z,   dbias = sum of dy,
 //
 // without the mean of g where m is 0.
-#include <stdlib.h>
 
 #include "../native_slices.h"
 
@@ -95,7 +94,7 @@ static void propagate(const statistics *s, const problem *a, int64_t step, int c
 static void part_backward(const problem *a, int64_t begin, int64_t end, const float *kept, const float *grad_y,
                           float *grad_x, float *grad_weight, float *grad_bias) {
     int64_t blocks = blocks_of(a->of.width, LANES), size = a->of.groups * blocks;
-    vec *total = aligned_alloc(sizeof(vec), sizeof(vec) * 2 * size);
+    vec *total = (vec *)room_for(2 * size * LANES);
     memset(total, 0, sizeof(vec) * 2 * size);
     for (int64_t step = begin; step < end; step += LANES)
         for (int64_t group = 0; group < a->of.groups; group++) {

@@ -3,15 +3,17 @@
 //     dx = dy W,   dW = dy^T x,   db = sum of dy over tokens.
 #include "../native_panels.h"
 
-// ``panels`` is room for as many numbers as the weight has; bias and onto may be null.
-void projections_forward(const float *x, const float *weight, const float *bias, const float *onto, float *panels,
-                         float *y, int64_t tokens, int64_t inputs, int64_t outputs, int64_t threads) {
+// bias and onto may be null.
+void projections_forward(const float *x, const float *weight, const float *bias, const float *onto, float *y,
+                         int64_t tokens, int64_t inputs, int64_t outputs, int64_t threads) {
     addends all = {onto, outputs, bias};
+    float *panels = room_for(inputs * outputs);
     lay_out_turned(panels, weight, inputs, outputs);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t t = 0; t < tokens; t += BLOCK)
         multiply(addends_at(all, t, 0), y + t * outputs, (matrix){x + t * inputs, inputs, 1}, panels,
-                 least(BLOCK, tokens - t), outputs, inputs);
+                 least(BLOCK, tokens - t), outputs, inputs, block_of(x, t + BLOCK, inputs, tokens));
+    free(panels);
 }
 
 typedef struct {
@@ -44,25 +46,28 @@ static void block_backward(const problem *a, float *part, int64_t begin, float *
     if (a->grad_x) {
         float *grad_x = a->grad_x + begin * a->inputs;
         addends onto = {a->adds ? grad_x : 0, a->inputs, 0};
-        multiply(onto, grad_x, (matrix){grad, a->outputs, 1}, a->panels, count, a->inputs, a->outputs);
+        multiply(onto, grad_x, (matrix){grad, a->outputs, 1}, a->panels, count, a->inputs, a->outputs,
+                 block_of(a->x, begin, a->inputs, a->tokens));
     }
     if (a->grad_weight) {
         lay_out(scratch, a->x + begin * a->inputs, count, a->inputs);
-        multiply_over_tokens(part, grad, scratch, a->outputs, a->inputs, count, adds);
+        multiply_over_tokens(part, grad, scratch, a->outputs, a->inputs, count, adds,
+                             block_of(a->grad, begin + BLOCK, a->outputs, a->tokens));
     }
     if (a->grad_bias) sum_tokens(part + a->outputs * a->inputs, grad, count, a->outputs, adds);
 }
 
-// ``panels`` is as for forward, ``parts`` room for (groups, outputs, inputs + 1). Gradients not wanted are null.
-void projections_backward(const float *grad, const float *x, const float *weight, float *panels, float *parts,
-                          float *grad_x, float *grad_weight, float *grad_bias, int64_t adds, int64_t groups,
-                          int64_t tokens, int64_t inputs, int64_t outputs, int64_t threads) {
+// Gradients that are not wanted are null.
+void projections_backward(const float *grad, const float *x, const float *weight, float *grad_x, float *grad_weight,
+                          float *grad_bias, int64_t adds, int64_t tokens, int64_t inputs, int64_t outputs,
+                          int64_t threads) {
+    int64_t blocks = blocks_of(tokens, BLOCK), groups = groups_of(tokens), size = outputs * (inputs + 1);
+    float *panels = room_for(inputs * outputs), *parts = room_for(groups * size);
     problem a = {grad, x, panels, grad_x, grad_weight, grad_bias, tokens, inputs, outputs, adds};
-    int64_t blocks = blocks_of(tokens, BLOCK), size = outputs * (inputs + 1);
     if (grad_x) lay_out(panels, weight, outputs, inputs);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t group = 0; group < groups; group++) {
-        float *scratch = aligned_alloc(64, sizeof(float) * BLOCK * inputs);
+        float *scratch = room_for(BLOCK * inputs);
         int64_t first = group * blocks / groups;
         for (int64_t block = first; block < (group + 1) * blocks / groups; block++)
             block_backward(&a, parts + group * size, block * BLOCK, scratch, block > first);
@@ -70,4 +75,6 @@ void projections_backward(const float *grad, const float *x, const float *weight
     }
     if (grad_weight) add_parts(grad_weight, parts, outputs * inputs, groups, size, threads);
     if (grad_bias) add_parts(grad_bias, parts + outputs * inputs, outputs, groups, size, threads);
+    free(panels);
+    free(parts);
 }

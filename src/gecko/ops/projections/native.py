@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.native import call
-from gecko.ops.panels import token_groups
 
 
 def projections_native(
@@ -39,8 +38,8 @@ def _divided(layers: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
     outputs, inputs = weight.shape
-    y, panels = x.new_empty(*x.shape[:-1], outputs), torch.empty_like(weight)
-    call("projections_forward", x, weight, bias, onto, panels, y, x.numel() // inputs, inputs, outputs)
+    y = x.new_empty(*x.shape[:-1], outputs)
+    call("projections_forward", x, weight, bias, onto, y, x.numel() // inputs, inputs, outputs)
     return y
 
 
@@ -76,13 +75,10 @@ def _propagate(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias; that of x is written to ``grad_x``, or added to what is there."""
     outputs, inputs = weight.shape
-    tokens = x.numel() // inputs
-    groups = token_groups(tokens)
     of_weight = torch.empty_like(weight) if needs_weight else None
     of_bias = x.new_empty(outputs) if needs_bias else None
-    panels, parts = torch.empty_like(weight), x.new_empty(groups, outputs, inputs + 1)
     call(
-        "projections_backward", grad, x, weight, panels, parts, grad_x, of_weight, of_bias,
-        int(adds), groups, tokens, inputs, outputs,
+        "projections_backward", grad, x, weight, grad_x, of_weight, of_bias, int(adds), x.numel() // inputs, inputs,
+        outputs,
     )  # fmt: skip
     return of_weight, of_bias

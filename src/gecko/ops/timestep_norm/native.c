@@ -15,7 +15,6 @@
 //     dM = -r sum of g,   dV = -r^3 / 2 sum of g (x - M),   dx = g r + dmu / n + 2 (x - mu) ds / n,
 //
 // where dmu and ds follow from the recurrence walked back, past no document's first step.
-#include <stdlib.h>
 
 #include "../native_slices.h"
 
@@ -211,7 +210,7 @@ static void add(vec *to, vec *from, int64_t count) {
 static void part_backward(const problem *a, int64_t begin, int64_t end, slices of, const float *grad_y, float *grad_x,
                           float *grad_weight, float *grad_bias) {
     int64_t blocks = blocks_of(a->of.width, LANES), size = a->of.groups * blocks;
-    vec *total = aligned_alloc(sizeof(vec), sizeof(vec) * 4 * size), *in_tile = total + 2 * size;
+    vec *total = (vec *)room_for(4 * size * LANES), *in_tile = total + 2 * size;
     memset(total, 0, sizeof(vec) * 4 * size);
     for (int64_t step = begin; step < end; step++) {
         for (int64_t group = 0; group < a->of.groups; group++) {

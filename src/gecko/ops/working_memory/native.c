@@ -19,8 +19,6 @@
 // Counted tokens are the last of their chunk, and allowed ones the first: no mask is read.
 #include "../native_matrix.h"
 
-#include <stdlib.h>
-
 enum {
     TILE = 64,     // tokens at a time
     COLUMNS = 64,  // of the memory that one task takes through the chain
@@ -58,9 +56,6 @@ static summary summary_at(const sizes *a, const float *weights, const float *key
     return (summary){weights + index * a->keys, key_sums + index * a->keys * a->keys,
                      value_sums + index * a->keys * a->values};
 }
-
-// Aligned to whole registers.
-static float *room_for(int64_t floats) { return aligned_alloc(64, blocks_of(floats, LANES) * LANES * sizeof(float)); }
 
 static float dot(const float *a, const float *b, int64_t count) {
     vec sum = {0};

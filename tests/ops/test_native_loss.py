@@ -1,0 +1,68 @@
+"""The C kernel of the loss is the eager form in float64, at any vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native_agreement import calls, needs_compiler, normal, on_two_threads
+from torch import Tensor
+
+from gecko.ops.loss import IGNORED, linear_cross_entropy
+from gecko.ops.loss import native as loss_file
+
+pytestmark = needs_compiler
+
+SIZES = [(1, 1), (3, 7), (5, 16), (20, 33), (300, 264), (7, 5000)]
+"""(tokens, vocabulary) around sixteen lanes; the last two are divided among threads."""
+
+
+def _loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+    loss = linear_cross_entropy(*leaves, targets)
+    return loss.detach(), *torch.autograd.grad(3 * loss, leaves)
+
+
+def _agree(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    found, exact = _loss(hidden, weight, targets), _loss(hidden.double(), weight.double(), targets)
+    again = on_two_threads(lambda: _loss(hidden, weight, targets))
+    assert torch.equal(found[0], again[0])
+    for got, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5 * max(1e-3, float(wanted.abs().max())))
+
+
+def _targets(tokens: int, vocabulary: int, ignored: float) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    targets = torch.randint(vocabulary, (tokens,), generator=generator)
+    return targets.masked_fill(torch.rand(tokens, generator=generator) < ignored, IGNORED)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("size", SIZES)
+def test_loss(size, ignored):
+    tokens, vocabulary = size
+    _agree(normal(tokens, 8), normal(vocabulary, 8), _targets(tokens, vocabulary, ignored))
+
+
+def test_large_logits():
+    """Far apart, so that all of the sum is the largest, and of either sign."""
+    for scale in (1e3, 1e30):
+        _agree(scale * normal(9, 8), normal(33, 8), _targets(9, 33, 0.2))
+        _agree(-scale * normal(9, 8), normal(33, 8), _targets(9, 33, 0.2))
+
+
+@pytest.mark.parametrize("place", [0, 15, 32])
+def test_none_stays_none(place):
+    """What is not a number, or infinite, in one row's logits is so in its loss and gradient alone."""
+    for value in (float("nan"), float("inf")):
+        logits = normal(3, 33)
+        logits[1, place] = value
+        losses, grad = loss_file.losses_and_gradient_native(logits, torch.tensor([1, 2, 3]), 3.0, IGNORED)
+        assert losses.isfinite().tolist() == [True, False, True]
+        assert grad.isfinite().all(1).tolist() == [True, False, True]
+
+
+def test_float32_takes_the_kernel(monkeypatch):
+    names = calls(monkeypatch, loss_file)
+    _loss(normal(5, 8), normal(7, 8), _targets(5, 7, 0.0))
+    _loss(normal(5, 8).double(), normal(7, 8).double(), _targets(5, 7, 0.0))
+    assert names == ["loss_and_gradient"]
