@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -67,6 +67,8 @@ class Breakdown:
     length: int
     tokens: int
     seconds: float
+    eager: float
+    """Seconds of a step without the kernels in C."""
     rate: float
     """FLOPs a second of large matrix products, measured between the steps."""
     parts: Counter[tuple[str, str]]
@@ -194,13 +196,22 @@ def measure(length: int, tokens: int, rounds: int, profiled: int) -> Breakdown:
         step(batch)
     a, b = torch.randn(2, MATRIX, MATRIX)
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    pairs = [(_seconds(clock, lambda: step(batch)), _seconds(clock, lambda: a @ b)) for _ in range(rounds)]
+    calls = (partial(step, batch), _without_kernels(partial(step, batch)), partial(torch.mm, a, b))
+    times = [[_seconds(clock, call) for call in calls] for _ in range(rounds)]
     with named_parts(model), profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(profiled):
             step(batch)
     parts, kinds = shares(list(profiler.events()))
-    seconds, products = (statistics.median(times) for times in zip(*pairs, strict=True))
-    return Breakdown(length, tokens, seconds, 2 * MATRIX**3 / products, parts, kinds)
+    seconds, eager, products = (statistics.median(several) for several in zip(*times, strict=True))
+    return Breakdown(length, tokens, seconds, eager, 2 * MATRIX**3 / products, parts, kinds)
+
+
+def _without_kernels(function: Callable[[], Any]) -> Callable[[], Any]:
+    def call() -> Any:
+        with patch("gecko.ops.kernels._native_installed", lambda: False):
+            return function()
+
+    return call
 
 
 def _seconds(clock: Callable[[], float], function: Callable[[], Any]) -> float:
@@ -215,14 +226,17 @@ def page(results: list[Breakdown], rounds: int, command: str) -> list[str]:
     lines = [
         "# A training step on the CPU", "", f"{hardware}. {load()}", "",
         f"Gecko `tiny` (1 M parameters), float32, {results[0].tokens:,} tokens a step: loss, backward, clip, AdamW. "
-        f"Steps and large matrix products take turns; figures are medians of {rounds}, in {_clock()}.", "",
-        "| tokens a row | tokens/s | µs a token | matrix products, GFLOP/s | model FLOPs a second over that |",
-        "|---:|---:|---:|---:|---:|",
+        "Steps, with the kernels in C and without, and large matrix products take turns; figures are medians of "
+        f"{rounds}, in {_clock()}.", "",
+        "| tokens a row | tokens/s | µs a token | without kernels in C | matrix products, GFLOP/s "
+        "| model FLOPs a second over that |",
+        "|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for result in results:
         lines.append(
             f"| {result.length:,} | {result.tokens / result.seconds:,.0f} "
-            f"| {1e6 * result.seconds / result.tokens:.1f} | {result.rate / 1e9:.0f} | {result.share:.0%} |"
+            f"| {1e6 * result.seconds / result.tokens:.1f} | {1e6 * result.eager / result.tokens:.1f} "
+            f"| {result.rate / 1e9:.0f} | {result.share:.1%} |"
         )
     for result in results:
         lines += ["", f"## Rows of {result.length:,} tokens: µs a token", "", *_part_table(result)]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from native_agreement import needs_compiler
 
 from gecko.cli import machine
 from gecko.cli.selftest import self_test
+from gecko.ops import native
 
 
 def test_a_healthy_machine(command: Callable[..., Any]) -> None:
@@ -62,6 +65,16 @@ def test_a_kernel_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(layer, "cema", wrong)
     (failed,) = [finding for finding in self_test(torch.device("cpu")) if not finding.passed]
     assert failed.name.startswith("kernels")
+
+
+@needs_compiler
+def test_the_self_test_runs_every_kernel_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But SwiGLU's, which is for wide models."""
+    monkeypatch.setattr(native, "_functions", {})
+    self_test(torch.device("cpu"))
+    sources = (path.read_text() for path in Path(native.__file__).parent.glob("*/native.c"))
+    kernels = {name for source in sources for name in re.findall(r"^void (\w+)\(", source, re.MULTILINE)}
+    assert kernels - set(native._functions) == {"swiglu_forward", "swiglu_backward"}
 
 
 def test_missing_kernels_are_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

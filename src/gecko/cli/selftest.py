@@ -26,6 +26,8 @@ TOLERANCE = 1e-9
 SINGLE_TOLERANCE = 1e-4
 """Of float32 results."""
 _BATCH, _LENGTH, _CHUNK = 2, 45, 8
+_MANY = 40
+"""Rows of so many tokens that all kernels run."""
 _CONFIG = GeckoConfig(
     vocab_size=64, num_layers=2, model_dim=32, key_dim=32, value_dim=32, num_heads=2, ffn_dim=48,
     cema_modes=4, chunk_size=_CHUNK, timestep_groups=4,
@@ -103,7 +105,7 @@ def _working_memory(device: torch.device) -> str:
 
 def _single_precision(device: torch.device) -> str:
     """Kernels take float32, and eager forms float64."""
-    model, tokens = _model(device), _tokens(device, _BATCH)
+    model, tokens = _model(device), _tokens(device, _MANY)
     single, double = _gradients(model, tokens), _gradients(copy.deepcopy(model).double(), tokens)
     worst = max(_relative(found.double(), expected) for found, expected in zip(single, double, strict=True))
     if not worst <= SINGLE_TOLERANCE:
