@@ -66,3 +66,15 @@ def test_float32_takes_the_kernel(monkeypatch):
     _loss(normal(5, 8), normal(7, 8), _targets(5, 7, 0.0))
     _loss(normal(5, 8).double(), normal(7, 8).double(), _targets(5, 7, 0.0))
     assert names == ["loss_and_gradient"]
+
+
+def test_targets_that_are_none_are_refused():
+    hidden, weight = normal(5, 8).requires_grad_(), normal(7, 8)
+    for wrong in (-1, 7, 2_000_000_000):
+        targets = torch.tensor([1, 2, wrong, 3, IGNORED])
+        with pytest.raises(IndexError, match=rf"in 0\.\.6, or -100; got {wrong}"):
+            linear_cross_entropy(hidden, weight, targets)
+    with pytest.raises(TypeError, match=r"targets must be int64; got torch\.int32"):
+        linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"targets must have shape \(5,\); got \(4,\)"):
+        linear_cross_entropy(hidden, weight, torch.zeros(4, dtype=torch.int64))

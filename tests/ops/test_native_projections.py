@@ -131,3 +131,52 @@ def test_what_the_kernels_leave_out(monkeypatch):
     monkeypatch.setattr(panels, "_FEWEST_TOKENS", 21)
     _one_layer(normal(20, 32), normal(32, 32))
     assert names == []
+
+
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> None:
+        return None
+
+
+def test_no_gradient_comes_of_none():
+    x = normal(300, 32).requires_grad_()
+    _Stop.apply(_one_layer(x, _weights(48, 32))).sum().backward()
+    assert x.grad is None
+
+
+def test_what_frozen_layers_read_is_not_kept():
+    x, weight = normal(300, 32).requires_grad_(), _weights(48, 32)
+    read = x * 1
+    y = _one_layer(read, weight)
+    read.zero_()
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, weight.sum(0).expand(300, 32))
+
+
+def test_frozen_feed_forward():
+    x = normal(300, 32).double().requires_grad_()
+    weights = [_weights(48, 32), _weights(48, 32, seed=1), _weights(32, 48, seed=2)]
+    single = x.detach().float().requires_grad_()
+    y, exact = feed_forward(single, *weights, single), feed_forward(x, *(w.double() for w in weights), x)
+    found, right = torch.autograd.grad(y.sum(), single), torch.autograd.grad(exact.sum(), x)
+    torch.testing.assert_close(found[0].double(), right[0], rtol=1e-5, atol=1e-4)
+
+
+def test_second_derivatives_are_refused():
+    x, weight = normal(300, 32).requires_grad_(), _weights(32, 32).requires_grad_()
+    for y in (_one_layer(x, weight), feed_forward(x, weight, weight, weight, x)):
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_saved_tensors_that_come_back_narrower_are_refused():
+    x = normal(300, 32).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t):
+        y = _one_layer(x, _weights(48, 32).requires_grad_())
+    with pytest.raises(TypeError, match=r"kernels in C take float32; got torch.bfloat16"):
+        y.sum().backward()

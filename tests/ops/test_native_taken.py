@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import gecko
+from gecko.layers.feed_forward import FeedForward
+from gecko.ops import kernels
 from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.chunk_attention import AttentionState, chunk_attention
 from gecko.ops.gates import silu_by_head
@@ -128,3 +130,22 @@ def test_attention_of_large_scores_is_as_exact_as_the_eager_form(monkeypatch: py
     native = error()
     monkeypatch.setattr("gecko.ops.kernels._native_installed", lambda: False)
     assert native < 2 * error()
+
+
+def test_a_copy_takes_no_kernels_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that was exported for the hub may find another gecko installed."""
+    kernels._native_installed.cache_clear()
+    kernels.kernels_installed.cache_clear()
+    monkeypatch.setattr("gecko.version.__version__", "0.0.1")
+    try:
+        assert not native_runs_on(torch.zeros(2))
+        assert not kernels.kernels_installed()
+    finally:
+        kernels._native_installed.cache_clear()
+        kernels.kernels_installed.cache_clear()
+
+
+def test_a_compiler_sees_operations() -> None:
+    layer, x = FeedForward(gecko.GeckoConfig.preset("tiny"), 0), normal(1, 2000, 128)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, x), layer(x, x))

@@ -23,6 +23,7 @@ def project(x: Tensor, *layers: nn.Linear, onto: Tensor | None = None) -> tuple[
 
 def is_bare(layer: nn.Linear) -> bool:
     """Whether all that the layer does is in its weight and bias."""
+    if type(layer) is not nn.Linear or "forward" in vars(layer):  # accelerate replaces it where weights are elsewhere
+        return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    replaced = "forward" in vars(layer)  # as accelerate does where weights are elsewhere
-    return type(layer) is nn.Linear and not any(hooks) and not replaced and not _has_any_global_hook()
+    return not any(hooks) and not _has_any_global_hook()

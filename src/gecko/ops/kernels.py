@@ -44,6 +44,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gecko.version import __version__
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Inputs that kernels take."""
 
@@ -56,7 +58,7 @@ def kernels_run_on(x: Tensor) -> bool:
 def native_runs_on(*tensors: Tensor) -> bool:
     """Whether operators take their C kernels for ``tensors``, all that they are given: plain float32 on the CPU, a
     compiler, and nobody who must see PyTorch's operations."""
-    return all(map(_is_plain, tensors)) and not _watched() and _native_installed()
+    return not _watched() and all(map(_is_plain, tensors)) and _native_installed()
 
 
 NATIVE_WIDTH = 16
@@ -69,7 +71,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def _is_plain(x: Tensor) -> bool:
     # Autograd functions cannot keep what was made under inference mode; a negative view says other than its memory.
     kept = not x.is_inference() or torch.is_inference_mode_enabled()
-    return type(x) in _PLAIN and x.is_cpu and x.dtype == torch.float32 and kept and not x.is_neg()
+    plain = type(x) in _PLAIN and x.is_cpu and x.dtype == torch.float32
+    return plain and kept and not x.is_neg() and not x._is_zerotensor()
 
 
 def _watched() -> bool:
@@ -85,14 +88,19 @@ def _watched() -> bool:
 
 @cache
 def _native_installed() -> bool:
-    # Code that was copied for the hub may find a package that is older than itself, or none.
-    return _is_installed("gecko.ops.native") and importlib.import_module("gecko.ops.native").library() is not None
+    return _package_installed() and importlib.import_module("gecko.ops.native").library() is not None
 
 
 @cache
 def kernels_installed() -> bool:
-    """Whether Triton is there, and this package itself: code that was copied for the hub holds no kernels."""
-    return _is_installed("triton") and _is_installed("gecko")
+    """Whether Triton is there, and the package that has the kernels."""
+    return _is_installed("triton") and _package_installed()
+
+
+def _package_installed() -> bool:
+    """Whether this package is there in this version: code that was copied for the hub holds no kernels, and may find
+    those of another version, or none."""
+    return _is_installed("gecko.version") and importlib.import_module("gecko.version").__version__ == __version__
 
 
 def _is_installed(module: str) -> bool:

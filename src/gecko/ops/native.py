@@ -12,6 +12,8 @@ sources, the compiler and the processor's features, so that machines that share 
 **Threads** are PyTorch's: its OpenMP runtime is in the process before the library is, which has the same one.
 Work is divided by shape, never by the number of threads, and sums are taken in an order of their own: the same numbers
 come out on any number of cores.
+
+**Memory** that a kernel works in is its own, a few megabytes at most; where there is none left it ends the process.
 """
 
 from __future__ import annotations
@@ -35,6 +37,15 @@ from gecko.files import whole_file
 
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
 COMPILERS = ("gcc", "cc")
+
+
+def refuse_second_derivatives() -> None:
+    """For backward passes of kernels: raises RuntimeError where what they compute is itself to be differentiated.
+
+    ``once_differentiable`` alone would not see a path around the operator, and leave its share out without a word.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("kernels in C have first derivatives only; got create_graph=True.")
 
 
 def library() -> ctypes.CDLL | None:
@@ -79,6 +90,8 @@ def call(name: str, *arguments: Argument) -> None:
     function(*map(_plain, arguments), torch.get_num_threads())
 
 
+_NARROW = (torch.bfloat16, torch.float16)
+
 _functions: dict[str, Any] = {}
 """Those called before, which know the kinds of their arguments: to name them at every call takes longer than a call."""
 
@@ -101,6 +114,8 @@ def _kind(argument: Argument) -> type:
 def _plain(argument: Argument) -> Any:
     if isinstance(argument, Tensor):
         assert argument.is_contiguous(), "kernels take contiguous tensors"
+        if argument.dtype in _NARROW:  # a hook on saved tensors can give back what it likes
+            raise TypeError(f"kernels in C take float32; got {argument.dtype}.")
         return argument.data_ptr()
     if isinstance(argument, tuple):
         return (ctypes.c_void_p * len(argument))(*map(_plain, argument))

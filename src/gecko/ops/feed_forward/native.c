@@ -67,7 +67,7 @@ static void propagate(const scratch *s, const float *a, const float *b, int64_t 
     }
 }
 
-// ``part`` is the gradients of W1, W3 and W2.
+// ``part`` is the gradients of W1, W3 and W2, or null where they are not wanted.
 static void add_to_weights(const problem *p, const scratch *s, float *part, const float *grad, int64_t begin,
                            int64_t count, int adds) {
     int64_t size = p->inputs * p->hidden;
@@ -91,7 +91,7 @@ static void block_backward(const problem *p, const scratch *s, const float *all_
              block_of(p->u, begin, p->inputs, p->tokens));
     multiply((addends){to, p->inputs, 0}, to, (matrix){s->grad_b, p->hidden, 1}, p->up, count, p->inputs, p->hidden,
              block_of(all_grads, begin + BLOCK, p->inputs, p->tokens));
-    add_to_weights(p, s, part, grad, begin, count, adds);
+    if (part) add_to_weights(p, s, part, grad, begin, count, adds);
 }
 
 static void group_backward(const problem *p, const float *grad, float *grad_u, float *part, int64_t begin,
@@ -104,22 +104,22 @@ static void group_backward(const problem *p, const float *grad, float *grad_u, f
     free(at);
 }
 
+// Gradients of the weights are all null where they are not wanted.
 void feed_forward_backward(const float *grad, const float *u, const float *gate, const float *up, const float *down,
                            float *a, float *b, float *grad_u, float *grad_gate, float *grad_up, float *grad_down,
                            int64_t tokens, int64_t inputs, int64_t hidden, int64_t threads) {
     int64_t size = inputs * hidden, blocks = blocks_of(tokens, BLOCK), groups = groups_of(tokens);
-    float *panels = room_for(3 * size), *parts = room_for(groups * 3 * size);
+    float *panels = room_for(3 * size), *parts = grad_gate ? room_for(groups * 3 * size) : 0;
     problem p = {u, 0, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden};
     lay_out(panels, gate, hidden, inputs);
     lay_out(panels + size, up, hidden, inputs);
     lay_out(panels + 2 * size, down, inputs, hidden);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t group = 0; group < groups; group++)
-        group_backward(&p, grad, grad_u, parts + 3 * size * group, group * blocks / groups,
+        group_backward(&p, grad, grad_u, parts ? parts + 3 * size * group : 0, group * blocks / groups,
                        (group + 1) * blocks / groups);
-    add_parts(grad_gate, parts, size, groups, 3 * size, threads);
-    add_parts(grad_up, parts + size, size, groups, 3 * size, threads);
-    add_parts(grad_down, parts + 2 * size, size, groups, 3 * size, threads);
+    float *grads[] = {grad_gate, grad_up, grad_down};
+    for (int i = 0; parts && i < 3; i++) add_parts(grads[i], parts + i * size, size, groups, 3 * size, threads);
     free(panels);
     free(parts);
 }

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gecko.ops.native import call
+from gecko.ops.native import call, refuse_second_derivatives
 
 
 def feed_forward_native(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor) -> Tensor:
     """Same contract as ``feed_forward``, for float32."""
-    form: Callable[..., Tensor] = NativeFeedForward.apply if torch.is_grad_enabled() else _forward
-    return form(*(t.contiguous() for t in (x, gate, up, down, onto)))
+    given = [t.contiguous() for t in (x, gate, up, down, onto)]
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    form: Callable[..., Tensor] = NativeFeedForward.apply if differentiated else _forward
+    return form(*given)
 
 
 def _forward(
@@ -36,11 +37,12 @@ class NativeFeedForward(torch.autograd.Function):
         return _forward(x, gate, up, down, onto, kept)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         x, gate, up, down, a, b = ctx.saved_tensors
         hidden, inputs = gate.shape
-        grads = [torch.empty_like(t) for t in (x, gate, up, down)]
+        trained = any(ctx.needs_input_grad[1:4])
+        grads = [torch.empty_like(x), *(torch.empty_like(t) if trained else None for t in (gate, up, down))]
         grad = grad.contiguous()
         call(
             "feed_forward_backward", grad, x, gate, up, down, a, b, *grads, x.numel() // inputs, inputs, hidden,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.dtypes import compute_dtype, linear_dtype
+from gecko.ops.dtypes import check_shape, compute_dtype, linear_dtype
 from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
 
 IGNORED = -100
@@ -74,7 +74,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
     Returns:
         A scalar, float32 or wider.
+
+    Raises:
+        ValueError, TypeError: targets of another shape or dtype.
+        IndexError: on a CPU, a target that is none of the vocabulary's, nor ``IGNORED``.
     """
+    _check_targets(hidden, targets)
     dtype = _product_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -83,14 +88,21 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 
 def token_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """−log softmax(hidden weightᵀ)[target] of every token, 0 where ``IGNORED``; same arguments, no gradient.
+    """−log softmax(hidden weightᵀ)[target] of every token, 0 where ``IGNORED``; same arguments and errors, no gradient.
 
     Returns:
         (N,), float32 or wider.
     """
+    _check_targets(hidden, targets)
     dtype = _product_dtype(hidden)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         return _token_losses(hidden, weight, targets, dtype)
+
+
+def _check_targets(hidden: Tensor, targets: Tensor) -> None:
+    check_shape("targets", targets, tuple(hidden.shape[:1]))
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets must be int64; got {targets.dtype}. Use targets.long().")
 
 
 def _token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:

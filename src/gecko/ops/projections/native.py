@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gecko.ops.native import call
+from gecko.ops.native import call, refuse_second_derivatives
 
 
 def projections_native(
@@ -48,17 +47,20 @@ class NativeProjections(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, onto: Tensor | None, *layers: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *_divided(layers)[0])
+        weights, _ = _divided(layers)
+        trained = any(ctx.needs_input_grad[2 : 2 + len(weights)])
+        ctx.save_for_backward(x if trained else None, *weights)
         ctx.set_materialize_grads(False)
+        ctx.shape = x.shape
         return _forward(x, onto, *layers)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         x, *weights = ctx.saved_tensors
         given = [None if grad is None else grad.contiguous() for grad in grads]
         needed, needs_onto, *layers = ctx.needs_input_grad
-        grad_x = torch.empty_like(x) if needed else None
+        grad_x = weights[0].new_empty(ctx.shape) if needed and any(grad is not None for grad in given) else None
         of_weights: list[Tensor | None] = []
         of_biases: list[Tensor | None] = []
         adds = False
@@ -71,14 +73,15 @@ class NativeProjections(torch.autograd.Function):
 
 
 def _propagate(
-    grad: Tensor, x: Tensor, weight: Tensor, grad_x: Tensor | None, adds: bool, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor | None, Tensor | None]:
+    grad: Tensor, x: Tensor | None, weight: Tensor, grad_x: Tensor | None, adds: bool, needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of weight and bias; that of x is written to ``grad_x``, or added to what is there."""
     outputs, inputs = weight.shape
     of_weight = torch.empty_like(weight) if needs_weight else None
-    of_bias = x.new_empty(outputs) if needs_bias else None
+    of_bias = weight.new_empty(outputs) if needs_bias else None
     call(
-        "projections_backward", grad, x, weight, grad_x, of_weight, of_bias, int(adds), x.numel() // inputs, inputs,
+        "projections_backward", grad, x, weight, grad_x, of_weight, of_bias, int(adds), grad.numel() // outputs, inputs,
         outputs,
     )  # fmt: skip
     return of_weight, of_bias
