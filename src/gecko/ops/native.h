@@ -142,6 +142,9 @@ static inline vec sigmoid_of(vec x) { return 1.0f / (1.0f + exp_of(-x)); }
 
 #endif
 
+// The derivative of silu, x s, with s the sigmoid of x.
+static inline vec slope_of(vec x, vec s) { return s * (1.0f + x * (1.0f - s)); }
+
 // 1 / sqrt(x).
 static inline vec inverse_root_of(vec x) {
     float lanes[LANES];

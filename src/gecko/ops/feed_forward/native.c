@@ -62,7 +62,7 @@ static void propagate(const scratch *s, const float *a, const float *b, int64_t 
     for (int64_t i = 0; i < total; i += LANES) {
         vec x = load(a + i), z = load(b + i), given = load(s->grad_a + i), y = sigmoid_of(x);
         store(s->h + i, x * y * z);
-        store(s->grad_a + i, given * z * y * (1.0f + x * (1.0f - y)));
+        store(s->grad_a + i, given * z * slope_of(x, y));
         store(s->grad_b + i, given * (x * y));
     }
 }

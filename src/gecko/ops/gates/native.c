@@ -19,8 +19,6 @@ static int64_t by_head(const shape *a, int64_t token, int64_t head) {
     return ((token / a->length * a->heads + head) * a->length + token % a->length) * a->size;
 }
 
-static inline vec slope_of(vec x, vec s) { return s * (1.0f + x * (1.0f - s)); }
-
 static void silu(const float *x, float *y, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) {
         int count = least(LANES, size - i);

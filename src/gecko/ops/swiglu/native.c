@@ -18,7 +18,7 @@ void swiglu_backward(const float *grad, const float *a, const float *b, float *g
     for (int64_t i = 0; i < total; i += LANES) {
         int count = least(LANES, total - i);
         vec x = load_some(a + i, count), given = load_some(grad + i, count), s = sigmoid_of(x);
-        store_some(grad_a + i, given * load_some(b + i, count) * s * (1.0f + x * (1.0f - s)), count);
+        store_some(grad_a + i, given * load_some(b + i, count) * slope_of(x, s), count);
         store_some(grad_b + i, given * (x * s), count);
     }
 }
