@@ -54,7 +54,8 @@ def test_rows_are_as_alone(pair, rows, use_cache, after):
                     torch.testing.assert_close(kept[name], tensor, rtol=0, atol=1e-11)
         assert not out.logits[row, :before].any()
         after_text = out.logits[row, before + length :]
-        assert torch.equal(after_text, out.logits[row, before + length - 1].expand_as(after_text))
+        last = out.logits[row, before + length - 1].expand_as(after_text)
+        torch.testing.assert_close(after_text, last, rtol=0, atol=1e-12)  # a product's rows may round differently
     if use_cache:
         assert out.past_key_values.get_seq_length() == LENGTH
     elif not after:
