@@ -50,7 +50,7 @@ def test_an_operator_that_computes_wrongly_is_found(
     result = command("doctor")
     assert result.exit_code == 1
     assert "FAIL" in result.stdout
-    assert "1 of 9 checks failed" in result.stdout
+    assert "1 of 10 checks failed" in result.stdout
 
 
 def test_a_kernel_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +65,20 @@ def test_a_kernel_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(layer, "cema", wrong)
     (failed,) = [finding for finding in self_test(torch.device("cpu")) if not finding.passed]
     assert failed.name.startswith("kernels")
+
+
+def test_products_that_are_rounded_wrongly_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gecko.layers import gated_attention as layer
+
+    right = layer.project
+
+    def wrong(*args: Any, **more: Any) -> Any:
+        scale = 1.3 if torch.is_autocast_enabled("cpu") else 1.0
+        return tuple(scale * y for y in right(*args, **more))
+
+    monkeypatch.setattr(layer, "project", wrong)
+    (failed,) = [finding for finding in self_test(torch.device("cpu")) if not finding.passed]
+    assert failed.name.startswith("products in bfloat16")
 
 
 @needs_compiler

@@ -7,6 +7,7 @@ import torch
 from native_agreement import calls, needs_compiler, normal, on_two_threads
 from torch import Tensor
 
+from gecko.ops import panels
 from gecko.ops.loss import IGNORED, linear_cross_entropy
 from gecko.ops.loss import native as loss_file
 
@@ -14,6 +15,10 @@ pytestmark = needs_compiler
 
 SIZES = [(1, 1), (3, 7), (5, 16), (20, 33), (300, 264), (7, 5000)]
 """(tokens, vocabulary) around sixteen lanes; the last two are divided among threads."""
+
+
+WIDE = [(1, 16, 1), (96, 48, 33), (97, 16, 264), (1000, 80, 500)]
+"""(tokens, features, vocabulary) of heads whose logits stay in the cache, around a block of tokens."""
 
 
 def _loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -43,6 +48,36 @@ def test_loss(size, ignored):
     _agree(normal(tokens, 8), normal(vocabulary, 8), _targets(tokens, vocabulary, ignored))
 
 
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("size", WIDE)
+def test_loss_of_a_head_of_few_weights(monkeypatch, size, ignored):
+    monkeypatch.setattr(panels, "_FEWEST_TOKENS", 1)
+    names = calls(monkeypatch, loss_file)
+    tokens, features, vocabulary = size
+    weight = normal(vocabulary, features) / features**0.5
+    _agree(normal(tokens, features), weight, _targets(tokens, vocabulary, ignored))
+    assert set(names) == {"loss_of_head"}
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_head_with_one_side_frozen(monkeypatch, frozen):
+    monkeypatch.setattr(panels, "_FEWEST_TOKENS", 1)
+    leaves = [normal(100, 16), normal(40, 16)]
+    trained = leaves[1 - frozen].requires_grad_()
+    targets = _targets(100, 40, 0.2)
+    (found,) = torch.autograd.grad(linear_cross_entropy(*leaves, targets), trained)
+    (exact,) = torch.autograd.grad(linear_cross_entropy(*(x.double() for x in leaves), targets), trained)
+    torch.testing.assert_close(found, exact.float())
+
+
+def test_second_derivatives_of_a_head_are_refused(monkeypatch):
+    monkeypatch.setattr(panels, "_FEWEST_TOKENS", 1)
+    hidden = normal(100, 16).requires_grad_()
+    loss = linear_cross_entropy(hidden, normal(40, 16), _targets(100, 40, 0.2))
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 def test_large_logits():
     """Far apart, so that all of the sum is the largest, and of either sign."""
     for scale in (1e3, 1e30):
@@ -68,8 +103,10 @@ def test_float32_takes_the_kernel(monkeypatch):
     assert names == ["loss_and_gradient"]
 
 
-def test_targets_that_are_none_are_refused():
-    hidden, weight = normal(5, 8).requires_grad_(), normal(7, 8)
+@pytest.mark.parametrize("fewest", [1, 1536], ids=["head", "logits"])
+def test_targets_that_are_none_are_refused(monkeypatch, fewest):
+    monkeypatch.setattr(panels, "_FEWEST_TOKENS", fewest)
+    hidden, weight = normal(5, 16).requires_grad_(), normal(7, 16)
     for wrong in (-1, 7, 2_000_000_000):
         targets = torch.tensor([1, 2, wrong, 3, IGNORED])
         with pytest.raises(IndexError, match=rf"in 0\.\.6, or -100; got {wrong}"):

@@ -25,11 +25,13 @@ TOLERANCE = 1e-9
 """Of float64 results, relative to the largest."""
 SINGLE_TOLERANCE = 1e-4
 """Of float32 results."""
+ROUNDED_TOLERANCE = 0.1
+"""Of gradients by products in bfloat16, all of them as one vector."""
 _BATCH, _LENGTH, _CHUNK = 2, 45, 8
 _MANY = 40
 """Rows of so many tokens that all kernels run."""
 _CONFIG = GeckoConfig(
-    vocab_size=64, num_layers=2, model_dim=32, key_dim=32, value_dim=32, num_heads=2, ffn_dim=48,
+    vocab_size=64, num_layers=2, model_dim=32, key_dim=32, value_dim=32, num_heads=2, ffn_dim=64,
     cema_modes=4, chunk_size=_CHUNK, timestep_groups=4,
 )  # fmt: skip
 """Heads as wide as every kernel asks."""
@@ -50,6 +52,7 @@ def self_test(device: torch.device) -> list[Finding]:
         "chunk attention: fast form = reference": _chunk_attention,
         "working memory: fast form = reference": _working_memory,
         "kernels: float32 = float64, all gradients": _single_precision,
+        "products in bfloat16: near float64": _rounded_products,
         "split law: any cut into calls, same logits": _split_law,
         "training: loss and all gradients finite": _training,
         "files: model and state come back unchanged": _files,
@@ -111,6 +114,21 @@ def _single_precision(device: torch.device) -> str:
     if not worst <= SINGLE_TOLERANCE:
         raise ValueError(f"largest relative difference of a gradient {worst:.3g}")
     return f"relative difference {worst:.0e}"
+
+
+def _rounded_products(device: torch.device) -> str:
+    model, tokens = _model(device), _tokens(device, _MANY)
+    with torch.autocast(device.type, torch.bfloat16):
+        rounded = _joined(_gradients(model, tokens))
+    exact = _joined(_gradients(copy.deepcopy(model).double(), tokens))
+    difference = float((rounded - exact).norm() / exact.norm())
+    if not difference <= ROUNDED_TOLERANCE:
+        raise ValueError(f"relative difference of gradients {difference:.3g}")
+    return f"relative difference {difference:.0e}"
+
+
+def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
 def _gradients(model: Gecko, tokens: Tensor) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from gecko.ops.dtypes import from_linear
 from gecko.ops.projections import projections
 
 
@@ -15,7 +16,7 @@ def project(x: Tensor, *layers: nn.Linear, onto: Tensor | None = None) -> tuple[
     """
     if all(map(is_bare, layers)):
         return projections(x, [layer.weight for layer in layers], [layer.bias for layer in layers], onto)
-    outputs = [layer(x) for layer in layers]
+    outputs = [from_linear(layer(x), x) for layer in layers]
     if onto is not None:
         outputs[-1] = onto + outputs[-1]
     return tuple(outputs)

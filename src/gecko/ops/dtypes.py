@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from gecko.ops.kernels import products_are_rounded
 from gecko.segments import Segments
 
 
@@ -16,9 +17,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def linear_dtype(x: Tensor) -> torch.dtype:
-    """What a linear layer takes of x: autocast's dtype where that is on."""
+    """What a linear layer takes of x: autocast's dtype where that is on, but for kernels that round by themselves."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if not torch.is_autocast_enabled(device) or (device == "cpu" and products_are_rounded()):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def from_linear(y: Tensor, x: Tensor) -> Tensor:
+    """y, which PyTorch's linear layer gave for x, in the dtype of x if C kernels round by themselves."""
+    return y.to(x.dtype) if products_are_rounded() else y
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[None]:

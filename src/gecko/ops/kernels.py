@@ -61,6 +61,13 @@ def native_runs_on(*tensors: Tensor) -> bool:
     return not _watched() and all(map(_is_plain, tensors)) and _native_installed()
 
 
+def products_are_rounded() -> bool:
+    """Whether C kernels round what they multiply to bfloat16, and keep all else float32: under autocast to it on the
+    CPU, where the processor has such products."""
+    wanted = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return wanted and not _watched() and _native_installed() and _native_rounds()
+
+
 NATIVE_WIDTH = 16
 """What heads' features are multiples of, for kernels in C that multiply matrices of them: the widest register."""
 
@@ -89,6 +96,11 @@ def _watched() -> bool:
 @cache
 def _native_installed() -> bool:
     return _package_installed() and importlib.import_module("gecko.ops.native").library() is not None
+
+
+@cache
+def _native_rounds() -> bool:
+    return bool(importlib.import_module("gecko.ops.native").multiplies_bfloat16())
 
 
 @cache

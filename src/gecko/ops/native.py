@@ -58,6 +58,12 @@ def missing() -> str:
     return _loaded()[1]
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the kernels have products in bfloat16: where the processor, and the compiler, know them."""
+    loaded = library()
+    return loaded is not None and ctypes.c_int.in_dll(loaded, "projections_of_pairs").value == 1
+
+
 @cache
 def _loaded() -> tuple[ctypes.CDLL | None, str]:
     try:

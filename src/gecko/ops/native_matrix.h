@@ -27,11 +27,26 @@ static inline addends addends_at(addends of, int64_t row, int64_t column) {
     return (addends){of.matrix ? of.matrix + row * of.row + column : 0, of.row, of.vector ? of.vector + column : 0};
 }
 
-// c (rows, width vecs) from a, whose numbers lie at a[row * a_row + k * a_col], and b (depth, width vecs): all of c in
+// Operands are numbers, or pairs of bfloat16 that lie one after the other along the sum, in the place of one number each:
+// a product of pairs is two products of numbers, added in float32.
+#ifdef __AVX512BF16__
+enum { HAS_PAIRS = 1 };
+static inline vec multiply_add(vec sum, vec left, vec right, const int pairs) {
+    return pairs ? (vec)_mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)right) : sum + left * right;
+}
+#else
+enum { HAS_PAIRS = 0 };
+static inline vec multiply_add(vec sum, vec left, vec right, const int pairs) {
+    (void)pairs;
+    return sum + left * right;
+}
+#endif
+
+// c (rows, width vecs) from a, which lies at a[row * a_row + k * a_col], and b (depth, width vecs): all of c in
 // registers, so ``rows`` and ``width`` are constants where this is inlined.
 static inline __attribute__((always_inline)) void tile_product(
     float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b, int64_t b_row, int64_t depth,
-    addends onto, const int rows, const int width) {
+    addends onto, const int rows, const int width, const int pairs) {
     vec sum[MOST_ROWS][MOST_WIDTH];
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
@@ -45,7 +60,7 @@ static inline __attribute__((always_inline)) void tile_product(
         for (int i = 0; i < rows; i++) {
             vec left = every(a[i * a_row + k * a_col]);
 #pragma GCC unroll 4
-            for (int j = 0; j < width; j++) sum[i][j] += left * right[j];
+            for (int j = 0; j < width; j++) sum[i][j] = multiply_add(sum[i][j], left, right[j], pairs);
         }
     }
 #pragma GCC unroll 8
@@ -59,24 +74,33 @@ static inline __attribute__((always_inline)) void tile_product(
         }
 }
 
-#define ROWS_OF(count, width)                                                                                 \
+#define ROWS_OF(count, width, pairs)                                                                          \
     for (; row + count <= rows; row += count, fetch(next))                                                    \
         tile_product(c + row * c_row, c_row, a + row * a_row, a_row, a_col, b, b_row, depth,                  \
-                     addends_at(onto, row, 0), count, width);
+                     addends_at(onto, row, 0), count, width, pairs);
 
-#define COLUMNS_OF(name, width)                                                                               \
+#define COLUMNS_OF(name, width, pairs)                                                                        \
     static void name(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,   \
                      int64_t b_row, int64_t rows, int64_t depth, addends onto, upcoming *next) {              \
         int64_t row = 0;                                                                                      \
-        ROWS_OF(6, width) ROWS_OF(4, width) ROWS_OF(2, width) ROWS_OF(1, width)                               \
+        ROWS_OF(6, width, pairs) ROWS_OF(4, width, pairs) ROWS_OF(2, width, pairs) ROWS_OF(1, width, pairs)   \
     }
 
-COLUMNS_OF(product_wide, MOST_WIDTH)
-COLUMNS_OF(product_half, MOST_WIDTH / 2)
-COLUMNS_OF(product_narrow, 1)
+COLUMNS_OF(product_wide, MOST_WIDTH, 0)
+COLUMNS_OF(product_half, MOST_WIDTH / 2, 0)
+COLUMNS_OF(product_narrow, 1, 0)
+COLUMNS_OF(pairs_wide, MOST_WIDTH, HAS_PAIRS)
+COLUMNS_OF(pairs_half, MOST_WIDTH / 2, HAS_PAIRS)
+COLUMNS_OF(pairs_narrow, 1, HAS_PAIRS)
 
 #undef COLUMNS_OF
 #undef ROWS_OF
+
+typedef void tiles(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t, int64_t, addends,
+                   upcoming *);
+
+static tiles *const PRODUCTS[2][3] = {{product_narrow, product_half, product_wide},
+                                      {pairs_narrow, pairs_half, pairs_wide}};
 
 // Columns, of so many that are left, that one tile takes.
 static inline int64_t tile_width(int64_t left) {
@@ -85,12 +109,13 @@ static inline int64_t tile_width(int64_t left) {
 }
 
 // c (rows, columns) = a b + onto. ``columns`` is a multiple of LANES. a is (rows, depth) at any two distances, so a
-// transposed one is the same call; rows of b and c are c_row and b_row apart.
+// transposed one is the same call; rows of b and c are c_row and b_row apart. Of ``pairs``, ``depth`` is their number.
 static void product_onto(addends onto, float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
-                         const float *b, int64_t b_row, int64_t rows, int64_t columns, int64_t depth, upcoming *next) {
+                         const float *b, int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int pairs,
+                         upcoming *next) {
     for (int64_t at = 0, width; at < columns; at += width) {
         width = tile_width(columns - at);
-        (width == MOST_WIDTH * LANES ? product_wide : width == LANES ? product_narrow : product_half)(
+        PRODUCTS[pairs][width == MOST_WIDTH * LANES ? 2 : width > LANES](
             c + at, c_row, a, a_row, a_col, b + at, b_row, rows, depth, addends_at(onto, 0, at), next);
     }
 }
@@ -99,7 +124,7 @@ static void product_onto(addends onto, float *c, int64_t c_row, const float *a, 
 static inline void product(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,
                            int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int adds) {
     addends onto = {adds ? c : 0, c_row, 0};
-    product_onto(onto, c, c_row, a, a_row, a_col, b, b_row, rows, columns, depth, 0);
+    product_onto(onto, c, c_row, a, a_row, a_col, b, b_row, rows, columns, depth, 0, 0);
 }
 
 // One stage of as many rows as lanes changing places with columns: blocks of ``size`` are swapped across the diagonal.

@@ -3,7 +3,7 @@
 // on.
 #pragma once
 
-#include "native_matrix.h"
+#include "native_pairs.h"
 
 enum {
     BLOCK = 96,   // tokens at a time
@@ -13,25 +13,47 @@ enum {
 
 static inline int64_t groups_of(int64_t tokens) { return least(GROUPS, blocks_of(tokens, BLOCK)); }
 
-// A matrix whose rows and columns are so far apart.
-typedef struct { const float *at; int64_t row, column; } matrix;
+// An operand whose rows and columns are so far apart; its columns are ``pairs`` where that is set.
+typedef struct { const float *at; int64_t row, column; int pairs; } matrix;
 
-// Panels of b (depth, columns): as many numbers.
-static void lay_out(float *panels, const float *b, int64_t depth, int64_t columns) {
+// How many numbers or ``pairs`` a sum goes over.
+static inline int64_t terms_of(int64_t depth, int pairs) { return pairs ? blocks_of(depth, 2) : depth; }
+
+// x (rows, width), whose pairs go to ``scratch``.
+static inline matrix rows_of(const float *x, int64_t rows, int64_t width, int pairs, float *scratch) {
+    if (!pairs) return (matrix){x, width, 1, 0};
+    pair_along(scratch, x, rows, width);
+    return (matrix){scratch, width / 2, 1, 1};
+}
+
+// x^T for x (count, width), whose pairs go to ``scratch``.
+static inline matrix columns_of(const float *x, int64_t count, int64_t width, int pairs, float *scratch) {
+    if (!pairs) return (matrix){x, 1, width, 0};
+    pair_across(scratch, x, count, width);
+    return (matrix){scratch, 1, width, 1};
+}
+
+// Panels of b (depth, columns): as many numbers, or half as many pairs.
+static void lay_out(float *panels, const float *b, int64_t depth, int64_t columns, int pairs) {
+    int64_t terms = terms_of(depth, pairs);
     for (int64_t at = 0, width; at < columns; at += width) {
         width = tile_width(columns - at);
-        for (int64_t k = 0; k < depth; k++)
+        for (int64_t k = 0; k < terms; k++)
             for (int64_t j = 0; j < width; j += LANES)  // a call of memcpy takes longer
-                store(panels + at * depth + k * width + j, load(b + k * columns + at + j));
+                store(panels + at * terms + k * width + j,
+                      pairs ? pair_of_rows(b, k, depth, columns, at + j) : load(b + k * columns + at + j));
     }
 }
 
 // Panels of b^T, for b (columns, depth).
-static inline void lay_out_turned(float *panels, const float *b, int64_t depth, int64_t columns) {
+static inline void lay_out_turned(float *panels, const float *b, int64_t depth, int64_t columns, int pairs) {
+    float *scratch = pairs ? room_for(columns * depth / 2) : 0;
+    matrix from = rows_of(b, columns, depth, pairs, scratch);
     for (int64_t at = 0, width; at < columns; at += width) {
         width = tile_width(columns - at);
-        transpose(panels + at * depth, width, b + at * depth, depth, width, depth);
+        transpose(panels + at * from.row, width, from.at + at * from.row, from.row, width, from.row);
     }
+    free(scratch);
 }
 
 // The block of x (tokens, width) that begins at ``begin``; nothing beyond the last token.
@@ -43,21 +65,21 @@ static inline upcoming block_of(const float *x, int64_t begin, int64_t width, in
 // c (rows, columns) = a b + onto, for a (rows, depth) and the panels of b, while ``next`` is fetched.
 static void multiply(addends onto, float *c, matrix a, const float *panels, int64_t rows, int64_t columns,
                      int64_t depth, upcoming next) {
-    int64_t tiles = blocks_of(depth, DEPTH) * blocks_of(columns, MOST_WIDTH * LANES) * blocks_of(rows, MOST_ROWS);
+    int64_t terms = terms_of(depth, a.pairs);
+    int64_t tiles = blocks_of(terms, DEPTH) * blocks_of(columns, MOST_WIDTH * LANES) * blocks_of(rows, MOST_ROWS);
     next.each = blocks_of(next.end - next.at, 16 * tiles) * 16;
-    for (int64_t k = 0; k < depth; k += DEPTH, onto = (addends){c, columns, 0})
+    for (int64_t k = 0; k < terms; k += DEPTH, onto = (addends){c, columns, 0})
         for (int64_t at = 0, width; at < columns; at += width) {
             width = tile_width(columns - at);
             product_onto(addends_at(onto, 0, at), c + at, columns, a.at + k * a.column, a.row, a.column,
-                         panels + at * depth + k * width, width, rows, width, least(DEPTH, depth - k), &next);
+                         panels + at * terms + k * width, width, rows, width, least(DEPTH, terms - k), a.pairs, &next);
         }
 }
 
-// c (rows, columns) = a^T b, or c + a^T b where it ``adds``: for a (count, rows), of tokens, and the panels of
-// b (count, columns).
-static inline void multiply_over_tokens(float *c, const float *a, const float *panels, int64_t rows, int64_t columns,
+// c (rows, columns) += a b, or = a b where it does not ``add``: for a (rows, count), over tokens, and the panels of b.
+static inline void multiply_over_tokens(float *c, matrix a, const float *panels, int64_t rows, int64_t columns,
                                         int64_t count, int adds, upcoming next) {
-    multiply((addends){adds ? c : 0, columns, 0}, c, (matrix){a, 1, rows}, panels, rows, columns, count, next);
+    multiply((addends){adds ? c : 0, columns, 0}, c, a, panels, rows, columns, count, next);
 }
 
 // The sum of what ``groups`` have, whose parts begin ``apart`` from one another.

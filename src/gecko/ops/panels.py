@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gecko.ops.kernels import NATIVE_WIDTH, native_runs_on
+from gecko.ops.kernels import NATIVE_WIDTH, native_runs_on, products_are_rounded
 
 _MOST_WEIGHTS = 2**17
 """In one layer: with more, products are most of the work, and PyTorch's are as fast."""
@@ -15,16 +15,21 @@ _FEWEST_TOKENS = 1536
 """So many before weights are worth laying out anew."""
 
 
-def panels_run_on(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor | None] = ()) -> bool:
-    """Whether the kernels take x (…, inputs) and weights (outputs, inputs), each of its own inputs."""
+def panels_run_on(
+    x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor | None] = (), fills_outputs: bool = False
+) -> bool:
+    """Whether the kernels take x (…, inputs) and weights (outputs, inputs), each of its own inputs. A kernel that
+    ``fills_outputs`` up to whole registers takes any number of them."""
     return (
         x.numel() >= _FEWEST_TOKENS * x.shape[-1]
-        and all(map(_fits, weights))
-        and not torch.is_autocast_enabled("cpu")
+        and all(_fits(weight, fills_outputs) for weight in weights)
+        and torch.is_autocast_enabled("cpu") == products_are_rounded()
         and native_runs_on(x, *weights, *(t for t in others if t is not None))
     )
 
 
-def _fits(weight: Tensor) -> bool:
+def _fits(weight: Tensor, fills_outputs: bool) -> bool:
+    """Whether sizes are multiples of the numbers, or pairs, that a register holds."""
+    width = 2 * NATIVE_WIDTH if products_are_rounded() else NATIVE_WIDTH
     outputs, inputs = weight.shape
-    return outputs % NATIVE_WIDTH == 0 and inputs % NATIVE_WIDTH == 0 and 0 < weight.numel() <= _MOST_WEIGHTS
+    return (fills_outputs or outputs % width == 0) and inputs % width == 0 and 0 < weight.numel() <= _MOST_WEIGHTS

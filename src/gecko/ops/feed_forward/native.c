@@ -4,6 +4,8 @@
 //     dh = dy W2,   da = dh b s (1 + a (1 - s)),   db = dh a s,   du = da W1 + db W3,
 //     dW2 = dy^T h,   dW1 = da^T u,   dW3 = db^T u.
 //
+// With ``pairs`` the operands of products are rounded to bfloat16; all else is float32.
+//
 // Of what is as wide as h, only a and b leave the cache: h and all gradients are of one block of tokens at a time.
 #include "../native_panels.h"
 
@@ -11,7 +13,10 @@ typedef struct {
     const float *u, *onto, *gate, *up, *down;  // the last three as panels
     float *a, *b;                              // null where nothing is kept
     int64_t tokens, inputs, hidden;
+    int pairs;
 } problem;
+
+static int64_t wider(const problem *p) { return p->hidden > p->inputs ? p->hidden : p->inputs; }
 
 static void activate(float *h, const float *a, const float *b, int64_t total) {
     for (int64_t i = 0; i < total; i += LANES) {
@@ -23,30 +28,30 @@ static void activate(float *h, const float *a, const float *b, int64_t total) {
 static void block_forward(const problem *p, float *y, int64_t begin, float *scratch) {
     int64_t count = least(BLOCK, p->tokens - begin), room = BLOCK * p->hidden;
     float *h = scratch, *a = p->a ? p->a + begin * p->hidden : h + room;
-    float *b = p->b ? p->b + begin * p->hidden : h + 2 * room;
-    matrix u = {p->u + begin * p->inputs, p->inputs, 1};
+    float *b = p->b ? p->b + begin * p->hidden : h + 2 * room, *left = h + 3 * room;
+    matrix u = rows_of(p->u + begin * p->inputs, count, p->inputs, p->pairs, left);
     multiply((addends){0}, a, u, p->gate, count, p->hidden, p->inputs,
              block_of(p->onto, begin, p->inputs, p->tokens));
     multiply((addends){0}, b, u, p->up, count, p->hidden, p->inputs,
              block_of(p->u, begin + BLOCK, p->inputs, p->tokens));
     activate(h, a, b, count * p->hidden);
-    multiply((addends){p->onto + begin * p->inputs, p->inputs, 0}, y + begin * p->inputs, (matrix){h, p->hidden, 1},
-             p->down, count, p->inputs, p->hidden, (upcoming){0});
+    multiply((addends){p->onto + begin * p->inputs, p->inputs, 0}, y + begin * p->inputs,
+             rows_of(h, count, p->hidden, p->pairs, left), p->down, count, p->inputs, p->hidden, (upcoming){0});
 }
 
 // a and b (tokens, hidden) are what backward needs, or null.
 void feed_forward_forward(const float *u, const float *gate, const float *up, const float *down, const float *onto,
-                          float *a, float *b, float *y, int64_t tokens, int64_t inputs, int64_t hidden,
-                          int64_t threads) {
+                          float *a, float *b, float *y, int64_t pairs, int64_t tokens, int64_t inputs,
+                          int64_t hidden, int64_t threads) {
     int64_t size = inputs * hidden;
     float *panels = room_for(3 * size);
-    problem p = {u, onto, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden};
-    lay_out_turned(panels, gate, inputs, hidden);
-    lay_out_turned(panels + size, up, inputs, hidden);
-    lay_out_turned(panels + 2 * size, down, hidden, inputs);
+    problem p = {u, onto, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden, pairs};
+    lay_out_turned(panels, gate, inputs, hidden, pairs);
+    lay_out_turned(panels + size, up, inputs, hidden, pairs);
+    lay_out_turned(panels + 2 * size, down, hidden, inputs, pairs);
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = room_for(3 * BLOCK * hidden);
+        float *scratch = room_for(BLOCK * (3 * hidden + wider(&p)));
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tokens; t += BLOCK) block_forward(&p, y, t, scratch);
         free(scratch);
@@ -55,7 +60,7 @@ void feed_forward_forward(const float *u, const float *gate, const float *up, co
 }
 
 // What backward has of one block of tokens.
-typedef struct { float *h, *grad_a, *grad_b, *panels; } scratch;
+typedef struct { float *h, *grad_a, *grad_b, *panels, *left; } scratch;
 
 // h, and the gradients of a and b in place of h's.
 static void propagate(const scratch *s, const float *a, const float *b, int64_t total) {
@@ -71,34 +76,36 @@ static void propagate(const scratch *s, const float *a, const float *b, int64_t 
 static void add_to_weights(const problem *p, const scratch *s, float *part, const float *grad, int64_t begin,
                            int64_t count, int adds) {
     int64_t size = p->inputs * p->hidden;
-    lay_out(s->panels, p->u + begin * p->inputs, count, p->inputs);
-    multiply_over_tokens(part, s->grad_a, s->panels, p->hidden, p->inputs, count, adds,
-                         block_of(p->b, begin + BLOCK, p->hidden, p->tokens));
-    multiply_over_tokens(part + size, s->grad_b, s->panels, p->hidden, p->inputs, count, adds, (upcoming){0});
-    lay_out(s->panels, s->h, count, p->hidden);
-    multiply_over_tokens(part + 2 * size, grad, s->panels, p->inputs, p->hidden, count, adds, (upcoming){0});
+    lay_out(s->panels, p->u + begin * p->inputs, count, p->inputs, p->pairs);
+    multiply_over_tokens(part, columns_of(s->grad_a, count, p->hidden, p->pairs, s->left), s->panels, p->hidden,
+                         p->inputs, count, adds, block_of(p->b, begin + BLOCK, p->hidden, p->tokens));
+    multiply_over_tokens(part + size, columns_of(s->grad_b, count, p->hidden, p->pairs, s->left), s->panels, p->hidden,
+                         p->inputs, count, adds, (upcoming){0});
+    lay_out(s->panels, s->h, count, p->hidden, p->pairs);
+    multiply_over_tokens(part + 2 * size, columns_of(grad, count, p->inputs, p->pairs, s->left), s->panels, p->inputs,
+                         p->hidden, count, adds, (upcoming){0});
 }
 
 static void block_backward(const problem *p, const scratch *s, const float *all_grads, float *grad_u, float *part,
                            int64_t begin, int adds) {
     int64_t count = least(BLOCK, p->tokens - begin), here = begin * p->hidden;
     const float *grad = all_grads + begin * p->inputs;
-    multiply((addends){0}, s->grad_a, (matrix){grad, p->inputs, 1}, p->down, count, p->hidden, p->inputs,
-             block_of(p->a, begin, p->hidden, p->tokens));
+    multiply((addends){0}, s->grad_a, rows_of(grad, count, p->inputs, p->pairs, s->left), p->down, count, p->hidden,
+             p->inputs, block_of(p->a, begin, p->hidden, p->tokens));
     propagate(s, p->a + here, p->b + here, count * p->hidden);
     float *to = grad_u + begin * p->inputs;
-    multiply((addends){0}, to, (matrix){s->grad_a, p->hidden, 1}, p->gate, count, p->inputs, p->hidden,
-             block_of(p->u, begin, p->inputs, p->tokens));
-    multiply((addends){to, p->inputs, 0}, to, (matrix){s->grad_b, p->hidden, 1}, p->up, count, p->inputs, p->hidden,
-             block_of(all_grads, begin + BLOCK, p->inputs, p->tokens));
+    multiply((addends){0}, to, rows_of(s->grad_a, count, p->hidden, p->pairs, s->left), p->gate, count, p->inputs,
+             p->hidden, block_of(p->u, begin, p->inputs, p->tokens));
+    multiply((addends){to, p->inputs, 0}, to, rows_of(s->grad_b, count, p->hidden, p->pairs, s->left), p->up, count,
+             p->inputs, p->hidden, block_of(all_grads, begin + BLOCK, p->inputs, p->tokens));
     if (part) add_to_weights(p, s, part, grad, begin, count, adds);
 }
 
 static void group_backward(const problem *p, const float *grad, float *grad_u, float *part, int64_t begin,
                            int64_t end) {
-    int64_t room = BLOCK * p->hidden, panels = BLOCK * (p->hidden > p->inputs ? p->hidden : p->inputs);
-    float *at = room_for(3 * room + panels);
-    scratch s = {at, at + room, at + 2 * room, at + 3 * room};
+    int64_t room = BLOCK * p->hidden, widest = BLOCK * wider(p);
+    float *at = room_for(3 * room + 2 * widest);
+    scratch s = {at, at + room, at + 2 * room, at + 3 * room, at + 3 * room + widest};
     for (int64_t block = begin; block < end; block++)
         block_backward(p, &s, grad, grad_u, part, block * BLOCK, block > begin);
     free(at);
@@ -107,13 +114,13 @@ static void group_backward(const problem *p, const float *grad, float *grad_u, f
 // Gradients of the weights are all null where they are not wanted.
 void feed_forward_backward(const float *grad, const float *u, const float *gate, const float *up, const float *down,
                            float *a, float *b, float *grad_u, float *grad_gate, float *grad_up, float *grad_down,
-                           int64_t tokens, int64_t inputs, int64_t hidden, int64_t threads) {
+                           int64_t pairs, int64_t tokens, int64_t inputs, int64_t hidden, int64_t threads) {
     int64_t size = inputs * hidden, blocks = blocks_of(tokens, BLOCK), groups = groups_of(tokens);
     float *panels = room_for(3 * size), *parts = grad_gate ? room_for(groups * 3 * size) : 0;
-    problem p = {u, 0, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden};
-    lay_out(panels, gate, hidden, inputs);
-    lay_out(panels + size, up, hidden, inputs);
-    lay_out(panels + 2 * size, down, inputs, hidden);
+    problem p = {u, 0, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden, pairs};
+    lay_out(panels, gate, hidden, inputs, pairs);
+    lay_out(panels + size, up, hidden, inputs, pairs);
+    lay_out(panels + 2 * size, down, inputs, hidden, pairs);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t group = 0; group < groups; group++)
         group_backward(&p, grad, grad_u, parts ? parts + 3 * size * group : 0, group * blocks / groups,

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.dtypes import check_shape, compute_dtype, linear_dtype
 from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
+from gecko.ops.panels import panels_run_on
 
 IGNORED = -100
 """Target of a token that is not trained on."""
@@ -81,8 +82,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     """
     _check_targets(hidden, targets)
     dtype = _product_dtype(hidden)
+    differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if differentiated and panels_run_on(hidden, (weight,), fills_outputs=True):
+        loss: Tensor = kernels_of("loss", "native").mean_cross_entropy_native(hidden, weight, targets, IGNORED)
+        return loss
     with torch.autocast(hidden.device.type, enabled=False):
-        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        if differentiated:
             return _MeanCrossEntropy.apply(hidden, weight, targets, dtype)
         return _token_losses(hidden, weight, targets, dtype).sum() / (targets != IGNORED).sum().clamp(min=1)
 

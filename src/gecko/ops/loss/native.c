@@ -1,5 +1,8 @@
 // Cross-entropy of rows of logits x, log sum e^x - x[target], and its gradient, (softmax(x) - one-hot) / count.
-#include "../native.h"
+//
+// The logits of a head of few weights stay in a core's cache, a block of tokens at a time: x = h W^T, and of the gradient
+// dx of x, dh = dx W and dW = dx^T h. With ``pairs`` the operands of products are rounded to bfloat16.
+#include "../native_panels.h"
 
 static float largest_of(const float *x, int64_t size) {
     vec most = every(-INFINITY);
@@ -25,21 +28,83 @@ static float exponentiate(float *x, int64_t size, float most) {
     return sum_of(sum) + rest;
 }
 
-// Logits (rows, size) become the gradient of the sum of losses over ``count``. A row whose target is ``ignored`` has a
-// loss of 0 and a gradient of zeros.
+// A row of logits becomes the gradient of its loss over ``count``; the loss.
+static float row_loss(float *x, int64_t target, int64_t size, float count) {
+    float most = largest_of(x, size), of_target = x[target] - most, sum = exponentiate(x, size, most);
+    for (int64_t i = 0; i < size; i++) x[i] *= 1 / (sum * count);
+    x[target] -= 1 / count;
+    return logf(sum) - of_target;
+}
+
+// The losses of rows of logits, of which ``size`` count and the others get no gradient. A row whose target is ``ignored``
+// has a loss of 0 and a gradient of zeros.
+static void row_losses(float *logits, const int64_t *targets, float *losses, float count, int64_t ignored,
+                       int64_t rows, int64_t size, int64_t apart) {
+    for (int64_t row = 0; row < rows; row++) {
+        float *x = logits + row * apart;
+        int counts = targets[row] != ignored;
+        losses[row] = counts ? row_loss(x, targets[row], size, count) : 0;
+        int64_t kept = counts ? size : 0;
+        memset(x + kept, 0, sizeof(float) * (apart - kept));
+    }
+}
+
+// Logits (rows, size) become the gradient of the sum of losses over ``count``.
 void loss_and_gradient(float *logits, const int64_t *targets, float *losses, float count, int64_t ignored,
                        int64_t rows, int64_t size, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > ALONE)
-    for (int64_t row = 0; row < rows; row++) {
-        float *x = logits + row * size;
-        losses[row] = 0;
-        if (targets[row] == ignored) {
-            memset(x, 0, sizeof(float) * size);
-            continue;
-        }
-        float most = largest_of(x, size), of_target = x[targets[row]] - most, sum = exponentiate(x, size, most);
-        losses[row] = logf(sum) - of_target;
-        for (int64_t i = 0; i < size; i++) x[i] *= 1 / (sum * count);
-        x[targets[row]] -= 1 / count;
+    for (int64_t row = 0; row < rows; row++)
+        row_losses(logits + row * size, targets + row, losses + row, count, ignored, 1, size, size);
+}
+
+typedef struct {
+    const float *hidden, *to_logits, *to_hidden;  // W in panels, for x and for dh
+    const int64_t *targets;
+    float *losses, *grad_hidden;  // the latter null where it is not wanted
+    float count;
+    int64_t ignored, tokens, inputs, size, wide;  // ``wide``: the vocabulary's size, up to whole pairs of registers
+    int pairs;
+} problem;
+
+// ``part`` is the gradient of W, or null; ``scratch`` holds the logits of a block and the operands of products.
+static void block_loss(const problem *p, float *part, int64_t begin, float *scratch, int adds) {
+    int64_t count = least(BLOCK, p->tokens - begin);
+    const float *hidden = p->hidden + begin * p->inputs;
+    float *logits = scratch, *panels = logits + BLOCK * p->wide, *left = panels + BLOCK * p->inputs;
+    multiply((addends){0}, logits, rows_of(hidden, count, p->inputs, p->pairs, left), p->to_logits, count, p->wide,
+             p->inputs, block_of(p->hidden, begin + BLOCK, p->inputs, p->tokens));
+    row_losses(logits, p->targets + begin, p->losses + begin, p->count, p->ignored, count, p->size, p->wide);
+    if (p->grad_hidden)
+        multiply((addends){0}, p->grad_hidden + begin * p->inputs, rows_of(logits, count, p->wide, p->pairs, left),
+                 p->to_hidden, count, p->inputs, p->wide, (upcoming){0});
+    if (!part) return;
+    lay_out(panels, hidden, count, p->inputs, p->pairs);
+    multiply_over_tokens(part, columns_of(logits, count, p->wide, p->pairs, left), panels, p->wide, p->inputs, count,
+                         adds, (upcoming){0});
+}
+
+// The loss of each token, and gradients of their sum over ``count``, which are null where they are not wanted.
+void loss_of_head(const float *hidden, const float *weight, const int64_t *targets, float *losses, float *grad_hidden,
+                  float *grad_weight, float count, int64_t ignored, int64_t pairs, int64_t tokens, int64_t inputs,
+                  int64_t size, int64_t threads) {
+    int64_t wide = blocks_of(size, 2 * LANES) * 2 * LANES, whole = wide * inputs;
+    int64_t blocks = blocks_of(tokens, BLOCK), groups = groups_of(tokens);
+    float *filled = room_for(3 * whole), *parts = grad_weight ? room_for(groups * whole) : 0;
+    problem p = {hidden, filled + whole, filled + 2 * whole, targets, losses, grad_hidden, count, ignored, tokens,
+                 inputs, size, wide, pairs};
+    memcpy(filled, weight, sizeof(float) * size * inputs);
+    memset(filled + size * inputs, 0, sizeof(float) * (wide - size) * inputs);
+    lay_out_turned(filled + whole, filled, inputs, wide, pairs);
+    lay_out(filled + 2 * whole, filled, wide, inputs, pairs);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t group = 0; group < groups; group++) {
+        float *scratch = room_for(BLOCK * (wide + inputs + (wide > inputs ? wide : inputs)));
+        int64_t first = group * blocks / groups;
+        for (int64_t block = first; block < (group + 1) * blocks / groups; block++)
+            block_loss(&p, parts ? parts + group * whole : 0, block * BLOCK, scratch, block > first);
+        free(scratch);
     }
+    if (parts) add_parts(grad_weight, parts, size * inputs, groups, whole, threads);
+    free(filled);
+    free(parts);
 }

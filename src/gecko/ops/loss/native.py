@@ -1,10 +1,14 @@
-"""Cross-entropy and its gradient by the C kernel: the gradient takes the place of the logits."""
+"""Cross-entropy and its gradient by the C kernels: the gradient takes the place of the logits."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from gecko.ops.native import call
+from gecko.ops.kernels import products_are_rounded
+from gecko.ops.native import call, refuse_second_derivatives
 
 
 def losses_and_gradient_native(logits: Tensor, targets: Tensor, count: float, ignored: int) -> tuple[Tensor, Tensor]:
@@ -14,11 +18,45 @@ def losses_and_gradient_native(logits: Tensor, targets: Tensor, count: float, ig
     Raises:
         IndexError: a target is neither ``ignored`` nor in 0..V − 1.
     """
-    wrong = ((targets < 0) | (targets >= logits.shape[1])) & (targets != ignored)
-    if bool(wrong.any()):
-        raise IndexError(
-            f"targets must be ids in 0..{logits.shape[1] - 1}, or {ignored}; got {int(targets[wrong][0])}."
-        )
+    _check_ids(targets, logits.shape[1], ignored)
     losses = logits.new_empty(len(logits))
     call("loss_and_gradient", logits, targets.contiguous(), losses, count, ignored, *logits.shape)
     return losses, logits
+
+
+def mean_cross_entropy_native(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    """``linear_cross_entropy`` for float32 and few weights: logits never leave a core's cache.
+
+    Raises:
+        IndexError: a target is neither ``ignored`` nor in 0..V − 1.
+    """
+    _check_ids(targets, len(weight), ignored)
+    given = hidden.contiguous(), weight.contiguous(), targets.contiguous()
+    loss: Tensor = NativeMeanCrossEntropy.apply(products_are_rounded(), *given, ignored)
+    return loss
+
+
+def _check_ids(targets: Tensor, vocabulary: int, ignored: int) -> None:
+    wrong = ((targets < 0) | (targets >= vocabulary)) & (targets != ignored)
+    if bool(wrong.any()):
+        raise IndexError(f"targets must be ids in 0..{vocabulary - 1}, or {ignored}; got {int(targets[wrong][0])}.")
+
+
+class NativeMeanCrossEntropy(torch.autograd.Function):
+    """Gradients are formed with the logits at hand and only scaled in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rounded: bool, hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        count = (targets != ignored).sum().clamp(min=1)
+        losses = hidden.new_empty(len(hidden))
+        grads = [torch.empty_like(x) if ctx.needs_input_grad[1 + i] else None for i, x in enumerate((hidden, weight))]
+        sizes = *hidden.shape, len(weight)
+        call("loss_of_head", hidden, weight, targets, losses, *grads, float(count), ignored, int(rounded), *sizes)
+        ctx.save_for_backward(*grads)
+        return losses.sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        of_hidden, of_weight = (None if of is None else of * grad for of in ctx.saved_tensors)
+        return None, of_hidden, of_weight, None, None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.ops.dtypes import check_shape
+from gecko.ops.dtypes import check_shape, from_linear
 from gecko.ops.kernels import kernels_of
 from gecko.ops.panels import panels_run_on
 
@@ -22,8 +22,8 @@ def projections(
         onto: the shape of the last output.
 
     Returns:
-        (…, outputs_i) each, in the dtype of a linear layer (under autocast, its own); the last one's in that of
-        ``onto``, if it is wider.
+        (…, outputs_i) each, in the dtype of a linear layer (under autocast its own, or that of x where kernels round by
+        themselves); the last one's in that of ``onto``, if it is wider.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -37,7 +37,7 @@ def projections(
     if panels_run_on(x, weights, (*biases, onto)):
         outputs: tuple[Tensor, ...] = kernels_of("projections", "native").projections_native(x, weights, biases, onto)
         return outputs
-    several = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    several = [from_linear(F.linear(x, weight, bias), x) for weight, bias in zip(weights, biases, strict=True)]
     if onto is not None:
         several[-1] = onto + several[-1]
     return tuple(several)

@@ -1,18 +1,30 @@
 // Linear layers of few weights, y = x W^T + b (+ onto):
 //
 //     dx = dy W,   dW = dy^T x,   db = sum of dy over tokens.
+//
+// With ``pairs`` the operands of products are rounded to bfloat16; all else is float32.
 #include "../native_panels.h"
+
+// Whether there are products of pairs.
+const int projections_of_pairs = HAS_PAIRS;
 
 // bias and onto may be null.
 void projections_forward(const float *x, const float *weight, const float *bias, const float *onto, float *y,
-                         int64_t tokens, int64_t inputs, int64_t outputs, int64_t threads) {
+                         int64_t pairs, int64_t tokens, int64_t inputs, int64_t outputs, int64_t threads) {
     addends all = {onto, outputs, bias};
     float *panels = room_for(inputs * outputs);
-    lay_out_turned(panels, weight, inputs, outputs);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t t = 0; t < tokens; t += BLOCK)
-        multiply(addends_at(all, t, 0), y + t * outputs, (matrix){x + t * inputs, inputs, 1}, panels,
-                 least(BLOCK, tokens - t), outputs, inputs, block_of(x, t + BLOCK, inputs, tokens));
+    lay_out_turned(panels, weight, inputs, outputs, pairs);
+#pragma omp parallel num_threads(threads)
+    {
+        float *scratch = room_for(BLOCK * inputs);
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < tokens; t += BLOCK) {
+            int64_t count = least(BLOCK, tokens - t);
+            multiply(addends_at(all, t, 0), y + t * outputs, rows_of(x + t * inputs, count, inputs, pairs, scratch),
+                     panels, count, outputs, inputs, block_of(x, t + BLOCK, inputs, tokens));
+        }
+        free(scratch);
+    }
     free(panels);
 }
 
@@ -20,7 +32,7 @@ typedef struct {
     const float *grad, *x, *panels;           // panels of the weight
     float *grad_x, *grad_weight, *grad_bias;  // null where not wanted
     int64_t tokens, inputs, outputs;
-    int adds;  // to what grad_x holds
+    int adds, pairs;  // adds to what grad_x holds
 } problem;
 
 // Sums of so many vecs of columns at once, one of which would wait for the last addition each time.
@@ -39,35 +51,37 @@ static void sum_tokens(float *to, const float *grad, int64_t count, int64_t outp
     }
 }
 
-// ``part`` is the gradient of the weight (outputs, inputs), then that of the bias; ``scratch`` holds a block of x.
+// ``part`` is the gradient of the weight (outputs, inputs), then that of the bias; ``scratch`` holds a block of x and one
+// of its gradient.
 static void block_backward(const problem *a, float *part, int64_t begin, float *scratch, int adds) {
     int64_t count = least(BLOCK, a->tokens - begin);
     const float *grad = a->grad + begin * a->outputs;
+    float *panels = scratch, *left = scratch + BLOCK * a->inputs;
     if (a->grad_x) {
         float *grad_x = a->grad_x + begin * a->inputs;
         addends onto = {a->adds ? grad_x : 0, a->inputs, 0};
-        multiply(onto, grad_x, (matrix){grad, a->outputs, 1}, a->panels, count, a->inputs, a->outputs,
-                 block_of(a->x, begin, a->inputs, a->tokens));
+        multiply(onto, grad_x, rows_of(grad, count, a->outputs, a->pairs, left), a->panels, count, a->inputs,
+                 a->outputs, block_of(a->x, begin, a->inputs, a->tokens));
     }
     if (a->grad_weight) {
-        lay_out(scratch, a->x + begin * a->inputs, count, a->inputs);
-        multiply_over_tokens(part, grad, scratch, a->outputs, a->inputs, count, adds,
-                             block_of(a->grad, begin + BLOCK, a->outputs, a->tokens));
+        lay_out(panels, a->x + begin * a->inputs, count, a->inputs, a->pairs);
+        multiply_over_tokens(part, columns_of(grad, count, a->outputs, a->pairs, left), panels, a->outputs, a->inputs,
+                             count, adds, block_of(a->grad, begin + BLOCK, a->outputs, a->tokens));
     }
     if (a->grad_bias) sum_tokens(part + a->outputs * a->inputs, grad, count, a->outputs, adds);
 }
 
 // Gradients that are not wanted are null.
 void projections_backward(const float *grad, const float *x, const float *weight, float *grad_x, float *grad_weight,
-                          float *grad_bias, int64_t adds, int64_t tokens, int64_t inputs, int64_t outputs,
-                          int64_t threads) {
+                          float *grad_bias, int64_t adds, int64_t pairs, int64_t tokens, int64_t inputs,
+                          int64_t outputs, int64_t threads) {
     int64_t blocks = blocks_of(tokens, BLOCK), groups = groups_of(tokens), size = outputs * (inputs + 1);
     float *panels = room_for(inputs * outputs), *parts = room_for(groups * size);
-    problem a = {grad, x, panels, grad_x, grad_weight, grad_bias, tokens, inputs, outputs, adds};
-    if (grad_x) lay_out(panels, weight, outputs, inputs);
+    problem a = {grad, x, panels, grad_x, grad_weight, grad_bias, tokens, inputs, outputs, adds, pairs};
+    if (grad_x) lay_out(panels, weight, outputs, inputs, pairs);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t group = 0; group < groups; group++) {
-        float *scratch = room_for(BLOCK * inputs);
+        float *scratch = room_for(BLOCK * (inputs + outputs));
         int64_t first = group * blocks / groups;
         for (int64_t block = first; block < (group + 1) * blocks / groups; block++)
             block_backward(&a, parts + group * size, block * BLOCK, scratch, block > first);

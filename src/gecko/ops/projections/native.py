@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gecko.ops.kernels import products_are_rounded
 from gecko.ops.native import call, refuse_second_derivatives
 
 
@@ -18,14 +19,14 @@ def projections_native(
     """Same contract as ``projections``, for float32."""
     layers = [t if t is None else t.contiguous() for t in (onto, *weights, *biases)]
     form = NativeProjections.apply if torch.is_grad_enabled() else _forward
-    outputs: tuple[Tensor, ...] = form(x.contiguous(), *layers)
+    outputs: tuple[Tensor, ...] = form(products_are_rounded(), x.contiguous(), *layers)
     return outputs
 
 
-def _forward(x: Tensor, onto: Tensor | None, *layers: Tensor | None) -> tuple[Tensor, ...]:
+def _forward(rounded: bool, x: Tensor, onto: Tensor | None, *layers: Tensor | None) -> tuple[Tensor, ...]:
     weights, biases = _divided(layers)
     return tuple(
-        _project(x, weight, bias, onto if i == len(weights) - 1 else None)
+        _project(rounded, x, weight, bias, onto if i == len(weights) - 1 else None)
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True))
     )
 
@@ -35,53 +36,54 @@ def _divided(layers: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
     return layers[: len(layers) // 2], layers[len(layers) // 2 :]
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
+def _project(rounded: bool, x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
     outputs, inputs = weight.shape
     y = x.new_empty(*x.shape[:-1], outputs)
-    call("projections_forward", x, weight, bias, onto, y, x.numel() // inputs, inputs, outputs)
+    call("projections_forward", x, weight, bias, onto, y, int(rounded), x.numel() // inputs, inputs, outputs)
     return y
 
 
 class NativeProjections(torch.autograd.Function):
-    """Arguments after ``onto`` are all weights, then all biases."""
+    """Products are ``rounded`` to bfloat16, or float32. Arguments after ``onto`` are all weights, then all biases."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, onto: Tensor | None, *layers: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rounded: bool, x: Tensor, onto: Tensor | None, *layers: Tensor | None) -> tuple[Tensor, ...]:
         weights, _ = _divided(layers)
-        trained = any(ctx.needs_input_grad[2 : 2 + len(weights)])
+        trained = any(ctx.needs_input_grad[3 : 3 + len(weights)])
         ctx.save_for_backward(x if trained else None, *weights)
         ctx.set_materialize_grads(False)
-        ctx.shape = x.shape
-        return _forward(x, onto, *layers)
+        ctx.shape, ctx.rounded = x.shape, rounded
+        return _forward(rounded, x, onto, *layers)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         x, *weights = ctx.saved_tensors
         given = [None if grad is None else grad.contiguous() for grad in grads]
-        needed, needs_onto, *layers = ctx.needs_input_grad
+        _, needed, needs_onto, *layers = ctx.needs_input_grad
         grad_x = weights[0].new_empty(ctx.shape) if needed and any(grad is not None for grad in given) else None
         of_weights: list[Tensor | None] = []
         of_biases: list[Tensor | None] = []
         adds = False
         for grad, weight, *wanted in zip(given, weights, *_divided(tuple(layers)), strict=True):
-            of_weight, of_bias = (None, None) if grad is None else _propagate(grad, x, weight, grad_x, adds, *wanted)
+            modes = ctx.rounded, adds, *wanted
+            of_weight, of_bias = (None, None) if grad is None else _propagate(grad, x, weight, grad_x, *modes)
             adds = adds or grad is not None
             of_weights.append(of_weight)
             of_biases.append(of_bias)
-        return grad_x, given[-1] if needs_onto else None, *of_weights, *of_biases
+        return None, grad_x, given[-1] if needs_onto else None, *of_weights, *of_biases
 
 
 def _propagate(
-    grad: Tensor, x: Tensor | None, weight: Tensor, grad_x: Tensor | None, adds: bool, needs_weight: bool,
-    needs_bias: bool,
+    grad: Tensor, x: Tensor | None, weight: Tensor, grad_x: Tensor | None, rounded: bool, adds: bool,
+    needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of weight and bias; that of x is written to ``grad_x``, or added to what is there."""
     outputs, inputs = weight.shape
     of_weight = torch.empty_like(weight) if needs_weight else None
     of_bias = weight.new_empty(outputs) if needs_bias else None
     call(
-        "projections_backward", grad, x, weight, grad_x, of_weight, of_bias, int(adds), grad.numel() // outputs, inputs,
-        outputs,
+        "projections_backward", grad, x, weight, grad_x, of_weight, of_bias, int(adds), int(rounded),
+        grad.numel() // outputs, inputs, outputs,
     )  # fmt: skip
     return of_weight, of_bias

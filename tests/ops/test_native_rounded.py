@@ -1,0 +1,193 @@
+"""The C kernels under autocast, where the processor has products in bfloat16: what they multiply is rounded to the
+nearest, and all else is float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+import torch
+from native_agreement import calls, needs_compiler, normal, on_two_threads
+from torch import Tensor, nn
+
+import gecko
+from gecko.layers.projection import project
+from gecko.ops import kernels, native, panels
+from gecko.ops.dtypes import linear_dtype
+from gecko.ops.feed_forward import feed_forward
+from gecko.ops.feed_forward import native as feed_forward_file
+from gecko.ops.loss import IGNORED, linear_cross_entropy
+from gecko.ops.loss import native as loss_file
+from gecko.ops.projections import native as projections_file
+from gecko.ops.projections import projections
+
+pytestmark = needs_compiler
+needs_products = pytest.mark.skipif(not native.multiplies_bfloat16(), reason="no bfloat16 products in this processor")
+
+TOKENS = [1, 2, 95, 96, 97, 1000]
+"""Around a block, and sums over tokens of odd length."""
+
+WIDTHS = [(32, 32), (64, 256), (96, 160), (288, 416)]
+"""(inputs, outputs): panels of every width, and more pairs than one panel's depth."""
+
+
+@pytest.fixture(autouse=True)
+def _kernels_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "_FEWEST_TOKENS", 1)
+
+
+class _Rounded(torch.autograd.Function):
+    """a bᵀ of float64 numbers, the operands of it and of its gradients rounded to bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(_round(a), _round(b))
+        return _round(a) @ _round(b).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return _round(grad) @ b, _round(grad).t() @ a
+
+
+def _round(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
+
+
+def _evaluate(operator: Callable[..., Any], leaves: list[Tensor]) -> list[Tensor]:
+    """Outputs, and the gradient of every leaf."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    outputs = operator(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    # A loss is not scaled: its gradient is rounded before it is.
+    weights = [normal(*x.shape, seed=i).to(x.dtype) if x.ndim else torch.ones_like(x) for i, x in enumerate(outputs)]
+    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, leaves, weights)]
+
+
+def _agree(operator: Callable[..., Any], exact: Callable[..., Any], leaves: list[Tensor], tolerance: float) -> None:
+    """``operator`` under autocast is ``exact`` in float64, in numbers relative to the largest of a tensor."""
+
+    def under_autocast() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _evaluate(operator, leaves)
+
+    found, again, right = (
+        under_autocast(),
+        on_two_threads(under_autocast),
+        _evaluate(exact, [x.double() for x in leaves]),
+    )
+    for i, (got, repeated, wanted) in enumerate(zip(found, again, right, strict=True)):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, repeated), f"number {i} on two threads"
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance * wanted.abs().max().item())
+
+
+def _weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
+    return normal(outputs, inputs, seed=seed) / inputs**0.5
+
+
+@needs_products
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_projections(tokens, widths):
+    inputs, outputs = widths
+
+    def operator(x: Tensor, first: Tensor, second: Tensor, bias: Tensor, onto: Tensor) -> tuple[Tensor, ...]:
+        return projections(x, (first, second), (None, bias), onto)
+
+    def exact(x: Tensor, first: Tensor, second: Tensor, bias: Tensor, onto: Tensor) -> tuple[Tensor, ...]:
+        return _Rounded.apply(x, first), _Rounded.apply(x, second) + bias + onto
+
+    weights = [_weight(64, inputs), _weight(outputs, inputs, seed=1)]
+    leaves = [normal(tokens, inputs), *weights, normal(outputs), normal(tokens, outputs, seed=2)]
+    _agree(operator, exact, leaves, 2e-6)
+
+
+@needs_products
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_feed_forward(tokens):
+    """Numbers that another rounding of the last bit puts on the other side of a half are as near as bfloat16 is."""
+
+    def exact(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor) -> Tensor:
+        hidden = nn.functional.silu(_Rounded.apply(x, gate)) * _Rounded.apply(x, up)
+        return onto + _Rounded.apply(hidden, down)
+
+    weights = [_weight(96, 64), _weight(96, 64, seed=1), _weight(64, 96)]
+    _agree(feed_forward, exact, [normal(tokens, 64), *weights, normal(tokens, 64, seed=2)], 3e-4)
+
+
+@needs_products
+@pytest.mark.parametrize("vocabulary", [3, 64, 264])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_loss(tokens, vocabulary):
+    targets = torch.arange(tokens) % vocabulary
+    targets[1::3] = IGNORED
+
+    def exact(hidden: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(_Rounded.apply(hidden, weight), targets)
+
+    leaves = [normal(tokens, 64), _weight(vocabulary, 64)]
+    _agree(lambda hidden, weight: linear_cross_entropy(hidden, weight, targets), exact, leaves, 3e-4)
+
+
+@needs_products
+def test_kernels_are_taken(monkeypatch):
+    names = [calls(monkeypatch, file) for file in (projections_file, feed_forward_file, loss_file)]
+    x, weight = normal(20, 32).requires_grad_(), _weight(32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        projections(x, (weight,), (None,))[0].sum().backward()
+        feed_forward(x, weight, weight, weight, x).sum().backward()
+        linear_cross_entropy(x, weight, torch.arange(20)).backward()
+    assert [len(several) for several in names] == [2, 2, 1]
+
+
+@needs_products
+@pytest.mark.parametrize("widths", [(16, 32), (32, 48), (512, 512)])
+def test_what_kernels_leave_out_is_float32_as_well(monkeypatch, widths):
+    names = calls(monkeypatch, projections_file)
+    layer = nn.Linear(*widths)
+    with torch.autocast("cpu", torch.bfloat16):
+        (bare,) = project(normal(20, widths[0]), layer)
+        layer.register_forward_hook(lambda *_: None)
+        (called,) = project(normal(20, widths[0]), layer)
+    assert names == [] and bare.dtype == torch.float32 and torch.equal(bare, called)
+    assert not torch.equal(bare, layer(normal(20, widths[0])))  # it was rounded
+
+
+def test_a_processor_without_such_products(monkeypatch):
+    """Autocast is PyTorch's there."""
+    monkeypatch.setattr(kernels, "_native_rounds", lambda: False)
+    names = calls(monkeypatch, projections_file)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear_dtype(normal(1)) == torch.bfloat16
+        assert projections(normal(20, 32), (_weight(32, 32),), (None,))[0].dtype == torch.bfloat16
+    assert names == []
+
+
+@needs_products
+def test_float16_is_left_to_pytorch(monkeypatch):
+    names = calls(monkeypatch, projections_file)
+    with torch.autocast("cpu", torch.float16):
+        assert projections(normal(20, 32), (_weight(32, 32),), (None,))[0].dtype == torch.float16
+    assert names == []
+
+
+@needs_products
+def test_gradients_are_nearer_to_exact_ones_than_those_of_autocast(monkeypatch):
+    model, text = cases.model("gecko", torch.float32), cases.tokens(2, 100)
+
+    def gradients(rounds: bool) -> Tensor:
+        monkeypatch.setattr(kernels, "_native_rounds", lambda: rounds)
+        return _flat(model, lambda: model.loss(text[:, :-1], text[:, 1:]))
+
+    exact = _flat(model.double(), lambda: model.loss(text[:, :-1], text[:, 1:]))
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, autocast = gradients(True), gradients(False)
+    assert (ours - exact).norm() < (autocast - exact).norm() < 0.1 * exact.norm()
+
+
+def _flat(model: gecko.Gecko, loss: Callable[[], Tensor]) -> Tensor:
+    return torch.cat([grad.double().flatten() for grad in torch.autograd.grad(loss(), list(model.parameters()))])
