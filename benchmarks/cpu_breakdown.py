@@ -1,16 +1,18 @@
 """Where the time of a training step on the CPU goes: by part of the model, and by kind of operation.
 
-    python benchmarks/cpu_breakdown.py --write            # writes benchmarks/results/cpu.md
+    python benchmarks/cpu_breakdown.py --write            # writes benchmarks/results/cpu_PROCESSOR.md
 
-``tiny`` (1 M parameters), float32. Times a token come from plain steps, shares from the profiler over other steps of
-the same run, which it slows down. Model FLOPs are those of ``gecko.train.utilisation``, divided by the rate of large
-matrix products, measured between the steps. With one thread, times are the processor's: a busy machine disturbs them
-less.
+``tiny`` (1 M parameters), in float32, and in bfloat16 where the processor has its products. Times a token come from
+plain steps, shares from the profiler over other steps of the same run, which it slows down. Model FLOPs are those of
+``gecko.train.utilisation``, divided by the rate of large matrix products of the same dtype, measured between the steps:
+the faster of PyTorch's two libraries, since MKL leaves half of an AMD processor's float32 rate unused. With one thread,
+times are the processor's: a busy machine disturbs them less.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 from collections import Counter
@@ -32,7 +34,7 @@ from gecko.allocator import keep_freed_memory
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.norm import LayerNorm, RMSNorm, TimestepNorm
-from gecko.train.hardware import describe_hardware
+from gecko.train.hardware import describe_hardware, multiplies_bfloat16, processor_name
 from gecko.train.utilisation import flops_per_token
 
 MODULES: dict[type[nn.Module], str] = {
@@ -64,6 +66,7 @@ MATRIX = 2048
 class Breakdown:
     """One length of row. Seconds a step, and shares of the profiled time by (part, pass) and by kind."""
 
+    precision: torch.dtype
     length: int
     tokens: int
     seconds: float
@@ -181,29 +184,37 @@ def _normalised(counts: Counter[Any]) -> Counter[Any]:
     return Counter({key: value / total for key, value in counts.items()})
 
 
-def measure(length: int, tokens: int, rounds: int, profiled: int) -> Breakdown:
+def measure(precision: torch.dtype, length: int, tokens: int, rounds: int, profiled: int) -> Breakdown:
     """Plain steps and matrix products in turn, then profiled steps."""
     torch.manual_seed(0)
     model = gecko.Gecko(gecko.GeckoConfig.preset("tiny"))
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        with record_function("forward and backward"):
+        rounded = precision == torch.bfloat16
+        with record_function("forward and backward"), torch.autocast("cpu", torch.bfloat16, enabled=rounded):
             return model.loss(inputs, targets)
 
     step = step_of(model, loss)
     batch = torch.randint(0, 256, (tokens // length, length + 1))
     for _ in range(3):
         step(batch)
-    a, b = torch.randn(2, MATRIX, MATRIX)
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    calls = (partial(step, batch), _without_kernels(partial(step, batch)), partial(torch.mm, a, b))
+    calls = (partial(step, batch), _without_kernels(partial(step, batch)), *_products(precision))
     times = [[_seconds(clock, call) for call in calls] for _ in range(rounds)]
     with named_parts(model), profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(profiled):
             step(batch)
     parts, kinds = shares(list(profiler.events()))
-    seconds, eager, products = (statistics.median(several) for several in zip(*times, strict=True))
-    return Breakdown(length, tokens, seconds, eager, 2 * MATRIX**3 / products, parts, kinds)
+    seconds, eager, *products = (statistics.median(several) for several in zip(*times, strict=True))
+    return Breakdown(precision, length, tokens, seconds, eager, 2 * MATRIX**3 / min(products), parts, kinds)
+
+
+def _products(dtype: torch.dtype) -> Iterator[Callable[[], Tensor]]:
+    """A large product by each library that has one: for float32 MKL, and oneDNN, which has all others."""
+    a, b = torch.randn(2, MATRIX, MATRIX).to(dtype)
+    yield partial(torch.mm, a, b)
+    if dtype == torch.float32:
+        yield partial(torch.ops.mkldnn._linear_pointwise, a, b, None, "none", [], "")
 
 
 def _without_kernels(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -225,23 +236,32 @@ def page(results: list[Breakdown], rounds: int, command: str) -> list[str]:
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     lines = [
         "# A training step on the CPU", "", f"{hardware}. {load()}", "",
-        f"Gecko `tiny` (1 M parameters), float32, {results[0].tokens:,} tokens a step: loss, backward, clip, AdamW. "
+        f"Gecko `tiny` (1 M parameters), {results[0].tokens:,} tokens a step: loss, backward, clip, AdamW. "
         "Steps, with the kernels in C and without, and large matrix products take turns; figures are medians of "
-        f"{rounds}, in {_clock()}.", "",
-        "| tokens a row | tokens/s | µs a token | without kernels in C | matrix products, GFLOP/s "
+        f"{rounds}, in {_clock()}. In bfloat16 are the operands of products, as with `precision=bfloat16`.", "",
+        "| dtype | tokens a row | tokens/s | µs a token | without kernels in C | matrix products, GFLOP/s "
         "| model FLOPs a second over that |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for result in results:
         lines.append(
-            f"| {result.length:,} | {result.tokens / result.seconds:,.0f} "
+            f"| {_name(result.precision)} | {result.length:,} | {result.tokens / result.seconds:,.0f} "
             f"| {1e6 * result.seconds / result.tokens:.1f} | {1e6 * result.eager / result.tokens:.1f} "
             f"| {result.rate / 1e9:.0f} | {result.share:.1%} |"
         )
     for result in results:
-        lines += ["", f"## Rows of {result.length:,} tokens: µs a token", "", *_part_table(result)]
+        lines += [
+            "",
+            f"## Rows of {result.length:,} tokens, {_name(result.precision)}: µs a token",
+            "",
+            *_part_table(result),
+        ]
         lines += ["", *_kind_table(result)]
     return [*lines, "", f"Written by `{command}`."]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _clock() -> str:
@@ -277,16 +297,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profiled", type=int, default=3, help="steps under the profiler")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/cpu.md")
+    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
     args = parser.parse_args()
+    sizes = args.tokens, args.rounds, args.profiled
     torch.set_num_threads(args.threads)
     keep_freed_memory()
-    results = [measure(length, args.tokens, args.rounds, args.profiled) for length in args.lengths]
+    cpu = torch.device("cpu")
+    dtypes = [torch.float32, torch.bfloat16] if multiplies_bfloat16(cpu) else [torch.float32]
+    results = [measure(dtype, length, *sizes) for dtype in dtypes for length in args.lengths]
     command = (
         f"python benchmarks/cpu_breakdown.py --threads {args.threads} --tokens {args.tokens} "
         f"--rounds {args.rounds} --write"
     )
-    publish("cpu.md", page(results, args.rounds, command), args.write)
+    name = re.sub(r"\W+", "_", f"cpu {processor_name().lower()}")
+    publish(f"{name}.md", page(results, args.rounds, command), args.write)
 
 
 if __name__ == "__main__":
