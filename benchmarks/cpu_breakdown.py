@@ -34,7 +34,8 @@ from gecko.allocator import keep_freed_memory
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.norm import LayerNorm, RMSNorm, TimestepNorm
-from gecko.train.hardware import describe_hardware, multiplies_bfloat16, processor_name
+from gecko.processor import processor_name
+from gecko.train.hardware import describe_hardware, multiplies_bfloat16
 from gecko.train.utilisation import flops_per_token
 
 MODULES: dict[type[nn.Module], str] = {

@@ -18,6 +18,7 @@ from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.layers.initialise import embedding_
 from gecko.layers.norm import LayerNorm, RMSNorm, TimestepNorm
+from gecko.layers.projection import project
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.quantize import pack, plain_tensors, quantize, stored_bits, unpack
@@ -93,7 +94,7 @@ class Gecko(nn.Module):
             TypeError, ValueError: tokens that are none of the vocabulary's, a state of another model or batch.
         """
         hidden, state, _ = self._read(tokens, segment_ids, state, context)
-        return self.head(hidden), state
+        return project(hidden, self.head)[0], state
 
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: Context | None = None
@@ -146,7 +147,7 @@ class Gecko(nn.Module):
             state = self._begin_steps(state)
         segments = Segments.build(len(tokens), 1, clock=state.clock, device=tokens.device, overwrites=True)
         hidden, after = self._through_blocks(tokens, state, segments)
-        return self.head(hidden[:, 0]), replace(after, exclusive=True)
+        return project(hidden[:, 0], self.head)[0], replace(after, exclusive=True)
 
     def _begin_steps(self, state: GeckoState) -> GeckoState:
         # Writes through ``.data`` count no version, so what was kept before these steps may be of other weights.

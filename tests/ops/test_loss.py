@@ -27,7 +27,7 @@ def _case(tokens: int, ignored: float, dtype: torch.dtype = torch.float64) -> tu
 def test_loss_is_cross_entropy(tokens, block, ignored):
     hidden, weight, targets = _case(tokens, ignored)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "BLOCK_ELEMENTS", block * VOCABULARY)
+        patch.setattr(loss, "_block_size", lambda *_: block)
         value = linear_cross_entropy(hidden, weight, targets)
         each = token_cross_entropy(hidden, weight, targets)
     logits = hidden @ weight.t()
@@ -43,7 +43,7 @@ def test_blocks_of_every_size_give_the_same_loss():
     hidden, weight, targets = _case(300, 0.2)
     whole = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), (hidden, weight))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "BLOCK_ELEMENTS", 1)
+        patch.setattr(loss, "_block_size", lambda *_: 1)
         single = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), (hidden, weight))
     for got, wanted in zip(single, whole, strict=True):
         torch.testing.assert_close(got, wanted)

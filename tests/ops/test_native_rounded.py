@@ -133,6 +133,20 @@ def test_loss(tokens, vocabulary):
 
 
 @needs_products
+def test_head_of_many_weights():
+    """Its logits, and so the loss, are float32."""
+    hidden, weight, targets = normal(40, 32), _weight(5000, 32), torch.arange(40)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    exact = linear_cross_entropy(*leaves, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(*leaves, targets)
+    assert torch.equal(loss, exact)
+    for found, wanted in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(exact, leaves), strict=True):
+        assert found.dtype == torch.float32 and not torch.equal(found, wanted)
+        assert (found - wanted).norm() < 5e-3 * wanted.norm()
+
+
+@needs_products
 def test_kernels_are_taken(monkeypatch):
     names = [calls(monkeypatch, file) for file in (projections_file, feed_forward_file, loss_file)]
     x, weight = normal(20, 32).requires_grad_(), _weight(32, 32)

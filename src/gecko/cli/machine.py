@@ -42,7 +42,7 @@ def software() -> dict[str, str]:
 
 
 def processor() -> dict[str, str]:
-    from gecko.train.hardware import processor_field, processor_name
+    from gecko.processor import processor_field, processor_name
 
     features = (processor_field("flags") or processor_field("Features")).split()
     return {

@@ -58,7 +58,12 @@ def kernels_run_on(x: Tensor) -> bool:
 def native_runs_on(*tensors: Tensor) -> bool:
     """Whether operators take their C kernels for ``tensors``, all that they are given: plain float32 on the CPU, a
     compiler, and nobody who must see PyTorch's operations."""
-    return not _watched() and all(map(_is_plain, tensors)) and _native_installed()
+    return is_plain_float32(*tensors) and _native_installed()
+
+
+def is_plain_float32(*tensors: Tensor) -> bool:
+    """Whether ``tensors`` are plain float32 on the CPU, and nobody must see PyTorch's operations."""
+    return not _watched() and all(map(_is_plain, tensors))
 
 
 def products_are_rounded() -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 
 import torch
+
+from gecko.processor import processor_name
 
 
 def describe_hardware(device: torch.device, ranks: int = 1) -> dict[str, str]:
@@ -21,18 +22,6 @@ def describe_hardware(device: torch.device, ranks: int = 1) -> dict[str, str]:
         facts["Memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
     facts["Software"] = f"{platform.system()}, Python {platform.python_version()}, PyTorch {torch.__version__}"
     return facts
-
-
-def processor_name() -> str:
-    return processor_field("model name") or platform.processor() or platform.machine()
-
-
-def processor_field(name: str) -> str:
-    """What Linux says of the first core; nothing where it does not say, or on another system."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    fields = (line.partition(":") for line in lines)
-    return next((value.strip() for field, _, value in fields if field.strip() == name), "")
 
 
 def select_device(name: str, local_rank: int | None = None) -> torch.device:

@@ -37,7 +37,7 @@ def test_losses_and_gradient(vocabulary, ignored, scale):
 
 def test_blocked_loss_with_the_kernel(monkeypatch):
     hidden, weight, targets = normal(30, 6), normal(11, 6), _targets(30, 11, 0.3)
-    monkeypatch.setattr(loss, "BLOCK_ELEMENTS", 77)
+    monkeypatch.setattr(loss, "_block_size", lambda *_: 7)
     expected = loss.linear_cross_entropy(hidden, weight, targets)
     monkeypatch.setattr(loss, "kernels_run_on", lambda x: True)
     value = loss.linear_cross_entropy(hidden, weight, targets)

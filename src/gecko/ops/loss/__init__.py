@@ -2,7 +2,7 @@
 
 Softmax, loss and the sums of gradients are float32. The products are those of the head as a linear layer: in autocast's
 dtype on a GPU, whose matrix units add bfloat16 operands in float32 and give float32 logits. A CPU would round the
-logits as well, so there they stay in the dtype of the hidden states, whatever autocast says.
+logits as well, so there they stay in the dtype of the hidden states, and only products for gradients are autocast's.
 
 ``F.linear_cross_entropy`` blocks too, but rounds the loss to 16 bits, is NaN where all targets are ignored, allows
 neither a second backward nor ``torch.compile``, and took 2 to 4 times as long on a CPU.
@@ -19,14 +19,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.dtypes import check_shape, compute_dtype, linear_dtype
-from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
+from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on, products_are_rounded
+from gecko.ops.linear import linear
 from gecko.ops.panels import panels_run_on
 
 IGNORED = -100
 """Target of a token that is not trained on."""
 
 BLOCK_ELEMENTS = 2**22
-"""Logits held at a time on a CPU: what its caches hold."""
+"""Logits held at a time on a CPU: what its caches hold …"""
+
+FEWEST_TOKENS = 512
+"""… but of so many tokens at least: with fewer, the sum of a large weight's gradient takes longer than the products."""
 
 GPU_BLOCK_ELEMENTS = 2**27
 """On a GPU, 768 MB with their gradient in 16 bits: so many tokens that arithmetic bounds the products, and that the sum
@@ -41,17 +45,19 @@ class _MeanCrossEntropy(torch.autograd.Function):
         count = (targets != IGNORED).sum().clamp(min=1)
         total = torch.zeros((), dtype=compute_dtype(hidden), device=hidden.device)
         ctx.dtypes = hidden.dtype, weight.dtype
-        hidden, projection = hidden.to(dtype), weight.to(dtype)
+        given = _logit_dtype(hidden, dtype)
+        read, projection = hidden.to(dtype), weight.to(dtype)
+        hidden, weight = hidden.to(given), weight.to(given)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=total.dtype) if ctx.needs_input_grad[1] else None
         for block in _blocks(hidden, weight.shape[0]):
-            logits = _product(hidden[block], projection.t())
+            logits = _product(hidden[block], weight)
             losses, grad = _losses_and_gradient(logits, targets[block], count, dtype)
             total += losses
             if grad_hidden is not None:
-                torch.mm(grad, projection, out=grad_hidden[block])
+                grad_hidden[block] = linear(grad, projection.t())
             if grad_weight is not None:
-                grad_weight += _product(grad.t(), hidden[block])
+                grad_weight += _product(grad.t(), read[block].t())
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total / count
 
@@ -111,29 +117,45 @@ def _check_targets(hidden: Tensor, targets: Tensor) -> None:
 
 
 def _token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    hidden, projection = hidden.to(dtype), weight.to(dtype)
+    dtype = _logit_dtype(hidden, dtype)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
     losses = []
     for block in _blocks(hidden, weight.shape[0]):
-        logits = _product(hidden[block], projection.t())
+        logits = _product(hidden[block], weight)
         losses.append(F.cross_entropy(logits, targets[block], reduction="none", ignore_index=IGNORED))
     return torch.cat(losses)
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
-    return linear_dtype(hidden) if hidden.is_cuda else hidden.dtype
+    """Of products: what autocast says, where a processor has them at all."""
+    if hidden.is_cuda:
+        return linear_dtype(hidden)
+    return torch.bfloat16 if products_are_rounded() and hidden.dtype == torch.float32 else hidden.dtype
+
+
+def _logit_dtype(hidden: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Of the operands of logits."""
+    return dtype if hidden.is_cuda else hidden.dtype
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, float32 or wider; a GPU rounds nothing on the way to it."""
+    """a bᵀ, float32 or wider; a GPU rounds nothing on the way to it."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).to(compute_dtype(a))
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return linear(a, b).to(compute_dtype(a))
 
 
 def _blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
-    size = max(1, (GPU_BLOCK_ELEMENTS if hidden.is_cuda else BLOCK_ELEMENTS) // vocabulary)
+    size = _block_size(hidden, vocabulary)
     for begin in range(0, hidden.shape[0], size):
         yield slice(begin, begin + size)
+
+
+def _block_size(hidden: Tensor, vocabulary: int) -> int:
+    """Tokens at a time."""
+    if hidden.is_cuda:
+        return max(1, GPU_BLOCK_ELEMENTS // vocabulary)
+    return max(FEWEST_TOKENS, BLOCK_ELEMENTS // vocabulary)
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -143,10 +165,10 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: 
 
         losses, grad = losses_and_gradient(logits, targets, count, IGNORED, dtype)
         return losses.sum(), grad
-    if dtype == torch.float32 and native_runs_on(logits):
+    if native_runs_on(logits):
         native = kernels_of("loss", "native")
         losses, grad = native.losses_and_gradient_native(logits, targets, float(count), IGNORED)
-        return losses.sum(), grad
+        return losses.sum(), grad.to(dtype)
     log_probabilities = logits.log_softmax(-1)
     total = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
     return total, _logit_gradient(log_probabilities, targets, count).to(dtype)

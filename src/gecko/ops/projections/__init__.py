@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.dtypes import check_shape, from_linear
 from gecko.ops.kernels import kernels_of
+from gecko.ops.linear import linear
 from gecko.ops.panels import panels_run_on
 
 
@@ -37,7 +37,7 @@ def projections(
     if panels_run_on(x, weights, (*biases, onto)):
         outputs: tuple[Tensor, ...] = kernels_of("projections", "native").projections_native(x, weights, biases, onto)
         return outputs
-    several = [from_linear(F.linear(x, weight, bias), x) for weight, bias in zip(weights, biases, strict=True)]
+    several = [from_linear(linear(x, weight, bias), x) for weight, bias in zip(weights, biases, strict=True)]
     if onto is not None:
         several[-1] = onto + several[-1]
     return tuple(several)

@@ -1,0 +1,130 @@
+"""Linear layers by oneDNN are those of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from native_agreement import normal
+from torch import Tensor
+from torch.nn import functional
+
+from gecko.ops import linear as file
+from gecko.ops.linear import linear
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+
+SHAPES = [(), (1,), (3,), (2, 5), (4, 1, 7)]
+"""What comes before the features."""
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "turned": lambda x: x.mT.contiguous().mT if x.ndim > 1 else x,
+    "sliced": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
+    "offset": lambda x: torch.cat([x.flatten(), x.flatten()])[x.numel() :].view(x.shape),
+}
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Shapes that oneDNN was given, of any size and on any processor."""
+    found: list[Any] = []
+    right = file._onednn
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        found.append(tuple(x.shape))
+        return right(x, weight, bias)
+
+    monkeypatch.setattr(file, "_FEWEST_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(file, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(file, "_onednn", watched)
+    return found
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_and_gradients(seen, shape, layout, biased):
+    leaves = [normal(*shape, 24), normal(40, 24), normal(40) if biased else None]
+    found, exact = _evaluate(linear, leaves, layout), _evaluate(functional.linear, [_double(x) for x in leaves], layout)
+    assert len(seen) == 4  # once without gradients; once forward, and backward for x and the weight
+    for got, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-5)
+
+
+def _double(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.double()
+
+
+def _evaluate(operator: Callable[..., Tensor], leaves: list[Tensor | None], layout: str) -> list[Tensor]:
+    given = [None if x is None else x.detach().requires_grad_() for x in leaves]
+    laid = [None if x is None else LAYOUTS[layout](x) for x in given]
+    with torch.no_grad():
+        plain = operator(*laid)
+    y = operator(*laid)
+    assert torch.equal(plain, y) or y.dtype == torch.float64
+    weights = LAYOUTS[layout](normal(*y.shape, seed=1).to(y.dtype))
+    return [y.detach(), *torch.autograd.grad(y, [x for x in given if x is not None], weights)]
+
+
+@pytest.mark.parametrize("operator", [linear, functional.linear])
+def test_gradients_that_are_one_number_for_all(operator):
+    """As of a sum, which has no memory of its own."""
+    x, weight = normal(6, 24).requires_grad_(), normal(40, 24).requires_grad_()
+    found = torch.autograd.grad(operator(x, weight).sum(), (x, weight))
+    torch.testing.assert_close(found[0], weight.sum(0).expand(6, 24))
+    torch.testing.assert_close(found[1], x.sum(0).expand(40, 24))
+
+
+def test_second_derivatives():
+    x, weight = normal(6, 24).requires_grad_(), normal(40, 24).requires_grad_()
+
+    def second(operator: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        (first,) = torch.autograd.grad(operator(x, weight).pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), (x, weight))
+
+    for got, wanted in zip(second(linear), second(functional.linear), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_frozen_weights_keep_nothing():
+    x, weight = normal(6, 24).requires_grad_(), normal(40, 24)
+    read = x * 1
+    y = linear(read, weight)
+    read.zero_()
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], weight.sum(0).expand(6, 24))
+
+
+def test_what_is_left_to_pytorch(monkeypatch, seen):
+    x, weight = normal(6, 24), normal(40, 24)
+    linear(x.double(), weight.double())
+    linear(x.bfloat16(), weight.bfloat16())
+    linear(x[:0], weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+    torch.func.vmap(lambda row: linear(row, weight))(x)
+    torch.testing.assert_close(torch.compile(linear, fullgraph=True, backend="eager")(x, weight), x @ weight.t())
+    monkeypatch.setattr(file, "_FEWEST_MULTIPLICATIONS", 6 * 24 * 40 + 1)
+    linear(x, weight)
+    monkeypatch.setattr(file, "_FEWEST_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(file, "_onednn_is_faster", lambda: False)
+    linear(x, weight)
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "taken"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("GenuineIntel", "AVX512", False),
+        ("", "", False),
+    ],
+)
+def test_processors(monkeypatch, vendor, capability, taken):
+    monkeypatch.undo()
+    monkeypatch.setattr(file, "processor_field", {"vendor_id": vendor}.get)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert file._onednn_is_faster.__wrapped__() is taken
