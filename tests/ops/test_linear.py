@@ -38,7 +38,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return right(x, weight, bias)
 
     monkeypatch.setattr(file, "_FEWEST_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(file, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(file, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(file, "_onednn", watched)
     return found
 
@@ -109,7 +109,7 @@ def test_what_is_left_to_pytorch(monkeypatch, seen):
     monkeypatch.setattr(file, "_FEWEST_MULTIPLICATIONS", 6 * 24 * 40 + 1)
     linear(x, weight)
     monkeypatch.setattr(file, "_FEWEST_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(file, "_onednn_is_faster", lambda: False)
+    monkeypatch.setattr(file, "onednn_is_faster", lambda: False)
     linear(x, weight)
     assert seen == []
 
@@ -127,4 +127,4 @@ def test_processors(monkeypatch, vendor, capability, taken):
     monkeypatch.undo()
     monkeypatch.setattr(file, "processor_field", {"vendor_id": vendor}.get)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert file._onednn_is_faster.__wrapped__() is taken
+    assert file.onednn_is_faster.__wrapped__() is taken

@@ -123,8 +123,8 @@ def test_float32_takes_the_kernels(monkeypatch):
 def test_what_the_kernels_leave_out(monkeypatch):
     """Widths that fill no register, layers of many weights, and few tokens."""
     names = calls(monkeypatch, projections_file)
-    for inputs, outputs in ((24, 32), (32, 40), (512, 512)):
-        x, weight = normal(20, inputs), normal(outputs, inputs)
+    for inputs, outputs in ((24, 32), (32, 40), (1024, 1024)):
+        x, weight = normal(20, inputs), _weights(outputs, inputs)
         torch.testing.assert_close(_one_layer(x, weight), x @ weight.t())
     monkeypatch.setattr(panels, "_FEWEST_TOKENS", 21)
     _one_layer(normal(20, 32), normal(32, 32))

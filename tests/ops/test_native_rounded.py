@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import gecko
 from gecko.layers.projection import project
 from gecko.ops import kernels, native, panels
+from gecko.ops.chunk_attention import AttentionState, chunk_attention
+from gecko.ops.chunk_attention import native as attention_file
 from gecko.ops.dtypes import linear_dtype
 from gecko.ops.feed_forward import feed_forward
 from gecko.ops.feed_forward import native as feed_forward_file
@@ -22,6 +24,7 @@ from gecko.ops.loss import IGNORED, linear_cross_entropy
 from gecko.ops.loss import native as loss_file
 from gecko.ops.projections import native as projections_file
 from gecko.ops.projections import projections
+from gecko.segments import Clock, Segments
 
 pytestmark = needs_compiler
 needs_products = pytest.mark.skipif(not native.multiplies_bfloat16(), reason="no bfloat16 products in this processor")
@@ -135,7 +138,7 @@ def test_loss(tokens, vocabulary):
 @needs_products
 def test_head_of_many_weights():
     """Its logits, and so the loss, are float32."""
-    hidden, weight, targets = normal(40, 32), _weight(5000, 32), torch.arange(40)
+    hidden, weight, targets = normal(40, 32), _weight(20_000, 32), torch.arange(40)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
     exact = linear_cross_entropy(*leaves, targets)
     with torch.autocast("cpu", torch.bfloat16):
@@ -144,6 +147,33 @@ def test_head_of_many_weights():
     for found, wanted in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(exact, leaves), strict=True):
         assert found.dtype == torch.float32 and not torch.equal(found, wanted)
         assert (found - wanted).norm() < 5e-3 * wanted.norm()
+
+
+@needs_products
+@pytest.mark.parametrize("attention", ["sliding_chunk", "chunk", "sliding_window"])
+@pytest.mark.parametrize(("chunk", "length", "value"), [(8, 45, 32), (16, 16, 64), (64, 333, 96), (64, 2, 32)])
+def test_attention(monkeypatch, chunk, length, value, attention):
+    """After two chunks, with documents that begin at even and odd places: every token is as near as bfloat16 is."""
+    begins, read = torch.tensor([[length // 3], [length // 2 + 1]]), torch.full((2,), 2 * chunk)
+    ids = (torch.arange(length) >= begins).long()
+    empty = AttentionState.empty(2, 2, chunk, 16, value)
+    before = [normal(2, 2, 2 * chunk, size, seed=5) for size in (16, 16, value)]
+    _, state = chunk_attention(*before, chunk, attention=attention, state=empty)
+
+    def operator(*inputs: Tensor) -> Tensor:
+        given = AttentionState(state.keys.to(inputs[0].dtype), state.values.to(inputs[0].dtype))
+        segments = Segments.build(2, length, segment_ids=ids, clock=Clock(read, 0 * read, 0 * read))
+        return chunk_attention(*inputs, chunk, attention=attention, state=given, segments=segments)[0]
+
+    leaves = [normal(2, 2, length, 16), normal(2, 2, length, 16, seed=1), normal(2, 2, length, value)]
+    names = calls(monkeypatch, attention_file)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = _evaluate(operator, leaves)
+        again = on_two_threads(lambda: _evaluate(operator, leaves))
+    for got, repeated, wanted in zip(found, again, _evaluate(operator, [x.double() for x in leaves]), strict=True):
+        assert got.dtype == torch.float32 and torch.equal(got, repeated)
+        assert (got - wanted).norm(dim=-1).max() < 0.01 * wanted.norm(dim=-1).max()
+    assert len(names) == 4
 
 
 @needs_products
@@ -158,7 +188,22 @@ def test_kernels_are_taken(monkeypatch):
 
 
 @needs_products
-@pytest.mark.parametrize("widths", [(16, 32), (32, 48), (512, 512)])
+def test_a_step_takes_the_kernels_of_a_step_in_float32(monkeypatch):
+    """Activations between them are float32, so that those of no operator fall back."""
+    model, text = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=1)), cases.tokens(2, 200)
+
+    def taken(rounds: bool) -> set[str]:
+        monkeypatch.setattr(native, "_functions", {})
+        with torch.autocast("cpu", torch.bfloat16, enabled=rounds):
+            loss = model.loss(text[:, :-1], text[:, 1:])
+        loss.backward()
+        return set(native._functions)
+
+    assert taken(rounds=True) == taken(rounds=False)
+
+
+@needs_products
+@pytest.mark.parametrize("widths", [(16, 32), (32, 48), (1024, 1024)])
 def test_what_kernels_leave_out_is_float32_as_well(monkeypatch, widths):
     names = calls(monkeypatch, projections_file)
     layer = nn.Linear(*widths)

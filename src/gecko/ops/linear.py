@@ -30,11 +30,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _onednn_runs_on(*given: Tensor) -> bool:
-    return not torch.is_autocast_enabled("cpu") and is_plain_float32(*given) and _onednn_is_faster()
+    return not torch.is_autocast_enabled("cpu") and is_plain_float32(*given) and onednn_is_faster()
 
 
 @cache
-def _onednn_is_faster() -> bool:
+def onednn_is_faster() -> bool:
+    """Whether MKL leaves registers of this processor unused that oneDNN takes."""
     there = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
     return there and processor_field("vendor_id") == "AuthenticAMD"
 

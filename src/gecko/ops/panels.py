@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from gecko.ops.kernels import NATIVE_WIDTH, native_runs_on, products_are_rounded
+from gecko.ops.linear import onednn_is_faster
 
 _MOST_WEIGHTS = 2**17
-"""In one layer: with more, products are most of the work, and PyTorch's are as fast."""
+"""In one layer: with more, products are most of the work, and PyTorch's are as fast …"""
+_MOST_ON_AMD = 2**19
+"""… where MKL's are."""
 _FEWEST_TOKENS = 1536
 """So many before weights are worth laying out anew."""
 
@@ -32,4 +36,9 @@ def _fits(weight: Tensor, fills_outputs: bool) -> bool:
     """Whether sizes are multiples of the numbers, or pairs, that a register holds."""
     width = 2 * NATIVE_WIDTH if products_are_rounded() else NATIVE_WIDTH
     outputs, inputs = weight.shape
-    return (fills_outputs or outputs % width == 0) and inputs % width == 0 and 0 < weight.numel() <= _MOST_WEIGHTS
+    return (fills_outputs or outputs % width == 0) and inputs % width == 0 and 0 < weight.numel() <= _most_weights()
+
+
+@cache
+def _most_weights() -> int:
+    return _MOST_ON_AMD if onednn_is_faster() else _MOST_WEIGHTS

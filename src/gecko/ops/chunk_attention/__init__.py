@@ -14,7 +14,7 @@ from gecko.ops.chunk_attention.decode import attend_token
 from gecko.ops.chunk_attention.pattern import Pattern
 from gecko.ops.chunk_attention.reference import chunk_attention_reference
 from gecko.ops.dtypes import check_segments, check_shape, compute_dtype, full_precision
-from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
+from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on, products_are_rounded
 from gecko.ops.phases import common_phase, run_by_phase
 from gecko.records import TensorRecord
 from gecko.segments import Segments
@@ -84,7 +84,7 @@ def chunk_attention(
     segments = segments or Segments.build(batch, length, device=q.device)
     check_segments(segments, batch, length)
     dtype = compute_dtype(q)
-    inputs = (q.to(dtype), k.to(dtype), v)
+    inputs, rounded = (q.to(dtype), k.to(dtype), v), products_are_rounded()
     with full_precision(q):
         if length > 1 and kernels_run_on(v):
             from gecko.ops.chunk_attention.triton import attend_on_kernels
@@ -92,19 +92,19 @@ def chunk_attention(
             return attend_on_kernels((q, k, v), pattern, state, segments)
         if length == 1:
             return attend_token(inputs, pattern, state, segments)
-        form = partial(_attend, pattern)
+        form = partial(_attend, pattern, rounded)
         if common_phase(segments, 2 * chunk_size) is None:
             return run_by_phase(form, inputs, state, segments, 2 * chunk_size)
         return form(inputs, state, segments)
 
 
 def _attend(
-    pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
+    pattern: Pattern, rounded: bool, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
 ) -> tuple[Tensor, AttentionState]:
-    """Rows that agree on their phase."""
+    """Rows that agree on their phase; products with values ``rounded`` where kernels in C take them."""
     if native_runs_on(*inputs, state.keys, state.values):
         native = kernels_of("chunk_attention", "native")
         start = common_phase(segments, 2 * pattern.chunk_size)
         if native.takes(inputs, pattern, start):
-            return native.attend_native(pattern, inputs, state, segments, start)
+            return native.attend_native(pattern, inputs, state, segments, start, rounded)
     return attend_chunks(pattern, inputs, state, segments)

@@ -5,8 +5,10 @@
 // with slots in rows: the softmax goes down the rows and needs no sum across lanes. Backward computes P again,
 //     dV += P dO,   dP = V dO^T,   dS = P (dP - sum of P dP),   dK += dS Q,   dQ = dS^T K.
 // Queries and keys are turned by their place in their chunk, keys again by -chunk where they are seen from the next one.
+//
+// With ``pairs`` the operands of products with V and dO are rounded to bfloat16; scores are float32.
 
-#include "../native_matrix.h"
+#include "../native_pairs.h"
 
 enum { QUERIES = 32, GROUPS = QUERIES / LANES };
 
@@ -17,6 +19,7 @@ typedef struct {
     const float *turns;                // (chunk + 1, 2, key): cosines and signed sines by place; the last are of -chunk
     const int32_t *first;              // (lists / heads, length): the first slot that a query sees
     int64_t lists, heads, turned_heads, length, chunk, key, value, span;
+    int pairs;
     int64_t chunks, ranges;  // a range is ``span`` chunks: one task
 } problem;
 
@@ -24,6 +27,7 @@ typedef struct {
 typedef struct {
     float *keys, *queries, *queries_t, *weights;          // (2 chunk, key), (QUERIES, key), its transpose, (2 chunk, QUERIES)
     float *grad_keys, *grad_queries, *grad_t, *grad_weights;  // the same, but grad_t: (value, QUERIES)
+    float *values, *paired, *grad_paired;  // pairs: of both chunks' values, of weights, of the output's gradient
 } scratch;
 
 typedef struct {
@@ -36,16 +40,21 @@ typedef struct { const float *before, *own; } halves;
 
 static scratch scratch_of(const problem *a, int with_gradients) {
     int64_t keys = 2 * a->chunk * a->key, queries = QUERIES * a->key, weights = 2 * a->chunk * QUERIES;
-    int64_t total = keys + 2 * queries + weights;
-    if (with_gradients) total += keys + queries + QUERIES * a->value + weights;
+    int64_t values = a->chunk * a->value, given = QUERIES * a->value, total = keys + 2 * queries + weights;
+    if (with_gradients) total += keys + queries + given + weights;
+    if (a->pairs) total += values + weights / 2 + given / 2;
     float *at = room_for(total);
-    scratch s = {at, at + keys, at + keys + queries, at + keys + 2 * queries, 0, 0, 0, 0};
+    scratch s = {at, at + keys, at + keys + queries, at + keys + 2 * queries, 0, 0, 0, 0, 0, 0, 0};
+    s.values = s.weights + weights;
     if (with_gradients) {
         s.grad_keys = s.weights + weights;
         s.grad_queries = s.grad_keys + keys;
         s.grad_t = s.grad_queries + queries;
-        s.grad_weights = s.grad_t + QUERIES * a->value;
+        s.grad_weights = s.grad_t + given;
+        s.values = s.grad_weights + weights;
     }
+    s.paired = s.values + values;
+    s.grad_paired = s.paired + weights / 2;
     return s;
 }
 
@@ -87,6 +96,18 @@ static halves values_of(const problem *a, int64_t list, int64_t chunk) {
     return (halves){chunk ? own - a->chunk * a->value : a->v_before + list * a->chunk * a->value, own};
 }
 
+// Pairs of the values of both chunks: across slots, for sums over them, or along features. Those of the own chunk were
+// made for the one before, unless it is the ``first`` of a range.
+static void pair_values(scratch *s, const problem *a, int64_t list, int64_t chunk, int first, int across) {
+    if (!a->pairs) return;
+    void (*pair)(float *, const float *, int64_t, int64_t) = across ? pair_across : pair_along;
+    halves v = values_of(a, list, chunk);
+    int64_t half = a->chunk * a->value / 2;
+    if (first) pair(s->values, v.before, a->chunk, a->value);
+    else memcpy(s->values, s->values + half, sizeof(float) * half);
+    pair(s->values + half, v.own, tokens_of(a, chunk), a->value);
+}
+
 static block block_of(const problem *a, int64_t list, int64_t chunk, int64_t begin) {
     block b = {begin, least(QUERIES, tokens_of(a, chunk) - begin), 2 * a->chunk, 0, {{0}}, {{0}}};
     const int32_t *first = a->first + list / a->heads * a->length + chunk * a->chunk + begin;
@@ -97,6 +118,7 @@ static block block_of(const problem *a, int64_t list, int64_t chunk, int64_t beg
         b.last[i / LANES][i % LANES] = a->chunk + begin + least(i, b.count - 1);
         b.low = least(b.low, seen);
     }
+    b.low -= b.low % 2;  // where pairs begin
     return b;
 }
 
@@ -146,35 +168,46 @@ static void softmax(scratch *s, const block *b, float *lse) {
     for (int i = 0; lse && i < b->count; i++) lse[i] = most[i / LANES][i % LANES] + logf(sum[i / LANES][i % LANES]);
 }
 
+// The block's weights times values, to ``out``.
+static void average(scratch *s, const problem *a, const block *b, halves v, float *out) {
+    int64_t low = b->low, middle = low > a->chunk ? low : a->chunk, value = a->value;
+    float *weights = s->weights + low * QUERIES;
+    if (a->pairs) {
+        pair_across(s->paired, weights, b->high - low, QUERIES);
+        product_onto((addends){0}, out, value, s->paired, 1, QUERIES, s->values + low / 2 * value, value, b->count,
+                     value, blocks_of(b->high - low, 2), 1, 0);
+        return;
+    }
+    if (low < a->chunk)
+        product(out, value, weights, 1, QUERIES, v.before + low * value, value, b->count, value, a->chunk - low, 0);
+    product(out, value, s->weights + middle * QUERIES, 1, QUERIES, v.own + (middle - a->chunk) * value, value,
+            b->count, value, b->high - middle, low < a->chunk);
+}
+
 static void forward_block(scratch *s, const problem *a, int64_t list, int64_t chunk, const block *b, float *out,
                           float *lse) {
-    halves v = values_of(a, list, chunk);
-    int64_t at = list * a->length + chunk * a->chunk + b->begin, middle = b->low > a->chunk ? b->low : a->chunk;
+    int64_t at = list * a->length + chunk * a->chunk + b->begin;
     load_queries(s, a, list, chunk, b);
     scores(s, a, b);
     softmax(s, b, lse ? lse + at : 0);
-    if (b->low < a->chunk)
-        product(out + at * a->value, a->value, s->weights + b->low * QUERIES, 1, QUERIES, v.before + b->low * a->value,
-                a->value, b->count, a->value, a->chunk - b->low, 0);
-    product(out + at * a->value, a->value, s->weights + middle * QUERIES, 1, QUERIES,
-            v.own + (middle - a->chunk) * a->value, a->value, b->count, a->value, b->high - middle, b->low < a->chunk);
+    average(s, a, b, values_of(a, list, chunk), out + at * a->value);
 }
 
 static problem problem_of(const float *q, const float *k, const float *v, const float *k_before, const float *v_before,
                           const float *turns, const int32_t *first, int64_t lists, int64_t heads, int64_t turned_heads,
-                          int64_t length, int64_t chunk, int64_t key, int64_t value, int64_t span) {
+                          int64_t length, int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t pairs) {
     int64_t chunks = blocks_of(length, chunk);
     return (problem){q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length,
-                     chunk, key, value, span, chunks, blocks_of(chunks, span)};
+                     chunk, key, value, span, pairs, chunks, blocks_of(chunks, span)};
 }
 
 // lse (lists, length) may be null.
 void chunk_attention_forward(const float *q, const float *k, const float *v, const float *k_before,
                              const float *v_before, const float *turns, const int32_t *first, float *out, float *lse,
                              int64_t lists, int64_t heads, int64_t turned_heads, int64_t length, int64_t chunk,
-                             int64_t key, int64_t value, int64_t span, int64_t threads) {
+                             int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
     problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length, chunk, key,
-                           value, span);
+                           value, span, pairs);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
         for (int64_t range = 0; range < a.ranges; range++) {
@@ -182,6 +215,7 @@ void chunk_attention_forward(const float *q, const float *k, const float *v, con
             first_keys(s.keys, &a, list, range * span);
             for (int64_t u = range * span; u < least(a.chunks, (range + 1) * span); u++) {
                 next_keys(s.keys, &a, list, u);
+                pair_values(&s, &a, list, u, u == range * span, 1);
                 for (int64_t begin = 0; begin < tokens_of(&a, u); begin += QUERIES) {
                     block b = block_of(&a, list, u, begin);
                     forward_block(&s, &a, list, u, &b, out, lse);
@@ -224,12 +258,18 @@ static void softmax_backward(scratch *s, const block *b) {
     }
 }
 
-// The gradient of the output's block, turned so that its queries lie in the lanes.
-static void transposed_gradient(scratch *s, const problem *a, const float *grad, const block *b) {
-    int64_t whole = b->count / LANES * LANES;
-    transpose(s->grad_t, QUERIES, grad, a->value, whole, a->value);
+// The gradient of the output's block, turned so that its queries lie in the lanes; of pairs, also those across queries.
+static void load_gradient(scratch *s, const problem *a, const float *grad, const block *b) {
+    int64_t width = a->pairs ? a->value / 2 : a->value, whole = b->count / LANES * LANES;
+    const float *from = grad;
+    if (a->pairs) {
+        pair_along(s->grad_paired, grad, b->count, a->value);
+        from = s->grad_paired;
+    }
+    transpose(s->grad_t, QUERIES, from, width, whole, width);
     for (int64_t i = whole; i < QUERIES; i++)
-        for (int64_t j = 0; j < a->value; j++) s->grad_t[j * QUERIES + i] = i < b->count ? grad[i * a->value + j] : 0;
+        for (int64_t j = 0; j < width; j++) s->grad_t[j * QUERIES + i] = i < b->count ? from[i * width + j] : 0;
+    if (a->pairs) pair_across(s->grad_paired, grad, b->count, a->value);
 }
 
 typedef struct { float *before, *own; } grad_halves;
@@ -238,10 +278,18 @@ typedef struct { float *before, *own; } grad_halves;
 static void values_backward(scratch *s, const problem *a, const float *grad, const block *b, const float *values,
                             float *grad_values, int64_t half, int64_t low, int64_t high) {
     if (low >= high) return;
-    product(s->grad_weights + low * QUERIES, QUERIES, values + (low - half) * a->value, a->value, 1, s->grad_t, QUERIES,
-            high - low, QUERIES, a->value, 0);
-    product(grad_values + (low - half) * a->value, a->value, s->weights + low * QUERIES, QUERIES, 1, grad, a->value,
-            high - low, a->value, b->count, 1);
+    int64_t value = a->value, rows = high - low;
+    float *grad_weights = s->grad_weights + low * QUERIES, *to = grad_values + (low - half) * value;
+    if (a->pairs) {
+        product_onto((addends){0}, grad_weights, QUERIES, s->values + low * value / 2, value / 2, 1, s->grad_t, QUERIES,
+                     rows, QUERIES, value / 2, 1, 0);
+        pair_along(s->paired, s->weights + low * QUERIES, rows, QUERIES);
+        product_onto((addends){to, value, 0}, to, value, s->paired, QUERIES / 2, 1, s->grad_paired, value, rows, value,
+                     blocks_of(b->count, 2), 1, 0);
+        return;
+    }
+    product(grad_weights, QUERIES, values + (low - half) * value, value, 1, s->grad_t, QUERIES, rows, QUERIES, value, 0);
+    product(to, value, s->weights + low * QUERIES, QUERIES, 1, grad, value, rows, value, b->count, 1);
 }
 
 static void block_backward(scratch *s, const problem *a, int64_t list, int64_t chunk, const block *b, const float *lse,
@@ -252,7 +300,7 @@ static void block_backward(scratch *s, const problem *a, int64_t list, int64_t c
     load_queries(s, a, list, chunk, b);
     scores(s, a, b);
     weights_again(s, b, lse + at);
-    transposed_gradient(s, a, given, b);
+    load_gradient(s, a, given, b);
     values_backward(s, a, given, b, v.before, grad_v.before, 0, b->low, least(b->high, a->chunk));
     values_backward(s, a, given, b, v.own, grad_v.own, a->chunk, b->low > a->chunk ? b->low : a->chunk, b->high);
     softmax_backward(s, b);
@@ -292,6 +340,7 @@ static void range_backward(const problem *a, const float *lse, const float *grad
         int64_t at = list * a->length + u * a->chunk;
         k.own = to.k + at * a->key, v.own = to.v + at * a->value;
         next_keys(s.keys, a, list, u);
+        pair_values(&s, a, list, u, u == begin, 0);
         memset(s.grad_keys, 0, sizeof(float) * 2 * a->chunk * a->key);
         memset(v.own, 0, sizeof(float) * tokens_of(a, u) * a->value);
         for (int64_t first = 0; first < tokens_of(a, u); first += QUERIES) {
@@ -313,9 +362,9 @@ void chunk_attention_backward(const float *q, const float *k, const float *v, co
                               const float *v_before, const float *turns, const int32_t *first, const float *lse,
                               const float *grad, float *grad_q, float *grad_k, float *grad_v, float *grad_k_before,
                               float *grad_v_before, int64_t lists, int64_t heads, int64_t turned_heads, int64_t length,
-                              int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t threads) {
+                              int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
     problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length, chunk, key,
-                           value, span);
+                           value, span, pairs);
     gradients to = {grad_q, grad_k, grad_v, grad_k_before, grad_v_before};
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)

@@ -30,9 +30,11 @@ def takes(inputs: tuple[Tensor, ...], pattern: Pattern, ring_start: int | None) 
 
 
 def attend_native(
-    pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments, ring_start: int
-) -> tuple[Tensor, AttentionState]:
-    """``attend_chunks`` for calls that ``takes`` says yes to."""
+    pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments, ring_start: int,
+    rounded: bool,
+) -> tuple[Tensor, AttentionState]:  # fmt: skip
+    """``attend_chunks`` for calls that ``takes`` says yes to; products with values are ``rounded`` to bfloat16, or
+    float32."""
     q, k, v = inputs
     size, length = 2 * pattern.chunk_size, q.shape[2]
     keys, values = (in_order(x, ring_start, size) for x in (state.keys, state.values))
@@ -40,7 +42,9 @@ def attend_native(
     turns = segments.shared(("turns", pattern, q.shape[-1]), lambda: _turns(pattern, q))
     first = segments.shared(("first", pattern), lambda: _first(pattern, segments))
     given = (*(x.contiguous() for x in (q, k, v, *before)), turns, first)
-    out = NativeAttention.apply(pattern, *given) if torch.is_grad_enabled() else _forward(pattern, given, None)
+    rounded = rounded and pattern.chunk_size % 2 == 0 and v.shape[-1] % (2 * NATIVE_WIDTH) == 0
+    form = NativeAttention.apply if torch.is_grad_enabled() else _forward
+    out: Tensor = form(pattern, rounded, *given)
 
     kept = slice(max(0, length - size), length)
     place = torch.arange(kept.start, length) % pattern.chunk_size
@@ -67,10 +71,10 @@ def _first(pattern: Pattern, segments: Segments) -> Tensor:
     return torch.maximum(begun - (steps - place) + chunk, by_pattern).to(torch.int32).contiguous()
 
 
-def _forward(pattern: Pattern, given: tuple[Tensor, ...], log_sums: Tensor | None) -> Tensor:
+def _forward(pattern: Pattern, rounded: bool, *given: Tensor, log_sums: Tensor | None = None) -> Tensor:
     q, _, v = given[:3]
     out = torch.empty_like(v)
-    call("chunk_attention_forward", *given, out, log_sums, *_sizes(q, v, pattern))
+    call("chunk_attention_forward", *given, out, log_sums, *_sizes(q, v, pattern), int(rounded))
     return out
 
 
@@ -78,11 +82,11 @@ class NativeAttention(torch.autograd.Function):
     """Takes q, k, v and the keys and values of the chunk before the call, all contiguous; see native.c."""
 
     @staticmethod
-    def forward(ctx: Any, pattern: Pattern, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, pattern: Pattern, rounded: bool, *given: Tensor) -> Tensor:
         log_sums = given[0].new_empty(given[0].shape[:3])
         ctx.save_for_backward(*given, log_sums)
-        ctx.pattern = pattern
-        return _forward(pattern, given, log_sums)
+        ctx.pattern, ctx.rounded = pattern, rounded
+        return _forward(pattern, rounded, *given, log_sums=log_sums)
 
     @staticmethod
     @once_differentiable
@@ -93,8 +97,11 @@ class NativeAttention(torch.autograd.Function):
         ranges = -(-q.shape[2] // (ctx.pattern.chunk_size * sizes[-1]))
         grads = [torch.empty_like(x) for x in (q, k, v)]
         borders = [x.new_empty(*x.shape[:2], ranges, *x.shape[2:]) for x in (k_before, v_before)]
-        call("chunk_attention_backward", *inputs, turns, first, log_sums, grad.contiguous(), *grads, *borders, *sizes)
-        return None, *grads, *(x[:, :, 0] for x in borders), None, None
+        call(
+            "chunk_attention_backward", *inputs, turns, first, log_sums, grad.contiguous(), *grads, *borders, *sizes,
+            int(ctx.rounded),
+        )  # fmt: skip
+        return None, None, *grads, *(x[:, :, 0] for x in borders), None, None
 
 
 def _sizes(q: Tensor, v: Tensor, pattern: Pattern) -> tuple[int, ...]:
