@@ -12,7 +12,6 @@ times are the processor's: a busy machine disturbs them less.
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from measuring import load, publish
+from measuring import load, of_processor, publish
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from training import step_of
@@ -34,7 +33,6 @@ from gecko.allocator import keep_freed_memory
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.norm import LayerNorm, RMSNorm, TimestepNorm
-from gecko.processor import processor_name
 from gecko.train.hardware import describe_hardware, multiplies_bfloat16
 from gecko.train.utilisation import flops_per_token
 
@@ -310,8 +308,7 @@ def main() -> None:
         f"python benchmarks/cpu_breakdown.py --threads {args.threads} --tokens {args.tokens} "
         f"--rounds {args.rounds} --write"
     )
-    name = re.sub(r"\W+", "_", f"cpu {processor_name().lower()}")
-    publish(f"{name}.md", page(results, args.rounds, command), args.write)
+    publish(of_processor("cpu"), page(results, args.rounds, command), args.write)
 
 
 if __name__ == "__main__":

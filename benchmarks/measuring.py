@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import resource
 from collections.abc import Iterator, Sequence
 from datetime import date
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import gecko
 from gecko.data.sources import stdlib_files
+from gecko.processor import processor_name
 from gecko.train import latest_checkpoint
 from gecko.train.hardware import describe_hardware
 
@@ -78,6 +80,12 @@ def resident() -> int:
 def peak() -> int:
     """The most memory the process ever had, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def of_processor(name: str) -> str:
+    """The page ``name`` of this processor: timings of several stand side by side."""
+    processor = re.sub(r"\((r|tm)\)|\b(processor|cpu)\b|@.*", " ", processor_name().lower())
+    return "_".join([name, *re.findall(r"[a-z0-9.]+", processor)]) + ".md"
 
 
 def publish(name: str, lines: Sequence[str], write: bool) -> None:

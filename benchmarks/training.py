@@ -1,6 +1,6 @@
 """Training speed against a Llama of equal size: tokens per second of a full step, by sequence length.
 
-    python benchmarks/training.py            # writes benchmarks/results/training.md
+    python benchmarks/training.py --write    # writes benchmarks/results/training_PROCESSOR.md
 
 Both models have about 1 M parameters, train in float32 on two threads with the same AdamW, and take the
 same number of tokens a step. Steps of the two alternate, so that a noisy machine is noisy for both; the
@@ -13,9 +13,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from measuring import of_processor, publish
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,7 +25,6 @@ from gecko.train.hardware import describe_hardware
 
 REPEATS = {2_048: 5, 8_192: 4, 32_768: 2}
 """Tokens a row, and timed rounds (Gecko, Llama, Gecko): attention over everything makes the long ones slow."""
-RESULTS = Path(__file__).parent / "results" / "training.md"
 
 
 def llama_of_equal_size(config: gecko.GeckoConfig) -> nn.Module:
@@ -97,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens a step")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()
@@ -113,9 +113,9 @@ def main() -> None:
         "| tokens a row | gecko tokens/s | llama tokens/s | ratio |", "|---:|---:|---:|---:|",
         *(f"| {length:,} | {ours:,.0f} | {theirs:,.0f} | {ours / theirs:.2f} |" for length, ours, theirs in rows), "",
         f"Gecko's tokens/s at {rows[-1][0]:,} are {rows[-1][1] / rows[0][1]:.2f} of those at {rows[0][0]:,}.",
-        "", "Written by `python benchmarks/training.py`.", "",
+        "", "Written by `python benchmarks/training.py --write`.",
     ]  # fmt: skip
-    RESULTS.write_text("\n".join(lines), encoding="utf-8")
+    publish(of_processor("training"), lines, args.write)
 
 
 if __name__ == "__main__":

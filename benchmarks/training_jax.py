@@ -1,7 +1,7 @@
 """Training speed against megalodon-jax of the same shape: tokens per second of a full jitted step, by length of row.
 
     pip install -c constraints.txt 'gecko-lm[benchmark,peers]'
-    python benchmarks/training_jax.py --write        # writes benchmarks/results/training_jax.md
+    python benchmarks/training_jax.py --write        # writes benchmarks/results/training_jax_PROCESSOR.md
 
 Both have about 1 M parameters, train in float32 on the same cores with clipping and Adam, and take the same tokens a
 step. Steps of the two alternate, so that a noisy machine is noisy for both. Compilation is not timed.
@@ -19,7 +19,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from measuring import load, publish
+from measuring import load, of_processor, publish
 from torch import Tensor
 from training import step_of
 
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8_192, help="tokens a step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for both")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/training_jax.md")
+    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
     arguments = parser.parse_args()
     # Before JAX starts its threads, of which it makes as many as there are cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
@@ -141,7 +141,7 @@ def main() -> None:
     for length in arguments.lengths:
         results.append(compare(steps, length, arguments.tokens, arguments.rounds))
         print(results[-1], flush=True)
-    publish("training_jax.md", page(results, sizes, arguments), arguments.write)
+    publish(of_processor("training_jax"), page(results, sizes, arguments), arguments.write)
 
 
 if __name__ == "__main__":
