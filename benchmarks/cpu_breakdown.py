@@ -2,11 +2,11 @@
 
     python benchmarks/cpu_breakdown.py --write            # writes benchmarks/results/cpu_PROCESSOR.md
 
-``tiny`` (1 M parameters), in float32, and in bfloat16 where the processor has its products. Times a token come from
-plain steps, shares from the profiler over other steps of the same run, which it slows down. Model FLOPs are those of
-``gecko.train.utilisation``, divided by the rate of large matrix products of the same dtype, measured between the steps:
-the faster of PyTorch's two libraries, since MKL leaves half of an AMD processor's float32 rate unused. With one thread,
-times are the processor's: a busy machine disturbs them less.
+``tiny`` (1 M parameters) or another preset, in float32, and in bfloat16 where the processor has its products. Times a
+token come from plain steps, shares from the profiler over other steps of the same run, which it slows down. Model FLOPs
+are those of ``gecko.train.utilisation``, divided by the rate of large matrix products of the same dtype, measured
+between the steps: the faster of PyTorch's two libraries, since MKL leaves half of an AMD processor's float32 rate
+unused. With one thread, times are the processor's: a busy machine disturbs them less.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FUNCTIONS = {
 }
 REST = "gates, queries and keys, sums"
 KINDS = {
-    "matrix products": ("mm", "addmm", "bmm", "baddbmm", "baddbmm_"),
+    "matrix products": ("mm", "addmm", "bmm", "baddbmm", "baddbmm_", "mkldnn::_linear_pointwise"),
     "copies and fills": ("copy_", "fill_", "zero_", "cat", "index_select", "index_fill_", "constant_pad_nd"),
     "sums, norms, softmax": ("sum", "mean", "_softmax", "_softmax_backward_data", "_log_softmax", "logsumexp",
                              "linalg_vector_norm", "native_layer_norm", "native_layer_norm_backward", "var_mean"),
@@ -63,8 +63,9 @@ MATRIX = 2048
 
 @dataclass(frozen=True)
 class Breakdown:
-    """One length of row. Seconds a step, and shares of the profiled time by (part, pass) and by kind."""
+    """One dtype and length of row. Seconds a step, and shares of the profiled time by (part, pass) and by kind."""
 
+    config: gecko.GeckoConfig
     precision: torch.dtype
     length: int
     tokens: int
@@ -79,7 +80,7 @@ class Breakdown:
     @property
     def share(self) -> float:
         """Model FLOPs a second over the rate of matrix products."""
-        return flops_per_token(gecko.GeckoConfig.preset("tiny"), self.length) * self.tokens / self.seconds / self.rate
+        return flops_per_token(self.config, self.length) * self.tokens / self.seconds / self.rate
 
 
 @contextmanager
@@ -183,10 +184,12 @@ def _normalised(counts: Counter[Any]) -> Counter[Any]:
     return Counter({key: value / total for key, value in counts.items()})
 
 
-def measure(precision: torch.dtype, length: int, tokens: int, rounds: int, profiled: int) -> Breakdown:
+def measure(
+    config: gecko.GeckoConfig, precision: torch.dtype, length: int, tokens: int, rounds: int, profiled: int
+) -> Breakdown:
     """Plain steps and matrix products in turn, then profiled steps."""
     torch.manual_seed(0)
-    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny"))
+    model = gecko.Gecko(config)
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         rounded = precision == torch.bfloat16
@@ -205,7 +208,7 @@ def measure(precision: torch.dtype, length: int, tokens: int, rounds: int, profi
             step(batch)
     parts, kinds = shares(list(profiler.events()))
     seconds, eager, *products = (statistics.median(several) for several in zip(*times, strict=True))
-    return Breakdown(precision, length, tokens, seconds, eager, 2 * MATRIX**3 / min(products), parts, kinds)
+    return Breakdown(config, precision, length, tokens, seconds, eager, 2 * MATRIX**3 / min(products), parts, kinds)
 
 
 def _products(dtype: torch.dtype) -> Iterator[Callable[[], Tensor]]:
@@ -230,12 +233,12 @@ def _seconds(clock: Callable[[], float], function: Callable[[], Any]) -> float:
     return clock() - begin
 
 
-def page(results: list[Breakdown], rounds: int, command: str) -> list[str]:
+def page(results: list[Breakdown], model: str, rounds: int, command: str) -> list[str]:
     """The results in Markdown."""
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     lines = [
         "# A training step on the CPU", "", f"{hardware}. {load()}", "",
-        f"Gecko `tiny` (1 M parameters), {results[0].tokens:,} tokens a step: loss, backward, clip, AdamW. "
+        f"Gecko `{model}`, {results[0].tokens:,} tokens a step: loss, backward, clip, AdamW. "
         "Steps, with the kernels in C and without, and large matrix products take turns; figures are medians of "
         f"{rounds}, in {_clock()}. In bfloat16 are the operands of products, as with `precision=bfloat16`.", "",
         "| dtype | tokens a row | tokens/s | µs a token | without kernels in C | matrix products, GFLOP/s "
@@ -291,6 +294,7 @@ def _kind_table(result: Breakdown) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="a preset")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2_048, 8_192], help="tokens a row")
     parser.add_argument("--tokens", type=int, default=8_192, help="tokens a step")
     parser.add_argument("--threads", type=int, default=2)
@@ -303,12 +307,14 @@ def main() -> None:
     keep_freed_memory()
     cpu = torch.device("cpu")
     dtypes = [torch.float32, torch.bfloat16] if multiplies_bfloat16(cpu) else [torch.float32]
-    results = [measure(dtype, length, *sizes) for dtype in dtypes for length in args.lengths]
+    config = gecko.GeckoConfig.preset(args.model)
+    results = [measure(config, dtype, length, *sizes) for dtype in dtypes for length in args.lengths]
     command = (
-        f"python benchmarks/cpu_breakdown.py --threads {args.threads} --tokens {args.tokens} "
-        f"--rounds {args.rounds} --write"
+        f"python benchmarks/cpu_breakdown.py --model {args.model} --lengths {' '.join(map(str, args.lengths))} "
+        f"--tokens {args.tokens} --threads {args.threads} --rounds {args.rounds} --write"
     )
-    publish(of_processor("cpu"), page(results, args.rounds, command), args.write)
+    name = "cpu" if args.model == "tiny" else f"cpu_{args.model.replace('-', '_')}"
+    publish(of_processor(name), page(results, args.model, args.rounds, command), args.write)
 
 
 if __name__ == "__main__":
