@@ -14,6 +14,7 @@ from native_agreement import needs_compiler
 from gecko.cli import machine
 from gecko.cli.selftest import self_test
 from gecko.ops import native
+from gecko.train.hardware import multiplies_bfloat16
 
 
 def test_a_healthy_machine(command: Callable[..., Any]) -> None:
@@ -126,7 +127,17 @@ def test_bfloat16_is_called_fast_where_training_takes_it(
     )
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: multiplies)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: multiplies)
     assert machine.paths()["bfloat16"].startswith("in hardware" if multiplies else "emulated")
+
+
+@pytest.mark.parametrize(("kernels", "fast"), [(True, False), (False, True)])
+def test_kernels_without_bfloat16_stay_with_float32(monkeypatch: pytest.MonkeyPatch, kernels: bool, fast: bool) -> None:
+    """As an old compiler makes them; PyTorch's own operations are faster in bfloat16."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(native, "library", lambda: object() if kernels else None)
+    assert multiplies_bfloat16(torch.device("cpu")) is fast
 
 
 def test_missing_packages_come_with_the_command_that_installs_them(

@@ -7,6 +7,7 @@ import platform
 
 import torch
 
+from gecko.ops import native
 from gecko.processor import processor_name
 
 
@@ -49,7 +50,9 @@ def select_device(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether ``device`` has bf16 products of its own; without them they are slower than float32."""
+    """Whether ``device`` has bf16 products of its own; without them they are slower than float32. So are those of
+    PyTorch on a CPU beside kernels in C that were built without such products."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return in_hardware and (native.library() is None or native.multiplies_bfloat16())
