@@ -69,6 +69,12 @@ def _evaluate(operator: Callable[..., Tensor], leaves: list[Tensor | None], layo
     return [y.detach(), *torch.autograd.grad(y, [x for x in given if x is not None], weights)]
 
 
+@pytest.mark.parametrize("bias", [normal(40, 3)[:, 1], normal(1).expand(40)], ids=["strided", "expanded"])
+def test_bias_of_any_stride(bias):
+    x, weight = normal(6, 24), normal(40, 24)
+    torch.testing.assert_close(linear(x, weight, bias), x @ weight.t() + bias)
+
+
 @pytest.mark.parametrize("operator", [linear, functional.linear])
 def test_gradients_that_are_one_number_for_all(operator):
     """As of a sum, which has no memory of its own."""

@@ -8,7 +8,7 @@ from native_agreement import calls, needs_compiler, normal, on_two_threads
 from torch import Tensor
 
 from gecko.ops import panels
-from gecko.ops.loss import IGNORED, linear_cross_entropy
+from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.loss import native as loss_file
 
 pytestmark = needs_compiler
@@ -68,6 +68,15 @@ def test_head_with_one_side_frozen(monkeypatch, frozen):
     (found,) = torch.autograd.grad(linear_cross_entropy(*leaves, targets), trained)
     (exact,) = torch.autograd.grad(linear_cross_entropy(*(x.double() for x in leaves), targets), trained)
     torch.testing.assert_close(found, exact.float())
+
+
+@pytest.mark.parametrize("features", [8, 32])
+def test_a_weight_of_other_features_is_refused(monkeypatch, features):
+    monkeypatch.setattr(panels, "_FEWEST_TOKENS", 1)
+    hidden, weight = normal(100, 16).requires_grad_(), normal(40, features)
+    for loss in (linear_cross_entropy, token_cross_entropy):
+        with pytest.raises(ValueError, match=rf"weight must have shape \(40, 16\); got \(40, {features}\)"):
+            loss(hidden, weight, _targets(100, 40, 0.2))
 
 
 def test_second_derivatives_of_a_head_are_refused(monkeypatch):

@@ -136,6 +136,20 @@ def test_loss(tokens, vocabulary):
 
 
 @needs_products
+@pytest.mark.parametrize("length", [1, 9, 10, 33])
+def test_attention_of_scores_far_below_zero(length):
+    """Lanes without a query lie beside the last one of an odd number."""
+    ones = torch.ones(1, 1, length + 1, 16)
+    q, k = (4 * ones).requires_grad_(), (-8 * ones).requires_grad_()
+    v = normal(1, 1, length + 1, 32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = chunk_attention(q, k, v, 8, rope_heads=0)
+    exact, _ = chunk_attention(q, k, v, 8, rope_heads=0)
+    for found, wanted in zip(*(torch.autograd.grad(y.sum(), (q, k, v)) for y in (out, exact)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0.01 * max(1.0, wanted.abs().max().item()))
+
+
+@needs_products
 def test_head_of_many_weights():
     """Its logits, and so the loss, are float32."""
     hidden, weight, targets = normal(40, 32), _weight(20_000, 32), torch.arange(40)

@@ -17,7 +17,9 @@ from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.chunk_attention import AttentionState, chunk_attention
 from gecko.ops.gates import silu_by_head
 from gecko.ops.kernels import native_runs_on
+from gecko.ops.loss import linear_cross_entropy
 from gecko.ops.norms import group_rms_norm
+from gecko.ops.projections import projections
 from gecko.ops.swiglu import swiglu
 from gecko.ops.timestep_norm import timestep_norm
 from gecko.ops.working_memory import WorkingMemoryState, working_memory
@@ -145,7 +147,22 @@ def test_a_copy_takes_no_kernels_of_another_version(monkeypatch: pytest.MonkeyPa
         kernels.kernels_installed.cache_clear()
 
 
-def test_a_compiler_sees_operations() -> None:
-    layer, x = FeedForward(gecko.GeckoConfig.preset("tiny"), 0), normal(1, 2000, 128)
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, x), layer(x, x))
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
+def test_a_compiler_sees_operations(rounded: bool) -> None:
+    """Of layers, and of a head and its loss, so large that kernels take them otherwise."""
+    layer, x, head = (
+        FeedForward(gecko.GeckoConfig.preset("tiny"), 0),
+        normal(2000, 128),
+        normal(48, 128).requires_grad_(),
+    )
+    targets = torch.arange(2000) % 48
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (y,) = projections(layer(x, x), (head,), (None,))
+        return y, linear_cross_entropy(x, head, targets)
+
+    compiled = torch.compile(both, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
+        for found, wanted in zip(compiled(x), both(x), strict=True):
+            tolerance = 0.05 * float(wanted.detach().abs().max()) if rounded else 1e-4
+            torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance, check_dtype=False)

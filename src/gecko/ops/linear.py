@@ -41,6 +41,7 @@ def onednn_is_faster() -> bool:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    bias = None if bias is None else bias.contiguous()  # oneDNN does not look at its stride
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
 

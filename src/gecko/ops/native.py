@@ -13,7 +13,8 @@ sources, the compiler and the processor's features, so that machines that share 
 Work is divided by shape, never by the number of threads, and sums are taken in an order of their own: the same numbers
 come out on any number of cores.
 
-**Memory** that a kernel works in is its own, a few megabytes at most; where there is none left it ends the process.
+**Memory** that a kernel works in is its own, a few megabytes, and up to a hundred for the widest layers it takes; where
+there is none left it ends the process.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ def panels_run_on(
     ``fills_outputs`` up to whole registers takes any number of them."""
     return (
         x.numel() >= _FEWEST_TOKENS * x.shape[-1]
-        and all(_fits(weight, fills_outputs) for weight in weights)
+        and native_runs_on(x, *weights, *(t for t in others if t is not None))  # not while it is traced: first of all
         and torch.is_autocast_enabled("cpu") == products_are_rounded()
-        and native_runs_on(x, *weights, *(t for t in others if t is not None))
+        and all(_fits(weight, fills_outputs) for weight in weights)
     )
 
 

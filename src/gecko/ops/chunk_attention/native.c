@@ -226,10 +226,14 @@ void chunk_attention_forward(const float *q, const float *k, const float *v, con
 }
 
 // Weights again, from the scores and the log of their sums, and divided by what they sum to: of large scores the log is
-// too coarse, and where weights do not sum to 1 the gradient of scores does not sum to 0.
+// too coarse, and where weights do not sum to 1 the gradient of scores does not sum to 0. Lanes without a query have none:
+// half of a pair can be such a lane.
 static void weights_again(scratch *s, const block *b, const float *lse) {
     vec less[GROUPS], sum[GROUPS] = {{0}};
-    for (int i = 0; i < QUERIES; i++) less[i / LANES][i % LANES] = lse[least(i, b->count - 1)];
+    for (int i = 0; i < QUERIES; i++) {
+        less[i / LANES][i % LANES] = i < b->count ? lse[i] : INFINITY;
+        sum[i / LANES][i % LANES] = i >= b->count;
+    }
     for (int64_t j = b->low; j < b->high; j++)
         for (int g = 0; g < GROUPS; g++) {
             float *at = s->weights + j * QUERIES + g * LANES;

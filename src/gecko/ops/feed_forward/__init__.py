@@ -19,7 +19,8 @@ def feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor
         onto: the shape of x.
 
     Returns:
-        (…, D), in the dtype of a linear layer (under autocast, its own), or of ``onto`` if it is wider.
+        (…, D), in the dtype of a linear layer (under autocast its own, or that of x where kernels round by themselves),
+        or of ``onto`` if it is wider.
 
     Raises:
         ValueError: the shapes do not fit.

@@ -1,8 +1,9 @@
 """Projection and cross-entropy in blocks of tokens, so that the logits of a long text never exist at once.
 
 Softmax, loss and the sums of gradients are float32. The products are those of the head as a linear layer: in autocast's
-dtype on a GPU, whose matrix units add bfloat16 operands in float32 and give float32 logits. A CPU would round the
-logits as well, so there they stay in the dtype of the hidden states, and only products for gradients are autocast's.
+dtype on a GPU, whose matrix units add bfloat16 operands in float32 and give float32 logits. So do the kernels in C, for
+heads of few weights. PyTorch on a CPU would round logits as well: there their operands stay in the dtype of the hidden
+states, as without gradients, and only products for gradients are autocast's.
 
 ``F.linear_cross_entropy`` blocks too, but rounds the loss to 16 bits, is NaN where all targets are ignored, allows
 neither a second backward nor ``torch.compile``, and took 2 to 4 times as long on a CPU.
@@ -83,10 +84,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         A scalar, float32 or wider.
 
     Raises:
-        ValueError, TypeError: targets of another shape or dtype.
+        ValueError, TypeError: weight or targets of another shape or dtype.
         IndexError: on a CPU, a target that is none of the vocabulary's, nor ``IGNORED``.
     """
-    _check_targets(hidden, targets)
+    _check(hidden, weight, targets)
     dtype = _product_dtype(hidden)
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if differentiated and panels_run_on(hidden, (weight,), fills_outputs=True):
@@ -104,13 +105,14 @@ def token_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tens
     Returns:
         (N,), float32 or wider.
     """
-    _check_targets(hidden, targets)
+    _check(hidden, weight, targets)
     dtype = _product_dtype(hidden)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         return _token_losses(hidden, weight, targets, dtype)
 
 
-def _check_targets(hidden: Tensor, targets: Tensor) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    check_shape("weight", weight, (len(weight), hidden.shape[-1]))
     check_shape("targets", targets, tuple(hidden.shape[:1]))
     if targets.dtype != torch.int64:
         raise TypeError(f"targets must be int64; got {targets.dtype}. Use targets.long().")
