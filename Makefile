@@ -22,7 +22,7 @@ test-hf-oldest: .venv-oldest/test  ## What needs transformers once more, with th
 	.venv-oldest/bin/pytest -n auto tests/hf tests/baselines/test_llama.py tests/baselines/test_config.py
 
 bench: .venv/bench  ## The numbers of benchmarks/results that need no trained model, measured on this machine
-	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/training.py --write
 	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/serving_engine.py --write
 	$(BIN)/python benchmarks/server_load.py --write
