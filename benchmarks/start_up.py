@@ -1,6 +1,6 @@
 """Seconds from the start of a process to the end of its first training step, with cold caches.
 
-    python benchmarks/start_up.py --write           # writes benchmarks/results/start_up.md
+    python benchmarks/start_up.py --write           # writes benchmarks/results/start_up_PROCESSOR.md
 
 ``gecko train gecko_125m`` as a user starts it, on one short row, so that starting is what is timed. Cold: compiled
 kernels are looked for in empty folders, and the operating system is asked to forget the files of this Python's
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measuring import load, publish
+from measuring import load, of_processor, publish
 
 from gecko.train.hardware import describe_hardware, select_device
 from gecko.train.metrics import read_metrics
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens in the row")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/start_up.md")
+    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     results, forgotten = [], 0
@@ -123,7 +123,7 @@ def main() -> None:
         forgotten = forget_files(Path(sysconfig.get_path("purelib")))
         results.append(start(arguments.recipe, arguments.device, arguments.length))
         print(results[-1], flush=True)
-    publish("start_up.md", page(results, forgotten, arguments), arguments.write)
+    publish(of_processor("start_up"), page(results, forgotten, arguments), arguments.write)
 
 
 if __name__ == "__main__":
