@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -51,6 +52,34 @@ def test_a_model_that_changed_goes_on_from_none_of_its_states(change):
     for old in (state, stepped.own()):
         with pytest.raises(ValueError, match="made by other weights"):
             model(tokens(2, 9), state=old)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in gecko.Gecko(cases.SMALL).named_parameters()])
+@torch.no_grad()
+def test_every_number_has_its_part_in_the_name_of_weights(name):
+    model = gecko.Gecko(cases.SMALL)
+    model.load_state_dict(weights(0), assign=True)
+    numbers = model.get_parameter(name).view(-1)
+    seen = {model.fingerprint()}
+    for at in {0, len(numbers) // 3, len(numbers) // 2, len(numbers) - 1}:
+        before = numbers[at].item()
+        numbers[at] = before + 1
+        assert model.fingerprint() not in seen
+        numbers[at] = before
+        assert model.fingerprint() in seen
+
+
+@torch.no_grad()
+def test_weights_are_named_alike_on_any_threads_and_in_any_float_dtype():
+    model = gecko.Gecko(cases.SMALL).bfloat16()
+    name = model.fingerprint()
+    assert model.float().fingerprint() == name
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if threads > 1 else 2)
+    try:
+        assert copy.deepcopy(model).fingerprint() == name
+    finally:
+        torch.set_num_threads(threads)
 
 
 @torch.no_grad()

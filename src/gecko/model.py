@@ -214,7 +214,7 @@ class Gecko(nn.Module):
             raise ValueError(f"the state must hold the tokens' {rows} rows; it holds {state.batch_size}.")
 
     def fingerprint(self) -> str:
-        """A short name of the weights: a hash over some numbers of every parameter."""
+        """A short name of the weights, in which every number has its part."""
         now = identity(tensor for parameter in self.parameters() for tensor in plain_tensors(parameter))
         cached = getattr(self, "_fingerprint", None)
         if cached is None or cached[0] != now:
