@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.chunk_attention.triton_tiles import load_rows, log_weights, operand, query_tile, row_dot
+from gecko.ops.chunk_attention.triton_tiles import (
+    load_rows,
+    log_weights,
+    log_weights_by_key,
+    operand,
+    query_tile,
+    row_dot,
+)
 from gecko.ops.kernels import Launch, blocks, tile
 
 WIDEST = 256
@@ -183,7 +190,7 @@ def _add_key_grads(
     before, chunk_size: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, operand_type: tl.constexpr,
     block_q: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries: Pᵀ g for the values, (P ⊙ (g vᵀ − Σ g ⊙ out))ᵀ q for the keys."""
+    """Of one block of queries, P (keys, queries): P g for the values, (P ⊙ (v gᵀ − Σ g ⊙ out)) q for the keys."""
     i_place = begin + tl.arange(0, block_q)
     m_query = i_place < chunk_size
     i_query = i_chunk * chunk_size + i_place
@@ -195,11 +202,13 @@ def _add_key_grads(
         b_g = load_rows(p_grad, i_grid, m_query, value_width, block_v, operand_type)
         b_log_sum = tl.load(p_log_sum + i_grid, mask=m_query, other=0.0)
         b_dot = tl.load(p_dot + i_grid, mask=m_query, other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
-        b_p = tl.exp2(log_weights(b_s, i_key, i_place, b_first, m_key) - b_log_sum[:, None])
-        b_dv = tl.dot(tl.trans(b_p.to(operand_type)), b_g, b_dv, input_precision="tf32x3")
-        b_ds = b_p * (tl.dot(b_g, tl.trans(b_v), input_precision="tf32x3") - b_dot[:, None])
-        b_dk = tl.dot(tl.trans(b_ds.to(operand_type)), b_q, b_dk, input_precision="tf32x3")
+        # Keys in rows from the start: no product is transposed for the next one, which takes registers and has come out
+        # wrong on Hopper (fla-org/flash-linear-attention#640).
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="tf32x3")
+        b_p = tl.exp2(log_weights_by_key(b_s, i_key, i_place, b_first, m_key) - b_log_sum[None, :])
+        b_dv = tl.dot(b_p.to(operand_type), b_g, b_dv, input_precision="tf32x3")
+        b_ds = b_p * (tl.dot(b_v, tl.trans(b_g), input_precision="tf32x3") - b_dot[None, :])
+        b_dk = tl.dot(b_ds.to(operand_type), b_q, b_dk, input_precision="tf32x3")
     return b_dk, b_dv
 
 

@@ -54,6 +54,13 @@ def log_weights(b_s, i_key, i_last, b_first, m_key):
 
 
 @triton.jit
+def log_weights_by_key(b_s, i_key, i_last, b_first, m_key):
+    """``log_weights`` of scores (keys, queries)."""
+    seen = (i_key[:, None] >= b_first[None, :]) & (i_key[:, None] <= i_last[None, :]) & m_key[:, None]
+    return tl.where(seen, b_s * LOG2_E, float("-inf"))
+
+
+@triton.jit
 def query_tile(i_tile, p_first, i_row, chunks, heads, before, chunk_size: tl.constexpr, block_q: tl.constexpr):
     """Tile ``i_tile`` of a row: its chunk, places in it, rows of the grid, and first keys from its own chunk's start.
 
