@@ -83,13 +83,14 @@ def chunk_attention(
     check_shape("state.values", state.values, (batch, heads, 2 * chunk_size, v.shape[-1]))
     segments = segments or Segments.build(batch, length, device=q.device)
     check_segments(segments, batch, length)
-    dtype = compute_dtype(q)
-    inputs, rounded = (q.to(dtype), k.to(dtype), v), products_are_rounded()
+    rounded = products_are_rounded()
     with full_precision(q):
         if length > 1 and kernels_run_on(v):
             from gecko.ops.chunk_attention.triton import attend_on_kernels
 
             return attend_on_kernels((q, k, v), pattern, state, segments)
+        dtype = compute_dtype(q)
+        inputs = (q.to(dtype), k.to(dtype), v)
         if length == 1:
             return attend_token(inputs, pattern, state, segments)
         form = partial(_attend, pattern, rounded)

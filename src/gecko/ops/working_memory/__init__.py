@@ -90,16 +90,17 @@ def working_memory(
     _check_state(state, (batch, heads), key_dim, v.shape[-1])
     segments = segments or Segments.build(batch, length, device=q.device)
     check_segments(segments, batch, length)
-    inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
+    on_kernels = length > 1 and kernels_run_on(v) and segments.handoff is None
+    inputs = (q, k, v) if on_kernels else (q.to(dtype), k.to(dtype), v.to(dtype))
     with full_precision(q):
         if length == 1:
             out, state = remember_token(RULES[rule], chunk_size, inputs, state, segments)
             return out.to(v.dtype), state
         form = remember_chunks
-        if kernels_run_on(v) and segments.handoff is None:
+        if on_kernels:
             from gecko.ops.working_memory.triton import remember_on_kernels
 
-            form, inputs = remember_on_kernels, (q, k, v)
+            form = remember_on_kernels
         elif rule == "adaptive" and segments.handoff is None and _native_takes(inputs, state):
             form = kernels_of("working_memory", "native").remember_natively
         one = partial(form, RULES[rule], chunk_size)
