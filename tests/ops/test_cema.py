@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from gecko.ops.cema import CEMACoefficients, cema
+from gecko.ops.cema.tables import chunk_tables
 
 
 @pytest.mark.parametrize(("law", "case"), laws.over(cases.COMMON))
@@ -79,3 +80,14 @@ def test_cema_with_a_skip_connection():
         plain, _ = cema(x[:, :length], coefficients)
         skipping, _ = cema(x[:, :length], coefficients, skip=omega)
         torch.testing.assert_close(skipping, plain + omega * x[:, :length])
+
+
+def test_tables_have_whole_gradients_where_autocast_is_still_on():
+    parameters = [x.float().requires_grad_() for x in cases.CEMA.draw_parameters(torch.Generator().manual_seed(5))]
+
+    response, *_ = chunk_tables(CEMACoefficients.from_parameters(*parameters), 16)
+    loss = response.square().sum()
+    wanted = torch.autograd.grad(loss, parameters, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(loss, parameters)
+    torch.testing.assert_close(found, wanted)

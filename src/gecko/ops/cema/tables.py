@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.cema.coefficients import CEMACoefficients
+from gecko.ops.dtypes import full_precision
 
 
 def chunk_tables(coefficients: CEMACoefficients, chunk: int) -> tuple[Tensor, ...]:
@@ -72,6 +73,7 @@ class _Tables(torch.autograd.Function):
         slopes = back[:, :chunk] * torch.arange(1, chunk + 1, device=p.device, dtype=p.dtype).unsqueeze(-1)
         driven_powers = (grad_driven * back[:, :chunk]).sum(1)
         grad_q = p * (slopes[:, :-1] * grad_driven[:, 1:]).sum(1) + conjugate * (slopes * read).sum(1)
-        responses = torch.bmm(grad_response.unsqueeze(1), _pairs(powers[:, :chunk]))
+        with full_precision(grad_response):  # of a caller who differentiates inside of it
+            responses = torch.bmm(grad_response.unsqueeze(1), _pairs(powers[:, :chunk]))
         grad_gamma = (back[:, 1:] * read).sum(1) + p * _complex(responses).squeeze(1).conj()
         return driven_powers.real, grad_q + slopes[:, -1] * grad_decay, grad_gamma, None
