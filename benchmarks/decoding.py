@@ -1,4 +1,5 @@
-"""Decoding far into a text: time a token and resident memory by position, and a long text streamed through.
+"""Decoding far into a text: time a token and resident memory by position, a long text streamed through, and reading in
+pieces of several sizes.
 
     python benchmarks/decoding.py --up-to 1000000 --stream 2000000 --text book.txt --write
 
@@ -29,6 +30,8 @@ from gecko.train.hardware import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "decoding.md"
 CURVE_POINTS = 20
+PIECES = (256, 1024, 2048, 4096, 8192)
+ROUNDS = 9
 WARM_UP_PIECES = 24
 
 
@@ -59,7 +62,7 @@ def main() -> None:
     _warm_up(model)
     decoding = measure_decoding(model, byte_pieces(arguments.text), arguments.up_to, arguments.tokens)
     streaming = measure_stream(model, byte_pieces(arguments.text), arguments.stream)
-    page = report(arguments, model, decoding, streaming)
+    page = report(arguments, model, decoding, streaming, measure_pieces(model, byte_pieces(arguments.text)))
     print(page)
     if arguments.write:
         RESULTS.parent.mkdir(exist_ok=True)
@@ -105,9 +108,21 @@ def measure_stream(model: gecko.Gecko, pieces: Iterator[Tensor], length: int) ->
     return points
 
 
+def measure_pieces(model: gecko.Gecko, pieces: Iterator[Tensor]) -> dict[int, float]:
+    """Tokens a second of reading in pieces of so many tokens; sizes take turns, and the median counts."""
+    text = torch.cat(list(_Source(pieces).take(4 * max(PIECES))))
+    seconds: dict[int, list[float]] = {size: [] for size in PIECES}
+    for size in PIECES * ROUNDS:
+        begin = time.perf_counter()
+        read(model, [text], piece=size)
+        seconds[size].append(time.perf_counter() - begin)
+    return {size: len(text) / statistics.median(times) for size, times in seconds.items()}
+
+
 def report(
-    arguments: argparse.Namespace, model: gecko.Gecko, decoding: list[DecodingPoint], streaming: list[StreamPoint]
-) -> str:
+    arguments: argparse.Namespace, model: gecko.Gecko, decoding: list[DecodingPoint], streaming: list[StreamPoint],
+    pieces: dict[int, float],
+) -> str:  # fmt: skip
     """The results in Markdown."""
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     text = ", ".join(Path(path).name for path in arguments.text) or "random bytes"
@@ -132,6 +147,8 @@ def report(
         f"From position {streaming[0].position:,} to {streaming[-1].position:,}: memory in use "
         f"× {streaming[-1].resident / streaming[0].resident:.3f}, highest "
         f"× {streaming[-1].peak / streaming[0].peak:.3f}.", "",
+        "## Reading in pieces", "", "| tokens in a piece | tokens/s |", "|---:|---:|",
+        *(f"| {size:,} | {rate:,.0f} |" for size, rate in pieces.items()), "",
     ]  # fmt: skip
     return "\n".join(lines)
 

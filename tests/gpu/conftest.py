@@ -12,6 +12,7 @@ import torch
 def _poisoned() -> Iterator[None]:
     """Unwritten memory is NaN, on the device too. Products need not be deterministic: cuBLAS would refuse."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("highest")  # an environment may have asked for TF32
     assert torch.empty(3, device="cuda").isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
