@@ -159,3 +159,8 @@ def blocks(total: int, size: int) -> int:
 def tile(size: int, least: int = 16) -> int:
     """The power of two that holds ``size``, at least what a matrix product of tiles takes."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+def warps_of(sizes: Mapping[str, int]) -> int:
+    """Warps for norms' tiles of steps × groups together × width, element by element: 4 to 16, one for 512 numbers."""
+    return min(16, max(4, sizes["steps"] * sizes["together"] * sizes["width"] // 512))

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.kernels import Launch, blocks, tile
+from gecko.ops.kernels import Launch, blocks, tile, warps_of
 
 PROGRAMS = 1024
 """At most so many in backward: each leaves a row of the weight's gradient, and a card runs a few hundred at a time."""
@@ -41,10 +41,6 @@ def _sizes(features: int, groups: int) -> dict[str, int]:
     return {"features": features, "groups": groups, "size": size, "width": width, "together": together, "steps": steps}
 
 
-def _warps(sizes: dict[str, int]) -> int:
-    return min(16, max(4, sizes["steps"] * sizes["together"] * sizes["width"] // 512))
-
-
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, centered: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -53,7 +49,7 @@ def _forward(
     Launch(_normalise, (blocks(rows, sizes["steps"]),), {
         "p_x": x.contiguous(), "p_weight": weight, "p_bias": bias, "p_y": y, "rows": rows, "eps": eps,
         "centered": centered, **sizes,
-    }, _warps(sizes)).run()  # fmt: skip
+    }, warps_of(sizes)).run()  # fmt: skip
     return y
 
 
@@ -69,7 +65,7 @@ def _backward(
         "p_x": x.contiguous(), "p_weight": weight, "p_grad_y": grad_y.contiguous(), "p_grad_x": grad_x,
         "p_scale_parts": parts[0], "p_shift_parts": parts[1], "rows": rows, "programs": programs, "eps": eps,
         "centered": centered, **sizes,
-    }, _warps(sizes)).run()  # fmt: skip
+    }, warps_of(sizes)).run()  # fmt: skip
     return grad_x, parts[0].sum(0), parts[1].sum(0)
 
 

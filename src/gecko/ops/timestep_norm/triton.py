@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.ops.kernels import Launch, blocks, tile
+from gecko.ops.kernels import Launch, blocks, tile, warps_of
 from gecko.ops.timestep_norm.triton_tiles import (
     carries,
     gradient_carries,
@@ -78,10 +78,6 @@ def _carry_sizes(groups: int) -> dict[str, int]:
     return {"columns": columns, "tiles_at_once": 2048 // columns}
 
 
-def _warps(sizes: dict[str, int]) -> int:
-    return min(16, max(4, sizes["steps"] * sizes["together"] * sizes["width"] // 512))
-
-
 def _decay(betas: list[float] | None) -> dict[str, Any]:
     """β, 1 − β and log β: rounded once, from float64."""
     beta_mean, beta_variance = betas or (1.0, 1.0)
@@ -104,7 +100,7 @@ def _forward(
     carry = mean.new_empty(batch, tiles - 1, 2, groups)
     given = {"p_x": x, "p_begin": begins, "p_carry": carry, "length": length, "tiles": tiles}
     if tiles > 1:
-        Launch(summaries, (batch * (tiles - 1) * across,), {**given, **sizes, **decay}, _warps(sizes)).run()
+        Launch(summaries, (batch * (tiles - 1) * across,), {**given, **sizes, **decay}, warps_of(sizes)).run()
         _run_carries(carries, batch, groups, {
             "p_count": count, "p_mean": mean, "p_variance": variance, "p_begin": begins, "p_carry": carry,
             "length": length, "tiles": tiles, "groups": groups, "steps": sizes["steps"], **decay,
@@ -113,7 +109,7 @@ def _forward(
     Launch(normalise_tiles, (batch * tiles * across,), {
         **given, "p_count": count, "p_mean": mean, "p_variance": variance, "p_weight": weight, "p_bias": bias, "p_y": y,
         "p_count_after": after[0], "p_mean_after": after[1], "p_variance_after": after[2], "eps": eps, **sizes, **decay,
-    }, _warps(sizes)).run()  # fmt: skip
+    }, warps_of(sizes)).run()  # fmt: skip
     return y, *after, carry
 
 
@@ -141,7 +137,7 @@ def _backward(
     if tiles > 1:
         # With as many warps as the others it would get so few registers a thread that some spill.
         Launch(
-            gradient_summaries, (batch * (tiles - 1) * across,), {**given, **sizes, **decay}, _warps(sizes) // 2
+            gradient_summaries, (batch * (tiles - 1) * across,), {**given, **sizes, **decay}, warps_of(sizes) // 2
         ).run()
         _run_carries(gradient_carries, batch, groups, {
             "p_begin": begins, "p_later": later, "length": length, "tiles": tiles, "groups": groups,
@@ -153,7 +149,7 @@ def _backward(
     Launch(gradients, (batch * tiles * across,), {
         **given, "p_grad_x": grad_x, "p_scale_parts": parts[0], "p_shift_parts": parts[1],
         "p_grad_mean": grad_before[0], "p_grad_variance": grad_before[1], **sizes, **decay,
-    }, _warps(sizes)).run()  # fmt: skip
+    }, warps_of(sizes)).run()  # fmt: skip
     return grad_x, parts[0].sum(0), parts[1].sum(0), *grad_before
 
 

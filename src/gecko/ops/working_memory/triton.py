@@ -173,7 +173,7 @@ def _(grad_keys, grad_values, k, v, counted, weight, before, adaptive):
     return tuple(torch.empty_like(x) for x in (k, v, weight))
 
 
-def _keep_summarise(ctx, inputs, output):
+def _keep(ctx, inputs, output):
     *tensors, ctx.adaptive = inputs
     ctx.save_for_backward(*tensors)
 
@@ -184,7 +184,7 @@ def _pass_back_summarise(ctx, grad_keys, grad_values):
     return grad_k, grad_v, None, by_weight, by_before, None
 
 
-summarise.register_autograd(_pass_back_summarise, setup_context=_keep_summarise)
+summarise.register_autograd(_pass_back_summarise, setup_context=_keep)
 
 
 @torch.library.custom_op("gecko::memory_recall", mutates_args=())
@@ -223,14 +223,9 @@ def _(grad, q, memories, allowed, normaliser, adaptive):
     return torch.empty_like(q), torch.empty_like(memories), by_normaliser
 
 
-def _keep_recall(ctx, inputs, output):
-    *tensors, ctx.adaptive = inputs
-    ctx.save_for_backward(*tensors)
-
-
 def _pass_back_recall(ctx, grad):
     grad_q, grad_memories, by_normaliser = recall_gradient(grad, *ctx.saved_tensors, ctx.adaptive)
     return grad_q, grad_memories, None, None if ctx.adaptive else by_normaliser, None
 
 
-recall.register_autograd(_pass_back_recall, setup_context=_keep_recall)
+recall.register_autograd(_pass_back_recall, setup_context=_keep)
