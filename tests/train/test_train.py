@@ -185,6 +185,21 @@ def test_the_curve_of_a_run_without_a_checkpoint_is_not_overwritten(
     assert train(small_run, resume=True).finished
 
 
+def test_another_run_without_a_checkpoint_is_not_overwritten(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it asks to go on: what is there is the beginning of something else."""
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    stop_after(3, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(small_run)
+    before = everything(small_run.folder)
+    with pytest.raises(ValueError, match=r"^seed must be what the run in .* was begun with, 0; got 7"):
+        train(replace(small_run, seed=7), resume=True)
+    assert everything(small_run.folder) == before
+
+
 def test_two_sessions_do_not_train_in_one_folder(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one is refused before it touches anything, and the lock ends with the first one."""
     refusals = []
