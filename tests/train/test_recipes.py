@@ -126,6 +126,20 @@ def test_errors_name_the_key_and_what_to_do(override: str, message: str) -> None
         apply_overrides(get_recipe("tiny"), [override])
 
 
+@pytest.mark.parametrize("name", ["gecko_15m", "recipe.json"])
+def test_minutes_are_not_left_out_where_steps_are_fixed(name: str, tmp_path: Path) -> None:
+    """By the recipe, or measured by the run that wrote it: they would change nothing."""
+    measured = apply_overrides(get_recipe("tiny"), ["minutes=6", "steps=149"])
+    run = measured if name == "recipe.json" else get_recipe(name)
+    with pytest.raises(ValueError, match=rf"steps are fixed at {run.steps}; got minutes=0\.2\. .* steps=none"):
+        apply_overrides(run, ["minutes=0.2", f"output={tmp_path}"])
+    anew = apply_overrides(run, ["minutes=0.2", "steps=none"])
+    assert (anew.steps, anew.minutes) == (None, 0.2)
+    longer = apply_overrides(run, ["minutes=0.2", "steps=300"])
+    assert (longer.steps, longer.minutes) == (300, 0.2)
+    assert apply_overrides(measured, ["minutes=6"]).steps == 149
+
+
 def test_fields_that_must_agree_change_together() -> None:
     run = apply_overrides(get_recipe("tiny"), ["model.num_heads=3", "model.key_dim=96", "model.value_dim=192"])
     assert (run.model.num_heads, run.model.key_dim) == (3, 96)

@@ -350,6 +350,17 @@ def test_a_time_budget_becomes_a_number_of_steps_once(run_in: Callable[[str], Ru
     assert again.run.steps == timed.step
 
 
+def test_other_minutes_than_those_that_became_steps_are_refused(run_in: Callable[[str], Run]) -> None:
+    """They would change nothing but the recipe; steps do."""
+    run = replace(run_in("timed"), steps=None, minutes=0.01)
+    done = train(run).step
+    before = everything(run.folder)
+    with pytest.raises(ValueError, match=rf"fixed at {done}; got minutes=0\.02\. Set steps="):
+        train(replace(run, minutes=0.02), resume=True)
+    assert everything(run.folder) == before
+    assert train(replace(run, minutes=0.02, steps=done + 1), resume=True).step == done + 1
+
+
 def test_killed_before_its_first_checkpoint_a_run_keeps_its_measured_steps(
     run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

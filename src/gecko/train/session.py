@@ -168,6 +168,7 @@ def _resumed_run(run: Run, checkpoint: Path) -> Run:
     if run.precision == "auto":
         run = run.with_precision(saved.precision)
     if run.steps is None and saved.steps is not None:
+        _check_same_minutes(run, saved)
         run = run.with_steps(saved.steps)
     done = checkpoint_step(checkpoint)
     if run.steps is not None and run.steps < done:
@@ -175,6 +176,15 @@ def _resumed_run(run: Run, checkpoint: Path) -> Run:
             f"steps must be at least the {done} that are done; got {run.steps}. Start a new run for fewer."
         )
     return run
+
+
+def _check_same_minutes(run: Run, saved: Run) -> None:
+    """ValueError where ``run`` has minutes of its own, which nothing would come of: steps were fixed by others."""
+    if run.minutes != saved.minutes:
+        raise ValueError(
+            f"minutes become steps once, when a run starts, and this one's are fixed at {saved.steps}; "
+            f"got minutes={run.minutes:g}. Set steps= for another length, or start a new run with another output=."
+        )
 
 
 def _check_same_run(run: Run, earlier: Run, what: str) -> None:
