@@ -145,6 +145,8 @@ class Run:
                 f"accumulation must divide batch_size; got {self.accumulation} and {self.batch_size}. "
                 f"Try accumulation={self.batch_size}, one row at a time."
             )
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be a whole number of 64 bits, from 0 to 2**64 - 1; got {self.seed}.")
 
     def _check_parallel(self) -> None:
         if self.compile and self.activation_checkpointing == "selective":

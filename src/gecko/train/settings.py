@@ -41,6 +41,9 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_positive(self, ("learning_rate", "eps"), "optimizer.")
+        check_not_negative(self, ("weight_decay",), "optimizer.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must be two decays in [0, 1), as 0.9,0.95; got {self.betas}.")
         if not self.clip > 0:
             raise ValueError(f"optimizer.clip must be above 0, and is inf for none; got {self.clip}.")
 
