@@ -54,6 +54,15 @@ def test_the_profiled_steps_are_those_of_the_window(small_run: Run) -> None:
     assert {name for name in names if str(name).startswith("step ")} == {"step 3", "step 4"}
 
 
+def test_a_run_that_goes_on_behind_its_window_says_so(small_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run = replace(small_run, profile=(3, 4))
+    train(replace(run, steps=4))
+    train(replace(run, steps=6), resume=True)
+    assert "profile=3,4 lies before that: no trace is written\n" in capsys.readouterr().out
+    train(replace(run, steps=8, profile=(6, 7)), resume=True)
+    assert "lies before" not in capsys.readouterr().out
+
+
 def test_a_window_past_the_end_is_written_by_finish(tmp_path: Path) -> None:
     window = ProfileWindow((2, 9), tmp_path, 0)
     for number in (1, 2, 3):

@@ -129,6 +129,7 @@ def test_values_are_read_as_the_field_asks(override: str, path: str, value: Any)
         ("hang_minutes=inf", "hang_minutes must be above 0 and finite, or none"),
         ("optimizer.clip=0", "optimizer.clip must be above 0"),
         ("profile=3,2", "profile must be the first and the last step"),
+        ("profile=0,2", "profile must be the first and the last step"),
     ],
 )
 def test_errors_name_the_key_and_what_to_do(override: str, message: str) -> None:
@@ -148,6 +149,14 @@ def test_minutes_are_not_left_out_where_steps_are_fixed(name: str, tmp_path: Pat
     longer = apply_overrides(run, ["minutes=0.2", "steps=300"])
     assert (longer.steps, longer.minutes) == (300, 0.2)
     assert apply_overrides(measured, ["minutes=6"]).steps == 149
+
+
+def test_steps_that_are_profiled_are_steps_of_the_run() -> None:
+    """As soon as it is known how many there are; a window may go on beyond the last one."""
+    run = apply_overrides(get_recipe("tiny"), ["profile=20,22"])
+    assert run.with_steps(20).profile == (20, 22)
+    with pytest.raises(ValueError, match=r"profile must begin within the run's 19 steps; got \(20, 22\)"):
+        run.with_steps(19)
 
 
 def test_fields_that_must_agree_change_together() -> None:

@@ -180,7 +180,15 @@ class Run:
         check_limits(self, ("hang_minutes",))
 
     def _check_profile(self) -> None:
-        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+        if self.profile is None:
+            return
+        first, last = self.profile
+        if not 1 <= first <= last:
             raise ValueError(
                 f"profile must be the first and the last step, from 1, as profile=10,12; got {self.profile}."
+            )
+        if self.steps is not None and first > self.steps:
+            raise ValueError(
+                f"profile must begin within the run's {self.steps} steps; got {self.profile}. "
+                f"Try profile={self.steps},{self.steps}, or profile=none."
             )

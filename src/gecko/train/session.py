@@ -233,6 +233,8 @@ def _fit(
     position = Position() if checkpoint is None else restore_snapshot(checkpoint, model, optimizer)
     if checkpoint is not None:
         console.print(f"continuing after step {position.step}, from {checkpoint}")
+        if run.profile is not None and run.profile[1] <= position.step:
+            console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
     went_on = None if checkpoint is None else position.step
     ranks.agree(lambda: _save_recipe(run, model, data, went_on, ranks))
     assert run.steps is not None
