@@ -106,6 +106,20 @@ def test_a_peak_is_of_the_device_whose_name_it_has(
     assert utilisation.peak_flops(torch.device("cuda"), torch.bfloat16) == flops
 
 
+def test_a_gpu_is_measured_by_products_that_take_longer_than_to_start_them() -> None:
+    """Which takes about 10 µs: forty times that, on the fastest card of the table."""
+    size, _ = utilisation._measured_work(torch.device("cuda"))
+    assert 2 * size**3 / max(utilisation.PEAK_FLOPS.values()) > 40 * 1e-5
+    assert utilisation._measured_work(torch.device("cpu")) == (768, 1)
+
+
+def test_a_measured_peak_counts_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(utilisation.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(utilisation, "_measured_work", lambda _: (16, 3))
+    assert utilisation._measured_flops(torch.device("cpu"), torch.float32) == 3 * 2 * 16**3
+
+
 @pytest.mark.parametrize(("platform", "reported"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
 def test_memory_is_counted_in_the_unit_of_the_system(
     monkeypatch: pytest.MonkeyPatch, platform: str, reported: int
