@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gecko.recipes import RECIPES, apply_overrides, get_recipe
-from gecko.train import Run
+from gecko.recipes import RECIPES, apply_overrides, get_recipe, shown
+from gecko.train import DataSettings, Run, SampleSettings
+from gecko.train.described import described
 from gecko.train.fields import flatten
 
 
@@ -38,6 +40,20 @@ def test_paper_recipes(name: str, gpus: int) -> None:
     assert run.steps is not None and run.steps * run.tokens_per_step == pytest.approx(2e12, rel=1e-6)
     warmup = run.schedule.warmup * run.steps
     assert warmup == pytest.approx(2000 if name == "gecko_1b" else 2500)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_setting_is_shown_as_an_override_with_its_meaning(name: str) -> None:
+    """The overrides give the run again; a meaning is whole sentences, not the first line of one."""
+    run, fixed = get_recipe(name), ("recipe", "overrides", "model.model_type")
+    settings = {key: (value, meaning) for key, value, meaning in described(run) if key not in fixed}
+    assert list(settings) == [key for key in flatten(run.to_dict()) if key not in fixed]
+    for line, (key, (value, meaning)) in zip(shown(run), settings.items(), strict=True):
+        assert line.startswith(f"{key}={value} ") and line.endswith(f" {meaning}")
+        assert meaning.endswith("."), line
+    overrides = [shlex.split(f"{key}={value}")[0] for key, (value, _) in settings.items()]
+    other = replace(run, seed=9, data=DataSettings(sources=("a=1", "b=2")), sample=SampleSettings(prompt=""))
+    assert replace(apply_overrides(other, overrides), overrides=()) == run
 
 
 def test_nearest_recipe_is_suggested() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gecko.train import Run
+from gecko.train.described import described
 from gecko.train.fields import set_fields
 
 _FIXED = ("recipe", "overrides", "model.model_type")
@@ -25,6 +26,13 @@ def apply_overrides(run: Run, overrides: Sequence[str]) -> Run:
     latest = {override.partition("=")[0]: override for override in (*run.overrides, *overrides)}
     _check_minutes(run, changed, overrides)
     return dataclasses.replace(changed, overrides=tuple(latest.values()))
+
+
+def shown(run: Run) -> Iterator[str]:
+    """A line for each setting that an override can change: the one that sets it to what it is, and what it means."""
+    for name, value, meaning in described(run):
+        if name not in _FIXED:
+            yield f"{f'{name}={value}':<34} {meaning}"
 
 
 def _check_minutes(run: Run, changed: Run, overrides: Sequence[str]) -> None:

@@ -52,8 +52,8 @@ class Run:
     """``bfloat16``: products in bf16 under autocast; parameters, optimizer and statistics stay float32.
     ``auto``: that where the device multiplies bf16 natively, chosen once when the run starts."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """``full``: recompute each block in the backward pass instead of keeping its activations. ``selective``: keep the
-    outputs of its linear layers and recompute the rest."""
+    """``full``: recompute each block in the backward pass instead of keeping its activations.
+    ``selective``: keep the outputs of its linear layers and recompute the rest."""
     compile: bool = False
     """Compile each block with ``torch.compile``; with activation checkpointing ``none`` or ``full``."""
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
@@ -66,13 +66,14 @@ class Run:
     max_skips: int = 10
     """Steps in a row that may be skipped before the run gives up."""
     hang_minutes: float | None = 30.0
-    """With several ranks: one that makes no progress for so long writes its stack to ``stacks/`` and exits, so that
-    ``torchrun --max-restarts`` starts the job again. None: no stacks, and ranks wait half an hour for each other."""
+    """With several ranks: one that makes no progress for so long writes its stack to ``stacks/`` and exits.
+    So ``torchrun --max-restarts`` starts the job again. None: no stacks, and ranks wait half an hour for each other."""
     profile: tuple[int, int] | None = None
     """First and last step of which each rank writes a trace to ``profile/``, for chrome://tracing or Perfetto."""
     wandb: str | None = None
     """Project on Weights & Biases to send the metrics to; needs the extra ``wandb``."""
     seed: int = 0
+    """Decides the first weights, the documents held out, and the order of rows."""
     device: str = "auto"
     """``auto`` (CUDA where there is one), ``cpu``, ``cuda``, ``cuda:1``."""
     threads: int | None = None
