@@ -1,66 +1,27 @@
-"""What the model keeps to: calls of any size, rows of any position, packing, and its size."""
+"""What the model keeps to: calls of any size, rows of any position, packing, precision."""
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import pairwise
 
 import cases
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CHUNK, SMALL, VARIANTS, tokens
+from cases import CHUNK, SMALL, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from model_calls import assert_same, assert_same_state, documents, read, variants
 
 import gecko
-from gecko.segments import Clock
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-variants = pytest.mark.parametrize("variant", VARIANTS)
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Relative to the largest number."""
-    difference = (actual - expected).abs().max() / expected.abs().max()
-    assert difference <= TOLERANCE[actual.dtype], f"relative difference {difference:.2e}"
-
-
-def read(model: gecko.Gecko, text: Tensor, cuts=(), ids: Tensor | None = None, state: gecko.GeckoState | None = None):
-    """Logits and state of a text read in several calls."""
-    logits = []
-    for part, part_ids in zip(
-        text.tensor_split(list(cuts), dim=1), [None] * 999 if ids is None else ids.tensor_split(list(cuts), dim=1),
-        strict=False,
-    ):  # fmt: skip
-        out, state = model(part, part_ids, state)
-        logits.append(out)
-    return torch.cat(logits, dim=1), state
-
-
-def assert_same_state(actual: gecko.GeckoState, expected: gecko.GeckoState) -> None:
-    for (name, got), wanted in zip(actual.tensors().items(), expected.tensors().values(), strict=True):
-        if wanted.is_floating_point():
-            torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
-        else:
-            assert torch.equal(got, wanted), name
-
 
 texts = st.fixed_dictionaries({
     "batch": st.integers(1, 3),
     "length": st.integers(2, 60),
     "seed": st.integers(0, 9),
 })  # fmt: skip
-
-
-def documents(batch: int, length: int, seed: int) -> Tensor:
-    """Ids of documents that start anywhere, about one in ten tokens, some rows with none."""
-    generator = torch.Generator().manual_seed(seed)
-    rate = torch.tensor([0.0, 0.1, 0.4])[torch.randint(3, (batch, 1), generator=generator)]
-    return (torch.rand(batch, length, generator=generator) < rate).long().cumsum(1)
 
 
 @variants
@@ -161,182 +122,21 @@ def test_memory_reaches_past_the_window(variant):
     assert (difference[5:] > 1e-9).all()
 
 
-# The state
-
-
 @variants
-@pytest.mark.parametrize("position", [10_000_000 + 5, 2**31 + 5, 2**40 + 5])
-@torch.no_grad()
-def test_streams_the_same_at_any_position(variant, position):
-    model = cases.model(variant)
-    _, state = model(tokens(2, 3 * 2 * CHUNK + 5))
-    far = at_position(state, position)
-    assert far.position == [position] * 2
-    text, ids = tokens(2, 40, seed=1), documents(2, 40, seed=6) + 3
-    for cuts, segments in (((), None), ((1, 2, 20), None), ((1, 2, 20), ids)):
-        here, after = read(model, text, cuts, segments, state)
-        there, far_after = read(model, text, cuts, segments, far)
-        assert torch.equal(here, there)
-        assert_same_state(at_position(far_after, after.position[0]), after)
-
-
-def at_position(state, position):
-    """The same state, as if so many tokens had been read before: by whole windows, so that none changes its place."""
-    moves = position - state.clock.position
-    assert not (moves % (2 * CHUNK)).any()
-    clock = Clock(state.clock.position + moves, state.clock.document_start + moves, state.clock.segment_id)
-    return dataclasses.replace(state, clock=clock)
-
-
-@variants
-@torch.no_grad()
-def test_state_has_constant_size(variant):
-    model = cases.model(variant)
-    sizes, state = {model.empty_state(2).num_bytes}, None
-    for length in (1, 7, 1, 30, 90):
-        _, state = model(tokens(2, length), None, state)
-        sizes.add(state.num_bytes)
-    assert len(sizes) == 1
-
-
-@variants
-@pytest.mark.parametrize("length", [1, 5, 30])
-@torch.no_grad()
-def test_states_are_values(variant, length):
-    """A call changes neither the state it is given nor, by way of it, what the state gave before."""
-    model = cases.model(variant)
-    _, state = model(tokens(2, 23))
-    before = state.map(torch.clone)
-    first, after = model(tokens(2, length), None, state)
-    kept = after.map(torch.clone)
-    second, again = model(tokens(2, length), None, state)
-    model(tokens(2, length), None, after)
-    assert torch.equal(first, second)
-    for got, wanted in ((state, before), (after, kept), (again, kept)):
-        for name, tensor in got.tensors().items():
-            assert torch.equal(tensor, wanted.tensors()[name]), name
-
-
-@variants
-@pytest.mark.parametrize("length", [0, 1, 9, 29])
-def test_steps_go_on_from_any_state_and_leave_it(variant, length):
-    """From one that calls share tensors with, from nothing read, from one made in inference mode."""
-    model, text = cases.model(variant), tokens(2, 70)
-    with torch.inference_mode():
-        state = model(text[:, :length])[1] if length else model.empty_state(2)
-        expected, after = model(text[:, length:], state=state)
-    before, own = state.own(), state
-    for place in range(length, 70):
-        logits, own = model.step(text[:, place], own)
-        assert_same(logits, expected[:, place - length])
-    assert_same_state(own, after)
-    assert_same_state(state, before)
-
-
-COPIES = {
-    "rows": lambda state: state.rows([1, 0]),
-    "stack": lambda state: gecko.GeckoState.stack([state, state]),
-    "map": lambda state: state.map(torch.clone),
-    "to": lambda state: state.to("cpu"),
-}
-
-
-@pytest.mark.parametrize("copy", COPIES)
-@torch.no_grad()
-def test_copies_of_a_state_that_a_step_returned_stay_what_they_are(copy):
-    """They are somebody's: only the returned state itself is given up."""
-    model = cases.model("gecko")
-    _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 30))[1])
-    kept = COPIES[copy](state)
-    before = kept.own()
-    for _ in range(20):
-        model.step(tokens(kept.batch_size, 1, seed=2)[:, 0], kept)
-    assert_same_state(kept, before)
-
-
-@variants
-@pytest.mark.parametrize("length", [1, 2, 5, 30])
-@torch.no_grad()
-def test_what_is_read_on_from_a_state_that_a_step_returned_stays_what_it_is(variant, length):
-    model = cases.model(variant)
-    _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 29))[1])
-    _, branch = model(tokens(2, length), state=state)
-    before = branch.own()
-    for token in tokens(2, 20, seed=2).unbind(1):
-        _, state = model.step(token, state)
-    assert_same_state(branch, before)
-
-
-@torch.no_grad()
-def test_steps_begin_with_the_weights_that_are_there():
-    """Also where they were written through ``.data``, as averaged weights often are."""
-    model, text = gecko.Gecko(cases.SMALL), tokens(1, 20)
-    model.step(text[:, 0], model.empty_state())
-    for parameter in model.parameters():
-        parameter.data.mul_(1.5)
-    expected, _ = model(text)
-    state = dataclasses.replace(model.empty_state(), model="")
-    for place in range(20):
-        logits, state = model.step(text[:, place], state)
-        assert_same(logits, expected[:, place])
-
-
-@variants
-@torch.no_grad()
-def test_empty_state_is_no_state(variant):
-    model, text = cases.model(variant), tokens(2, 30)
-    assert_same(model(text, None, model.empty_state(2))[0], model(text)[0])
-
-
-@variants
-@pytest.mark.parametrize("length", [1, 30])
-@torch.no_grad()
-def test_empty_state_is_no_state_to_16_bit_weights(variant, length):
-    model, text = cases.model(variant, torch.bfloat16), tokens(2, length)
-    torch.testing.assert_close(model(text, None, model.empty_state(2))[0], model(text)[0], rtol=0.05, atol=0.05)
-
-
-# Training
-
-
-@variants
-def test_checkpointed_blocks_give_the_same_gradients(variant):
-    model, text = cases.model(variant), tokens(2, 30)
-    ids, gradients = documents(2, 30, seed=8), []
-    for model.activation_checkpointing in ("none", "selective", "full"):
-        model.zero_grad()
-        model.loss(text, text.roll(-1, 1), ids).backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for plain, *checkpointed in zip(*gradients, strict=True):
-        for gradient in checkpointed:
-            torch.testing.assert_close(gradient, plain, rtol=1e-12, atol=1e-12)
-
-
-@variants
-def test_every_parameter_is_trained(variant):
-    model, text = cases.model(variant), tokens(2, 40)
-    model.loss(text, text.roll(-1, 1)).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.abs().sum() > 0, name
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
-def test_loss_is_cross_entropy_of_the_logits(packed):
-    model, text = cases.model("gecko"), tokens(2, 40)
-    ids, targets = (documents(2, 40, seed=3) if packed else None), text.roll(-1, 1)
-    targets[0, 3:9] = -100
-    counted = targets.clone()
-    if ids is not None:
-        assert (ids[:, 1:] != ids[:, :-1]).any()
-        counted[:, :-1][ids[:, 1:] != ids[:, :-1]] = -100
-    expected = F.cross_entropy(model(text, ids)[0].flatten(0, 1), counted.flatten())
-    loss = model.loss(text, targets, ids)
-    torch.testing.assert_close(loss, expected)
-    for got, wanted in zip(*(torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected)), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-10)
-    each, _ = model.token_losses(text, targets, ids)
-    assert ((each == 0) == (counted == -100)).all()
-    torch.testing.assert_close(each.sum() / (counted != -100).sum(), expected.detach())
+def test_16_bit_weights_compute_what_32_bit_weights_do(variant):
+    rounded = cases.model(variant, torch.bfloat16)
+    exact = cases.model(variant, torch.float32)
+    exact.load_state_dict(rounded.state_dict())
+    text = tokens(2, 40)
+    expected, _ = exact(text)
+    logits, state = read(rounded, text, cuts=(1, 2, 17))
+    assert logits.dtype is torch.bfloat16
+    difference = (logits.float() - expected).norm() / expected.norm()
+    assert difference < 0.03, f"relative difference {difference:.3f}"
+    statistics = [x.dtype for name, x in state.tensors().items() if "norm" in name and x.is_floating_point()]
+    assert set(statistics) == {torch.float32}
+    rounded.loss(text[:, :-1], text[:, 1:]).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in rounded.parameters())
 
 
 @variants
@@ -368,135 +168,3 @@ def test_precision_may_change_between_calls(length):
         assert model(text, None, plain)[0].isfinite().all()
         assert model(text, None, model.empty_state(2))[0].isfinite().all()
     assert model(text, None, mixed)[0].isfinite().all()
-
-
-# Parameters
-
-
-def test_initialisation():
-    """Architecture §8, on a model wide enough for its statistics to show."""
-    torch.manual_seed(0)
-    config = gecko.GeckoConfig.preset("tiny", model_dim=256, num_layers=1, ffn_scale=True)
-    parameters = dict(gecko.Gecko(config).named_parameters())
-
-    def std(name):
-        return parameters[name].std().item()
-
-    embedding = parameters["embedding.weight"]
-    assert embedding.abs().max() <= 3 / 16
-    assert std("embedding.weight") == pytest.approx(1 / 16, rel=0.03)
-    assert std("blocks.0.mixer.to_value.weight") == pytest.approx((3 * 256) ** -0.5, rel=0.03)
-    assert std("blocks.0.feed_forward.fc2.weight") == pytest.approx((3 * config.ffn_dim) ** -0.5, rel=0.03)
-    assert std("blocks.0.mixer.cema.alpha") == pytest.approx(0.2, rel=0.05)
-    assert std("blocks.0.mixer.cema.delta") == pytest.approx(0.2, rel=0.05)
-    gamma = parameters["blocks.0.mixer.cema.gamma"]
-    assert gamma[..., 0].std().item() == pytest.approx(config.cema_modes**-0.5, rel=0.05)
-    assert not gamma[..., 1].any()
-    frequencies = parameters["blocks.0.mixer.cema.theta"].double().sigmoid().sort(descending=True).values
-    expected = 256.0 ** (-torch.arange(1, 257).double() / 256)
-    torch.testing.assert_close(frequencies, expected, rtol=1e-4, atol=1e-6)
-    assert (parameters["blocks.0.feed_forward.scale"] == 0.1).all()
-    for name, parameter in parameters.items():
-        if "norm" in name or name.endswith(("bias", "mixer.scale", "mixer.offset")):
-            assert not parameter.any(), name
-
-
-@pytest.mark.parametrize("memory", ["adaptive", "linear", "none"])
-def test_memory_keys_begin_with_their_length(memory):
-    """Of γ only the rows of the memory change, and nothing else of the model: no other number is drawn."""
-
-    def parameters(**changes):
-        torch.manual_seed(0)
-        return dict(gecko.Gecko(gecko.GeckoConfig.preset("tiny", memory=memory, **changes)).named_parameters())
-
-    plain, longer = parameters(), parameters(memory_key_length=2.5)
-    for name, parameter in longer.items():
-        before = plain[name].detach().clone()
-        if name.endswith("mixer.scale"):
-            before[2:] = 1.5
-        assert torch.equal(parameter, before), name
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        (torch.zeros(1, 4), TypeError, r"tokens must be integers; got torch.float32. Use tokens.long\(\)"),
-        (torch.zeros(4, dtype=torch.int64), ValueError, r"shape \(batch, length\).*got \(4,\)"),
-        (torch.zeros(1, 0, dtype=torch.int64), ValueError, r"both at least 1; got \(1, 0\)"),
-        (torch.zeros(0, 3, dtype=torch.int64), ValueError, r"both at least 1; got \(0, 3\)"),
-        (torch.tensor([[1, 37]]), ValueError, r"tokens must be ids in 0..36; got 37. Check that the tokenizer"),
-        (torch.tensor([[-1, 3]]), ValueError, r"tokens must be ids in 0..36; got -1"),
-    ],
-)
-def test_wrong_tokens(text, error, message):
-    with pytest.raises(error, match=message):
-        cases.model("gecko")(text)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-@torch.no_grad()
-def test_narrow_token_types(dtype):
-    model, text = cases.model("gecko"), tokens(2, 9)
-    assert torch.equal(model(text.to(dtype))[0], model(text)[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
-def test_narrow_token_types_train(dtype):
-    model, text = cases.model("gecko"), tokens(2, 9)
-    assert torch.equal(model.loss(text.to(dtype), text.to(dtype)), model.loss(text, text))
-
-
-@pytest.mark.parametrize(
-    ("targets", "error", "message"),
-    [
-        (torch.zeros(2, 8, dtype=torch.int64), ValueError, r"the tokens' shape \(2, 9\); got \(2, 8\)"),
-        (torch.zeros(2, 9), TypeError, "targets must be integers; got torch.float32"),
-        (torch.full((2, 9), 37), ValueError, r"targets must be ids in 0..36; got 37"),
-        (torch.full((2, 9), -1), ValueError, r"targets must be ids in 0..36; got -1"),
-    ],
-)
-def test_wrong_targets(targets, error, message):
-    with pytest.raises(error, match=message):
-        cases.model("gecko").loss(tokens(2, 9), targets)
-
-
-@pytest.mark.parametrize("ids", [torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 9)])
-def test_wrong_segment_ids(ids):
-    with pytest.raises(ValueError, match=r"segment_ids must be integers of the tokens' shape \(2, 9\); got"):
-        cases.model("gecko")(tokens(2, 9), ids)
-
-
-@torch.no_grad()
-def test_wrong_states():
-    model = cases.model("gecko")
-    _, state = model(tokens(2, 9))
-    with pytest.raises(ValueError, match="the tokens' 3 rows; it holds 2"):
-        model(tokens(3, 9), None, state)
-    with pytest.raises(ValueError, match="the state must come from a model of this config"):
-        cases.model("chunk")(tokens(2, 9), None, state)
-    other = cases.model("gecko")
-    other.embedding.weight.mul_(1.1)
-    with pytest.raises(ValueError, match="the state was made by other weights of the same config"):
-        other(tokens(2, 9), None, state)
-    with pytest.raises(ValueError, match="states of different ones"):
-        gecko.GeckoState.stack([state, other(tokens(2, 9))[1]])
-
-
-@variants
-def test_16_bit_weights_compute_what_32_bit_weights_do(variant):
-    rounded = cases.model(variant, torch.bfloat16)
-    exact = cases.model(variant, torch.float32)
-    exact.load_state_dict(rounded.state_dict())
-    text = tokens(2, 40)
-    expected, _ = exact(text)
-    logits, state = read(rounded, text, cuts=(1, 2, 17))
-    assert logits.dtype is torch.bfloat16
-    difference = (logits.float() - expected).norm() / expected.norm()
-    assert difference < 0.03, f"relative difference {difference:.3f}"
-    statistics = [x.dtype for name, x in state.tensors().items() if "norm" in name and x.is_floating_point()]
-    assert set(statistics) == {torch.float32}
-    rounded.loss(text[:, :-1], text[:, 1:]).backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in rounded.parameters())

@@ -31,40 +31,54 @@ class GeckoConfig:
     """
 
     vocab_size: int
+    """Ids of tokens."""
     num_layers: int
+    """Blocks, each a mixer and a feed-forward."""
     model_dim: int
+    """Width of the residual stream (D)."""
     key_dim: int
     """Width of the shared query / key projection, all heads together (Z)."""
     value_dim: int
+    """Width of the values, all heads together (V)."""
     num_heads: int
+    """Heads of attention and of the working memory (H)."""
     ffn_dim: int
+    """Hidden width of the feed-forward."""
     cema_modes: int = 16
     """Complex modes per channel of the moving average (N)."""
     chunk_size: int = 2048
     """Tokens in an attention chunk (c); the window of ``sliding_window`` attention."""
     attention: Attention = "sliding_chunk"
+    """What a query sees: its chunk and the one before; its chunk alone (chunk); the last c tokens (sliding_window)."""
     memory: Memory = "adaptive"
     """What happens to tokens that left the window: adaptive (AWM), linear (Infini-attention), none."""
     memory_key_length: float = 1.0
-    """Length, in every head, of the memory's queries and keys in a new model: 1 is the paper's. About the root of a
-    head's width, the memory tells keys apart from the first step on (docs/evidence.md)."""
+    """Length, in every head, of the memory's queries and keys in a new model: 1 is the paper's.
+    About the root of a head's width, the memory tells keys apart from the first step on (docs/evidence.md)."""
     timestep_betas: tuple[float, float] | None = (0.999, 0.9999)
     """Decays of mean and variance of the timestep norm; None is the cumulative norm of Megalodon."""
     timestep_groups: int = 64
+    """Groups of features, each with statistics of its own, of the timestep norm."""
     norm_groups: int = 1
     """Groups of the RMS norm after CEMA and of the layer norm before the feed-forward."""
     norm_eps: float = 1e-5
+    """Added in norms to a variance before its root is taken."""
     norm_affine: bool = True
+    """Whether RMS and layer norms have weights."""
     rope_base: float = 500_000.0
+    """Base of the angles of rotary embedding."""
     rope_heads: int | None = None
     """Heads whose attention queries and keys are rotated: None is all, 0 is none."""
     cema_skip: CEMASkip = "identity"
     """``identity``: CEMA(x) + x. ``learned``: Megalodon's CEMA(x) + ω x, with γ scaled by 1/√N."""
     swiglu: bool = True
+    """Whether the feed-forward is gated."""
     ffn_scale: bool = False
     """Multiply the feed-forward's output by a learned vector."""
     scale_embedding: bool = False
+    """Multiply embeddings by √D."""
     tie_embedding: bool = False
+    """Whether the head shares the embedding's weight."""
     two_hop_residual: bool = False
     """Add the block's input, not the mixer's output, to the feed-forward's output."""
 

@@ -25,6 +25,19 @@ def test_list(command: Callable[..., Any]) -> None:
     assert all(len(line.split()) > 3 for line in lines), "every recipe must say what it is for"
 
 
+def test_show_prints_the_settings_and_leaves_no_trace(
+    command: Callable[..., Any], trained: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command("train", "tiny", "steps=7", "sample.prompt=a b", "--out", "runs/x", "--resume", "--show")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert "steps=7                            Optimizer steps. None: as many as fit into minutes, " in result.stdout
+    assert any(line.startswith("sample.prompt='a b' ") for line in lines)
+    assert any(line.startswith("output=runs/x ") for line in lines)
+    assert not trained and not list(tmp_path.iterdir())
+
+
 def test_recipe_overrides_and_options(command: Callable[..., Any], trained: dict[str, Any]) -> None:
     result = command("train", "tiny", "steps=7", "--out", "runs/x", "optimizer.learning_rate=1e-4", "--resume")
     assert result.exit_code == 0, result.stderr

@@ -54,6 +54,15 @@ def test_the_profiled_steps_are_those_of_the_window(small_run: Run) -> None:
     assert {name for name in names if str(name).startswith("step ")} == {"step 3", "step 4"}
 
 
+def test_a_run_that_goes_on_behind_its_window_says_so(small_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run = replace(small_run, profile=(3, 4))
+    train(replace(run, steps=4))
+    train(replace(run, steps=6), resume=True)
+    assert "profile=3,4 lies before that: no trace is written\n" in capsys.readouterr().out
+    train(replace(run, steps=8, profile=(6, 7)), resume=True)
+    assert "lies before" not in capsys.readouterr().out
+
+
 def test_a_window_past_the_end_is_written_by_finish(tmp_path: Path) -> None:
     window = ProfileWindow((2, 9), tmp_path, 0)
     for number in (1, 2, 3):
@@ -95,6 +104,20 @@ def test_a_peak_is_of_the_device_whose_name_it_has(
     monkeypatch.setattr(utilisation, "_measured_flops", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert utilisation.peak_flops(torch.device("cuda"), torch.bfloat16) == flops
+
+
+def test_a_gpu_is_measured_by_products_that_take_longer_than_to_start_them() -> None:
+    """Which takes about 10 µs: forty times that, on the fastest card of the table."""
+    size, _ = utilisation._measured_work(torch.device("cuda"))
+    assert 2 * size**3 / max(utilisation.PEAK_FLOPS.values()) > 40 * 1e-5
+    assert utilisation._measured_work(torch.device("cpu")) == (768, 1)
+
+
+def test_a_measured_peak_counts_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(utilisation.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(utilisation, "_measured_work", lambda _: (16, 3))
+    assert utilisation._measured_flops(torch.device("cpu"), torch.float32) == 3 * 2 * 16**3
 
 
 @pytest.mark.parametrize(("platform", "reported"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])

@@ -1,4 +1,4 @@
-"""What is not finite is found where it began."""
+"""What is not finite is found where it began, and its step is skipped."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from whole_runs import curve
 
 from gecko.train import NonFiniteError, Run, train
+from gecko.train.loop import Trainer
 from gecko.train.nonfinite import find_nonfinite
 from gecko.train.spikes import SpikeRule
 
@@ -98,3 +101,36 @@ def test_only_skips_in_a_row_count(small_run: Run, monkeypatch: pytest.MonkeyPat
         train(run)
     with pytest.raises(NonFiniteError, match=r"steps 4 to 6 .*max_skips=3.*the cause"):
         train(run, resume=True)
+
+
+def poison(model: Any, steps: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make one module return NaN in the given steps."""
+    original = Trainer._step
+
+    def stepping(self: Trainer) -> None:
+        module = self.model.blocks[1].feed_forward.fc2  # type: ignore[union-attr]
+        hook = module.register_forward_hook(lambda m, i, out: out * float("nan"))
+        if self.position.step + 1 not in steps:
+            hook.remove()
+        original(self)
+        hook.remove()
+
+    monkeypatch.setattr(Trainer, "_step", stepping)
+
+
+def test_a_non_finite_step_is_named_and_skipped(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(small_run, range(3, 5), monkeypatch)
+    result = train(replace(small_run, max_skips=3))
+    skipped = {record["step"]: record for record in curve(small_run) if "skipped" in record}
+    assert list(skipped) == [3, 4]
+    assert skipped[3]["loss"] is None
+    assert "blocks.1.feed_forward.fc2" in skipped[3]["skipped"]
+    assert result.finished
+    assert all(torch.isfinite(tensor).all() for tensor in load_file(result.checkpoint / "model.safetensors").values())
+
+
+def test_too_many_in_a_row_end_the_run_and_keep_the_checkpoint(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(small_run, range(6, 100), monkeypatch)
+    with pytest.raises(NonFiniteError, match=r"steps 6 to 8 .*blocks\.1\.feed_forward\.fc2.*--resume"):
+        train(replace(small_run, max_skips=3))
+    assert [path.name for path in (small_run.folder / "checkpoints").iterdir()] == ["step-00000004"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gecko.recipes import RECIPES, apply_overrides, get_recipe
-from gecko.train import Run
+from gecko.recipes import RECIPES, apply_overrides, get_recipe, shown
+from gecko.train import DataSettings, Run, SampleSettings
+from gecko.train.described import described
 from gecko.train.fields import flatten
 
 
@@ -38,6 +40,20 @@ def test_paper_recipes(name: str, gpus: int) -> None:
     assert run.steps is not None and run.steps * run.tokens_per_step == pytest.approx(2e12, rel=1e-6)
     warmup = run.schedule.warmup * run.steps
     assert warmup == pytest.approx(2000 if name == "gecko_1b" else 2500)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_setting_is_shown_as_an_override_with_its_meaning(name: str) -> None:
+    """The overrides give the run again; a meaning is whole sentences, not the first line of one."""
+    run, fixed = get_recipe(name), ("recipe", "overrides", "model.model_type")
+    settings = {key: (value, meaning) for key, value, meaning in described(run) if key not in fixed}
+    assert list(settings) == [key for key in flatten(run.to_dict()) if key not in fixed]
+    for line, (key, (value, meaning)) in zip(shown(run), settings.items(), strict=True):
+        assert line.startswith(f"{key}={value} ") and line.endswith(f" {meaning}")
+        assert meaning.endswith("."), line
+    overrides = [shlex.split(f"{key}={value}")[0] for key, (value, _) in settings.items()]
+    other = replace(run, seed=9, data=DataSettings(sources=("a=1", "b=2")), sample=SampleSettings(prompt=""))
+    assert replace(apply_overrides(other, overrides), overrides=()) == run
 
 
 def test_nearest_recipe_is_suggested() -> None:
@@ -69,6 +85,9 @@ def test_nearest_recipe_is_suggested() -> None:
         ("data.sources=()", "data.sources", ()),
         ("data.sources=none", "data.sources", ()),
         ("optimizer.clip=inf", "optimizer.clip", float("inf")),
+        ("optimizer.betas=0,0.9", "optimizer.betas", (0.0, 0.9)),
+        ("optimizer.weight_decay=0", "optimizer.weight_decay", 0.0),
+        (f"seed={2**64 - 1}", "seed", 2**64 - 1),
         ("sample.tokens=0", "sample.tokens", 0),
         ("sample.temperature=0", "sample.temperature", 0.0),
         ("output=123", "output", "123"),
@@ -114,16 +133,46 @@ def test_values_are_read_as_the_field_asks(override: str, path: str, value: Any)
         ("skip.window=0", "skip.window must be at least 1"),
         ("skip.deviations=0", "skip.deviations must be above 0 and finite, or none"),
         ("optimizer.eps=0", "optimizer.eps must be above 0"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay must be 0 or above, and finite; got -1.0"),
+        ("optimizer.weight_decay=nan", "optimizer.weight_decay must be 0 or above, and finite; got nan"),
+        ("optimizer.betas=1.5,0.9", r"optimizer.betas must be two decays in \[0, 1\).*got \(1.5, 0.9\)"),
+        ("optimizer.betas=0.9,1", "optimizer.betas must be two decays"),
+        ("optimizer.betas=0.9,nan", "optimizer.betas must be two decays"),
+        ("seed=-1", "seed must be a whole number of 64 bits.*got -1"),
+        (f"seed={2**64}", "seed must be a whole number of 64 bits"),
         ("max_skips=0", "max_skips must be at least 1"),
         ("hang_minutes=0", "hang_minutes must be above 0 and finite, or none"),
         ("hang_minutes=inf", "hang_minutes must be above 0 and finite, or none"),
         ("optimizer.clip=0", "optimizer.clip must be above 0"),
         ("profile=3,2", "profile must be the first and the last step"),
+        ("profile=0,2", "profile must be the first and the last step"),
     ],
 )
 def test_errors_name_the_key_and_what_to_do(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apply_overrides(get_recipe("tiny"), [override])
+
+
+@pytest.mark.parametrize("name", ["gecko_15m", "recipe.json"])
+def test_minutes_are_not_left_out_where_steps_are_fixed(name: str, tmp_path: Path) -> None:
+    """By the recipe, or measured by the run that wrote it: they would change nothing."""
+    measured = apply_overrides(get_recipe("tiny"), ["minutes=6", "steps=149"])
+    run = measured if name == "recipe.json" else get_recipe(name)
+    with pytest.raises(ValueError, match=rf"steps are fixed at {run.steps}; got minutes=0\.2\. .* steps=none"):
+        apply_overrides(run, ["minutes=0.2", f"output={tmp_path}"])
+    anew = apply_overrides(run, ["minutes=0.2", "steps=none"])
+    assert (anew.steps, anew.minutes) == (None, 0.2)
+    longer = apply_overrides(run, ["minutes=0.2", "steps=300"])
+    assert (longer.steps, longer.minutes) == (300, 0.2)
+    assert apply_overrides(measured, ["minutes=6"]).steps == 149
+
+
+def test_steps_that_are_profiled_are_steps_of_the_run() -> None:
+    """As soon as it is known how many there are; a window may go on beyond the last one."""
+    run = apply_overrides(get_recipe("tiny"), ["profile=20,22"])
+    assert run.with_steps(20).profile == (20, 22)
+    with pytest.raises(ValueError, match=r"profile must begin within the run's 19 steps; got \(20, 22\)"):
+        run.with_steps(19)
 
 
 def test_fields_that_must_agree_change_together() -> None:

@@ -26,15 +26,23 @@ class LlamaConfig:
     attention of every token to all before it."""
 
     vocab_size: int
+    """Ids of tokens."""
     num_layers: int
+    """Blocks, each attention and a feed-forward."""
     model_dim: int
+    """Width of the residual stream."""
     num_heads: int
+    """Heads of queries."""
     ffn_dim: int
+    """Hidden width of the feed-forward."""
     key_value_heads: int | None = None
     """Heads of keys and values, each for as many heads of queries; None: one for each."""
     rope_base: float = 10_000.0
+    """Base of the angles of rotary embedding."""
     norm_eps: float = 1e-5
+    """Added in norms to a mean square before its root is taken."""
     tie_embedding: bool = False
+    """Whether the head shares the embedding's weight."""
 
     def __post_init__(self) -> None:
         check_counts(self, ("vocab_size", "num_layers", "model_dim", "num_heads", "ffn_dim", "num_key_value_heads"))

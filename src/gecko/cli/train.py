@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -23,6 +24,9 @@ def train(
         int | None,
         typer.Option("--replay", metavar="STEP", help="Print what the model reads in this step, as text, and stop."),
     ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print every setting as it would run, and what it means, and stop.")
+    ] = False,
     show_list: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
 ) -> None:
     """Train a model by a recipe.
@@ -35,6 +39,8 @@ def train(
 
         gecko train --list
 
+        gecko train tiny --show
+
         gecko train tiny --out runs/demo
 
         gecko train tiny data.source='books/*.txt' minutes=30 --out runs/books
@@ -46,7 +52,7 @@ def train(
         gecko train runs/demo/recipe.json --replay 117
     """
     from gecko.parallel.mesh import only_first_rank_reports
-    from gecko.recipes import apply_overrides, get_recipe
+    from gecko.recipes import apply_overrides, get_recipe, shown
     from gecko.train import replayed
     from gecko.train import train as run_training
 
@@ -58,10 +64,16 @@ def train(
             raise ValueError("RECIPE must be named, for example: gecko train tiny. `gecko train --list` shows all.")
         changes = [*(overrides or []), *([] if out is None else [f"output={out}"])]
         run = apply_overrides(get_recipe(recipe), changes)
-    if replay is None:
+    if show:
+        _print(shown(run))
+    elif replay is not None:
+        _print(replayed(run, replay))
+    else:
         run_training(run, resume=resume)
-        return
-    for line in replayed(run, replay):
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
         typer.echo(line)
 
 

@@ -14,7 +14,7 @@ from gecko.recipes.gecko_15m import gecko_15m
 from gecko.recipes.gecko_125m import gecko_125m
 from gecko.recipes.llama2_7b import llama2_7b
 from gecko.recipes.megalodon_7b import megalodon_7b
-from gecko.recipes.overrides import apply_overrides
+from gecko.recipes.overrides import apply_overrides, shown
 from gecko.recipes.tiny import tiny
 from gecko.train import Run
 
@@ -29,7 +29,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
     **COMPARISON,
 }
 
-__all__ = ["RECIPES", "apply_overrides", "get_recipe"]
+__all__ = ["RECIPES", "apply_overrides", "get_recipe", "shown"]
 
 
 def get_recipe(name: str) -> Run:

@@ -52,8 +52,8 @@ class Run:
     """``bfloat16``: products in bf16 under autocast; parameters, optimizer and statistics stay float32.
     ``auto``: that where the device multiplies bf16 natively, chosen once when the run starts."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """``full``: recompute each block in the backward pass instead of keeping its activations. ``selective``: keep the
-    outputs of its linear layers and recompute the rest."""
+    """``full``: recompute each block in the backward pass instead of keeping its activations.
+    ``selective``: keep the outputs of its linear layers and recompute the rest."""
     compile: bool = False
     """Compile each block with ``torch.compile``; with activation checkpointing ``none`` or ``full``."""
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
@@ -66,13 +66,14 @@ class Run:
     max_skips: int = 10
     """Steps in a row that may be skipped before the run gives up."""
     hang_minutes: float | None = 30.0
-    """With several ranks: one that makes no progress for so long writes its stack to ``stacks/`` and exits, so that
-    ``torchrun --max-restarts`` starts the job again. None: no stacks, and ranks wait half an hour for each other."""
+    """With several ranks: one that makes no progress for so long writes its stack to ``stacks/`` and exits.
+    So ``torchrun --max-restarts`` starts the job again. None: no stacks, and ranks wait half an hour for each other."""
     profile: tuple[int, int] | None = None
     """First and last step of which each rank writes a trace to ``profile/``, for chrome://tracing or Perfetto."""
     wandb: str | None = None
     """Project on Weights & Biases to send the metrics to; needs the extra ``wandb``."""
     seed: int = 0
+    """Decides the first weights, the documents held out, and the order of rows."""
     device: str = "auto"
     """``auto`` (CUDA where there is one), ``cpu``, ``cuda``, ``cuda:1``."""
     threads: int | None = None
@@ -145,6 +146,8 @@ class Run:
                 f"accumulation must divide batch_size; got {self.accumulation} and {self.batch_size}. "
                 f"Try accumulation={self.batch_size}, one row at a time."
             )
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be a whole number of 64 bits, from 0 to 2**64 - 1; got {self.seed}.")
 
     def _check_parallel(self) -> None:
         if self.compile and self.activation_checkpointing == "selective":
@@ -178,7 +181,15 @@ class Run:
         check_limits(self, ("hang_minutes",))
 
     def _check_profile(self) -> None:
-        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+        if self.profile is None:
+            return
+        first, last = self.profile
+        if not 1 <= first <= last:
             raise ValueError(
                 f"profile must be the first and the last step, from 1, as profile=10,12; got {self.profile}."
+            )
+        if self.steps is not None and first > self.steps:
+            raise ValueError(
+                f"profile must begin within the run's {self.steps} steps; got {self.profile}. "
+                f"Try profile={self.steps},{self.steps}, or profile=none."
             )

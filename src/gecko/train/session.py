@@ -118,7 +118,7 @@ def _start(run: Run, resume: bool, ranks: Ranks) -> tuple[Run, Path | None]:
     ranks.agree(lambda: _check_overwrites_nothing(run, resume) if ranks.first else None)
     checkpoint = latest_checkpoint(checkpoints_folder(run), ranks)
     if checkpoint is None:
-        return ranks.agree(lambda: _measured_run(run)) if resume else run, None
+        return ranks.agree(lambda: _begun_run(run)) if resume else run, None
     return ranks.agree(lambda: _resumed_run(run, checkpoint)), checkpoint
 
 
@@ -138,13 +138,19 @@ def _check_overwrites_nothing(run: Run, resume: bool) -> None:
         )
 
 
-def _measured_run(run: Run) -> Run:
-    """``run`` with the steps that were found to fit into its minutes, if it was killed before its first checkpoint."""
+def _begun_run(run: Run) -> Run:
+    """``run``, if its folder holds the beginning of no other, with the steps that were measured there."""
     recipe = run.folder / RECIPE
-    if run.steps is not None or not recipe.is_file():
+    if not recipe.is_file():
         return run
     begun = Run.load(recipe)
-    if begun.steps is None:
+    _check_same_run(run, begun, f"the run in {run.folder} was begun with")
+    return _measured_run(run, begun)
+
+
+def _measured_run(run: Run, begun: Run) -> Run:
+    """``run`` with the steps that were found to fit into its minutes, if it was killed before its first checkpoint."""
+    if run.steps is not None or begun.steps is None:
         return run
     measured = (run.with_precision(begun.precision) if run.precision == "auto" else run).with_steps(begun.steps)
     return measured if _settings(measured) == _settings(begun) else run
@@ -158,16 +164,11 @@ def _settings(run: Run) -> dict[str, Any]:
 def _resumed_run(run: Run, checkpoint: Path) -> Run:
     """``run`` with the steps its checkpoint fixed; ValueError where the two are different runs."""
     saved = Run.load(checkpoint / RECIPE)
-    given = flatten(run.to_dict())
-    for name, value in flatten(saved.to_dict()).items():
-        if name.partition(".")[0] in _SAME_ON_RESUME and value != given.get(name):
-            raise ValueError(
-                f"{name} must be what the checkpoint was trained with, {value!r}; got {given.get(name)!r}. "
-                "Leave it as it was, or start a new run with another output=."
-            )
+    _check_same_run(run, saved, "the checkpoint was trained with")
     if run.precision == "auto":
         run = run.with_precision(saved.precision)
     if run.steps is None and saved.steps is not None:
+        _check_same_minutes(run, saved)
         run = run.with_steps(saved.steps)
     done = checkpoint_step(checkpoint)
     if run.steps is not None and run.steps < done:
@@ -175,6 +176,26 @@ def _resumed_run(run: Run, checkpoint: Path) -> Run:
             f"steps must be at least the {done} that are done; got {run.steps}. Start a new run for fewer."
         )
     return run
+
+
+def _check_same_minutes(run: Run, saved: Run) -> None:
+    """ValueError where ``run`` has minutes of its own, which nothing would come of: steps were fixed by others."""
+    if run.minutes != saved.minutes:
+        raise ValueError(
+            f"minutes become steps once, when a run starts, and this one's are fixed at {saved.steps}; "
+            f"got minutes={run.minutes:g}. Set steps= for another length, or start a new run with another output=."
+        )
+
+
+def _check_same_run(run: Run, earlier: Run, what: str) -> None:
+    """ValueError where ``run`` cannot go on with ``earlier``, or in its place; ``what`` names that in the message."""
+    given = flatten(run.to_dict())
+    for name, value in flatten(earlier.to_dict()).items():
+        if name.partition(".")[0] in _SAME_ON_RESUME and value != given.get(name):
+            raise ValueError(
+                f"{name} must be what {what}, {value!r}; got {given.get(name)!r}. "
+                "Leave it as it was, or start a new run with another output=."
+            )
 
 
 def _load_data(run: Run, checkpoint: Path | None, ranks: Ranks, console: Console) -> RunData:
@@ -212,6 +233,8 @@ def _fit(
     position = Position() if checkpoint is None else restore_snapshot(checkpoint, model, optimizer)
     if checkpoint is not None:
         console.print(f"continuing after step {position.step}, from {checkpoint}")
+        if run.profile is not None and run.profile[1] <= position.step:
+            console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
     went_on = None if checkpoint is None else position.step
     ranks.agree(lambda: _save_recipe(run, model, data, went_on, ranks))
     assert run.steps is not None

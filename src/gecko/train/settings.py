@@ -11,14 +11,16 @@ from gecko.train.checks import check_counts, check_fractions, check_limits, chec
 @dataclass(frozen=True)
 class DataSettings:
     source: str = "stdlib"
-    """A folder of token shards (``gecko tokenize``), or what ``gecko.data.load_documents`` takes: ``stdlib``, a file,
-    a folder, a glob, a data set. The latter is tokenized and held in memory."""
+    """A folder of token shards (``gecko tokenize``), or texts: ``stdlib``, a file, a folder, a glob, a data set.
+    Texts are what ``gecko.data.load_documents`` takes; they are tokenized and held in memory."""
     sources: tuple[str, ...] = ()
     """``SOURCE=WEIGHT`` each: a mixture of sources in place of ``source``; weights are parts of the rows."""
     tokenizer: str = "bytes"
+    """``bytes``, a ``tokenizer.json``, its folder, a SentencePiece ``.model``, or a name on the Hugging Face hub."""
     validation: str | None = None
-    """Held-out texts with a source of their own, anything that ``source`` takes; all of ``source`` or ``sources`` is
-    then trained on, and a file that is in both is refused. None: ``validation_fraction`` of the documents."""
+    """Held-out texts with a source of their own. None: ``validation_fraction`` of the documents.
+    It takes anything that ``source`` takes; all of ``source`` or ``sources`` is then trained on, and a file that is in
+    both is refused."""
     validation_fraction: float = 0.05
     """Part of the documents held out, where ``validation`` is None."""
 
@@ -32,8 +34,11 @@ class OptimizerSettings:
     learning_rate: float = 3e-3
     """Peak rate; the schedule multiplies it."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decays of AdamW's running means of the gradient and of its square."""
     eps: float = 1e-8
+    """Added to the root of the mean square, by which AdamW divides."""
     weight_decay: float = 0.1
+    """Part of a parameter that each step takes away from it, times the learning rate."""
     decay: Literal["all", "matrices"] = "all"
     """Which parameters decay. Norm weights are offsets from 1, so decaying ``all`` pulls them to the identity."""
     clip: float = 1.0
@@ -41,6 +46,9 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_positive(self, ("learning_rate", "eps"), "optimizer.")
+        check_not_negative(self, ("weight_decay",), "optimizer.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must be two decays in [0, 1), as 0.9,0.95; got {self.betas}.")
         if not self.clip > 0:
             raise ValueError(f"optimizer.clip must be above 0, and is inf for none; got {self.clip}.")
 
@@ -52,6 +60,7 @@ class ScheduleSettings:
     kind: Literal["cosine", "wsd"] = "cosine"
     """``cosine``: warm-up, then a cosine. ``wsd``: warm-up, stable, then a straight line down."""
     warmup: float = 0.02
+    """Part of the run in which the rate climbs to its peak."""
     decay: float = 0.2
     """Part of the run that the ``wsd`` schedule decays in."""
     final: float = 0.0
@@ -116,8 +125,8 @@ class SkipSettings:
     """Which steps are spikes, and skipped: by the rolling mean and standard deviation of loss and gradient norm."""
 
     deviations: float | None = 6.0
-    """A step is skipped whose loss or gradient norm is more than so many standard deviations above the mean of the
-    steps before it. None: only steps that are not finite are skipped."""
+    """A step whose loss or gradient norm is more than so many standard deviations above their mean is skipped.
+    Both are of the steps before it. None: only steps that are not finite are skipped."""
     window: int = 128
     """So many steps before it; nothing is skipped before half of them are there."""
 
@@ -131,8 +140,11 @@ class SampleSettings:
     """The text written at the end of a run."""
 
     prompt: str = "The "
+    """What the text begins with."""
     tokens: int = 600
+    """How many are written after the prompt."""
     temperature: float = 0.7
+    """Logits are divided by it; 0 takes the most probable token each time."""
 
     def __post_init__(self) -> None:
         check_not_negative(self, ("tokens", "temperature"), "sample.")

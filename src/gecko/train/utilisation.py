@@ -24,7 +24,6 @@ PEAK_FLOPS = {
 """Dense products a second in bfloat16 (V100: float16), by whole words of the device's name, the first that fits; of
 the vendors' data sheets."""
 _FORWARD_AND_BACKWARD = 3
-_MEASURED_SIZE = 768
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
@@ -81,13 +80,25 @@ class Speedometer:
 
 
 def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The best of a few tries, which take some hundredths of a second."""
-    matrix = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE, device=device, dtype=dtype)
+    """The best of a few tries, which take some hundredths of a second; on a slow GPU seconds."""
+    size, products = _measured_work(device)
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(4):
+        _wait(device)
         begin = time.perf_counter()
-        matrix @ matrix
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        for _ in range(products):
+            matrix @ matrix
+        _wait(device)
         seconds.append(time.perf_counter() - begin)
-    return 2 * _MEASURED_SIZE**3 / min(seconds)
+    return products * 2 * size**3 / min(seconds)
+
+
+def _measured_work(device: torch.device) -> tuple[int, int]:
+    """Size of the matrices and number of their products: on a GPU so much that starting them takes no part of it."""
+    return (8192, 4) if device.type == "cuda" else (768, 1)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

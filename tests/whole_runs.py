@@ -1,0 +1,54 @@
+"""What tests of whole runs look at, and how they stop one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gecko.train import Run, TrainResult
+from gecko.train.loop import Trainer
+from gecko.train.metrics import read_metrics
+
+_TIMES = ("seconds", "tokens_per_second", "mfu", "memory_gib", "data_seconds")
+
+
+def curve(run: Run) -> list[dict[str, Any]]:
+    records = read_metrics(run.folder / "metrics.jsonl")
+    return [{name: value for name, value in record.items() if name not in _TIMES} for record in records]
+
+
+def same_end(one: TrainResult, other: TrainResult) -> bool:
+    """Weights and optimizer state are equal in every bit."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        left, right = load_file(one.checkpoint / name), load_file(other.checkpoint / name)
+        if left.keys() != right.keys() or not all(torch.equal(left[key], right[key]) for key in left):
+            return False
+    return True
+
+
+def everything(folder: Path, but: str = "") -> dict[Path, bytes]:
+    """Files and their contents, those of the folder ``but`` left out."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.parent.name != but}
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, stop: Callable[[], None]) -> None:
+    """Call ``stop`` inside the given step of the next run, once."""
+    original = Trainer._step
+
+    def stepping(self: Trainer) -> None:
+        if self.position.step == step - 1:
+            monkeypatch.setattr(Trainer, "_step", original)
+            stop()
+        original(self)
+
+    monkeypatch.setattr(Trainer, "_step", stepping)
+
+
+def die() -> None:
+    """For ``stop_after``: stands for a kill, which saves nothing on the way out."""
+    raise KeyboardInterrupt
