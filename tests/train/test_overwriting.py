@@ -58,6 +58,15 @@ def test_another_run_without_a_checkpoint_is_not_overwritten(small_run: Run, mon
     assert everything(small_run.folder) == before
 
 
+def test_a_run_that_never_made_a_step_may_be_another_one(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose first step did not fit into memory, and that is given smaller batches."""
+    stop_after(1, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(small_run)
+    assert [record["kind"] for record in curve(small_run)] == ["validation"]
+    assert train(replace(small_run, batch_size=small_run.batch_size * 2), resume=True).finished
+
+
 def test_two_sessions_do_not_train_in_one_folder(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one is refused before it touches anything, and the lock ends with the first one."""
     refusals = []

@@ -25,7 +25,7 @@ from gecko.train.evaluate import Evaluation, evaluate
 from gecko.train.fields import flatten
 from gecko.train.hardware import describe_hardware, multiplies_bfloat16, select_device
 from gecko.train.loop import Outlets, Trainer
-from gecko.train.metrics import METRICS, MetricsWriter
+from gecko.train.metrics import METRICS, MetricsWriter, read_metrics
 from gecko.train.optimizer import build_optimizer
 from gecko.train.progress import TrainingProgress
 from gecko.train.provenance import check_same_data, record_session
@@ -139,12 +139,13 @@ def _check_overwrites_nothing(run: Run, resume: bool) -> None:
 
 
 def _begun_run(run: Run) -> Run:
-    """``run``, if its folder holds the beginning of no other, with the steps that were measured there."""
+    """``run``, if its folder holds no steps of another, with the number of steps that was measured there."""
     recipe = run.folder / RECIPE
     if not recipe.is_file():
         return run
     begun = Run.load(recipe)
-    _check_same_run(run, begun, f"the run in {run.folder} was begun with")
+    if any(record["kind"] == "train" for record in read_metrics(run.folder / METRICS)):
+        _check_same_run(run, begun, f"the run in {run.folder} was begun with")
     return _measured_run(run, begun)
 
 
