@@ -8,10 +8,12 @@ from pathlib import Path
 from gecko.baselines import LanguageModel, LlamaConfig, load_any, load_config
 from gecko.baselines.models import PRESETS
 from gecko.data import Tokenizer, check_vocabulary, load_tokenizer
+from gecko.data.tokenizer_files import TOKENIZERS
 from gecko.model import Gecko, load
 from gecko.store import CONFIG, WEIGHTS
 
 RECIPE = "recipe.json"
+_NAME_IT = "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json."
 
 
 def find_model(name: str) -> Path:
@@ -38,22 +40,30 @@ def find_model(name: str) -> Path:
 
 
 def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer ``given``, else the one that the recipe beside the model names.
+    """The tokenizer ``given``, else the one that lies beside the model, else the one that the recipe there names.
 
     Raises:
-        FileNotFoundError, ValueError: there is no recipe either, or the tokenizer has more ids than the model.
+        FileNotFoundError, ValueError: there is none of them, or the tokenizer has more ids than the model.
     """
-    from gecko.train import Run
-
-    recipe = folder / RECIPE
-    if given is None and not recipe.is_file():
-        raise FileNotFoundError(
-            f"the model's tokenizer must be named by {recipe}, which training writes; there is none. "
-            "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json."
-        )
-    tokenizer = load_tokenizer(Run.load(recipe).data.tokenizer if given is None else given)
+    tokenizer = _own_tokenizer(folder) if given is None else load_tokenizer(given)
     check_vocabulary(tokenizer, vocab_size)
     return tokenizer
+
+
+def _own_tokenizer(folder: Path) -> Tokenizer:
+    from gecko.train.same_tokenizer import known_tokenizer
+
+    known = known_tokenizer(folder)
+    if known is None:
+        raise FileNotFoundError(
+            f"the model's tokenizer must lie beside it ({' or '.join(TOKENIZERS)}) or be named by {folder / RECIPE}, "
+            f"which training writes; there is neither. {_NAME_IT}"
+        )
+    try:
+        return load_tokenizer(known)
+    except FileNotFoundError as error:
+        recipe = folder / RECIPE
+        raise FileNotFoundError(f"the tokenizer that {recipe} names is not here: {error} {_NAME_IT}") from error
 
 
 def load_model(name: str, tokenizer: str | None, device: str) -> tuple[Gecko, Tokenizer]:
