@@ -78,6 +78,7 @@ def serve(
         bound = listening.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         typer.echo(f"{options.name} is served at http://{shown}:{bound} (Ctrl-C ends)")
+        typer.echo(f"conversations are written by {service.model.chat.source}")
         run_server(service, options, listening)
     typer.echo("ended")
 
