@@ -91,3 +91,11 @@ def test_a_checkpoint_in_parts_is_to_be_joined(read_by: Callable[..., Run]) -> N
     (first.checkpoint / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=f"several ranks.* gecko consolidate {first.checkpoint}$"):
         train(read_by("again", "bytes", first.checkpoint))
+
+
+def test_a_model_in_the_home_folder(
+    read_by: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(read_by("first", "bytes"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert train(read_by("again", "bytes", Path("~/first"))).finished

@@ -35,6 +35,7 @@ def convert(
     from gecko.release import read_release
     from gecko.store import CONFIG, save_model
 
+    source, out = source.expanduser(), out.expanduser()
     if (out / CONFIG).exists():
         raise ValueError(f"OUT must hold no model yet; {out} has a {CONFIG}. Choose another folder.")
     config, weights = from_reference(*read_release(source))

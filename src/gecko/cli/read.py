@@ -148,5 +148,6 @@ def _how_to_go_on(books: Sequence[str], unfinished: tuple[int, int], command: Se
         return f"{stopped}."
     unpack = {".gz": "gzip -dc ", ".zst": "zstd -dc "}.get(Path(book).suffix.lower())
     skip = f"tail -c +{taken + 1}"
-    rest = f"{skip} {shlex.quote(book)}" if unpack is None else f"{unpack}{shlex.quote(book)} | {skip}"
+    named = shlex.quote(str(Path(book).expanduser()))
+    rest = f"{skip} {named}" if unpack is None else f"{unpack}{named} | {skip}"
     return f"{stopped}; the rest: {rest} | {shlex.join([*command, STANDARD_INPUT, *books[place + 1 :]])}"
