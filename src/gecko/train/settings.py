@@ -15,6 +15,8 @@ class DataSettings:
     a folder, a glob, a data set. The latter is tokenized and held in memory."""
     sources: tuple[str, ...] = ()
     """``SOURCE=WEIGHT`` each: a mixture of sources in place of ``source``; weights are parts of the rows."""
+    field: str = "text"
+    """Field of JSON Lines, Parquet and data sets that holds the text. Shards were made of one field."""
     tokenizer: str = "bytes"
     validation: str | None = None
     """Held-out texts with a source of their own, anything that ``source`` takes; all of ``source`` or ``sources`` is
