@@ -54,7 +54,9 @@ def main() -> None:
 
 
 def _held_out(run: Run) -> TokenizedCorpus:
-    corpus = TokenizedCorpus.build(load_documents(run.data.source), load_tokenizer(run.data.tokenizer))
+    corpus = TokenizedCorpus.build(
+        load_documents(run.data.source, field=run.data.field), load_tokenizer(run.data.tokenizer)
+    )
     return corpus.split(run.data.validation_fraction, run.seed)[1]
 
 

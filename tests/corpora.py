@@ -50,3 +50,17 @@ def as_files(texts: list[str], folder: Path) -> str:
     for number, text in enumerate(texts):
         (folder / f"{number:02d}.txt").write_text(text)
     return str(folder / "[0-9]*.txt")
+
+
+def write_tokenizer(folder: Path, merges: list[tuple[str, str]]) -> str:
+    """A byte-level BPE of the given merges, with a border."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    library = Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")

@@ -92,3 +92,16 @@ def test_info_and_consolidate_take_a_run(command: Callable[..., Any], folder: Pa
     joined, before = load_any(tmp_path / "model").state_dict(), load_any(newest).state_dict()
     assert all(bool((joined[name] == weight).all()) for name, weight in before.items())
     assert Run.load(tmp_path / "model" / "recipe.json").model == load_any(newest).config
+
+
+def test_weights_are_rounded(command: Callable[..., Any], folder: Path, text: Path) -> None:
+    values = {}
+    for dtype in ("float32", "bfloat16"):
+        out = text.parent / dtype
+        result = command("eval", "perplexity", folder, text, "--lengths", "64", "--dtype", dtype, "-o", out)
+        assert result.exit_code == 0, result.output
+        record = json.loads(out.read_text())
+        assert record["model"]["dtype"] == dtype
+        values[dtype] = [score["value"] for score in record["scores"]]
+    assert values["bfloat16"] != values["float32"]
+    assert values["bfloat16"] == pytest.approx(values["float32"], rel=0.05)

@@ -44,6 +44,7 @@ def run_folder(tmp_path: Path) -> Path:
             save(parts, storage_writer=writer, no_dist=True)
             CONFIG.save(path / "config.json")
             run.save(path / "recipe.json")
+            (path / "tokenizer.model").write_text("pieces")
 
         write_checkpoint(run.folder / "checkpoints", step, write_files)
     return run.folder
@@ -65,7 +66,8 @@ def test_a_run_becomes_its_newest_checkpoints_model(
     result = command("consolidate", run_folder, "--out", out)
     assert result.exit_code == 0 and f"{out}: the model of step-00000008" in result.stdout, result.output
     assert torch.equal(loaded(out), logits[8])
-    assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json", "recipe.json"}
+    written = {path.name for path in out.iterdir()}
+    assert written == {"model.safetensors", "config.json", "recipe.json", "tokenizer.model"}
     # It reads, and leaves the checkpoints as they were.
     for checkpoint in list_checkpoints(run_folder / "checkpoints"):
         assert not (checkpoint / "model.safetensors").exists()

@@ -70,6 +70,16 @@ def test_converted_model_computes_the_same(release: str, command: Callable[..., 
         assert torch.equal(converted(tokens(2, 50))[0], model(tokens(2, 50))[0])
 
 
+def test_a_release_brings_its_tokenizer(command: Callable[..., Any], tmp_path: Path) -> None:
+    release_of_gecko(tmp_path / "release")
+    for name in ("tokenizer.model", "notes.txt"):
+        (tmp_path / "release" / name).write_text(name)
+    for source, out in (("release", "one"), ("release/consolidated.pth", "two")):
+        assert command("convert", tmp_path / source, tmp_path / out).exit_code == 0
+        names = {path.name for path in (tmp_path / out).iterdir()}
+        assert names == {"config.json", "model.safetensors", "tokenizer.model"}
+
+
 def test_a_file_of_any_name(command: Callable[..., Any], tmp_path: Path) -> None:
     model = release_of_gecko(tmp_path / "release")
     path = (tmp_path / "release" / "consolidated.pth").rename(tmp_path / "release" / "step.pth")

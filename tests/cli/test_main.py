@@ -117,14 +117,14 @@ def test_the_command_has_no_options_that_change_nothing() -> None:
         "train": {"recipe", "overrides", "resume", "out", "show", "show_list", "replay"},
         "compare": {"arguments", "out", "seeds", "learning_rates", "tuning_steps", "tolerance", "jobs"},
         "report": {"runs", "out"},
-        "read": {"model", "books", "out", "state", "loss", "compact", "tokenizer", "device"},
+        "read": {"model", "books", "out", "state", "loss", "compact", "tokenizer", "device", "dtype"},
         "generate": {
             "model", "source", "prompt", "file", "state", "save_state", "max_new_tokens", "temperature", "top_k",
-            "top_p", "min_p", "repetition_penalty", "seed", "stop", "tokenizer", "device",
+            "top_p", "min_p", "repetition_penalty", "seed", "stop", "tokenizer", "device", "dtype",
         },
         "serve": {
             "model", "host", "port", "name", "rows", "queue", "prefix_cache", "states", "api_key_file", "max_body",
-            "max_prompt_tokens", "max_new_tokens", "max_seconds", "grace", "tokenizer", "device",
+            "max_prompt_tokens", "max_new_tokens", "max_seconds", "grace", "tokenizer", "device", "dtype",
         },
         "quantize": {"model", "out", "bits"},
         "convert": {"source", "out"},

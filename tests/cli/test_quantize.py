@@ -40,7 +40,10 @@ def test_the_copy_works_like_the_original(command: Command, run_folder: Path, fo
     assert "other weights" in refused.stderr
 
 
-@pytest.mark.parametrize("name", ["recipe.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name",
+    ["recipe.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"],
+)
 def test_what_says_how_to_use_the_model_goes_along(
     command: Command, run_folder: Path, tmp_path: Path, name: str
 ) -> None:

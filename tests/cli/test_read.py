@@ -205,13 +205,15 @@ def test_stopping_before_the_end(
     assert_reads(gecko.GeckoState.load(tmp_path / "s"), newest(run_folder), [256, *(TEXT * place), *TEXT[:taken]])
 
 
-def test_the_command_for_the_rest_names_the_device(
+def test_the_command_for_the_rest_names_device_and_dtype(
     command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "book").write_bytes(TEXT)
     stop_after(2, monkeypatch)
-    result = command("read", run_folder, tmp_path / "book", "--out", tmp_path / "s", "--device", "cpu")
-    assert result.exit_code == 130 and "--device cpu" in result.stderr
+    result = command(
+        "read", run_folder, tmp_path / "book", "--out", tmp_path / "s", "--device", "cpu", "--dtype", "float32"
+    )
+    assert result.exit_code == 130 and "--device cpu --dtype float32" in result.stderr
 
 
 def test_stopped_without_a_state_it_says_where_and_offers_no_command(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ TEMPLATE = """{%- for message in messages %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
+TEMPLATE_FILE = "chat_template.jinja"
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
@@ -97,7 +100,7 @@ def test_messages_hold_text_only_whatever_special_tokens_look_like(specials: lis
     content = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=8)))
     template = specials[0] + "{{ messages[0].content }}x{{ eos_token }}" + specials[-1]
     ids = {special: 300 + index for index, special in enumerate(specials)}
-    encoded = TemplateChat(load_tokenizer("bytes"), template, ids).encode(messages(("user", f"x{content}")))
+    encoded = TemplateChat(load_tokenizer("bytes"), template, ids, "a test").encode(messages(("user", f"x{content}")))
     assert (encoded[0], encoded[-1]) == (300, 299 + len(specials))
     left_out = "[\ue000\U000f0000]" if any(len(special) == 1 for special in specials) else "\ue000"
     assert bytes(encoded[1:-1]).decode() == re.sub(left_out, "", f"x{content}x")
@@ -137,6 +140,39 @@ def test_where_templates_are_found(folder: Path, tokenizer: Tokenizer, tmp_path:
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
     assert isinstance(find_format(bytes_tokenizer, tmp_path), PlainChat)
+
+
+def test_several_templates_without_a_default_are_refused(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "no"}, {"name": "rag", "template": "no"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    with pytest.raises(ValueError, match=rf"named 'default'.* has \['rag', 'tool_use'\]\. .*{TEMPLATE_FILE}\.$"):
+        find_format(load_tokenizer("bytes"), tmp_path)
+    (tmp_path / TEMPLATE_FILE).write_text("yes")
+    assert find_format(load_tokenizer("bytes"), tmp_path).source == f"the template in {tmp_path / TEMPLATE_FILE}"
+
+
+def test_a_tokenizer_of_the_hub_brings_its_template(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file comes alone, when it is asked for."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    shutil.copytree(folder, tmp_path / "hub")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+
+    def download(name: str, file: str) -> str:
+        if not (tmp_path / "hub" / file).is_file():
+            raise EntryNotFoundError("no such file")
+        return str(shutil.copy(tmp_path / "hub" / file, cache))
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
+    for name in ("tokenizer_config.json", TEMPLATE_FILE):
+        if name == TEMPLATE_FILE:
+            (tmp_path / "hub" / name).write_text(TEMPLATE)
+        chat = find_format(load_tokenizer("someone/model"), tmp_path)
+        assert chat.source == f"the template in {cache / name}"
+        assert chat.encode(messages(("user", "a")))[0] == 0
 
 
 def test_special_tokens_are_the_tokenizers_wherever_the_template_lies(folder: Path, tmp_path: Path) -> None:
@@ -193,7 +229,7 @@ def test_the_plain_format_grows_at_its_end() -> None:
     ],
 )
 def test_templates_that_fail(template: str, told: str) -> None:
-    chat = TemplateChat(load_tokenizer("bytes"), template, {})
+    chat = TemplateChat(load_tokenizer("bytes"), template, {}, "a test")
     with pytest.raises(ValueError, match=told):
         chat.encode(messages(("user", "a")))
 
@@ -201,10 +237,15 @@ def test_templates_that_fail(template: str, told: str) -> None:
 def test_what_templates_may_use() -> None:
     template = (
         "{{ strftime_now('%Y') | length }}{{ {'a': 'é<'} | tojson }}"
+        "{{ {'b': 'é', 'a': 1} | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True, indent=None) }}"
+        "{% set said = 1 %}{% generation %}{% set said = 2 %}[{{ said }}]{% endgeneration %}{{ said }}"
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}"
     )
-    chat = TemplateChat(load_tokenizer("bytes"), template, {})
-    assert bytes(chat.encode(messages(("user", "a"), ("user", "b")))).decode() == '4{"a": "é<"}user'
+    chat = TemplateChat(load_tokenizer("bytes"), template, {}, "a test")
+    assert (
+        bytes(chat.encode(messages(("user", "a"), ("user", "b")))).decode()
+        == '4{"a": "é<"}{"a":1,"b":"\\u00e9"}[2]1user'
+    )
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

@@ -10,24 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from corpora import write_tokenizer
 
 from gecko.data import load_tokenizer
 from gecko.train import Run, train
 from gecko.train.snapshot import SHARDS
-
-
-def write_tokenizer(folder: Path, merges: list[tuple[str, str]]) -> str:
-    """A byte-level BPE of the given merges, with a border."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
-    library = Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, merges))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(["<|endoftext|>"])
-    folder.mkdir()
-    library.save(str(folder / "tokenizer.json"))
-    return str(folder / "tokenizer.json")
 
 
 @pytest.fixture
@@ -56,7 +43,8 @@ def test_the_tokenizer_is_that_of_the_model(read_by: Callable[..., Run], tmp_pat
         assert train(read_by(f"same-{number}", same, first.run.folder)).finished
     for init_from in (first.run.folder, first.checkpoint):
         for given in ("bytes", other):
-            with pytest.raises(ValueError, match=rf"data\.tokenizer must be .* Set data\.tokenizer={merged}$"):
+            remedy = f"Set data.tokenizer={first.checkpoint}"
+            with pytest.raises(ValueError, match=rf"data\.tokenizer must be .* {remedy}$"):
                 train(read_by("refused", given, init_from))
 
 
@@ -78,6 +66,8 @@ def test_a_tokenizer_beside_the_weights_is_known(read_by: Callable[..., Run], tm
 def test_a_tokenizer_that_is_gone_is_not_the_bytes(read_by: Callable[..., Run], tmp_path: Path) -> None:
     merged = write_tokenizer(tmp_path / "merged", [("r", "e"), ("re", "d")])
     first = train(read_by("first", merged))
+    (first.checkpoint / "tokenizer.json").unlink()
+    (first.checkpoint / "manifest.json").write_text('{"files": {}}')
     moved = (tmp_path / "merged").rename(tmp_path / "moved") / "tokenizer.json"
     with pytest.raises(ValueError, match=rf"Set data\.tokenizer={merged}$"):
         train(read_by("refused", "bytes", first.run.folder))
@@ -101,3 +91,11 @@ def test_a_checkpoint_in_parts_is_to_be_joined(read_by: Callable[..., Run]) -> N
     (first.checkpoint / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=f"several ranks.* gecko consolidate {first.checkpoint}$"):
         train(read_by("again", "bytes", first.checkpoint))
+
+
+def test_a_model_in_the_home_folder(
+    read_by: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(read_by("first", "bytes"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert train(read_by("again", "bytes", Path("~/first"))).finished

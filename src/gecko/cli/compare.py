@@ -65,7 +65,8 @@ def compare(
     tuning = None
     if learning_rates is not None and tuning_steps is not None:
         tuning = Tuning(_listed(learning_rates, float, "--learning-rates"), tuning_steps)
-    plan = Plan.of(recipes, overrides, out, seeds=_listed(seeds, int, "--seeds"), tuning=tuning, tolerance=tolerance)
+    folder, drawn = out.expanduser(), _listed(seeds, int, "--seeds")
+    plan = Plan.of(recipes, overrides, folder, seeds=drawn, tuning=tuning, tolerance=tolerance)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     command = shlex.join(["gecko", *sys.argv[1:]])
     outcome = run_comparison(plan, jobs=jobs, command=command, console=console)

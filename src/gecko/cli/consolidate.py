@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gecko.data.tokenizer_files import copy_tokenizer, holds_tokenizer
 from gecko.store import CONFIG
 
 
@@ -49,6 +50,8 @@ def consolidate(
     write_model(checkpoint, target)
     if target != checkpoint:
         shutil.copyfile(checkpoint / RECIPE, target / RECIPE)
+        if holds_tokenizer(checkpoint):
+            copy_tokenizer(str(checkpoint), target)
     typer.echo(f"{target}: the model of {checkpoint.name}")
 
 

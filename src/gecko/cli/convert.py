@@ -22,24 +22,29 @@ def convert(
     """Turn a checkpoint of the reference release of Gecko or Megalodon into a folder of this package.
 
     The folder opens with `gecko.load`, with every command here, and in transformers. Weights are kept as they
-    are, in the widest dtype among them. Nothing in the files is run.
+    are, in the widest dtype among them, and a tokenizer beside them goes along. Nothing in the files is run.
 
     **Examples**
 
         gecko convert downloads/gecko-7b models/gecko-7b
 
-        gecko generate models/gecko-7b --tokenizer downloads/gecko-7b/tokenizer.model --prompt "Once upon"
+        gecko generate models/gecko-7b --prompt "Once upon"
     """
     from gecko.convert import from_reference
+    from gecko.data.tokenizer_files import copy_tokenizer, holds_tokenizer
     from gecko.release import read_release
     from gecko.store import CONFIG, save_model
 
+    source, out = source.expanduser(), out.expanduser()
     if (out / CONFIG).exists():
         raise ValueError(f"OUT must hold no model yet; {out} has a {CONFIG}. Choose another folder.")
     config, weights = from_reference(*read_release(source))
     _check_shapes(config, weights)
     weights = _of_one_dtype(weights)
     save_model(out, config, weights)
+    beside = source.parent if source.is_file() else source
+    if holds_tokenizer(beside):
+        copy_tokenizer(str(beside), out)
     count = sum(tensor.numel() for name, tensor in weights.items() if not (config.tie_embedding and "head" in name))
     kind = "Megalodon" if config.memory == "none" else "Gecko"
     dtype = str(weights["embedding.weight"].dtype).removeprefix("torch.")

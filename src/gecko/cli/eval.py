@@ -15,7 +15,7 @@ from rich.console import Console
 
 from gecko.allocator import keep_freed_memory
 from gecko.baselines import Llama
-from gecko.cli.models import load_any_model, trained_length
+from gecko.cli.models import Dtype, load_any_model, trained_length
 from gecko.cli.output import output_file
 from gecko.denormals import flushed_denormals
 from gecko.eval import GeckoModel, LlamaModel, Results
@@ -57,6 +57,7 @@ def perplexity(
     ] = None,
     joined: Joined = False, renewed_norms: Renewed = False,
     out: Out = None, seed: Seed = 0, tokenizer: TokenizerSpec = None, device: Device = "auto",
+    dtype: Dtype = None,
 ) -> None:  # fmt: skip
     """Perplexity against context length: the same tokens, cut into segments of each length.
 
@@ -68,7 +69,7 @@ def perplexity(
 
     _check_output(out)
     files, chosen = open_texts(texts, joined=joined), None if lengths is None else _sizes("--lengths", lengths)
-    models = _models(model, tokenizer, device, renewed_norms)
+    models = _models(model, tokenizer, device, dtype, renewed_norms)
     with _progress() as report:
         results = _by_norms(models, lambda network: measure(network, files, chosen, seed=seed, report=report))
     _finish(results, models[0], out)
@@ -87,6 +88,7 @@ def positions(
     segments: Annotated[int | None, typer.Option(min=1, help="At most so many.", show_default="all")] = None,
     joined: Joined = False, renewed_norms: Renewed = False,
     out: Out = None, tokenizer: TokenizerSpec = None, device: Device = "auto",
+    dtype: Dtype = None,
 ) -> None:  # fmt: skip
     """Loss by position, mean and standard error, and a test whether it is higher after chunk borders.
 
@@ -99,7 +101,7 @@ def positions(
 
     _check_output(out)
     size = _one_size("--length", length)
-    files, models = open_texts(texts, joined=joined), _models(model, tokenizer, device, renewed_norms)
+    files, models = open_texts(texts, joined=joined), _models(model, tokenizer, device, dtype, renewed_norms)
     border = chunk if chunk is not None else models[0].chunk_size
     if border is None:
         raise ValueError("this model's attention has no chunks: say where borders shall be looked for, by --chunk 512.")
@@ -123,6 +125,7 @@ def retrieval(
     ] = "0,0.25,0.5,0.75,1",
     samples: Annotated[int, typer.Option(min=1, help="For each length and depth.")] = 20,
     out: Out = None, seed: Seed = 0, tokenizer: TokenizerSpec = None, device: Device = "auto",
+    dtype: Dtype = None,
 ) -> None:  # fmt: skip
     """Find one number in a long text, over a grid of lengths and depths.
 
@@ -139,7 +142,7 @@ def retrieval(
     places = None if depths == RANDOM else [_number("--depths", part) for part in depths.split(",")]
     grid = Grid(_sizes("--lengths", lengths), places, samples)
     files = open_texts(texts or [], joined=False)
-    (network,) = _models(model, tokenizer, device, False)
+    (network,) = _models(model, tokenizer, device, dtype, False)
     with _progress() as report:
         results = measure(network, task, grid, texts=files, seed=seed, report=report)
     _finish(results, network, out)
@@ -183,6 +186,7 @@ def academic(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first items of each.", show_default="all")] = None,
     out: Out = None, seed: Seed = 0, tokenizer: TokenizerSpec = None, device: Device = "auto",
+    dtype: Dtype = None,
 ) -> None:  # fmt: skip
     """The short tasks of the paper's Table 1, its shots and metrics, by lm-evaluation-harness.
 
@@ -194,7 +198,7 @@ def academic(
 
     _check_output(out)
     folder = None if data is None else Path(data).expanduser()
-    (network,) = _models(model, tokenizer, device, False)
+    (network,) = _models(model, tokenizer, device, dtype, False)
     _finish(measure(network, tasks or [], data=folder, limit=limit, seed=seed), network, out)
 
 
@@ -211,6 +215,7 @@ def scrolls(
         int | None, typer.Option(min=1, help="Most of an answer.", show_default="64, 128, 256 by task")
     ] = None,
     out: Out = None, seed: Seed = 0, tokenizer: TokenizerSpec = None, device: Device = "auto",
+    dtype: Dtype = None,
 ) -> None:  # fmt: skip
     """Questions about long documents: F1 for NarrativeQA and Qasper, ROUGE for QMSum.
 
@@ -226,7 +231,7 @@ def scrolls(
     check_task(task)  # before anything is fetched
     questions = load_questions(data, task, "validation")
     shots = None if shots_data is None else load_questions(shots_data, task, "train")
-    (network,) = _models(model, tokenizer, device, False)
+    (network,) = _models(model, tokenizer, device, dtype, False)
     with _progress() as report:
         results = measure(
             network, task, questions, shots=shots, limit=limit, new_tokens=new_tokens, seed=seed, report=report
@@ -241,9 +246,9 @@ def _check_output(out: str | None) -> None:
         output_file(out)
 
 
-def _models(name: str, tokenizer: str | None, device: str, renewed: bool) -> Sequence[Scored]:
+def _models(name: str, tokenizer: str | None, device: str, dtype: str | None, renewed: bool) -> Sequence[Scored]:
     """The model, and if asked for once more with renewed norms."""
-    network, vocabulary = load_any_model(name, tokenizer, device)
+    network, vocabulary = load_any_model(name, tokenizer, device, dtype)
     keep_freed_memory()
     if isinstance(network, Llama):
         if renewed:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from gecko.allocator import keep_freed_memory
-from gecko.cli.models import load_model
+from gecko.cli.models import Dtype, load_model
 from gecko.cli.output import output_file
 from gecko.cli.texts import STANDARD_INPUT, Text, TextReading, named_text
 from gecko.data import Tokenizer
@@ -53,6 +53,7 @@ def generate(
         str | None, typer.Option(metavar="SPEC", help="bytes or a tokenizer's path.", show_default="the model's own")
     ] = None,
     device: Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda, cuda:1.")] = "auto",
+    dtype: Dtype = None,
 ) -> None:
     """Continue a text.
 
@@ -76,7 +77,7 @@ def generate(
     sampling, seeds = Sampling(temperature, top_k, top_p, min_p, repetition_penalty), as_seeds(seed, 1)
     # Not only where they are used, after a long text was read.
     check_stops(stop or [])
-    network, vocabulary = load_model(model, tokenizer, device)
+    network, vocabulary = load_model(model, tokenizer, device, dtype)
     keep_freed_memory()
     watch = _Stopwatch()
     reading = _read(network, vocabulary, text, before)

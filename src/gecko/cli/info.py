@@ -14,10 +14,9 @@ from rich.table import Table
 
 from gecko.baselines import ModelConfig, load_config
 from gecko.baselines.models import find_preset
+from gecko.cli.models import find_model, named_dtype, nearest_hint
 from gecko.plan.counts import counts_of
 from gecko.plan.footprint import inference_memory, parameters_by_component, training_memory
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def info(
@@ -38,9 +37,7 @@ def info(
 
         gecko info runs/demo --json
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    facts = describe(_find_config(model), DTYPES[dtype], batch, length)
+    facts = describe(_find_config(model), named_dtype(dtype), batch, length)
     if as_json:
         typer.echo(json.dumps({"model": model, "dtype": dtype, "batch": batch, "length": length, **facts}, indent=2))
         return
@@ -64,7 +61,6 @@ def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -
 
 
 def _find_config(model: str) -> ModelConfig:
-    from gecko.cli.models import find_model, nearest_hint
     from gecko.store import CONFIG
 
     folder = Path(model).expanduser()

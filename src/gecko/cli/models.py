@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
 
 from gecko.baselines import LanguageModel, LlamaConfig, load_any, load_config
 from gecko.baselines.models import PRESETS
 from gecko.data import Tokenizer, check_vocabulary, load_tokenizer
+from gecko.data.tokenizer_files import TOKENIZERS
 from gecko.model import Gecko, load
+from gecko.quantize import is_quantized
 from gecko.store import CONFIG, WEIGHTS
 
 RECIPE = "recipe.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="Of the weights: float32 or bfloat16.", show_default="as stored")
+]
+_NAME_IT = "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json."
 
 
 def find_model(name: str) -> Path:
@@ -38,33 +50,43 @@ def find_model(name: str) -> Path:
 
 
 def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer ``given``, else the one that the recipe beside the model names.
+    """The tokenizer ``given``, else the one that lies beside the model, else the one that the recipe there names.
 
     Raises:
-        FileNotFoundError, ValueError: there is no recipe either, or the tokenizer has more ids than the model.
+        FileNotFoundError, ValueError: there is none of them, or the tokenizer has more ids than the model.
     """
-    from gecko.train import Run
-
-    recipe = folder / RECIPE
-    if given is None and not recipe.is_file():
-        raise FileNotFoundError(
-            f"the model's tokenizer must be named by {recipe}, which training writes; there is none. "
-            "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json."
-        )
-    tokenizer = load_tokenizer(Run.load(recipe).data.tokenizer if given is None else given)
+    tokenizer = _own_tokenizer(folder) if given is None else load_tokenizer(given)
     check_vocabulary(tokenizer, vocab_size)
     return tokenizer
 
 
-def load_model(name: str, tokenizer: str | None, device: str) -> tuple[Gecko, Tokenizer]:
+def _own_tokenizer(folder: Path) -> Tokenizer:
+    from gecko.train.same_tokenizer import known_tokenizer
+
+    known = known_tokenizer(folder)
+    if known is None:
+        raise FileNotFoundError(
+            f"the model's tokenizer must lie beside it ({' or '.join(TOKENIZERS)}) or be named by {folder / RECIPE}, "
+            f"which training writes; there is neither. {_NAME_IT}"
+        )
+    try:
+        return load_tokenizer(known)
+    except FileNotFoundError as error:
+        recipe = folder / RECIPE
+        raise FileNotFoundError(f"the tokenizer that {recipe} names is not here: {error} {_NAME_IT}") from error
+
+
+def load_model(name: str, tokenizer: str | None, device: str, dtype: str | None) -> tuple[Gecko, Tokenizer]:
     """The model that MODEL means, on a device, with its tokenizer; arguments and errors as above and below.
+
+    ``dtype`` is what weights are rounded or widened to; None: as they are stored.
 
     In evaluation mode: commands that train do not come here, and to change the mode for every token takes time.
     """
-    from gecko.train.hardware import select_device
-
+    wanted = None if dtype is None else named_dtype(dtype)
     folder = find_gecko(name)
-    model = load(folder).to(select_device(device)).eval()
+    model = load(folder)
+    _place(model, device, wanted)
     return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
 
 
@@ -79,13 +101,29 @@ def find_gecko(name: str) -> Path:
     return folder
 
 
-def load_any_model(name: str, tokenizer: str | None, device: str) -> tuple[LanguageModel, Tokenizer]:
+def load_any_model(name: str, tokenizer: str | None, device: str, dtype: str | None) -> tuple[LanguageModel, Tokenizer]:
     """``load_model`` for a Llama too."""
+    wanted = None if dtype is None else named_dtype(dtype)
+    folder = find_model(name)
+    model = load_any(folder)
+    _place(model, device, wanted)
+    return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """ValueError for a name that ``--dtype`` does not take."""
+    if name not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {name!r}.")
+    return DTYPES[name]
+
+
+def _place(model: nn.Module, device: str, dtype: torch.dtype | None) -> None:
+    """On the device, in the dtype unless it is None, for inference."""
     from gecko.train.hardware import select_device
 
-    folder = find_model(name)
-    model = load_any(folder).to(select_device(device)).eval()
-    return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
+    if dtype is not None and any(map(is_quantized, model.parameters())):
+        raise ValueError("--dtype is for models that are not quantised; this one is. Leave it out.")
+    model.to(device=select_device(device), dtype=dtype).eval()
 
 
 def trained_length(name: str) -> int | None:

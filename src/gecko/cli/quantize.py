@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from gecko.cli.models import find_gecko
+from gecko.cli.models import RECIPE, find_gecko
+from gecko.data.tokenizer_files import SETTINGS, TOKENIZERS
 from gecko.model import load
 from gecko.quantize import quantize as quantize_model
 from gecko.store import CONFIG, WEIGHTS
 
-COMPANIONS = ("chat_template.jinja", "recipe.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+COMPANIONS = (RECIPE, *TOKENIZERS, *SETTINGS)
 """Files beside a model that say how to use it."""
 
 

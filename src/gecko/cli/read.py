@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gecko.allocator import keep_freed_memory
 from gecko.cli.errors import INTERRUPTED
-from gecko.cli.models import load_model
+from gecko.cli.models import Dtype, load_model
 from gecko.cli.output import output_file
 from gecko.cli.texts import STANDARD_INPUT, TextReading, named_text
 from gecko.generation import read as read_tokens
@@ -42,6 +42,7 @@ def read(
         str | None, typer.Option(metavar="SPEC", help="bytes or a tokenizer's path.", show_default="the model's own")
     ] = None,
     device: Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda, cuda:1.")] = "auto",
+    dtype: Dtype = None,
 ) -> None:
     """Read books once, and keep what the model remembers of them in a file.
 
@@ -62,7 +63,7 @@ def read(
     target = _output(out, loss)
     texts = [named_text(book) for book in books]
     before = None if state is None else GeckoState.load(Path(state).expanduser())
-    network, vocabulary = load_model(model, tokenizer, device)
+    network, vocabulary = load_model(model, tokenizer, device, dtype)
     keep_freed_memory()
     with StopSignal() as stop, TextReading(texts, vocabulary, stopped=lambda: stop.requested is not None) as reading:
         done = _read(network, reading, before, loss)
@@ -71,7 +72,7 @@ def read(
     typer.echo(_summary(done, target), err=True)
     if reading.unfinished is not None:
         named_device = None if device == "auto" else device
-        options = {"--state": out, "--out": out, "--tokenizer": tokenizer, "--device": named_device}
+        options = {"--state": out, "--out": out, "--tokenizer": tokenizer, "--device": named_device, "--dtype": dtype}
         given = [part for name, value in options.items() if value is not None for part in (name, value)]
         flags = ["--compact"] * compact + ["--loss"] * loss
         # Without a state, the rest would be read as a document of its own.
@@ -148,5 +149,6 @@ def _how_to_go_on(books: Sequence[str], unfinished: tuple[int, int], command: Se
         return f"{stopped}."
     unpack = {".gz": "gzip -dc ", ".zst": "zstd -dc "}.get(Path(book).suffix.lower())
     skip = f"tail -c +{taken + 1}"
-    rest = f"{skip} {shlex.quote(book)}" if unpack is None else f"{unpack}{shlex.quote(book)} | {skip}"
+    named = shlex.quote(str(Path(book).expanduser()))
+    rest = f"{skip} {named}" if unpack is None else f"{unpack}{named} | {skip}"
     return f"{stopped}; the rest: {rest} | {shlex.join([*command, STANDARD_INPUT, *books[place + 1 :]])}"

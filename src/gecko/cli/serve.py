@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gecko.allocator import return_freed_memory
+from gecko.cli.models import Dtype
 from gecko.extras import require
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def serve(
         str | None, typer.Option(metavar="SPEC", help="bytes or a tokenizer's path.", show_default="the model's own")
     ] = None,
     device: Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda, cuda:1.")] = "auto",
+    dtype: Dtype = None,
 ) -> None:
     """Serve a model to programs that speak OpenAI's API, and to people by a web page.
 
@@ -73,21 +75,22 @@ def serve(
         _folder(states), _read_key(api_key_file), grace,
     )  # fmt: skip
     return_freed_memory()
-    service = _build(model, tokenizer, device, options)
+    service = _build(model, tokenizer, device, dtype, options)
     with open_socket(host, port) as listening:
         bound = listening.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         typer.echo(f"{options.name} is served at http://{shown}:{bound} (Ctrl-C ends)")
+        typer.echo(f"conversations are written by {service.model.chat.source}")
         run_server(service, options, listening)
     typer.echo("ended")
 
 
-def _build(name: str, tokenizer: str | None, device: str, options: Options) -> Service:
+def _build(name: str, tokenizer: str | None, device: str, dtype: str | None, options: Options) -> Service:
     from gecko.cli.models import find_model, load_model
     from gecko.serving.server import build_service
 
     folder = find_model(name)
-    model, vocabulary = load_model(str(folder), tokenizer, device)
+    model, vocabulary = load_model(str(folder), tokenizer, device, dtype)
     return build_service(model, vocabulary, folder, options)
 
 

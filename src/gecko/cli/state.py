@@ -30,10 +30,11 @@ def show(file: StateFile) -> None:
 
     The whole file is read and its checksum computed: a damaged one ends in an error.
     """
-    state, stored = GeckoState.load(file), load_tensors(file)[0]
+    path = Path(file).expanduser()
+    state, stored = GeckoState.load(path), load_tensors(path)[0]
     console = Console(highlight=False, soft_wrap=True)
     facts = Table(show_header=False, box=None, title=file, title_justify="left", title_style="bold")
-    for name, value in _facts(state, Path(file).stat().st_size).items():
+    for name, value in _facts(state, path.stat().st_size).items():
         facts.add_row(name, value)
     console.print(facts)
     console.print(_parts_table(state, stored))
@@ -45,7 +46,7 @@ def diff(first: StateFile, second: StateFile) -> None:
 
     The difference of a part is ‖a − b‖ / ‖a‖. Exit code 0: they are equal, 1: they are not.
     """
-    a, b = GeckoState.load(first), GeckoState.load(second)
+    a, b = (GeckoState.load(Path(file).expanduser()) for file in (first, second))
     console = Console(highlight=False, soft_wrap=True)
     console.print(_model_difference(a, b))
     console.print(f"position: {_positions(a)} and {_positions(b)}")

@@ -59,6 +59,7 @@ def tokenize(
     if executor == "slurm" and partition is None:
         raise ValueError("--executor slurm needs the partition to submit to: add --partition NAME.")
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    out = out.expanduser()
     loaded = load_tokenizer(tokenizer)
     plan = TokenizingPlan.make(sources, loaded, out, field=field)
     plan.start()

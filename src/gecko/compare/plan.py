@@ -119,7 +119,7 @@ def _named(recipes: Sequence[str]) -> dict[str, Run]:
     """Runs by the recipe's name, or by where its file is: a ``recipe.json`` is named after its folder."""
     found: dict[str, Run] = {}
     for spec in recipes:
-        path = Path(spec)
+        path = Path(spec).expanduser()
         run = get_recipe(spec)
         name = (
             run.recipe if path.suffix != ".json" else path.stem if path.stem != "recipe" else path.resolve().parent.name

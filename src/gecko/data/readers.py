@@ -12,6 +12,7 @@ from gecko.extras import require
 
 PARQUET_BATCH_ROWS = 1024
 BYTE_ORDER_MARK = "\ufeff"
+_NAME_IT = "Name the one that holds the text: data.field=NAME in training, --field NAME for gecko tokenize."
 
 
 def read_file(path: Path, field: str) -> Iterator[str]:
@@ -95,7 +96,7 @@ def text_field(record: dict[str, Any], field: str, where: str) -> str:
     if field not in record:
         raise ValueError(
             f"{where} must have the field {field!r} with the document's text; got the fields {sorted(record)}. "
-            f"Pass the name of the field that holds the text."
+            f"{_NAME_IT}"
         )
     text = record[field]
     if not isinstance(text, str):
@@ -128,6 +129,5 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
 def _check_column(columns: list[str], path: Path, field: str) -> None:
     if field not in columns:
         raise ValueError(
-            f"{path} must have the column {field!r} with the documents' text; got the columns {columns}. "
-            f"Pass the name of the column that holds the text."
+            f"{path} must have the column {field!r} with the documents' text; got the columns {columns}. {_NAME_IT}"
         )

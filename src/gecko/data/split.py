@@ -46,19 +46,27 @@ class SplitDocuments:
 
 
 def split_source(
-    source: str, tokenizer: Tokenizer, validation_fraction: float, seed: int, *, rank: int = 0, ranks: int = 1
+    source: str,
+    tokenizer: Tokenizer,
+    validation_fraction: float,
+    seed: int,
+    *,
+    field: str = "text",
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Split:
     """Open a folder of token shards, or read into memory what ``load_documents`` takes.
 
     Args:
         validation_fraction: part of the documents that is held out; 0: none, 1: all.
+        field: of records, the one that holds the text.
         rank, ranks: this process verifies every ``ranks``-th shard from ``rank`` on; together they verify all.
 
     Raises:
         FileNotFoundError, ValueError: the source cannot be read, is damaged or was made with another tokenizer.
     """
     if not is_shard_folder(source):
-        corpus = TokenizedCorpus.build(load_documents(source), tokenizer)
+        corpus = TokenizedCorpus.build(load_documents(source, field=field), tokenizer)
         return SplitDocuments(corpus, validation_fraction, seed)
     folder = ShardFolder.open(source)
     folder.check_tokenizer(tokenizer)

@@ -32,6 +32,10 @@ class Tokenizer(Protocol):
         """Says whether two tokenizers make the same ids of all texts: SHA-256 of the tokenizer's file and borders."""
 
     @property
+    def folder(self) -> Path | None:
+        """Where its files lie, on this machine; None without any."""
+
+    @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
 
@@ -68,6 +72,7 @@ class ByteTokenizer:
     """Ids 0 to 255 are the bytes of UTF-8 text; 256 starts and ends a document."""
 
     name = digest = "bytes"
+    folder: Path | None = None
     vocab_size = 257
     document_start = 256
     document_end = 256
@@ -102,7 +107,7 @@ class HuggingFaceTokenizer:
         # Many published files carry these over from the batches of another use.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.name = name
+        self.name, self.folder = name, path.absolute().parent
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.document_start, self.document_end = _find_borders(vocabulary, _read_config(config), name)
@@ -141,7 +146,7 @@ class SentencePieceTokenizer:
             self._processor = library.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise _unreadable(path, "a SentencePiece model", error) from error
-        self.name = str(path.resolve())
+        self.name, self.folder = str(path.resolve()), path.absolute().parent
         self.vocab_size = int(self._processor.get_piece_size())
         self.document_start, self.document_end = _pair(
             _valid(self._processor.bos_id()), _valid(self._processor.eos_id()), self.name
@@ -228,16 +233,20 @@ def _from_json(path: Path) -> Tokenizer:
 
 def _from_hub(name: str) -> Tokenizer:
     hub = require("huggingface_hub", "tokenizers")
-    errors = require("huggingface_hub.errors", "tokenizers")
     try:
         path = Path(hub.hf_hub_download(name, "tokenizer.json"))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{_choices()}; got {name!r}, which could not be fetched: {error}") from error
+    _fetch_beside(hub, name, "chat_template.jinja")
+    return HuggingFaceTokenizer(path, name, _fetch_beside(hub, name, "tokenizer_config.json"))
+
+
+def _fetch_beside(hub: Any, name: str, file: str) -> Path | None:
+    """A file that not every tokenizer has; the hub's library puts it beside the others."""
     try:
-        config = Path(hub.hf_hub_download(name, "tokenizer_config.json"))
-    except errors.EntryNotFoundError:
-        return HuggingFaceTokenizer(path, name, None)
-    return HuggingFaceTokenizer(path, name, config)
+        return Path(hub.hf_hub_download(name, file))
+    except require("huggingface_hub.errors", "tokenizers").EntryNotFoundError:
+        return None
 
 
 def _digest(path: Path, document_start: int, document_end: int) -> str:

@@ -185,7 +185,8 @@ def _placed(part: Part) -> Part:
 
 def _check_outside(folder: Path, sources: list[str]) -> None:
     for source in sources:
-        if Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
+        path = Path(source).expanduser()
+        if path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
             raise ValueError(
                 f"the folder for the shards must lie outside the sources; {folder} is inside {source}, and what is "
                 "written there would be read as text the next time."

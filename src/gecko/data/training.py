@@ -12,7 +12,7 @@ from gecko.data.loader import Loader, Rows
 from gecko.data.mixture import BLOCK, MixedRows
 from gecko.data.overlap import check_apart, check_disjoint
 from gecko.data.packing import TokenizedCorpus
-from gecko.data.split import split_source
+from gecko.data.split import Split, split_source
 from gecko.data.tokenizers import Tokenizer
 
 VALIDATION_SEED = 0
@@ -30,6 +30,8 @@ class DataRequest:
     rank: int = 0
     ranks: int = 1
     """This process verifies every ``ranks``-th shard from ``rank`` on; together they verify all."""
+    field: str = "text"
+    """Of records, the one that holds the text."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def open_training_data(
         return _open_training(source, mixture, tokenizer, request)
     check_apart(validation, [name for name, _ in mixture] or [source])
     training = _open_training(source, mixture, tokenizer, replace(request, validation_fraction=0))
-    rest = split_source(validation, tokenizer, 1, VALIDATION_SEED, rank=request.rank, ranks=request.ranks)
+    rest = _split(validation, tokenizer, replace(request, validation_fraction=1, seed=VALIDATION_SEED))
     return replace(
         training,
         held_out_documents=rest.held_out_documents,
@@ -139,12 +141,17 @@ def parse_source(item: str) -> tuple[str, float]:
 
 
 def _open_source(source: str, tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
-    split = split_source(
-        source, tokenizer, request.validation_fraction, request.seed, rank=request.rank, ranks=request.ranks
-    )
+    split = _split(source, tokenizer, request)
     return TrainingData(
         source, split.rows(request.sequence_length), split.documents, split.tokens, split.held_out_documents,
         split.held_out_tokens, split.held_out_corpus, split.digest,
+    )  # fmt: skip
+
+
+def _split(source: str, tokenizer: Tokenizer, request: DataRequest) -> Split:
+    return split_source(
+        source, tokenizer, request.validation_fraction, request.seed,
+        field=request.field, rank=request.rank, ranks=request.ranks,
     )  # fmt: skip
 
 

@@ -38,7 +38,8 @@ def get_recipe(name: str) -> Run:
     ValueError for an unknown name, with the nearest one; FileNotFoundError for a missing file.
     """
     if name.endswith(".json"):
-        return _with_true_origin(Run.load(name)) if Path(name).exists() else _missing(name)
+        path = Path(name).expanduser()
+        return _with_true_origin(Run.load(path)) if path.exists() else _missing(name)
     known = name.replace("-", "_")
     if known not in RECIPES:
         raise ValueError(unknown_name("recipe", name, RECIPES))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gecko.data import Tokenizer
 from gecko.extras import require
@@ -23,6 +23,10 @@ _STAND_INS = 0xF0000
 
 class ChatFormat(Protocol):
     """How a conversation becomes ids."""
+
+    @property
+    def source(self) -> str:
+        """Where it is from, for people."""
 
     @property
     def stops(self) -> Sequence[str]:
@@ -42,6 +46,7 @@ class PlainChat:
     The answer ends where the model would go on as the user.
     """
 
+    source = "the plain format, as no chat template lies beside the tokenizer or the model"
     stops = ("\n\nUser:", "\n\nSystem:")
     _names: Mapping[str, str] = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 
@@ -62,14 +67,17 @@ class TemplateChat:
     that no message can end its turn or speak for another. Any of them ends an answer: they stand for no text, and the
     one that closes a turn is often not the one that ends a document.
 
+    Args:
+        source: the file that the template is from.
+
     Raises:
         ValueError: the template is none.
     """
 
     stops: Sequence[str] = ()
 
-    def __init__(self, tokenizer: Tokenizer, template: str, specials: Mapping[str, int]) -> None:
-        self._tokenizer, self._specials = tokenizer, _Specials(specials)
+    def __init__(self, tokenizer: Tokenizer, template: str, specials: Mapping[str, int], source: str) -> None:
+        self._tokenizer, self._specials, self.source = tokenizer, _Specials(specials), source
         self.stop_ids = tokenizer.special_ids | frozenset(specials.values())
         texts = {index: text for text, index in specials.items()}
         self._names = {
@@ -136,25 +144,38 @@ def find_format(tokenizer: Tokenizer, model_folder: Path) -> ChatFormat:
     """The template beside the tokenizer's files, else beside the model's, else the plain default.
 
     Raises:
-        ValueError: a file that should hold it is damaged.
+        ValueError: a file that should hold it is damaged, or holds several and none is the default.
     """
-    file = Path(tokenizer.name)
-    for folder in ([file.parent] if file.is_file() else []) + [model_folder]:
-        template = _read_template(folder)
-        if template is not None:
+    for folder in (tokenizer.folder, model_folder):
+        found = None if folder is None else _read_template(folder)
+        if folder is not None and found is not None:
             # A folder knows some that a SentencePiece model does not. Where both know one, the ids are the tokenizer's.
-            return TemplateChat(tokenizer, template, {**_special_tokens(folder), **tokenizer.special_texts})
+            specials = {**_special_tokens(folder), **tokenizer.special_texts}
+            return TemplateChat(tokenizer, found.text, specials, f"the template in {found.path}")
     return PlainChat(tokenizer)
 
 
-def _read_template(folder: Path) -> str | None:
+class _Template(NamedTuple):
+    text: str
+    path: Path
+
+
+def _read_template(folder: Path) -> _Template | None:
     if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text(encoding="utf-8")
+        return _Template((folder / TEMPLATE).read_text(encoding="utf-8"), folder / TEMPLATE)
     template = _read_json(folder / CONFIG).get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template
+        template = _default_template({entry["name"]: entry["template"] for entry in template}, folder)
+    return None if template is None else _Template(template, folder / CONFIG)
+
+
+def _default_template(named: Mapping[str, str], folder: Path) -> str:
+    if "default" not in named:
+        raise ValueError(
+            f"of several chat templates one must be named 'default'; {folder / CONFIG} has {sorted(named)}. "
+            f"Write the one to use to {folder / TEMPLATE}."
+        )
+    return named["default"]
 
 
 def _special_tokens(folder: Path) -> dict[str, int]:
@@ -172,7 +193,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _environment() -> Any:
-    """Jinja as the templates expect it, shut off from Python."""
+    """Jinja as transformers sets it up for its templates, shut off from Python."""
     require("jinja2", "serve")
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -181,9 +202,36 @@ def _environment() -> Any:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_blocks()]
     )
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.filters["tojson"] = _to_json
     return environment
+
+
+def _generation_blocks() -> Any:
+    """The extension for ``{% generation %}``, in which templates write an assistant's turn: its text as it is."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class GenerationBlocks(Extension):
+        tags = {"generation"}  # noqa: RUF012 (so that Jinja finds it)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    return GenerationBlocks
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own would escape what is special in HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
 import signal
 import socket
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ from gecko.serving.worker import Worker
 
 _FLUSH_SECONDS = 5
 """For connections to send what they hold, once their requests have ended."""
+_FILES = 1 << 16
+"""Open files to ask for; macOS refuses to be asked for any number."""
 _LOG = logging.getLogger("gecko.serving")
 
 
@@ -123,9 +127,10 @@ def serve(service: Service, options: Options, listening: socket.socket) -> None:
 
 def _allow_many_connections() -> None:
     """Every connection is an open file; the usual limit of 1,024 is meant for other programs."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if most == resource.RLIM_INFINITY else min(most, _FILES)
+    if limit == resource.RLIM_INFINITY or limit >= wanted:
         return
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # A system may allow a process less than its own limit says.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

@@ -104,7 +104,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return Path(self.output)
+        return Path(self.output).expanduser()
 
     def command(self) -> str:
         """The command that trains this run again."""

@@ -1,4 +1,4 @@
-"""Whether a run reads with the tokenizer that the model it starts from was trained with."""
+"""Which tokenizer a model was trained with, and whether a run that starts from it reads with the same."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import warnings
 from pathlib import Path
 
 from gecko.data import ByteTokenizer, Tokenizer, load_tokenizer
+from gecko.data.tokenizer_files import holds_tokenizer
 from gecko.train.run import Run
 from gecko.train.snapshot import RECIPE
 
-_FILES = ("tokenizer.json", "tokenizer.model")
 _PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'\nÀ là niña, Straße, Привет, 你好, 🙂"
 
 
 def check_same_tokenizer(folder: Path, given: str) -> None:
-    """Compare the tokenizer ``given`` with the one that the recipe in a model's ``folder`` names, or that lies there.
+    """Compare the tokenizer ``given`` with that of the model in ``folder``.
 
     Where neither is there nothing is known. A warning where the model's cannot be loaded and may be the same.
 
     Raises:
         ValueError: they make other ids of the same text.
     """
-    known = _known(folder)
+    known = known_tokenizer(folder)
     if known is None or known == given:
         return
     try:
@@ -38,10 +38,14 @@ def check_same_tokenizer(folder: Path, given: str) -> None:
         )
 
 
-def _known(folder: Path) -> str | None:
-    if (folder / RECIPE).is_file():
-        return Run.load(folder / RECIPE).data.tokenizer
-    return str(folder) if any((folder / name).is_file() for name in _FILES) else None
+def known_tokenizer(folder: Path) -> str | None:
+    """The tokenizer whose files lie beside a model, else the one that the recipe there names; None where neither is.
+
+    The files come first: a recipe may name a path of another machine.
+    """
+    if holds_tokenizer(folder):
+        return str(folder)
+    return Run.load(folder / RECIPE).data.tokenizer if (folder / RECIPE).is_file() else None
 
 
 def _ids(tokenizer: Tokenizer) -> list[int]:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from gecko.allocator import keep_freed_memory
 from gecko.baselines import LanguageModel, load_any
+from gecko.data.tokenizer_files import copy_tokenizer
 from gecko.denormals import flushed_denormals
 from gecko.files import whole_file
 from gecko.lock import locked
@@ -34,7 +35,7 @@ from gecko.train.run import Run
 from gecko.train.sample import sample_text
 from gecko.train.saver import Saver
 from gecko.train.signals import StopSignal
-from gecko.train.snapshot import RECIPE, Position, checkpoints_folder, restore_snapshot, write_model
+from gecko.train.snapshot import RECIPE, Position, checkpoints_folder, restore_snapshot, tokenizer_folder, write_model
 from gecko.train.start import starting_model
 from gecko.train.texts import RunData, load_data
 from gecko.train.watchdog import Watchdog, reported_hangs
@@ -253,10 +254,11 @@ def _fit(
 
 
 def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None, ranks: Ranks) -> None:
-    """The recipe, and what this session runs on; ``step`` is the one it goes on after."""
+    """The recipe, its tokenizer, and what this session runs on; ``step`` is the one it goes on after."""
     if ranks.first:
         with whole_file(run.folder / RECIPE) as temporary:
             run.save(temporary)
+        copy_tokenizer(run.data.tokenizer, tokenizer_folder(run))
         if step != run.steps:
             _remove_results(run)
         parameters = list(model.parameters())

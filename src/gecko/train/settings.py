@@ -15,6 +15,8 @@ class DataSettings:
     Texts are what ``gecko.data.load_documents`` takes; they are tokenized and held in memory."""
     sources: tuple[str, ...] = ()
     """``SOURCE=WEIGHT`` each: a mixture of sources in place of ``source``; weights are parts of the rows."""
+    field: str = "text"
+    """Field of JSON Lines, Parquet and data sets that holds the text. Shards were made of one field."""
     tokenizer: str = "bytes"
     """``bytes``, a ``tokenizer.json``, its folder, a SentencePiece ``.model``, or a name on the Hugging Face hub."""
     validation: str | None = None

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from gecko.baselines import LanguageModel, load_config, meta_model
+from gecko.data.tokenizer_files import copy_tokenizer, holds_tokenizer
 from gecko.store import CONFIG, WEIGHTS
 from gecko.train.checkpoint import flushed_entries, read_manifest, write_manifest
 from gecko.train.fields import build
@@ -53,6 +54,11 @@ def checkpoints_folder(run: Run) -> Path:
     return run.folder / "checkpoints"
 
 
+def tokenizer_folder(run: Run) -> Path:
+    """A copy of the tokenizer's files, which every checkpoint gets: wherever one goes, they go along."""
+    return run.folder / "tokenizer"
+
+
 def write_whole(
     folder: Path, run: Run, model: LanguageModel, optimizer: torch.optim.Optimizer, position: Position
 ) -> None:
@@ -63,11 +69,13 @@ def write_whole(
 
 
 def write_small_files(folder: Path, run: Run, position: Position, random: Mapping[str, Tensor]) -> None:
-    """What is the same for all ranks: random state, position, config and recipe."""
+    """What is the same for all ranks: random state, position, config, recipe and tokenizer."""
     save_file(dict(random), folder / _RANDOM)
     (folder / _TRAINER).write_text(json.dumps(asdict(position), indent=2) + "\n", encoding="utf-8")
     run.model.save(folder / CONFIG)
     run.save(folder / RECIPE)
+    if holds_tokenizer(tokenizer_folder(run)):
+        copy_tokenizer(str(tokenizer_folder(run)), folder)
 
 
 def training_tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -58,7 +58,7 @@ def compile_block(block: nn.Module) -> None:
 def _initial(run: Run) -> LanguageModel:
     if run.init_from is None:
         return build_model(run.model)
-    folder = _model_folder(Path(run.init_from))
+    folder = _model_folder(Path(run.init_from).expanduser())
     _check_joined(folder)
     model = load_any(folder)
     found = model.config.to_dict()

@@ -31,7 +31,9 @@ def load_data(run: Run, ranks: Ranks, console: Console) -> RunData:
     tokenizer = load_tokenizer(run.data.tokenizer)
     check_vocabulary(tokenizer, run.model.vocab_size)
     settings = run.data
-    request = DataRequest(run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world)
+    request = DataRequest(
+        run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world, settings.field
+    )
     with console.status(f"reading {', '.join(settings.sources) or settings.source}"):
         data = open_training_data(settings.source, settings.sources, tokenizer, request, validation=settings.validation)
     console.print(f"training: {data.documents:,} documents, {data.tokens:,} tokens of {data.name}")
