@@ -176,10 +176,9 @@ def _parts(record: Record) -> list[str]:
     """How each part ended, and which of its tasks did not."""
     lines = ["## Parts", "", "Each was measured in a process of its own.", "", "| part | |", "|---|---|"]
     for part, ending in record.parts().items():
-        tasks = record.tasks(part)
-        failed = [f"{name}: {reason}" for name, reason in tasks.items() if reason]
-        missing = f"not measured: {ending}" if not tasks else ending
-        lines.append(f"| {part} | {_cell('; '.join(failed) or missing) or 'measured'} |")
+        failed = [f"{name}: {reason}" for name, reason in record.tasks(part).items() if reason]
+        left = [f"{'what was left' if record.tasks(part) else 'not measured'}: {ending}"] if ending else []
+        lines.append(f"| {part} | {_cell('; '.join([*failed, *left])) or 'measured'} |")
     return [*lines, ""]
 
 

@@ -40,14 +40,14 @@ class Runner:
     def run(self, part: str) -> None:
         """Start a part again after the task that ended it, as long as there are others."""
         self.record.begin(part, self.order)
-        ending, begun = OUT_OF_TIME, -1
-        while self._left() > self.least and len(self.record.tasks(part)) > begun:
+        while self._left() > self.least:
             begun = len(self.record.tasks(part))
             ending = self._process(part)
             self.record.end(part, ending)
-            if not ending:
+            if not ending or len(self.record.tasks(part)) == begun:
                 break
-        self.record.end(part, ending)
+        else:
+            self.record.end(part, OUT_OF_TIME)
         self.page()
 
     def _left(self) -> float:

@@ -82,7 +82,7 @@ def test_a_hang_loses_the_task_at_hand(record):
 
 def test_what_is_out_of_time_is_named(record):
     text = measured(record, "hangs", "good", seconds=20)
-    assert "| hangs | first: stopped, for no time was left |" in text
+    assert "| hangs | first: stopped, for no time was left; what was left: no time was left |" in text
     assert "| good | not measured: no time was left |" in text
 
 
