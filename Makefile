@@ -37,7 +37,7 @@ bench-demo: .venv/bench demo  ## Those of the demo model
 	$(BIN)/python benchmarks/quantization.py --write
 
 bench-gpu: .venv/bench  ## Operators, training and decoding on the GPU that is there
-	$(BIN)/python benchmarks/operators.py --write
+	$(BIN)/python benchmarks/operators.py
 
 test-gpu: .venv/test  ## The laws of the operators, and models, on the GPU that is there
 	$(BIN)/pytest -n 4 tests/gpu

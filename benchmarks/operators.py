@@ -1,133 +1,148 @@
 """Operators, training steps, reading and decoding on the GPU that is there, beside their floors and peers.
 
-    python benchmarks/operators.py --write           # writes benchmarks/results/<card>.md
-    python benchmarks/operators.py --small           # small shapes: that it runs to its end, on a CPU too
+    python benchmarks/operators.py                             # all parts, into benchmarks/results/<card>.md
+    python benchmarks/operators.py --only operators:gecko-7b activations --minutes 9 --out FOLDER
+    python benchmarks/operators.py --small                     # small shapes: that it runs to its end, on a CPU too
 
-Without a GPU ``--write`` writes ``results/gpu.md``, which says that the targets are open. What does not fit into the
-memory, or is not installed, is left out with a line that says so.
+Every part runs in a process of its own, and every result is kept in ``<card>.json`` as it comes, from which the page is
+put together; another command on the same card and folder adds its parts to both. What crashes, hangs, does not fit into
+the memory, is not installed, or was not reached in time, stands on the page with the reason. Without a GPU the page is
+``gpu.md``, which says that the targets are open.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import math
+import os
 import re
 import shlex
+import signal
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import time
+import traceback
+from pathlib import Path
 
 import torch
-from gpu import activations
-from gpu.operators import measure_compiled, measure_forms, operators
 from gpu.page import open_targets, page
-from gpu.peers import peers
-from gpu.reading import positions
-from gpu.shapes import Shape
-from gpu.targets import LENGTHS, MODEL, SHAPE, Results
-from gpu.timing import Bench, Rates, why
-from gpu.training import trainings
-from measuring import publish, put
+from gpu.parts import RATES, Part, full, measure, small
+from gpu.processes import Runner
+from gpu.record import Record
+from gpu.timing import Bench
+from measuring import RESULTS
 
-from gecko.config import GeckoConfig
+from gecko.files import whole_file
 from gecko.ops.kernels import kernels_installed
 from gecko.train.hardware import describe_hardware, select_device
-from gecko.train.utilisation import peak_flops
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured."""
+def chosen(parts: dict[str, Part], only: list[str]) -> list[str]:
+    """Those named, by whole names or what stands before the colon; in the order of ``parts``.
 
-    shapes: list[Shape]
-    activations: tuple[str, int]
-    """Preset, and tokens."""
-    trainings: dict[str, list[int]]
-    """Tokens a row by preset."""
-    positions: dict[str, list[int]]
-    copied: int
-    """Numbers in the copy that bandwidth is measured by."""
-    multiplied: int
-    """Side of the matrices that the matrix rate is measured by."""
-    compiled: bool
+    Raises:
+        ValueError: a name is none.
+    """
+    for name in only:
+        if not any(_names(name, part) for part in parts):
+            raise ValueError(f"--only must name parts of {', '.join(parts)}; got {name!r}.")
+    if not only:
+        return [name for name, part in parts.items() if not part.asked]
+    return [part for part in parts if any(_names(name, part) for name in only)]
 
 
-def full() -> Plan:
-    lengths = list(LENGTHS)
-    far = [1_000, 10_000, 100_000, 1_000_000]
-    return Plan(
-        [Shape(name, GeckoConfig.preset(name), 32_768) for name in (SHAPE, MODEL, "gecko-125m")], (SHAPE, 32_768),
-        {MODEL: lengths, "gecko-125m": lengths}, {"gecko-125m": far, MODEL: far}, 2**29, 8_192, True,
-    )  # fmt: skip
+def _names(name: str, part: str) -> bool:
+    return name in (part, part.partition(":")[0])
 
 
-def small() -> Plan:
-    tiny = GeckoConfig.preset("tiny")
-    return Plan(
-        [Shape("tiny", tiny, 512)], ("tiny", 512), {"tiny": [256, 512]}, {"tiny": [256, 1_024]}, 2**22, 512, False
-    )
-
-
-def measured(plan: Plan, bench: Bench) -> Iterator[Results]:
-    """Run it all, saying what is at hand as it goes: the results after each part, the last of which takes longest."""
-    results = Results(
-        Rates.measure(bench, plan.copied, plan.multiplied), peak_flops(bench.device, bench.dtype), bench.dtype.itemsize
-    )
-    for shape in plan.shapes:
-        for operator in operators(shape, bench):
-            _add(results.timings, measure_forms(operator, shape.name, bench))
-        _add(results.timings, peers(shape, bench))
-        yield results
-    found = activations.measure(*plan.activations, bench)
-    _add(results.activations, [] if found is None else [found])
-    for name, lengths in plan.trainings.items():
-        _add(results.trainings, trainings(name, GeckoConfig.preset(name), lengths, bench))
-        yield results
-    for name, wanted in plan.positions.items():
-        _add(results.positions, positions(name, GeckoConfig.preset(name), wanted, bench))
-    yield results
-    if plan.compiled:
-        # Compiling takes minutes a shape: the first one's will do.
-        shape = plan.shapes[0]
-        _add(results.timings, (measure_compiled(operator, shape.name, bench) for operator in operators(shape, bench)))
-        yield results
-
-
-def _add(into: list[Any], found: Iterable[Any]) -> None:
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"of: {', '.join(full())}")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where page and results go")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="for all parts together")
+    parser.add_argument("--small", action="store_true", help="small shapes, two calls each; give another --out")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=20, help="timed calls")
+    parser.add_argument("--here", action="store_true", help="measure one part in this very process; for debuggers")
+    arguments = parser.parse_args()
+    if arguments.small and arguments.out == RESULTS:
+        parser.error("--small is no measurement: give it another --out")
+    if select_device(arguments.device).type == "cuda" and not kernels_installed():
+        parser.error("operators would take their eager forms: Triton is not installed")
     try:
-        for one in found:
-            into.append(one)
-            print(one, flush=True)
+        arguments.only = chosen(small() if arguments.small else full(), arguments.only)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def write(path: Path, lines: list[str]) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_page(record: Record) -> None:
+    """What cannot be shown must not end what measures: the results are kept anyway."""
+    try:
+        write(record.path.with_suffix(".md"), page(record))
     except Exception as error:
-        print(why(error), flush=True)
+        traceback.print_exception(error)
+
+
+def measure_all(names: list[str], order: list[str], record: Record, minutes: float) -> None:
+    """Each in its own process; what others are held against comes first, once a card."""
+    own = [*sys.argv[1:], "--here", "--only"]
+    runner = Runner(
+        record, lambda part: [sys.executable, __file__, *own, part], order,
+        lambda: write_page(record), time.monotonic() + 60 * minutes,
+    )  # fmt: skip
+    known = record.parts().get(RATES) == "" and not any(record.tasks(RATES).values())
+    for name in names if known else dict.fromkeys([RATES, *names]):
+        print(f"--- {name}", flush=True)
+        runner.run(name)
+
+
+def measure_here(parts: dict[str, Part], bench: Bench, record: Record) -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # its stacks, before it is stopped
+    if bench.device.type == "cuda":
+        torch.cuda.set_device(bench.device.index or 0)  # events are the current device's
+    try:
+        for name, part in parts.items():
+            measure(name, part, bench, record)
+    except Exception as error:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(1)  # what else ends a process may wait for a card that no longer answers
+
+
+def describe(device: torch.device) -> tuple[str, str]:
+    """The name of the card as a file's, and the machine in words."""
+    facts = describe_hardware(device)
+    hardware = "; ".join([facts.pop("GPU", "CPU"), *facts.values()])
+    return re.sub(r"\W+", "_", re.split("[,;]", hardware)[0].lower()), hardware
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="small shapes, two calls each; results are only printed")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--repeats", type=int, default=20, help="timed calls")
-    parser.add_argument("--write", action="store_true", help="write a page into benchmarks/results")
-    arguments = parser.parse_args()
+    arguments = parse()
     device = select_device(arguments.device)
-    command = shlex.join(["python", "benchmarks/operators.py", *sys.argv[1:]])
     if device.type != "cuda" and not arguments.small:
-        publish("gpu.md", open_targets("make bench-gpu"), arguments.write)
+        write(arguments.out / "gpu.md", open_targets("make bench-gpu"))
         return
-    if device.type == "cuda":
-        if not kernels_installed():
-            parser.error("operators would take their eager forms: Triton is not installed")
-        torch.cuda.set_device(device.index or 0)  # events are the current device's
+    parts = small() if arguments.small else full()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     bench = Bench(device, dtype, *((2, 1) if arguments.small else (arguments.repeats, 5)))
-    facts = describe_hardware(device)
-    hardware = "; ".join([facts.pop("GPU", "CPU"), *facts.values()])
-    name = re.sub(r"\W+", "_", hardware.partition(",")[0].lower()) + ".md"
-    write = arguments.write and not arguments.small
-    for results in measured(small() if arguments.small else full(), bench):
-        if write:  # after each part, for what comes after it may be cut short
-            put(name, page(results, bench, hardware, command))
-    publish(name, page(results, bench, hardware, command), write)
+    name, hardware = describe(device)
+    record = Record(arguments.out / f"{name}.json")
+    if arguments.here:
+        measure_here({name: parts[name] for name in arguments.only}, bench, record)
+        return
+    record.describe(
+        shlex.join(["python", "benchmarks/operators.py", *sys.argv[1:]]), hardware=hardware,
+        dtype=str(dtype).removeprefix("torch."), repeats=bench.repeats, warm_ups=bench.warm_ups,
+    )  # fmt: skip
+    measure_all(arguments.only, list(parts), record, arguments.minutes)
+    print("\n".join(page(record)))
 
 
 if __name__ == "__main__":

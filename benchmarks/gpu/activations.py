@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu.timing import Bench, why
+from gpu.timing import Bench
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
@@ -54,22 +54,18 @@ class _Storages:
         return sum(self._sizes.values())
 
 
-def measure(name: str, length: int, bench: Bench) -> Activations | None:
-    """One block of a preset on one row; None where that does not fit into the memory."""
+def measure(name: str, length: int, bench: Bench) -> Activations:
+    """One block of a preset on one row."""
     config = GeckoConfig.preset(name)
     torch.manual_seed(0)
     block = Block(config, 0).to(bench.device)
     kept, needed = _Storages(block), _Storages(block)
-    try:
-        # Under autocast embeddings are float32, and so is what blocks hand on.
-        x = bench.random(1, length, config.model_dim, dtype=torch.float32).requires_grad_()
-        precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.add(tensor), tensor)[1], lambda x: x)
-        with autocast(precision, bench.device), _watched(block, needed), hooks:
-            block(x, None, Segments.build(1, length, device=bench.device))
-    except Exception as error:
-        print(why(error))
-        return None
+    # Under autocast embeddings are float32, and so is what blocks hand on.
+    x = bench.random(1, length, config.model_dim, dtype=torch.float32).requires_grad_()
+    precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.add(tensor), tensor)[1], lambda x: x)
+    with autocast(precision, bench.device), _watched(block, needed), hooks:
+        block(x, None, Segments.build(1, length, device=bench.device))
     return Activations(name, length, kept.total, needed.total)
 
 

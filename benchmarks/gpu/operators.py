@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -49,6 +50,29 @@ class Timing:
     floor: Floor
     forward: float | None = None
     both: float | None = None
+    launching_forward: float = 0.0
+    """Of the host, until all kernels were launched."""
+    launching_both: float = 0.0
+    reason: str = ""
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host takes longer for the launches of either than the card for their work."""
+        times = ((self.forward, self.launching_forward), (self.both, self.launching_both))
+        return any(seconds is not None and launching > seconds for seconds, launching in times)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far an operator as it is dispatched is from its eager form: ‖kernel − eager‖ / ‖eager‖.
+
+    The largest of its outputs, and of its gradients; None, and a ``reason``, where one did not run.
+    """
+
+    operator: str
+    shape: str
+    outputs: float | None = None
+    gradients: float | None = None
     reason: str = ""
 
 
@@ -123,19 +147,53 @@ def measure(operator: Operator, form: str, shape: str, bench: Bench) -> Timing:
         both = bench.seconds(lambda: torch.autograd.grad(operator.function(*inputs), inputs, weights), queued=True)
     except Exception as error:
         return Timing(operator.name, form, shape, operator.floor, reason=why(error))
-    return Timing(operator.name, form, shape, operator.floor, forward, both)
+    return Timing(
+        operator.name, form, shape, operator.floor, forward.seconds, both.seconds, forward.launching, both.launching
+    )
 
 
 def _outputs(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
-def measure_forms(operator: Operator, shape: str, bench: Bench) -> Iterator[Timing]:
-    """As it is dispatched; where kernels ran, the eager form too."""
+def measure_kernels(operator: Operator, shape: str, bench: Bench) -> Iterator[Timing | Agreement]:
+    """As it is dispatched, and how far that is from the eager form."""
     yield measure(operator, GECKO, shape, bench)
-    if bench.device.type == "cuda":
+    bench.check()  # a kernel that failed must not count against the eager form
+    yield compare(operator, shape)
+
+
+def measure_eager(operator: Operator, shape: str, bench: Bench) -> Timing:
+    with eager_forms():
+        return measure(operator, EAGER, shape, bench)
+
+
+def compare(operator: Operator, shape: str) -> Agreement:
+    inputs = [x.detach().requires_grad_() for x in operator.inputs]
+    try:
+        with torch.no_grad():
+            weights = [torch.randn_like(x) for x in _outputs(operator.function(*inputs))]
+        ours = _outputs_and_gradients(operator, inputs, weights)
         with eager_forms():
-            yield measure(operator, EAGER, shape, bench)
+            theirs = _outputs_and_gradients(operator, inputs, weights)
+        found = [max(map(_difference, *pair)) for pair in zip(ours, theirs, strict=True)]
+    except Exception as error:
+        return Agreement(operator.name, shape, reason=why(error))
+    return Agreement(operator.name, shape, *found)
+
+
+def _outputs_and_gradients(
+    operator: Operator, inputs: list[Tensor], weights: list[Tensor]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    outputs = _outputs(operator.function(*inputs))
+    return tuple(x.detach() for x in outputs), torch.autograd.grad(outputs, inputs, weights)
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """Infinite where a number is NaN, so that it is the largest of several."""
+    exact = theirs.float()
+    found = float((ours.float() - exact).norm() / exact.norm().clamp(min=1e-30))
+    return math.inf if math.isnan(found) else found
 
 
 def measure_compiled(operator: Operator, shape: str, bench: Bench) -> Timing:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from gpu.activations import Activations
-from gpu.targets import Results, Target, targets
-from gpu.timing import Bench
+from gpu.operators import Agreement, Timing
+from gpu.reading import Position
+from gpu.record import Record
+from gpu.targets import SHAPE, Results, Target, targets
+from gpu.timing import Rates
 from gpu.training import Training
 
+LIMITS = {"bfloat16": 2e-2, "float32": 1e-3}
+"""Of differences between a kernel and the eager form, both of which round."""
 OPEN = "not measured: no GPU at hand"
 
 
@@ -23,18 +29,46 @@ def open_targets(command: str) -> list[str]:
     ]  # fmt: skip
 
 
-def page(results: Results, bench: Bench, hardware: str, command: str) -> list[str]:
-    """All tables of one run."""
-    rates, dtype = results.rates, str(bench.dtype).removeprefix("torch.")
+def page(record: Record) -> list[str]:
+    """All tables of one card."""
+    results, dtype = _results(record), record.fact("dtype")
+    hardware = record.fact("hardware")
+    commands = ", ".join(f"`{command}`" for command in record.fact("commands"))
     return [
         f"# {hardware.partition(';')[0]}", "", f"{hardware}.", "",
-        f"{dtype}, medians of {bench.repeats} calls after {bench.warm_ups}, fewer where calls are long; on a GPU, "
-        "operators without the time that the host takes to launch them. In the same run a large copy moves "
-        f"{rates.copy / 1e9:,.0f} GB/s, and a large product makes {rates.products / 1e12:,.2f} TFLOP/s; the peak that "
-        f"MFU is counted by is {results.peak / 1e12:,.2f}.", "",
-        *_targets(results), *_operators(results), *_activations(results), *_trainings(results), *_positions(results),
-        f"Written by `{command}`.",
+        f"{dtype}, medians of {record.fact('repeats')} calls after {record.fact('warm_ups')}, fewer where calls are "
+        "long; on a GPU, operators without the time that the host takes to launch them. " + _rates(results.rates), "",
+        *_warning(results, dtype), *_targets(results), *_operators(results, dtype), *_activations(results),
+        *_trainings(results), *_positions(results), *_parts(record), f"Written by {commands}.",
     ]  # fmt: skip
+
+
+def _results(record: Record) -> Results:
+    return Results(
+        next(record.results(Rates), None), getattr(torch, record.fact("dtype")).itemsize,
+        list(record.results(Timing)), list(record.results(Agreement)), list(record.results(Activations)),
+        list(record.results(Training)), list(record.results(Position)),
+    )  # fmt: skip
+
+
+def _rates(rates: Rates | None) -> str:
+    if rates is None:
+        return "What a large copy and a large product reach was not measured."
+    return (
+        f"A large copy moves {rates.copy / 1e9:,.0f} GB/s, and a large product makes {rates.products / 1e12:,.2f} "
+        f"TFLOP/s; the peak that MFU is counted by is {rates.peak / 1e12:,.2f}."
+    )
+
+
+def _warning(results: Results, dtype: str) -> list[str]:
+    """Wrong kernels, whose times mean nothing."""
+    wrong = [f"{a.operator} ({a.shape})" for a in results.agreements if _differs(a, dtype)]
+    return [f"**Not what the eager form computes: {', '.join(wrong)}. Their times mean nothing.**", ""] if wrong else []
+
+
+def _differs(agreement: Agreement, dtype: str) -> bool:
+    found = (agreement.outputs, agreement.gradients)
+    return any(difference is not None and not difference <= LIMITS[dtype] for difference in found)
 
 
 def _goal(target: Target) -> str:
@@ -52,30 +86,43 @@ def _targets(results: Results) -> list[str]:
     return [*lines, ""]
 
 
-def _operators(results: Results) -> list[str]:
-    lines = [
+def _operators(results: Results, dtype: str) -> list[str]:
+    return [
         "## Operators", "",
-        "Bytes: each input and each output once, with gradients in backward. FLOPs: those of the equations, two for a "
-        "multiplication and addition, three times as many with backward. Shares are of the copy and the product above.",
-        "", "| operator | form | shape | forward, ms | with backward, ms | MB | GFLOP | copy bandwidth | matrix rate |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+        "Forward, and forward with backward. Host: until it has launched all kernels, and host-bound where that takes "
+        "longer than the card's work. Difference: ‖kernel − eager‖ / ‖eager‖ of outputs and of gradients, the largest "
+        f"of each; above {LIMITS[dtype]:g} it is WRONG. The eager form is timed at {SHAPE} only. MB: each "
+        "input and output once, with gradients in backward. GFLOP: those of the equations, two for a product and an "
+        "addition, three times as many with backward. Shares are of the copy and the product above.", "",
+        "| operator | form | shape | card, ms | host, ms | difference | MB | GFLOP | copy bandwidth | matrix rate |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        *(_timing(timing, results, dtype) for timing in results.timings), "",
     ]  # fmt: skip
-    for timing in results.timings:
-        start = f"| {timing.operator} | {timing.form} | {timing.shape}"
-        if timing.forward is None or timing.both is None:
-            lines.append(f"{start} | {timing.reason} | | | | | |")
-            continue
-        shares = [
-            f"{kind(timing, False) or 0:.1%} / {kind(timing, True) or 0:.1%}"
-            for kind in (results.bandwidth, results.products)
-        ]
-        floor, size = timing.floor, results.element_size
-        lines.append(
-            f"{start} | {1e3 * timing.forward:.3f} | {1e3 * timing.both:.3f} "
-            f"| {floor.numbers_forward * size / 1e6:,.1f} / {floor.numbers_both * size / 1e6:,.1f} "
-            f"| {floor.flops_forward / 1e9:,.1f} / {floor.flops_both / 1e9:,.1f} | {shares[0]} | {shares[1]} |"
-        )
-    return [*lines, ""]
+
+
+def _timing(timing: Timing, results: Results, dtype: str) -> str:
+    start = f"| {timing.operator} | {timing.form} | {timing.shape}"
+    if timing.forward is None or timing.both is None:
+        return f"{start} | {timing.reason} | | | | | | |"
+    floor, size = timing.floor, results.element_size
+    host = f"{1e3 * timing.launching_forward:.3f} / {1e3 * timing.launching_both:.3f}"
+    shares = [
+        f"{kind(timing, False) or 0:.1%} / {kind(timing, True) or 0:.1%}"
+        for kind in (results.bandwidth, results.products)
+    ]
+    return (
+        f"{start} | {1e3 * timing.forward:.3f} / {1e3 * timing.both:.3f} "
+        f"| {host}{' **host-bound**' if timing.host_bound else ''} | {_agreement(results.agreement(timing), dtype)} "
+        f"| {floor.numbers_forward * size / 1e6:,.1f} / {floor.numbers_both * size / 1e6:,.1f} "
+        f"| {floor.flops_forward / 1e9:,.1f} / {floor.flops_both / 1e9:,.1f} | {shares[0]} | {shares[1]} |"
+    )
+
+
+def _agreement(agreement: Agreement | None, dtype: str) -> str:
+    if agreement is None or agreement.outputs is None or agreement.gradients is None:
+        return "" if agreement is None else f"not compared: {agreement.reason}"
+    found = f"{agreement.outputs:.1e} / {agreement.gradients:.1e}"
+    return f"**WRONG** {found}" if _differs(agreement, dtype) else found
 
 
 def _activations(results: Results) -> list[str]:
@@ -107,14 +154,33 @@ def _training(training: Training, results: Results) -> str:
     start = f"| {training.model} | {training.parameters / 1e6:,.1f} M | {training.length:,} | {training.checkpointing}"
     if training.speed is None:
         return f"{start} | | | | |"
-    shares = [training.utilisation(rate) or 0 for rate in (results.peak, results.rates.products)]
+    rates = results.rates
+    shares = ["", ""] if rates is None else [f"{training.utilisation(r):.1%}" for r in (rates.peak, rates.products)]
     memory = "" if training.peak is None else f"{training.peak / 1e9:.1f}"
-    return f"{start} | {training.speed:,.0f} | {shares[0]:.1%} | {shares[1]:.1%} | {memory} |"
+    return f"{start} | {training.speed:,.0f} | {shares[0]} | {shares[1]} | {memory} |"
 
 
 def _positions(results: Results) -> list[str]:
     return [
         "## Reading and decoding, one text", "",
-        "| model | position | tokens/s read so far | ms a token decoded there |", "|---|---:|---:|---:|",
-        *(f"| {p.model} | {p.position:,} | {p.prefill:,.0f} | {1e3 * p.decode:.3f} |" for p in results.positions), "",
+        "| model | position | tokens/s read so far | ms a token decoded there | of which the host launches, ms |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {p.model} | {p.position:,} | {p.prefill:,.0f} | {1e3 * p.decode:.3f} | {1e3 * p.launching:.3f} |"
+            for p in results.positions
+        ), "",
     ]  # fmt: skip
+
+
+def _parts(record: Record) -> list[str]:
+    """How each part ended, and which of its tasks did not."""
+    lines = ["## Parts", "", "Each was measured in a process of its own.", "", "| part | |", "|---|---|"]
+    for part, ending in record.parts().items():
+        failed = [f"{name}: {reason}" for name, reason in record.tasks(part).items() if reason]
+        left = [f"{'what was left' if record.tasks(part) else 'not measured'}: {ending}"] if ending else []
+        lines.append(f"| {part} | {_cell('; '.join([*failed, *left])) or 'measured'} |")
+    return [*lines, ""]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/")

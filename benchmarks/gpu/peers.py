@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from gpu.operators import AVERAGE, Operator, Timing, measure
 from gpu.shapes import Floor, Shape
-from gpu.timing import Bench, why
+from gpu.timing import Bench
 from torch import Tensor
 
 HEAD = 128
@@ -19,11 +19,12 @@ SCAN, WINDOW, WHOLE = "associative scan in Triton", "SDPA with a mask, chunk by 
 GATED_DELTA, KIMI_DELTA = "gated delta rule (flash-linear-attention)", "KDA (flash-linear-attention)"
 
 Reason = str
+Maker = Callable[[Shape, Bench], Operator | Reason]
 
 
-def peers(shape: Shape, bench: Bench) -> Iterator[Timing]:
-    """One after the other; those that cannot run here say why."""
-    makers: list[tuple[str, str, Callable[[Shape, Bench], Operator | Reason], Floor]] = [
+def peers(shape: Shape, bench: Bench) -> Iterator[tuple[str, Iterator[Timing]]]:
+    """Each by its form; those that cannot run here say why."""
+    makers: list[tuple[str, str, Maker, Floor]] = [
         (AVERAGE, SCAN, associative_scan, shape.moving_average()),
         ("chunk attention", WINDOW, window_attention, shape.attention()),
         ("attention", WHOLE, whole_attention, shape.whole_attention()),
@@ -31,14 +32,15 @@ def peers(shape: Shape, bench: Bench) -> Iterator[Timing]:
         ("token mixer", KIMI_DELTA, kimi_delta_attention, shape.norm()),
     ]
     for name, form, make, floor in makers:
-        try:
-            made = make(shape, bench)
-        except Exception as error:
-            made = why(error)
-        if isinstance(made, str):
-            yield Timing(name, form, shape.name, floor, reason=made)
-        else:
-            yield measure(made, form, shape.name, bench)
+        yield form, _peer(name, form, make, floor, shape, bench)
+
+
+def _peer(name: str, form: str, make: Maker, floor: Floor, shape: Shape, bench: Bench) -> Iterator[Timing]:
+    made = make(shape, bench)
+    if isinstance(made, str):
+        yield Timing(name, form, shape.name, floor, reason=made)
+    else:
+        yield measure(made, form, shape.name, bench)
 
 
 def associative_scan(shape: Shape, bench: Bench) -> Operator | Reason:

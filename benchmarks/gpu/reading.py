@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from gpu.timing import Bench
+from gpu.timing import Bench, Call
 
 import gecko
 from gecko.config import GeckoConfig
@@ -22,6 +22,8 @@ class Position:
     """Tokens a second, over all that was read up to here."""
     decode: float
     """Seconds of one token."""
+    launching: float
+    """Seconds in which the host launched its kernels."""
 
 
 def positions(name: str, config: GeckoConfig, wanted: list[int], bench: Bench) -> Iterator[Position]:
@@ -36,12 +38,13 @@ def positions(name: str, config: GeckoConfig, wanted: list[int], bench: Bench) -
     for position in wanted:
         text = torch.randint(config.vocab_size, (position - before,))
         found = []
-        seconds += bench.once(lambda text=text, state=state, found=found: found.append(read(model, [text], state)))
-        state, before = found[0].state, position
-        yield Position(name, position, position / seconds, _decoding(model, state, bench))
+        call = bench.once(lambda text=text, state=state, found=found: found.append(read(model, [text], state)))
+        state, before, seconds = found[0].state, position, seconds + call.seconds
+        decoding = _decoding(model, state, bench)
+        yield Position(name, position, position / seconds, decoding.seconds, decoding.launching)
 
 
-def _decoding(model: gecko.Gecko, state: gecko.GeckoState, bench: Bench) -> float:
+def _decoding(model: gecko.Gecko, state: gecko.GeckoState, bench: Bench) -> Call:
     """A step writes into the state that it is given: a copy of the one that reading goes on from."""
     current = state.map(torch.clone)
     token = torch.zeros(1, dtype=torch.int64, device=bench.device)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gpu.activations import Activations
-from gpu.operators import AVERAGE, GECKO, MIXING, TIMESTEP, Timing
+from gpu.operators import AVERAGE, GECKO, MIXING, TIMESTEP, Agreement, Timing
 from gpu.peers import SCAN
 from gpu.reading import Position
 from gpu.timing import Rates
@@ -19,22 +19,26 @@ LENGTHS = {4_096: 1.0, 32_768: 1.5, 131_072: 3.0}
 """Tokens a row, and how many times Llama's tokens a second."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Results:
-    """All that one run measured."""
+    """All that was measured on one card."""
 
-    rates: Rates
-    peak: float
-    """FLOPs a second of the card, by its vendor where known."""
+    rates: Rates | None
     element_size: int
-    timings: list[Timing] = field(default_factory=list)
-    activations: list[Activations] = field(default_factory=list)
-    trainings: list[Training] = field(default_factory=list)
-    positions: list[Position] = field(default_factory=list)
+    timings: list[Timing]
+    agreements: list[Agreement]
+    activations: list[Activations]
+    trainings: list[Training]
+    positions: list[Position]
 
     def timing(self, operator: str, form: str) -> Timing | None:
         found = (t for t in self.timings if (t.operator, t.form, t.shape) == (operator, form, SHAPE))
         return next((t for t in found if t.both is not None), None)
+
+    def agreement(self, timing: Timing) -> Agreement | None:
+        """Of an operator as it is dispatched with its eager form."""
+        found = (a for a in self.agreements if (a.operator, a.shape) == (timing.operator, timing.shape))
+        return next(found, None) if timing.form == GECKO else None
 
     def training(self, model: str, length: int) -> Training | None:
         found = (t for t in self.trainings if (t.model, t.length) == (model, length))
@@ -44,13 +48,15 @@ class Results:
         """Share of the copy's bytes a second that the floor's bytes make."""
         seconds = timing.both if backward else timing.forward
         numbers = timing.floor.numbers_both if backward else timing.floor.numbers_forward
-        return None if seconds is None else numbers * self.element_size / seconds / self.rates.copy
+        if seconds is None or self.rates is None:
+            return None
+        return numbers * self.element_size / seconds / self.rates.copy
 
     def products(self, timing: Timing, backward: bool) -> float | None:
         """Share of the matrix rate that the floor's products make."""
         seconds = timing.both if backward else timing.forward
         flops = timing.floor.flops_both if backward else timing.floor.flops_forward
-        return None if seconds is None else flops / seconds / self.rates.products
+        return None if seconds is None or self.rates is None else flops / seconds / self.rates.products
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def _activations(results: Results) -> float | None:
 
 def _utilisation(results: Results) -> float | None:
     training = results.training(MODEL, 32_768)
-    return None if training is None else training.utilisation(results.peak)
+    return None if training is None or results.rates is None else training.utilisation(results.rates.peak)
 
 
 def _against_llama(length: int) -> Callable[[Results], float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 import traceback
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from gecko.train.utilisation import peak_flops
 
 LONGEST = 5.0
 """Seconds that the calls of one function take, about: of long ones there are fewer, but three."""
@@ -31,6 +34,16 @@ def why(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
+class Call:
+    """Seconds."""
+
+    seconds: float
+    """Of the device."""
+    launching: float
+    """Until the host had launched it all; 0 on a CPU, which launches nothing."""
+
+
+@dataclass(frozen=True)
 class Bench:
     """Where and how long is measured."""
 
@@ -40,16 +53,17 @@ class Bench:
     repeats: int
     warm_ups: int
 
-    def seconds(self, function: Callable[[], Any], *, queued: bool = False) -> float:
-        """The median time of ``function``, which is called a few times before; ``queued`` as for ``once``."""
+    def seconds(self, function: Callable[[], Any], *, queued: bool = False) -> Call:
+        """The median times of ``function``, which is called a few times before; ``queued`` as for ``once``."""
         self.once(function)  # kernels are compiled, memory is found
-        calls = max(3, int(LONGEST / self.once(function)))
+        calls = max(3, int(LONGEST / self.once(function).seconds))
         for _ in range(min(calls, self.warm_ups) - 2):
             self.once(function)
-        return statistics.median(self.once(function, queued=queued) for _ in range(min(calls, self.repeats)))
+        timed = [self.once(function, queued=queued) for _ in range(min(calls, self.repeats))]
+        return Call(*(statistics.median(getattr(call, kind) for call in timed) for kind in ("seconds", "launching")))
 
-    def once(self, function: Callable[[], Any], *, queued: bool = False) -> float:
-        """The time of one call.
+    def once(self, function: Callable[[], Any], *, queued: bool = False) -> Call:
+        """The times of one call.
 
         ``queued``: a GPU is given work before it, behind which the host can launch the call's kernels: what is
         measured is their time, as in a long step, and not the host's. Nor is anything of the call in the cache.
@@ -57,16 +71,18 @@ class Bench:
         if self.device.type != "cuda":
             begin = time.perf_counter()
             function()
-            return time.perf_counter() - begin
+            return Call(time.perf_counter() - begin, 0.0)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
         if queued:
             self._occupy()
         first.record()
+        begin = time.perf_counter()
         function()
+        launching = time.perf_counter() - begin
         last.record()
         torch.cuda.synchronize(self.device)
-        return first.elapsed_time(last) / 1e3
+        return Call(first.elapsed_time(last) / 1e3, launching)
 
     def _occupy(self) -> None:
         """Give the device some milliseconds of work."""
@@ -83,6 +99,16 @@ class Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
+    def check(self) -> None:
+        """RuntimeError where a kernel of before has failed, after which CUDA does nothing more in this process."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the card; of a CPU none are counted."""
+        return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else math.inf
+
     def peak(self) -> int | None:
         """Bytes of the card's memory since ``reset_peak``; None on a CPU, where processes do not know."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
@@ -96,13 +122,16 @@ class Rates:
     """Bytes a second, read and written, of a large copy."""
     products: float
     """FLOPs a second of a large product of square matrices."""
+    peak: float
+    """FLOPs a second of the card, by its vendor where known."""
 
     @classmethod
     def measure(cls, bench: Bench, numbers: int, size: int) -> Rates:
         """By copying ``numbers`` numbers, and a product of ``size`` × ``size``."""
         source = bench.random(numbers)
         target = torch.empty_like(source)
-        copied = bench.seconds(lambda: target.copy_(source), queued=True)
+        copied = bench.seconds(lambda: target.copy_(source), queued=True).seconds
         a, b = bench.random(size, size), bench.random(size, size)
-        multiplied = bench.seconds(lambda: a @ b, queued=True)
-        return cls(2 * numbers * source.element_size() / copied, 2 * size**3 / multiplied)
+        multiplied = bench.seconds(lambda: a @ b, queued=True).seconds
+        peak = peak_flops(bench.device, bench.dtype)
+        return cls(2 * numbers * source.element_size() / copied, 2 * size**3 / multiplied, peak)

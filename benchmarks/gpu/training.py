@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,9 @@ from gpu.timing import NO_ROOM, Bench, why
 
 from gecko.baselines import LlamaConfig, ModelConfig, build_model, meta_model
 from gecko.config import GeckoConfig
+from gecko.plan.memory import Share, step_memory
 from gecko.recomputation import ActivationCheckpointing
+from gecko.train import Run
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
 from gecko.train.step import Part, train_step
@@ -62,16 +63,15 @@ def count(config: ModelConfig) -> int:
     return sum(parameter.numel() for parameter in meta_model(config).parameters())
 
 
-def trainings(name: str, config: GeckoConfig, lengths: list[int], bench: Bench) -> Iterator[Training]:
-    """Gecko and the Llama in turn, by length."""
-    for length in lengths:
-        yield train(name, config, length, bench)
-        yield train(f"{LLAMA}, equal to {name}", equal_llama(config), length, bench)
-
-
 def train(name: str, config: ModelConfig, length: int, bench: Bench) -> Training:
+    """With the least recomputation that fits: of what is planned to need more than the card has, nothing is tried."""
     nothing = Training(name, count(config), length, flops_per_token(config, length))
+    reason = NO_ROOM
     for checkpointing in CHECKPOINTING:
+        bytes_planned = planned(config, length, checkpointing, bench)
+        if bytes_planned > bench.memory:
+            reason = f"does not fit ({bytes_planned / 1e9:.0f} GB planned, recomputing: {checkpointing})"
+            continue
         bench.reset_peak()
         try:
             seconds = _step_seconds(config, length, checkpointing, bench)
@@ -81,7 +81,13 @@ def train(name: str, config: ModelConfig, length: int, bench: Bench) -> Training
                 continue
             return dataclasses.replace(nothing, checkpointing=reason)
         return dataclasses.replace(nothing, checkpointing=checkpointing, seconds=seconds, peak=bench.peak())
-    return dataclasses.replace(nothing, checkpointing=NO_ROOM)
+    return dataclasses.replace(nothing, checkpointing=reason)
+
+
+def planned(config: ModelConfig, length: int, checkpointing: ActivationCheckpointing, bench: Bench) -> int:
+    """Bytes of one card, as ``gecko plan`` has them."""
+    run = Run(config, "", batch_size=1, sequence_length=length, steps=1, activation_checkpointing=checkpointing)
+    return sum(step_memory(run, Share(1, 1, length, 1, bench.dtype == torch.bfloat16)).values())
 
 
 def _step_seconds(config: ModelConfig, length: int, checkpointing: ActivationCheckpointing, bench: Bench) -> float:
@@ -97,4 +103,4 @@ def _step_seconds(config: ModelConfig, length: int, checkpointing: ActivationChe
     def step() -> None:
         train_step(model, optimizer, [part], learning_rate=1e-4, clip=1.0, precision=precision)
 
-    return bench.seconds(step)
+    return bench.seconds(step).seconds

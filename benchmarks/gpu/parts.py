@@ -1,0 +1,143 @@
+"""What is measured, in parts, each of tasks that can fail alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from gpu import activations
+from gpu.operators import measure_compiled, measure_eager, measure_kernels, operators
+from gpu.peers import peers
+from gpu.reading import positions
+from gpu.record import Record, Result
+from gpu.shapes import Shape
+from gpu.targets import LENGTHS, MODEL, SHAPE
+from gpu.timing import Bench, Rates, why
+from gpu.training import LLAMA, equal_llama, train
+
+from gecko.config import GeckoConfig
+
+SMALLEST = "gecko-125m"
+FAR = [1_000, 10_000, 100_000, 1_000_000]
+RATES = "rates"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something whose results are lost together; nothing is measured before they are asked for."""
+
+    name: str
+    results: Iterator[Result]
+
+
+@dataclass(frozen=True)
+class Part:
+    tasks: Callable[[Bench], Iterator[Task]]
+    asked: bool = False
+    """Measured only where it is named."""
+
+
+def full() -> dict[str, Part]:
+    """In the order they are measured in: what the targets need comes first."""
+    shapes = {name: Shape(name, GeckoConfig.preset(name), 32_768) for name in (SHAPE, MODEL, SMALLEST)}
+    return {
+        RATES: Part(partial(_rates, 2**29, 8_192)),
+        f"operators:{SHAPE}": Part(partial(_operators, shapes[SHAPE])),
+        f"training:{MODEL}": Part(partial(_trainings, MODEL, list(LENGTHS))),
+        "activations": Part(partial(_activations, SHAPE, 32_768)),
+        f"peers:{SHAPE}": Part(partial(_peers, shapes[SHAPE])),
+        f"eager:{SHAPE}": Part(partial(_eager, shapes[SHAPE])),
+        f"operators:{MODEL}": Part(partial(_operators, shapes[MODEL])),
+        f"operators:{SMALLEST}": Part(partial(_operators, shapes[SMALLEST])),
+        f"training:{SMALLEST}": Part(partial(_trainings, SMALLEST, list(LENGTHS))),
+        f"positions:{SMALLEST}": Part(partial(_positions, SMALLEST, FAR)),
+        f"positions:{MODEL}": Part(partial(_positions, MODEL, FAR)),
+        f"peers:{MODEL}": Part(partial(_peers, shapes[MODEL])),
+        f"peers:{SMALLEST}": Part(partial(_peers, shapes[SMALLEST])),
+        f"compiled:{SMALLEST}": Part(partial(_compiled, shapes[SMALLEST])),
+        f"compiled:{MODEL}": Part(partial(_compiled, shapes[MODEL]), asked=True),
+        f"compiled:{SHAPE}": Part(partial(_compiled, shapes[SHAPE]), asked=True),
+    }
+
+
+def small() -> dict[str, Part]:
+    """The same code on shapes that a CPU has time for."""
+    shape = Shape("tiny", GeckoConfig.preset("tiny"), 512)
+    return {
+        RATES: Part(partial(_rates, 2**22, 512)),
+        "operators:tiny": Part(partial(_operators, shape)),
+        "eager:tiny": Part(partial(_eager, shape)),
+        "training:tiny": Part(partial(_trainings, "tiny", [256, 512])),
+        "activations": Part(partial(_activations, "tiny", 512)),
+        "peers:tiny": Part(partial(_peers, shape)),
+        "positions:tiny": Part(partial(_positions, "tiny", [256, 1_024])),
+    }
+
+
+def measure(name: str, part: Part, bench: Bench, record: Record) -> None:
+    """The tasks of a part that have not begun yet, each result kept as it comes.
+
+    Raises:
+        RuntimeError: CUDA does nothing more in this process; the tasks left need another.
+    """
+    for task in part.tasks(bench):
+        if task.name not in record.tasks(name):
+            record.begin_task(name, task.name)
+            record.end_task(name, task.name, _measure_task(name, task, record))
+            bench.check()
+
+
+def _measure_task(part: str, task: Task, record: Record) -> str:
+    """Why it failed, or ""."""
+    try:
+        for result in task.results:
+            record.add(part, task.name, result)
+            print(result, flush=True)
+    except Exception as error:
+        return why(error)
+    return ""
+
+
+def _rates(numbers: int, size: int, bench: Bench) -> Iterator[Task]:
+    yield Task("copy and product", _later(Rates.measure, bench, numbers, size))
+
+
+def _operators(shape: Shape, bench: Bench) -> Iterator[Task]:
+    for operator in operators(shape, bench):
+        yield Task(operator.name, measure_kernels(operator, shape.name, bench))
+
+
+def _eager(shape: Shape, bench: Bench) -> Iterator[Task]:
+    for operator in operators(shape, bench):
+        yield Task(operator.name, _later(measure_eager, operator, shape.name, bench))
+
+
+def _compiled(shape: Shape, bench: Bench) -> Iterator[Task]:
+    """Eager forms unroll hundreds of pieces, which may take longer to compile than a process is given."""
+    for operator in operators(shape, bench):
+        yield Task(operator.name, _later(measure_compiled, operator, shape.name, bench))
+
+
+def _trainings(name: str, lengths: list[int], bench: Bench) -> Iterator[Task]:
+    config = GeckoConfig.preset(name)
+    for length in lengths:
+        for model, of in ((name, config), (f"{LLAMA}, equal to {name}", equal_llama(config))):
+            yield Task(f"{model} at {length:,}", _later(train, model, of, length, bench))
+
+
+def _activations(name: str, length: int, bench: Bench) -> Iterator[Task]:
+    yield Task(f"a block of {name}", _later(activations.measure, name, length, bench))
+
+
+def _peers(shape: Shape, bench: Bench) -> Iterator[Task]:
+    for form, timings in peers(shape, bench):
+        yield Task(form, timings)
+
+
+def _positions(name: str, wanted: list[int], bench: Bench) -> Iterator[Task]:
+    yield Task(name, positions(name, GeckoConfig.preset(name), wanted, bench))
+
+
+def _later(function: Callable[..., Result], *arguments: object) -> Iterator[Result]:
+    yield function(*arguments)

@@ -1,0 +1,103 @@
+"""What was measured on a card so far: one file, written whole after every result, whatever ends a part later."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpu.activations import Activations
+from gpu.operators import Agreement, Timing
+from gpu.reading import Position
+from gpu.shapes import Floor
+from gpu.timing import Rates
+from gpu.training import Training
+
+from gecko.files import whole_file
+from gecko.json_file import read_object
+
+Result = Rates | Timing | Agreement | Activations | Training | Position
+KINDS = {kind.__name__: kind for kind in (Rates, Timing, Agreement, Activations, Training, Position)}
+UNFINISHED = "did not end"
+
+
+class Record:
+    """Parts by name, each of tasks by name, each with results and, where it failed, a reason.
+
+    A part's process and the one that started it take turns: each reads the file anew before it changes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def describe(self, command: str, **facts: Any) -> None:
+        """Where, how and by which commands was measured; results of other commands stay."""
+        with self._changed() as content:
+            content.update(facts)
+            content["commands"] = [*dict.fromkeys([*content.get("commands", []), command])]
+
+    def fact(self, name: str) -> Any:
+        return self._content()[name]
+
+    def parts(self) -> dict[str, str]:
+        """How each part that was asked for ended; "" where well, or where it still runs."""
+        return {name: part["ending"] for name, part in self._content()["parts"].items()}
+
+    def tasks(self, part: str) -> dict[str, str]:
+        """Why each task of a part that began failed; "" where it did not."""
+        return {name: task["reason"] for name, task in self._tasks(part).items()}
+
+    def results(self, kind: type[Result]) -> Iterator[Any]:
+        """All of one kind, in the order of parts."""
+        for part in self._content()["parts"]:
+            for task in self._tasks(part).values():
+                yield from (_decoded(found) for found in task["found"] if found["kind"] == kind.__name__)
+
+    def begin(self, part: str, order: Iterable[str]) -> None:
+        """Forget the results of a part, which are about to be measured; parts stay in ``order``."""
+        with self._changed() as content:
+            content["parts"][part] = {"ending": "", "tasks": {}}
+            content["parts"] = {name: content["parts"][name] for name in order if name in content["parts"]}
+
+    def end(self, part: str, ending: str) -> None:
+        """Tasks that began and did not end fail for the same reason."""
+        with self._changed() as content:
+            content["parts"][part]["ending"] = ending
+            for task in content["parts"][part]["tasks"].values():
+                task["reason"] = ending if task["reason"] == UNFINISHED else task["reason"]
+
+    def begin_task(self, part: str, task: str) -> None:
+        with self._changed() as content:
+            content["parts"][part]["tasks"][task] = {"reason": UNFINISHED, "found": []}
+
+    def end_task(self, part: str, task: str, reason: str) -> None:
+        with self._changed() as content:
+            content["parts"][part]["tasks"][task]["reason"] = reason
+
+    def add(self, part: str, task: str, result: Result) -> None:
+        with self._changed() as content:
+            found = {"kind": type(result).__name__, **dataclasses.asdict(result)}
+            content["parts"][part]["tasks"][task]["found"].append(found)
+
+    def _tasks(self, part: str) -> dict[str, Any]:
+        return self._content()["parts"].get(part, {}).get("tasks", {})
+
+    def _content(self) -> dict[str, Any]:
+        return read_object(self.path, "results") if self.path.exists() else {"parts": {}}
+
+    @contextmanager
+    def _changed(self) -> Iterator[dict[str, Any]]:
+        content = self._content()
+        yield content
+        with whole_file(self.path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _decoded(found: dict[str, Any]) -> Result:
+    fields = {name: value for name, value in found.items() if name != "kind"}
+    if "floor" in fields:
+        fields["floor"] = Floor(**fields["floor"])
+    return KINDS[found["kind"]](**fields)
