@@ -12,7 +12,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gecko.ops.cema.triton_tiles import complex_product, last_item, load_channels, load_pair, places, power, store_pair
+from gecko.ops.cema.triton_tiles import (
+    add_product,
+    complex_product,
+    into_state,
+    last_item,
+    load_borders,
+    load_channels,
+    load_pair,
+    places,
+    power,
+    power_for_items,
+    store_pair,
+)
 
 
 @triton.jit
@@ -47,6 +59,65 @@ def _advance(h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, q_real, q_imag
     return h_real, h_imag, d_real, d_imag
 
 
+@triton.jit
+def _added(
+    p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, step_real, step_imag, precision: tl.constexpr,
+    chunk: tl.constexpr, items: tl.constexpr, b_d: tl.constexpr, b_n: tl.constexpr,
+):  # fmt: skip
+    """h and h̃ after each item, from nothing before it."""
+    h_real = tl.zeros((b_d, items, b_n), tl.float32)
+    h_imag = tl.zeros((b_d, items, b_n), tl.float32)
+    d_real = tl.zeros((b_d, items, b_n), tl.float32)
+    d_imag = tl.zeros((b_d, items, b_n), tl.float32)
+    for step in range(unit // chunk):
+        offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, False, chunk)
+        b_x = load_channels(p_x, offsets, mask)
+        h_real, h_imag, d_real, d_imag = _advance(
+            h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, step_real, step_imag, precision, chunk
+        )
+    return h_real, h_imag, d_real, d_imag
+
+
+@triton.jit
+def _entering(
+    kind, unit, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real, c_imag, e_real, e_imag
+):  # fmt: skip
+    """h and h̃ before each item of a tile, from what the item before ``_added`` and those before the tile (c, e)."""
+    continues = (kind == 1)[None, :, None]
+    a_real = tl.where(continues, unit_real, tl.where((kind == 2)[None, :, None], 1.0, 0.0))
+    a_imag = tl.where(continues, unit_imag, 0.0)
+    da_real = tl.where(continues, unit * unit_real, 0.0)
+    da_imag = tl.where(continues, unit * unit_imag, 0.0)
+    h_real = tl.where(continues, h_real, 0.0)
+    h_imag = tl.where(continues, h_imag, 0.0)
+    d_real = tl.where(continues, d_real, 0.0)
+    d_imag = tl.where(continues, d_imag, 0.0)
+    a_real, a_imag, da_real, da_imag, h_real, h_imag, d_real, d_imag = tl.associative_scan(
+        (a_real, a_imag, da_real, da_imag, h_real, h_imag, d_real, d_imag), 1, _follow
+    )
+    d_real, d_imag = add_product(d_real, d_imag, da_real, da_imag, c_real[:, None, :], c_imag[:, None, :])
+    d_real, d_imag = add_product(d_real, d_imag, a_real, a_imag, e_real[:, None, :], e_imag[:, None, :])
+    h_real, h_imag = add_product(h_real, h_imag, a_real, a_imag, c_real[:, None, :], c_imag[:, None, :])
+    return h_real, h_imag, d_real, d_imag
+
+
+@triton.jit
+def _add_chunk(
+    b_g, w_real, w_imag, h_real, h_imag, d_real, d_imag, sum_real, sum_imag, der_real, der_imag,
+    precision: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """Σ g h and Σ g h̃ of one more chunk, of h and h̃ before it: those of its own inputs come from correlations."""
+    v_real = tl.dot(b_g, w_real, input_precision=precision)
+    v_imag = tl.dot(b_g, w_imag, input_precision=precision)
+    sum_real, sum_imag = add_product(sum_real, sum_imag, v_real, v_imag, h_real, h_imag)
+    der_real, der_imag = add_product(der_real, der_imag, v_real, v_imag, d_real, d_imag)
+    b_late = b_g * (tl.arange(0, chunk) + 1).to(tl.float32)[None, None, :]
+    v_real = tl.dot(b_late, w_real, input_precision=precision)
+    v_imag = tl.dot(b_late, w_imag, input_precision=precision)
+    der_real, der_imag = add_product(der_real, der_imag, v_real, v_imag, h_real, h_imag)
+    return sum_real, sum_imag, der_real, der_imag
+
+
 @triton.jit(do_not_specialize=["unit"])
 def gradients_kernel(
     p_x, p_grad, p_in, p_decay, p_before, p_sums, p_derivatives, p_correlation, p_after,
@@ -68,13 +139,10 @@ def gradients_kernel(
     q_real, q_imag = load_pair(p_decay, i_mode, m_mode)
     in_real, in_imag = load_pair(p_in, i_mode, m_mode)
     i_t = tl.arange(0, chunk)
-    g_real, g_imag = power(q_real[:, None, :], q_imag[:, None, :], (chunk - 1 - i_t)[None, :, None], 5)
-    g_real, g_imag = complex_product(in_real[:, None, :], in_imag[:, None, :], g_real, g_imag)
+    g_real, g_imag = into_state(in_real, in_imag, q_real, q_imag, chunk - 1 - i_t)
     w_real, w_imag = power(q_real[:, None, :], q_imag[:, None, :], (i_t + 1)[None, :, None], 5)
-    step_real, step_imag = power(q_real, q_imag, chunk, 5)
-    unit_real, unit_imag = power(q_real, q_imag, unit, 9)
-    step_real, step_imag = step_real[:, None, :], step_imag[:, None, :]
-    unit_real, unit_imag = unit_real[:, None, :], unit_imag[:, None, :]
+    step_real, step_imag = power_for_items(q_real, q_imag, chunk, 5)
+    unit_real, unit_imag = power_for_items(q_real, q_imag, unit, 9)
 
     i_state = row * channels * modes + i_mode
     c_real, c_imag = load_pair(p_before, i_state, m_mode)
@@ -85,70 +153,29 @@ def gradients_kernel(
     der_real = tl.zeros((b_d, items, b_n), tl.float32)
     der_imag = tl.zeros((b_d, items, b_n), tl.float32)
     correlation = tl.zeros((b_d, chunk, chunk), tl.float32)
-    steps = unit // chunk
     for tile in range(tl.load(p_tiles + row), tl.load(p_tiles + row + 1)):
         i_item = tile * items + tl.arange(0, items)
-        kind = tl.load(p_kind + i_item)[None, :, None]
-        there = i_item > 0
-        i_first = tl.load(p_first + i_item - 1, mask=there, other=0)
-        i_begin = tl.load(p_begin + i_item - 1, mask=there, other=0)
-        i_end = tl.load(p_end + i_item - 1, mask=there, other=0)
-        h_real = tl.zeros((b_d, items, b_n), tl.float32)
-        h_imag = tl.zeros((b_d, items, b_n), tl.float32)
-        d_real = tl.zeros((b_d, items, b_n), tl.float32)
-        d_imag = tl.zeros((b_d, items, b_n), tl.float32)
-        for step in range(steps):
-            offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, False, chunk)
-            b_x = load_channels(p_x, offsets, mask)
-            h_real, h_imag, d_real, d_imag = _advance(
-                h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, step_real, step_imag, precision, chunk
-            )
-        continues = kind == 1
-        a_real = tl.where(continues, unit_real, tl.where(kind == 2, 1.0, 0.0))
-        a_imag = tl.where(continues, unit_imag, 0.0)
-        da_real = tl.where(continues, unit * unit_real, 0.0)
-        da_imag = tl.where(continues, unit * unit_imag, 0.0)
-        h_real = tl.where(continues, h_real, 0.0)
-        h_imag = tl.where(continues, h_imag, 0.0)
-        d_real = tl.where(continues, d_real, 0.0)
-        d_imag = tl.where(continues, d_imag, 0.0)
-        a_real, a_imag, da_real, da_imag, h_real, h_imag, d_real, d_imag = tl.associative_scan(
-            (a_real, a_imag, da_real, da_imag, h_real, h_imag, d_real, d_imag), 1, _follow
-        )
-        more_real, more_imag = complex_product(da_real, da_imag, c_real[:, None, :], c_imag[:, None, :])
-        d_real += more_real
-        d_imag += more_imag
-        more_real, more_imag = complex_product(a_real, a_imag, e_real[:, None, :], e_imag[:, None, :])
-        d_real += more_real
-        d_imag += more_imag
-        more_real, more_imag = complex_product(a_real, a_imag, c_real[:, None, :], c_imag[:, None, :])
-        h_real += more_real
-        h_imag += more_imag
+        i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item - 1)
+        h_real, h_imag, d_real, d_imag = _added(
+            p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, step_real, step_imag, precision, chunk,
+            items, b_d, b_n,
+        )  # fmt: skip
+        h_real, h_imag, d_real, d_imag = _entering(
+            tl.load(p_kind + i_item), unit, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real, c_imag,
+            e_real, e_imag,
+        )  # fmt: skip
         c_real = last_item(h_real, items)
         c_imag = last_item(h_imag, items)
         e_real = last_item(d_real, items)
         e_imag = last_item(d_imag, items)
-
-        i_first = tl.load(p_first + i_item)
-        i_begin = tl.load(p_begin + i_item)
-        i_end = tl.load(p_end + i_item)
-        for step in range(steps):
+        i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item)
+        for step in range(unit // chunk):
             offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, False, chunk)
             b_g = load_channels(p_grad, offsets, mask)
-            v_real = tl.dot(b_g, w_real, input_precision=precision)
-            v_imag = tl.dot(b_g, w_imag, input_precision=precision)
-            more_real, more_imag = complex_product(v_real, v_imag, h_real, h_imag)
-            sum_real += more_real
-            sum_imag += more_imag
-            more_real, more_imag = complex_product(v_real, v_imag, d_real, d_imag)
-            der_real += more_real
-            der_imag += more_imag
-            b_late = b_g * (tl.arange(0, chunk) + 1).to(tl.float32)[None, None, :]
-            v_real = tl.dot(b_late, w_real, input_precision=precision)
-            v_imag = tl.dot(b_late, w_imag, input_precision=precision)
-            more_real, more_imag = complex_product(v_real, v_imag, h_real, h_imag)
-            der_real += more_real
-            der_imag += more_imag
+            sum_real, sum_imag, der_real, der_imag = _add_chunk(
+                b_g, w_real, w_imag, h_real, h_imag, d_real, d_imag, sum_real, sum_imag, der_real, der_imag, precision,
+                chunk,
+            )  # fmt: skip
             b_x = load_channels(p_x, offsets, mask)
             correlation = tl.dot(tl.permute(b_x, (0, 2, 1)), b_g, correlation, input_precision=precision)
             h_real, h_imag, d_real, d_imag = _advance(

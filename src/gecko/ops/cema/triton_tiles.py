@@ -28,6 +28,27 @@ def power(q_real, q_imag, exponent, bits: tl.constexpr):
 
 
 @triton.jit
+def add_product(real, imag, a_real, a_imag, b_real, b_imag):
+    """real + i imag + a b."""
+    more_real, more_imag = complex_product(a_real, a_imag, b_real, b_imag)
+    return real + more_real, imag + more_imag
+
+
+@triton.jit
+def power_for_items(q_real, q_imag, exponent, bits: tl.constexpr):
+    """q^exponent of (channels, modes), for tiles of (channels, items, modes)."""
+    real, imag = power(q_real, q_imag, exponent, bits)
+    return real[:, None, :], imag[:, None, :]
+
+
+@triton.jit
+def into_state(in_real, in_imag, q_real, q_imag, exponents):
+    """in q^exponent, (channels, steps, modes): the matrix of a chunk's inputs into the state."""
+    real, imag = power(q_real[:, None, :], q_imag[:, None, :], exponents[None, :, None], 5)
+    return complex_product(in_real[:, None, :], in_imag[:, None, :], real, imag)
+
+
+@triton.jit
 def load_pair(p_pair, i_pair, mask):
     """Neighbours in memory, as (real, imaginary); zero outside the mask."""
     return tl.load(p_pair + 2 * i_pair, mask=mask, other=0.0), tl.load(p_pair + 2 * i_pair + 1, mask=mask, other=0.0)
@@ -38,6 +59,16 @@ def store_pair(p_pair, i_pair, real, imag, mask):
     """The inverse of ``load_pair``."""
     tl.store(p_pair + 2 * i_pair, real, mask=mask)
     tl.store(p_pair + 2 * i_pair + 1, imag, mask=mask)
+
+
+@triton.jit
+def load_borders(p_first, p_begin, p_end, i_item):
+    """Of items: the token that is step 0 of their unit, the first step held, and the one after the last. Of item −1,
+    which is none, zeros."""
+    there = i_item >= 0
+    i_first = tl.load(p_first + i_item, mask=there, other=0)
+    i_begin = tl.load(p_begin + i_item, mask=there, other=0)
+    return i_first, i_begin, tl.load(p_end + i_item, mask=there, other=0)
 
 
 @triton.jit
