@@ -70,7 +70,15 @@ def test_a_window_past_the_end_is_written_by_finish(tmp_path: Path) -> None:
             torch.ones(2).sum()
     assert not list(tmp_path.iterdir())
     window.finish()
-    assert len(list(tmp_path.iterdir())) == 1
+    assert [trace.name for trace in tmp_path.iterdir()] == ["steps-2-3-rank-00000.json"]
+
+
+def test_sessions_that_share_a_window_each_leave_their_part(small_run: Run) -> None:
+    run = replace(small_run, profile=(3, 6))
+    train(replace(run, steps=4))
+    train(replace(run, steps=8), resume=True)
+    traces = sorted((small_run.folder / "profile").iterdir())
+    assert [trace.name for trace in traces] == ["steps-3-4-rank-00000.json", "steps-5-6-rank-00000.json"]
 
 
 def test_every_step_has_its_numbers(small_run: Run) -> None:

@@ -10,12 +10,15 @@ import torch
 
 
 class ProfileWindow:
-    """Records the steps from ``window[0]`` to ``window[1]``, counted from 1, and writes them as a Chrome trace."""
+    """Records the steps from ``window[0]`` to ``window[1]``, counted from 1, and writes them as a Chrome trace.
+
+    A session that ends or begins within the window writes its part, named after the steps that it has.
+    """
 
     def __init__(self, window: tuple[int, int] | None, folder: Path, rank: int) -> None:
-        self._window = window
-        self._path = folder / f"steps-{window[0]}-{window[1]}-rank-{rank:05d}.json" if window is not None else None
+        self._window, self._folder, self._rank = window, folder, rank
         self._profiler: Any = None
+        self._first = self._last = 0
 
     def step(self, number: int) -> AbstractContextManager[Any]:
         """A context for the step of that number; to be called for every step."""
@@ -23,15 +26,18 @@ class ProfileWindow:
             self.finish()
             return nullcontext()
         if self._profiler is None:
+            self._first = number
             self._profiler = torch.profiler.profile(record_shapes=True)
             self._profiler.start()
+        self._last = number
         return torch.profiler.record_function(f"step {number}")
 
     def finish(self) -> None:
         """Write what was recorded."""
-        if self._profiler is None or self._path is None:
+        if self._profiler is None:
             return
         self._profiler.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._path))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"steps-{self._first}-{self._last}-rank-{self._rank:05d}.json"
+        self._profiler.export_chrome_trace(str(self._folder / name))
         self._profiler = None
