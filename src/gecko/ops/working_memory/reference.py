@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,12 +14,15 @@ from gecko.segments import Segments
 
 if TYPE_CHECKING:
     from gecko.ops.working_memory import WorkingMemoryState
+    from gecko.ops.working_memory.rules import ChunkSummary
+
+Rule = Literal["adaptive", "linear"]
 
 
 def working_memory_reference(
     inputs: tuple[Tensor, Tensor, Tensor],
     chunk_size: int,
-    rule: Literal["adaptive", "linear"],
+    rule: Rule,
     state: WorkingMemoryState,
     segments: Segments,
 ) -> tuple[Tensor, WorkingMemoryState]:
@@ -34,49 +38,64 @@ def working_memory_reference(
 
 
 def _read_row(
-    inputs: list[Tensor], c: int, rule: Literal["adaptive", "linear"], state: WorkingMemoryState, segments: Segments
+    inputs: list[Tensor], c: int, rule: Rule, state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
-    adaptive = rule == "adaptive"
-    memory, norm, previous, current, resets = (
-        state.memory, state.normaliser, state.previous, state.current, state.previous_resets)  # fmt: skip
-    empty = type(current)(torch.full_like(norm, -1e30 if adaptive else 0.0), torch.zeros_like(previous.key_sum),
-                          torch.zeros_like(previous.value_sum))  # fmt: skip
-    outputs, position = [], int(segments.clock.position)
+    sums = (torch.zeros_like(x) for x in (state.current.key_sum, state.current.value_sum))
+    empty = type(state.current)(torch.full_like(state.normaliser, -1e30 if rule == "adaptive" else 0.0), *sums)
+    outputs, begin = [], int(segments.clock.position)
     for t, (q, k, v) in enumerate(zip(*(x.unbind(1) for x in inputs), strict=True)):
-        start = int(segments.document_starts[0, t])
-        chunk_start = (position + t) // c * c
+        document_start, chunk_start = int(segments.document_starts[0, t]), (begin + t) // c * c
+        in_chunk = document_start >= chunk_start
         if segments.starts is not None and segments.starts[0, t]:
-            current = empty
-        psi_q, psi_k = (x.softmax(-1) if adaptive else F.elu(x) + 1 for x in (q, k))
-        found = torch.einsum("hz,hzv->hv", psi_q, memory)
-        if not adaptive:
-            found = found / (psi_q * norm).sum(-1, keepdim=True)
-        outputs.append(found if start < chunk_start - c else torch.zeros_like(found))
+            state = replace(state, current=empty)
+        found = _found(rule, q, state)
+        outputs.append(found if document_start < chunk_start - c else torch.zeros_like(found))
+        state = replace(state, current=_with_token(rule, k, v, state, in_chunk))
+        if (begin + t + 1) % c == 0:
+            state = replace(_with_chunk(rule, state, empty), previous_resets=torch.tensor(in_chunk, device=q.device))
+    return torch.stack(outputs, dim=1), state
 
-        if adaptive:
-            weight = torch.logaddexp(current.weight, k)
-            old, new = (current.weight - weight).exp(), (k - weight).exp()
-        else:
-            weight, old, new = current.weight + psi_k, torch.ones_like(k), psi_k
-            before = previous.weight + (0 if resets else norm)
-            before = torch.zeros_like(before) if start >= chunk_start else before
-            total = (psi_k * before).sum(-1, keepdim=True)
-            psi_k = psi_k / total if bool((total > 0).all()) else torch.zeros_like(psi_k)
-        current = type(current)(
-            weight,
-            old[..., None] * current.key_sum + new[..., None] * psi_k[:, None],
-            old[..., None] * current.value_sum + new[..., None] * v[:, None],
-        )
-        if (position + t + 1) % c == 0:
-            if resets:
-                memory, norm = torch.zeros_like(memory), empty.weight
-            written = previous.value_sum - previous.key_sum @ memory
-            if adaptive:
-                norm = torch.logaddexp(norm, previous.weight)
-                rho = (previous.weight - norm).exp()[..., None]
-                memory = (1 - rho) * memory + rho * written
-            else:
-                norm, memory = norm + previous.weight, memory + written
-            previous, current = current, empty
-            resets = torch.tensor(start >= chunk_start, device=q.device)
-    return torch.stack(outputs, dim=1), type(state)(memory, norm, previous, current, resets)
+
+def _found(rule: Rule, q: Tensor, state: WorkingMemoryState) -> Tensor:
+    """ψ(q)ᵀ M, of the linear rule divided by ψ(q) τ."""
+    psi = q.softmax(-1) if rule == "adaptive" else F.elu(q) + 1
+    found = torch.einsum("hz,hzv->hv", psi, state.memory)
+    return found if rule == "adaptive" else found / (psi * state.normaliser).sum(-1, keepdim=True)
+
+
+def _with_token(rule: Rule, k: Tensor, v: Tensor, state: WorkingMemoryState, in_chunk: bool) -> ChunkSummary:
+    """The current chunk with one more token, whose document began ``in_chunk`` or before it."""
+    current = state.current
+    if rule == "adaptive":
+        psi, weight = k.softmax(-1), torch.logaddexp(current.weight, k)
+        old, new = (current.weight - weight).exp(), (k - weight).exp()
+    else:
+        old, new = torch.ones_like(k), F.elu(k) + 1
+        psi, weight = _over_total(new, state, in_chunk), current.weight + new
+    return type(current)(
+        weight,
+        old[..., None] * current.key_sum + new[..., None] * psi[:, None],
+        old[..., None] * current.value_sum + new[..., None] * v[:, None],
+    )
+
+
+def _over_total(psi: Tensor, state: WorkingMemoryState, in_chunk: bool) -> Tensor:
+    """ψ(k) over ψ(k) τ, with τ of the document before this chunk; zero where it has nothing there."""
+    before = state.previous.weight + (0 if state.previous_resets else state.normaliser)
+    total = (psi * (torch.zeros_like(before) if in_chunk else before)).sum(-1, keepdim=True)
+    return psi / total if bool((total > 0).all()) else torch.zeros_like(psi)
+
+
+def _with_chunk(rule: Rule, state: WorkingMemoryState, empty: ChunkSummary) -> WorkingMemoryState:
+    """The previous chunk has entered the memory, and the current one has taken its place."""
+    memory, norm, previous = state.memory, state.normaliser, state.previous
+    if state.previous_resets:
+        memory, norm = torch.zeros_like(memory), empty.weight
+    written = previous.value_sum - previous.key_sum @ memory
+    if rule == "adaptive":
+        norm = torch.logaddexp(norm, previous.weight)
+        rho = (previous.weight - norm).exp()[..., None]
+        memory = (1 - rho) * memory + rho * written
+    else:
+        norm, memory = norm + previous.weight, memory + written
+    return replace(state, memory=memory, normaliser=norm, previous=state.current, current=empty)
