@@ -27,14 +27,8 @@ import torch
 from torch import Tensor
 
 from gecko.ops.kernels import Launch, blocks, tile, warps_of
-from gecko.ops.timestep_norm.triton_tiles import (
-    carries,
-    gradient_carries,
-    gradient_summaries,
-    gradients,
-    normalise_tiles,
-    summaries,
-)
+from gecko.ops.timestep_norm.triton_gradients import gradient_carries, gradient_summaries, gradients
+from gecko.ops.timestep_norm.triton_tiles import carries, normalise_tiles, summaries
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
