@@ -1,9 +1,10 @@
 """The C kernels of all operators: how they are built, loaded and called.
 
-**Where.** The kernels of an operator are in ``ops/NAME/native.c``, their autograd functions in ``ops/NAME/native.py``,
-what C files share in ``ops/*.h``. They take contiguous float32 on the CPU; an operator's ``__init__`` takes them where
-``kernels.native_runs_on(x)``, by ``kernels_of(NAME, "native")``. Eager forms stay for machines without a compiler, for
-float64, for the compiler's tracing, and for what a kernel leaves out.
+**Where.** The kernels of an operator are in ``ops/NAME/native.c`` (and ``native_*.c`` where one file is too long),
+their autograd functions in ``ops/NAME/native.py``, what C files of all operators share in ``ops/*.h``. They take
+contiguous float32 on the CPU; an operator's ``__init__`` takes them where ``kernels.native_runs_on(x)``, by
+``kernels_of(NAME, "native")``. Eager forms stay for machines without a compiler, for float64, for the compiler's
+tracing, and for what a kernel leaves out.
 
 **Built once.** All files become one library, for the very processor they are built on, when an operator first asks for
 it (a few seconds, as Triton does with its kernels on a GPU). It is kept in the user's cache under a name made of the
@@ -132,9 +133,9 @@ def _plain(argument: Argument) -> Any:
 def _built(compiler: str) -> Path:
     """The library of these sources, this compiler and this processor."""
     here = Path(__file__).parent
-    sources = sorted(here.glob("*/native.c"))
+    sources = sorted(here.glob("*/native*.c"))
     features = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
-    read = (path.read_text(encoding="utf-8") for path in (*sorted(here.glob("*.h")), *sources))
+    read = (path.read_text(encoding="utf-8") for path in (*sorted(here.rglob("*.h")), *sources))
     name = hashlib.sha256("\0".join((*_FLAGS, features, *read)).encode()).hexdigest()[:24]
     path = _folder() / f"native-{name}.so"
     if not path.exists():
