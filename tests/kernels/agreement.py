@@ -44,7 +44,7 @@ def _same(name: str, got: Tensor, wanted: Tensor) -> None:
 
 def is_well_registered(operator: Any, *inputs: Any) -> None:
     """Schema, fake and autograd of a custom operator fit what it does, and it does not break a compiled graph."""
-    torch.library.opcheck(operator, inputs)
+    torch.library.opcheck(operator.registered, inputs)
 
     def around(*inputs: Any) -> Any:
         first, *rest = inputs

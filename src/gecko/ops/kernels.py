@@ -7,9 +7,9 @@ Triton, and ``gecko.hf.export`` copies no kernels (they run from the installed p
 Eager forms stay for the CPU, for float64, and for what a kernel leaves out (a handoff between ranks).
 
 **Layers.** A ``@triton.jit`` function is the kernel. A plain function ``_forward(x, …)`` allocates outputs with
-``torch.empty``, builds one ``Launch`` a kernel and runs it. ``torch.library.custom_op("gecko::NAME", mutates_args=())``
-wraps it, with a fake (shapes only) and ``register_autograd``; its backward is a custom op as well. Ops take and
-return tensors and numbers only, and never return an input.
+``torch.empty``, builds one ``Launch`` a kernel and runs it. ``custom_op("NAME")`` of ``ops/custom_op.py`` wraps it,
+with a fake (shapes only) and ``register_autograd``; its backward is a custom op as well. Ops take and return tensors
+and numbers only, and never return an input.
 
 **Names.** ``p_`` pointer, ``b_`` tile in registers, ``i_`` index or offsets, ``m_`` mask. Sizes are words
 (``length``, ``channels``); those that kernels unroll are ``tl.constexpr``.
@@ -63,31 +63,31 @@ def native_runs_on(*tensors: Tensor) -> bool:
 
 def is_plain_float32(*tensors: Tensor) -> bool:
     """Whether ``tensors`` are plain float32 on the CPU, and nobody must see PyTorch's operations."""
-    return not _watched() and all(map(_is_plain, tensors))
+    return not is_watched() and all(map(_is_plain, tensors))
 
 
 def products_are_rounded() -> bool:
     """Whether C kernels round what they multiply to bfloat16, and keep all else float32: under autocast to it on the
     CPU, where the processor has such products."""
     wanted = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return wanted and not _watched() and _native_installed() and _native_rounds()
+    return wanted and not is_watched() and _native_installed() and _native_rounds()
 
 
 NATIVE_WIDTH = 16
 """What heads' features are multiples of, for kernels in C that multiply matrices of them: the widest register."""
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 """Not subclasses, which stand for shapes, shards or packed numbers."""
 
 
 def _is_plain(x: Tensor) -> bool:
     # Autograd functions cannot keep what was made under inference mode; a negative view says other than its memory.
     kept = not x.is_inference() or torch.is_inference_mode_enabled()
-    plain = type(x) in _PLAIN and x.is_cpu and x.dtype == torch.float32
+    plain = type(x) in PLAIN and x.is_cpu and x.dtype == torch.float32
     return plain and kept and not x.is_neg() and not x._is_zerotensor()
 
 
-def _watched() -> bool:
+def is_watched() -> bool:
     """Whether operations are traced, counted, chosen from, transformed (``torch.func``) or differentiated forward."""
     return (
         torch.compiler.is_compiling()

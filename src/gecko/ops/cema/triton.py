@@ -39,6 +39,7 @@ from gecko.ops.cema.coefficients import CEMACoefficients
 from gecko.ops.cema.items import CHUNK, ITEMS, ItemPlan
 from gecko.ops.cema.triton_filter import filter_kernel
 from gecko.ops.cema.triton_gradients import gradients_kernel
+from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, blocks
 from gecko.segments import Segments
 
@@ -120,7 +121,7 @@ def _response(coefficients: CEMACoefficients, skip: Tensor) -> Tensor:
     return response + F.pad(skip.unsqueeze(1), (0, CHUNK - 1))
 
 
-_cema_op = torch.library.custom_op("gecko::cema", mutates_args=())(_forward)
+_cema_op = custom_op("cema")(_forward)
 
 
 @_cema_op.register_fake
@@ -194,7 +195,7 @@ def _lag_sums(correlation: Tensor) -> Tensor:
     return flat.view(-1, chunk, 2 * chunk + 1)[..., :chunk].sum(1)
 
 
-_backward_op = torch.library.custom_op("gecko::cema_backward", mutates_args=())(_backward)
+_backward_op = custom_op("cema_backward")(_backward)
 
 
 @_backward_op.register_fake

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gecko.ops.cema.coefficients import CEMACoefficients
 from gecko.ops.cema.triton_tiles import complex_product, load_pair, store_pair
+from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, blocks
 from gecko.segments import Segments
 
@@ -52,7 +53,7 @@ def _step(
     return y, after
 
 
-_step_op = torch.library.custom_op("gecko::cema_step", mutates_args=())(_step)
+_step_op = custom_op("cema_step")(_step)
 
 
 @_step_op.register_fake

@@ -16,6 +16,7 @@ from gecko.ops.chunk_attention.pattern import Pattern
 from gecko.ops.chunk_attention.triton_layout import lay, rotary_table
 from gecko.ops.chunk_attention.triton_narrow import WIDEST, narrow_backward, narrow_forward
 from gecko.ops.chunk_attention.triton_wide import wide_backward, wide_forward
+from gecko.ops.custom_op import custom_op
 from gecko.ops.dtypes import compute_dtype
 from gecko.segments import Segments
 
@@ -117,7 +118,7 @@ def _is_narrow(v: Tensor) -> bool:
     return v.itemsize == 2 and v.shape[2] <= WIDEST
 
 
-@torch.library.custom_op("gecko::attend_grid", mutates_args=())
+@custom_op("attend_grid")
 def attend_grid(
     near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -135,7 +136,7 @@ def _(near, far, k, v, first, heads, chunk_size):
     return v.new_empty(*near.shape[:2], v.shape[2]), near.new_empty(near.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("gecko::attend_grid_backward", mutates_args=())
+@custom_op("attend_grid_backward")
 def attend_grid_backward(
     grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
     heads: int, chunk_size: int,

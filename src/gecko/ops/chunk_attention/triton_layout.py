@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, blocks, tile
 
 
@@ -146,7 +147,7 @@ def _ring_grad(grad: Tensor, offset: Tensor, shift: Tensor, length: int, to_ring
     return grad.gather(2, index).masked_fill(~taken[:, None, :, None], 0)
 
 
-@torch.library.custom_op("gecko::lay", mutates_args=())
+@custom_op("lay")
 def lay(
     x: Tensor, ring: Tensor | None, table: Tensor | None, offset: Tensor, shift: Tensor, rows: int, to_ring: bool,
     chunk_size: int, turned_heads: int, further: int, dtype: torch.dtype,
@@ -171,7 +172,7 @@ def _(x, ring, table, offset, shift, rows, to_ring, chunk_size, turned_heads, fu
     return x.new_empty(*x.shape[:2], rows, x.shape[3], dtype=dtype)
 
 
-@torch.library.custom_op("gecko::lay_backward", mutates_args=())
+@custom_op("lay_backward")
 def lay_backward(
     grad: Tensor, table: Tensor | None, offset: Tensor, length: int, to_ring: bool,
     chunk_size: int, turned_heads: int, further: int, dtype: torch.dtype,

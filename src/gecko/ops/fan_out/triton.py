@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, blocks, tile
 
 PROGRAMS = 512
@@ -66,8 +67,8 @@ def _backward(grad: Tensor, z: Tensor, scale: Tensor, heads: int, eps: float) ->
     return grad_z, parts[0].sum(0).to(scale.dtype), parts[1].sum(0).to(scale.dtype)
 
 
-_fan_out = torch.library.custom_op("gecko::fan_out", _forward, mutates_args=())
-_fan_out_backward = torch.library.custom_op("gecko::fan_out_backward", _backward, mutates_args=())
+_fan_out = custom_op("fan_out")(_forward)
+_fan_out_backward = custom_op("fan_out_backward")(_backward)
 
 
 @_fan_out.register_fake

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, blocks, tile
 
 
@@ -86,10 +87,10 @@ def _gated_backward(grad: Tensor, attended: Tensor, gate: Tensor) -> tuple[Tenso
     return grad_attended, grad_gate, grad_recalled
 
 
-_silu_by_head = torch.library.custom_op("gecko::silu_by_head", _silu_forward, mutates_args=())
-_silu_by_head_backward = torch.library.custom_op("gecko::silu_by_head_backward", _silu_backward, mutates_args=())
-_gated = torch.library.custom_op("gecko::gated", _gated_forward, mutates_args=())
-_gated_backward_op = torch.library.custom_op("gecko::gated_backward", _gated_backward, mutates_args=())
+_silu_by_head = custom_op("silu_by_head")(_silu_forward)
+_silu_by_head_backward = custom_op("silu_by_head_backward")(_silu_backward)
+_gated = custom_op("gated")(_gated_forward)
+_gated_backward_op = custom_op("gated_backward")(_gated_backward)
 
 
 @_silu_by_head.register_fake

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, tile
 
 
@@ -36,7 +37,7 @@ def _forward(logits: Tensor, targets: Tensor, count: Tensor, ignored: int, dtype
     return losses, grad
 
 
-_cross_entropy = torch.library.custom_op("gecko::cross_entropy", _forward, mutates_args=())
+_cross_entropy = custom_op("cross_entropy")(_forward)
 
 
 @_cross_entropy.register_fake

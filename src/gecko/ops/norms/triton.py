@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, blocks, tile, warps_of
 
 PROGRAMS = 1024
@@ -69,8 +70,8 @@ def _backward(
     return grad_x, parts[0].sum(0), parts[1].sum(0)
 
 
-_group_norm = torch.library.custom_op("gecko::group_norm", _forward, mutates_args=())
-_group_norm_backward = torch.library.custom_op("gecko::group_norm_backward", _backward, mutates_args=())
+_group_norm = custom_op("group_norm")(_forward)
+_group_norm_backward = custom_op("group_norm_backward")(_backward)
 
 
 @_group_norm.register_fake

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, blocks
 
 BLOCK = 2048
@@ -43,8 +44,8 @@ def _backward(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return grad_a, grad_b
 
 
-_swiglu = torch.library.custom_op("gecko::swiglu", _forward, mutates_args=())
-_swiglu_backward = torch.library.custom_op("gecko::swiglu_backward", _backward, mutates_args=())
+_swiglu = custom_op("swiglu")(_forward)
+_swiglu_backward = custom_op("swiglu_backward")(_backward)
 
 
 @_swiglu.register_fake

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, blocks, tile, warps_of
 from gecko.ops.timestep_norm.triton_gradients import gradient_carries, gradient_summaries, gradients
 from gecko.ops.timestep_norm.triton_tiles import carries, normalise_tiles, summaries
@@ -150,8 +151,8 @@ def _backward(
 # Registration
 
 
-_timestep_norm = torch.library.custom_op("gecko::timestep_norm", _forward, mutates_args=())
-_timestep_norm_backward = torch.library.custom_op("gecko::timestep_norm_backward", _backward, mutates_args=())
+_timestep_norm = custom_op("timestep_norm")(_forward)
+_timestep_norm_backward = custom_op("timestep_norm_backward")(_backward)
 
 
 @_timestep_norm.register_fake

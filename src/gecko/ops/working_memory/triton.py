@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gecko.ops.custom_op import custom_op
 from gecko.ops.phases import common_phase
 from gecko.ops.working_memory.chunked import normalisers_of
 from gecko.ops.working_memory.grid import Grid
@@ -97,7 +98,7 @@ def _factors(rule: Rule, previous: ChunkSummary, chunks: ChunkSummary, after: Te
     return torch.diag_embed(1 - rho) - rho.unsqueeze(-1) * key_sum, rho
 
 
-@torch.library.custom_op("gecko::memory_weigh", mutates_args=())
+@custom_op("memory_weigh")
 def weigh(k: Tensor, counted: Tensor, adaptive: bool) -> Tensor:
     """Weights of chunks, (B, H, n, key) float32, of keys k (B, H, n, c, key) that are ``counted`` (B, 1, n, c, 1)."""
     return weigh_forward(k, counted, adaptive)
@@ -108,7 +109,7 @@ def _(k, counted, adaptive):
     return k.new_empty(*k.shape[:3], k.shape[4], dtype=torch.float32)
 
 
-@torch.library.custom_op("gecko::memory_weigh_backward", mutates_args=())
+@custom_op("memory_weigh_backward")
 def weigh_gradient(grad: Tensor, k: Tensor, counted: Tensor, weight: Tensor, adaptive: bool) -> Tensor:
     """Gradient of ``weigh`` by k."""
     return weigh_backward(grad, k, counted, weight, adaptive)
@@ -131,7 +132,7 @@ def _pass_back_weigh(ctx, grad):
 weigh.register_autograd(_pass_back_weigh, setup_context=_keep_weigh)
 
 
-@torch.library.custom_op("gecko::memory_summarise", mutates_args=())
+@custom_op("memory_summarise")
 def summarise(
     k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor, adaptive: bool
 ) -> tuple[Tensor, Tensor]:
@@ -153,7 +154,7 @@ def _(k, v, counted, weight, before, adaptive):
     return tuple(k.new_empty(*shape, x.shape[4], dtype=torch.float32) for x in (k, v))
 
 
-@torch.library.custom_op("gecko::memory_summarise_backward", mutates_args=())
+@custom_op("memory_summarise_backward")
 def summarise_gradient(
     grad_keys: Tensor, grad_values: Tensor, k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor,
     adaptive: bool,
@@ -187,7 +188,7 @@ def _pass_back_summarise(ctx, grad_keys, grad_values):
 summarise.register_autograd(_pass_back_summarise, setup_context=_keep)
 
 
-@torch.library.custom_op("gecko::memory_recall", mutates_args=())
+@custom_op("memory_recall")
 def recall(q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor, adaptive: bool) -> Tensor:
     """ψ(q) M, zero where not allowed, (B, H, n, c, value) in the dtype of the memories.
 
@@ -204,7 +205,7 @@ def _(q, memories, allowed, normaliser, adaptive):
     return memories.new_empty(*q.shape[:4], memories.shape[-1])
 
 
-@torch.library.custom_op("gecko::memory_recall_backward", mutates_args=())
+@custom_op("memory_recall_backward")
 def recall_gradient(
     grad: Tensor, q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor, adaptive: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, blocks, tile
 from gecko.ops.working_memory.products import product
 
@@ -159,7 +160,7 @@ def chain_backward_forms(
     return grad_a, grad_first, grad_b, grad_rho.sum(2), _last(a, even, odd)
 
 
-@torch.library.custom_op("gecko::memory_chain", mutates_args=())
+@custom_op("memory_chain")
 def chain(
     a: Tensor, first: Tensor, b: Tensor, rho: Tensor, initial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -180,7 +181,7 @@ def _(a, first, b, rho, initial, dtype):
     return torch.empty_like(b, dtype=dtype), torch.empty_like(initial)
 
 
-@torch.library.custom_op("gecko::memory_chain_backward", mutates_args=())
+@custom_op("memory_chain_backward")
 def chain_backward(
     grad_memories: Tensor, grad_last: Tensor, a: Tensor, first: Tensor, b: Tensor, rho: Tensor, memories: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,125 @@
+"""An operator gives the same by either way, and takes the registered one whenever somebody looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gecko.ops.custom_op import custom_op
+
+
+@custom_op("tested_twice_backward")
+def _backward(grad: Tensor, x: Tensor, factors: list[Tensor], power: int) -> Tensor:
+    return grad * power * x ** (power - 1) * factors[0]
+
+
+@_backward.register_fake
+def _(grad: Tensor, x: Tensor, factors: list[Tensor], power: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+@custom_op("tested_twice")
+def _powers(x: Tensor, y: Tensor | None, factors: list[Tensor], power: int) -> tuple[Tensor, Tensor]:
+    """x^power times a factor and y, and x² without a gradient."""
+    out = x**power * factors[0]
+    return out if y is None else out * y, x * x
+
+
+@_powers.register_fake
+def _(x: Tensor, y: Tensor | None, factors: list[Tensor], power: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, y, factors, ctx.power = inputs
+    ctx.save_for_backward(x, y, *factors)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _pass_back(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    x, y, *factors = ctx.saved_tensors
+    by_y = x**ctx.power * factors[0] * grad if ctx.needs_input_grad[1] else None
+    return _backward(grad if y is None else grad * y, x, factors, ctx.power), by_y, [None] * len(factors), None
+
+
+_powers.register_autograd(_pass_back, setup_context=_keep)
+
+
+class _Seen(TorchDispatchMode):
+    """The names of operations that PyTorch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _given(with_y: bool = True) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(0)
+    x, y, factor = (torch.randn(5, generator=generator) for _ in range(3))
+    return x.requires_grad_(), y.requires_grad_() if with_y else None, [factor], 3
+
+
+def _gradients(operator: Any, given: tuple[Any, ...]) -> list[Tensor]:
+    out, square = operator(*given)
+    assert not square.requires_grad
+    return [out.detach(), square, *torch.autograd.grad(out.sum(), [x for x in given[:2] if x is not None])]
+
+
+@pytest.mark.parametrize("with_y", [True, False])
+def test_both_ways_give_the_same(with_y):
+    given = _given(with_y)
+    for found, expected in zip(_gradients(_powers, given), _gradients(_powers.registered, given), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_it_is_registered_in_full_and_compiles_in_one_graph():
+    torch.library.opcheck(_powers.registered, _given())
+    x, y, factors, power = _given()
+
+    def around(x: Tensor) -> Tensor:
+        return _powers(2 * x, y, factors, power)[0].sum()
+
+    compiled = torch.compile(around, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(x), x), torch.autograd.grad(around(x), x))
+
+
+def test_who_watches_sees_one_operation_and_nobody_else_pays_for_it():
+    given = _given()
+    with _Seen() as seen:
+        out, _ = _powers(*given)
+    assert [name for name in seen.names if "gecko" in name] == ["gecko.tested_twice.default"]
+    assert "tested_twice" in type(out.grad_fn).__name__
+    assert type(_powers(*given)[0].grad_fn).__name__ == "gecko_tested_twiceBackward"
+
+
+def test_a_subclass_is_not_taken_for_a_plain_tensor(monkeypatch):
+    x, y, factors, power = _given()
+
+    class Marked(Tensor):
+        pass
+
+    monkeypatch.setattr(_powers, "registered", lambda *given: "registered")
+    assert _powers(x.detach().as_subclass(Marked), y, factors, power) == "registered"
+    assert _powers(x, y, factors, power) != "registered"
+
+
+def test_without_gradients_nothing_is_kept():
+    x, y, factors, power = _given()
+    with torch.no_grad():
+        assert _powers(x, y, factors, power)[0].grad_fn is None
+    assert _powers(x.detach(), None, factors, power)[0].grad_fn is None
+
+
+def test_a_backward_pass_without_a_formula_refuses_to_be_differentiated():
+    x, _, factors, power = _given()
+    (grad,) = torch.autograd.grad(_powers(x, None, factors, power)[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        grad.sum().backward()
