@@ -9,6 +9,7 @@ from kernels.compiling import CAPABILITIES, check, launches
 from gecko.config import GeckoConfig
 from gecko.ops.working_memory import triton_features
 from gecko.ops.working_memory.triton_chain import chain_backward_forms, chain_forward
+from gecko.ops.working_memory.triton_factors import factors_backward, factors_forward
 
 SIZES = [
     ("gecko-7b", torch.bfloat16, CAPABILITIES), ("gecko-7b", torch.float32, (90,)),
@@ -35,6 +36,21 @@ def test_chain_fits(preset, dtype, capabilities, monkeypatch):
     for launch in launches(walk, monkeypatch):
         for capability in capabilities:
             check(launch, capability, registers=255)
+
+
+@pytest.mark.parametrize(("preset", "dtype", "capabilities"), SIZES)
+def test_factors_fit(preset, dtype, capabilities, monkeypatch):
+    keys = GeckoConfig.preset(preset).key_head_dim
+    vector, matrix, vectors, matrices = _meta(4, keys), _meta(4, keys, keys), _meta(4, 3, keys), _meta(4, 3, keys, keys)
+    resets = _meta(2, 4, dtype=torch.bool)
+
+    def there_and_back():
+        factors_forward(vector, vector, matrix, vectors, matrices, resets, 3)
+        factors_backward(matrices, vectors, vector, matrix, vectors, matrices, resets, vectors, vectors)
+
+    for launch in launches(there_and_back, monkeypatch):
+        for capability in capabilities:
+            check(launch, capability, registers=168)
 
 
 @pytest.mark.parametrize("adaptive", [True, False])

@@ -12,7 +12,7 @@ import torch
 from cases import CHUNK, Case
 from kernels.agreement import is_well_registered, normal
 
-from gecko.ops.working_memory import WorkingMemoryState, triton_chain, triton_features
+from gecko.ops.working_memory import WorkingMemoryState, triton_chain, triton_factors, triton_features
 from gecko.ops.working_memory import triton as kernels
 from gecko.ops.working_memory.chunked import remember_chunks
 from gecko.ops.working_memory.rules import RULES
@@ -49,6 +49,7 @@ def test_working_memory_in_parts(operator, law, case):
 def _small_tiles(monkeypatch) -> None:
     monkeypatch.setattr(triton_chain, "_TILE", {"block_r": 16, "block_s": 16})
     monkeypatch.setattr(triton_features, "_TILE", 128)
+    monkeypatch.setattr(triton_factors, "_TILE", 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,8 +93,8 @@ def test_kernels_are_well_registered(adaptive):
     mask = torch.rand(2, 1, 3, CHUNK, 1, generator=torch.Generator().manual_seed(3)) < 0.7
     weight, before = (normal(2, 2, 3, 3, seed=i).detach() + 4 for i in (5, 6))
     is_well_registered(kernels.weigh, k, mask, adaptive)
-    is_well_registered(kernels.summarise, k, v, mask, weight, before, adaptive)
-    is_well_registered(kernels.recall, q, normal(4, 3, 3, 4), mask, before, adaptive)
+    is_well_registered(kernels.summarise, k, v, mask, weight, None if adaptive else before, adaptive)
+    is_well_registered(kernels.recall, q, normal(4, 3, 3, 4), mask, None if adaptive else before, adaptive)
 
 
 @pytest.mark.parametrize(("steps", "reads"), [(0, 1), (2, 3), (3, 3)])
@@ -101,6 +102,51 @@ def test_chain_is_well_registered(steps, reads):
     a, rho = normal(2, steps, 3, 3), normal(2, steps, 3)
     first, initial, b = normal(2, 3, 4), normal(2, 3, 4, seed=1), normal(2, reads, 3, 4)
     is_well_registered(kernels.chain, a, first, b, rho, initial, torch.float32)
+
+
+def _of_summaries(reads: int) -> tuple[torch.Tensor, ...]:
+    """N_0, w_0, K_0, w, K and resets, for two rows of two heads; the first row has read nothing before."""
+    shapes = (4, 3), (4, 3), (4, 3, 3), (4, reads, 3), (4, reads, 3, 3)
+    given = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    with torch.no_grad():
+        for x in given[:2]:
+            x[:2] = -1e30
+    return *given, torch.rand(2, reads + 1, generator=torch.Generator().manual_seed(1)) < 0.3
+
+
+@pytest.mark.parametrize(("steps", "reads"), [(0, 1), (1, 1), (2, 3), (5, 5)])
+def test_factors_are_those_of_their_equations(steps, reads):
+    """With all gradients, against the eager chain of equations in float64."""
+    *given, resets = _of_summaries(reads)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found, wanted = kernels.factors(*given, resets, steps)[:3], _factors(*exact, resets, steps)
+    weights = [normal(*x.shape, seed=7).detach() for x in found]
+    for leaves, outputs in ((given, found), (exact, wanted)):
+        total = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
+        leaves.extend(torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True))
+    for got, expected in zip((*found, *given), (*wanted, *exact), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def _factors(normaliser, first_weight, first_keys, weights, keys, resets, steps):
+    weights = torch.cat([first_weight.unsqueeze(1), weights], dim=1)
+    keys = torch.cat([first_keys.unsqueeze(1), keys], dim=1)
+    resets, a, rho = resets.repeat_interleave(2, 0), [], []
+    for s in range(steps):
+        reset = resets[:, s, None]
+        normaliser = torch.where(reset, weights[:, s], torch.logaddexp(normaliser, weights[:, s]))
+        rho.append((weights[:, s] - normaliser).exp())
+        affine = torch.diag_embed(1 - rho[s]) - rho[s].unsqueeze(-1) * keys[:, s]
+        a.append(affine.masked_fill(reset.unsqueeze(-1), 0))
+    shape = len(weights), 0, weights.shape[-1]
+    return (torch.stack(a, 1), torch.stack(rho, 1), normaliser) if steps else (
+        keys.new_empty(*shape, shape[-1]), keys.new_empty(shape), normaliser
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "reads"), [(0, 1), (2, 3), (3, 3)])
+def test_factors_are_well_registered(steps, reads):
+    is_well_registered(kernels.factors, *_of_summaries(reads), steps)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

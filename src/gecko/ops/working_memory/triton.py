@@ -22,6 +22,7 @@ gecko-7b forward on an H200 at 4.8 TB/s and 790 TFLOP/s: 0.42 ms for the bytes, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,11 +35,25 @@ from gecko.ops.working_memory.grid import Grid
 from gecko.ops.working_memory.products import product
 from gecko.ops.working_memory.rules import Adaptive, ChunkSummary, Rule, empty_summary
 from gecko.ops.working_memory.triton_chain import chain
+from gecko.ops.working_memory.triton_factors import factors
 from gecko.ops.working_memory.triton_features import features, features_backward, weigh_backward, weigh_forward
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
     from gecko.ops.working_memory import WorkingMemoryState
+
+
+@dataclass(frozen=True)
+class _Entering:
+    """The grid's chunks, and what the chain takes of those that enter, the previous one first."""
+
+    chunks: ChunkSummary
+    a: Tensor
+    rho: Tensor
+    normaliser: Tensor
+    """After the last that enters, (B, H, key)."""
+    divisor: Tensor | None
+    """What ψ of queries is divided by in each chunk, (B, H, n, key); the adaptive rule divides by nothing."""
 
 
 def remember_on_kernels(
@@ -49,34 +64,19 @@ def remember_on_kernels(
     assert phase is not None, "rows must agree on their phase"
     grid = segments.shared(("memory", chunk_size), lambda: Grid.build(segments, phase, chunk_size))
     q, k, v = (grid.lay(x).contiguous() for x in inputs)
-    adaptive = isinstance(rule, Adaptive)
-
-    nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], torch.float32, q.device)
-    current = state.current.where(grid.continues, nothing)
-    weights = weigh(k, grid.counted, adaptive)
-    whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
-    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
-    normalisers = normalisers_of(rule, state, whole, resets)
-    before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
-    chunks = ChunkSummary(weights, *summarise(k, v, grid.counted, weights, before, adaptive))
-    if phase:
-        first = rule.merge(current, _at(chunks, 0))
-        chunks = ChunkSummary(*(
-            torch.cat([f.unsqueeze(2), x[:, :, 1:]], dim=2)
-            for f, x in zip(first.tensors().values(), chunks.tensors().values(), strict=True)
-        ))  # fmt: skip
-
     end = (phase + segments.length) // chunk_size
-    a, rho = _factors(rule, state.previous, chunks, normalisers[:, :, 1 : end + 1])
-    a = a.masked_fill(resets[:, None, :end, None, None], 0)
-    memories, last = chain(
-        *(x.flatten(0, 1).contiguous() for x in (a, state.previous.value_sum, chunks.value_sum, rho, state.memory)),
-        v.dtype,
-    )
-    out = recall(q, memories, grid.allowed, normalisers[:, :, :-2].contiguous(), adaptive)
-    entered = state.previous if end == 0 else _at(chunks, end - 1)
-    going_on = _at(chunks, end) if end < grid.chunks else nothing
-    after = type(state)(last.view_as(state.memory), normalisers[:, :, end].clone(), entered, going_on, resets[:, end])
+    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
+    form = _enter_adaptive if isinstance(rule, Adaptive) else _enter_linear
+    entering = form(rule, grid, k, v, state, resets, end)
+
+    terms = state.previous.value_sum, entering.chunks.value_sum
+    memories, last = chain(*(x.flatten(0, 1).contiguous() for x in (
+        entering.a, *terms, entering.rho, state.memory
+    )), v.dtype)  # fmt: skip
+    out = recall(q, memories, grid.allowed, entering.divisor, entering.divisor is None)
+    entered = state.previous if end == 0 else _at(entering.chunks, end - 1)
+    going_on = _at(entering.chunks, end) if end < grid.chunks else _nothing(rule, state)
+    after = type(state)(last.view_as(state.memory), entering.normaliser, entered, going_on, resets[:, end])
     return out.flatten(2, 3)[:, :, phase : phase + segments.length], after
 
 
@@ -85,17 +85,50 @@ def _at(chunks: ChunkSummary, index: int) -> ChunkSummary:
     return chunks.map(lambda x: x[:, :, index].clone())
 
 
-def _factors(rule: Rule, previous: ChunkSummary, chunks: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
-    """A and ρ of the chunks that enter, the previous one first; ``after`` are the normalisers with each of them."""
-    steps = after.shape[2]
-    weight, key_sum = (
-        torch.cat([x.unsqueeze(2), y[:, :, : max(steps - 1, 0)]], dim=2)[:, :, :steps]
-        for x, y in ((previous.weight, chunks.weight), (previous.key_sum, chunks.key_sum))
-    )
-    if not isinstance(rule, Adaptive):
-        return torch.eye(after.shape[-1], device=after.device) - key_sum, torch.ones_like(weight)
-    rho = (weight - after).exp()
-    return torch.diag_embed(1 - rho) - rho.unsqueeze(-1) * key_sum, rho
+def _nothing(rule: Rule, state: WorkingMemoryState) -> ChunkSummary:
+    memory = state.memory
+    return empty_summary(rule, memory.shape[:2], memory.shape[2], memory.shape[3], torch.float32, memory.device)
+
+
+def _with_earlier(rule: Rule, grid: Grid, state: WorkingMemoryState, chunks: ChunkSummary) -> ChunkSummary:
+    """The first of the chunks completed by its tokens of earlier calls; on a border there are none."""
+    if not grid.phase:
+        return chunks
+    first = rule.merge(state.current.where(grid.continues, _nothing(rule, state)), _at(chunks, 0))
+    return ChunkSummary(*(
+        torch.cat([f.unsqueeze(2), x[:, :, 1:]], dim=2)
+        for f, x in zip(first.tensors().values(), chunks.tensors().values(), strict=True)
+    ))  # fmt: skip
+
+
+def _enter_adaptive(
+    rule: Rule, grid: Grid, k: Tensor, v: Tensor, state: WorkingMemoryState, resets: Tensor, end: int
+) -> _Entering:
+    weights = weigh(k, grid.counted, True)
+    summaries = ChunkSummary(weights, *summarise(k, v, grid.counted, weights, None, True))
+    chunks, previous = _with_earlier(rule, grid, state, summaries), state.previous
+    given = state.normaliser, previous.weight, previous.key_sum, chunks.weight, chunks.key_sum
+    a, rho, last, _ = factors(*(x.flatten(0, 1).contiguous() for x in given), resets, end)
+    a, rho, last = (x.unflatten(0, k.shape[:2]) for x in (a, rho, last))
+    return _Entering(chunks, a, rho, last, None)
+
+
+def _enter_linear(
+    rule: Rule, grid: Grid, k: Tensor, v: Tensor, state: WorkingMemoryState, resets: Tensor, end: int
+) -> _Entering:
+    weights = weigh(k, grid.counted, False)
+    current = state.current.where(grid.continues, _nothing(rule, state))
+    whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
+    normalisers = normalisers_of(rule, state, whole, resets)
+    before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
+    summaries = ChunkSummary(weights, *summarise(k, v, grid.counted, weights, before, False))
+    chunks = _with_earlier(rule, grid, state, summaries)
+
+    sums = torch.cat([state.previous.key_sum.unsqueeze(2), chunks.key_sum[:, :, : max(end - 1, 0)]], dim=2)[:, :, :end]
+    a = torch.eye(k.shape[-1], device=k.device) - sums
+    rho = torch.ones_like(normalisers[:, :, :end])
+    a = a.masked_fill(resets[:, None, :end, None, None], 0)
+    return _Entering(chunks, a, rho, normalisers[:, :, end].clone(), normalisers[:, :, :-2].contiguous())
 
 
 @custom_op("memory_weigh")
@@ -134,13 +167,13 @@ weigh.register_autograd(_pass_back_weigh, setup_context=_keep_weigh)
 
 @custom_op("memory_summarise")
 def summarise(
-    k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor, adaptive: bool
+    k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor | None, adaptive: bool
 ) -> tuple[Tensor, Tensor]:
     """Σ φ ψᵀ and Σ φ vᵀ of each chunk, (B, H, n, key, key) and (B, H, n, key, value) float32.
 
     Args:
         k: (B, H, n, c, key); v: (B, H, n, c, value); counted: (B, 1, n, c, 1) bool.
-        weight, before: (B, H, n, key) float32: what φ and the linear rule's ψ are divided by.
+        weight, before: (B, H, n, key) float32: what φ and the linear rule's ψ are divided by; None for the adaptive.
     """
     phi, psi = features(k, counted, weight, before, adaptive, v.dtype)
     assert phi is not None
@@ -156,8 +189,8 @@ def _(k, v, counted, weight, before, adaptive):
 
 @custom_op("memory_summarise_backward")
 def summarise_gradient(
-    grad_keys: Tensor, grad_values: Tensor, k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor,
-    adaptive: bool,
+    grad_keys: Tensor, grad_values: Tensor, k: Tensor, v: Tensor, counted: Tensor, weight: Tensor,
+    before: Tensor | None, adaptive: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of ``summarise`` by k, v and the weight (adaptive) or ``before`` (linear)."""
     phi, psi = features(k, counted, weight, before, adaptive, v.dtype)
@@ -189,12 +222,12 @@ summarise.register_autograd(_pass_back_summarise, setup_context=_keep)
 
 
 @custom_op("memory_recall")
-def recall(q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor, adaptive: bool) -> Tensor:
+def recall(q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor | None, adaptive: bool) -> Tensor:
     """ψ(q) M, zero where not allowed, (B, H, n, c, value) in the dtype of the memories.
 
     Args:
         q: (B, H, n, c, key); memories: (B · H, n, key, value); allowed: (B, 1, n, c, 1) bool.
-        normaliser: (B, H, n, key) float32, what the linear rule divides by.
+        normaliser: (B, H, n, key) float32, what the linear rule divides by; None for the adaptive.
     """
     _, psi = features(q, allowed, None, normaliser, adaptive, memories.dtype)
     return torch.bmm(psi, memories.flatten(0, 1)).view(*q.shape[:4], -1)
@@ -207,7 +240,7 @@ def _(q, memories, allowed, normaliser, adaptive):
 
 @custom_op("memory_recall_backward")
 def recall_gradient(
-    grad: Tensor, q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor, adaptive: bool
+    grad: Tensor, q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor | None, adaptive: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``recall`` by q, the memories and the normaliser; that is empty for the adaptive rule."""
     grad = grad.flatten(0, 2)
@@ -215,12 +248,12 @@ def recall_gradient(
     grad_psi = torch.bmm(grad, memories.flatten(0, 1).mT)
     grad_q, grad_normaliser = features_backward(q, allowed, None, normaliser, None, grad_psi, adaptive)
     grad_memories = torch.bmm(psi.mT, grad).view_as(memories)
-    return grad_q, grad_memories, normaliser.new_empty(0) if grad_normaliser is None else grad_normaliser
+    return grad_q, grad_memories, memories.new_empty(0) if grad_normaliser is None else grad_normaliser
 
 
 @recall_gradient.register_fake
 def _(grad, q, memories, allowed, normaliser, adaptive):
-    by_normaliser = normaliser.new_empty(0) if adaptive else torch.empty_like(normaliser)
+    by_normaliser = memories.new_empty(0) if normaliser is None else torch.empty_like(normaliser)
     return torch.empty_like(q), torch.empty_like(memories), by_normaliser
 
 

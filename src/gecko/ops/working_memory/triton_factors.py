@@ -1,0 +1,244 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The adaptive rule's factors of the chain, from summaries: slot s holds the s-th chunk that enters, the previous one
+first. With N_0 the normaliser before it, σ the sigmoid,
+
+    ρ_s = σ(w_s − N_s),   N_{s+1} = log(e^{N_s} + e^{w_s}),   A_s = (1 − ρ_s) I − ρ_s K_s,
+
+or ρ_s = 1, N_{s+1} = w_s, A_s = 0 where the slot resets. Backward, with g_s = ∂/∂w_s of what ρ_s and A_s do,
+
+    g_s = ρ_s (dρ_s − rows of (dA_s K_s) summed − diagonal of dA_s),   dK_s = −ρ_s dA_s,
+    dw_s = g_s + ρ_s (dN_{s+1} − g_s),   dN_s = (1 − ρ_s) (dN_{s+1} − g_s).
+
+As PyTorch's operations this was 170 a layer and step, a millisecond of the host; the numbers themselves are few (A of
+gecko-7b at T = 32 K: 16 MiB, written and read once).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gecko.ops.custom_op import custom_op
+from gecko.ops.kernels import Launch, blocks, tile
+
+_TILE = 4096
+"""Numbers of a matrix that a program holds, 32 a thread."""
+
+_NOTHING = tl.constexpr(-1e29)
+"""Normalisers below it are those of no tokens."""
+
+
+@triton.jit(do_not_specialize=["steps", "reads", "heads"])
+def _normalise_kernel(
+    p_normaliser, p_first, p_weights, p_resets, p_rho, p_share, p_last, steps, reads, heads, width: tl.constexpr,
+    block_d: tl.constexpr,
+):  # fmt: skip
+    """ρ of every slot; the share of w in N, which differs where both are of no tokens; and N after the last slot."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_d = tl.program_id(1) * block_d + tl.arange(0, block_d)
+    m_d = i_d < width
+    b_n = tl.load(p_normaliser + i_row * width + i_d, mask=m_d, other=0.0)
+    for s in range(0, steps):
+        b_w = tl.load(_vector(p_first, p_weights, i_row, s, reads, width) + i_d, mask=m_d, other=0.0)
+        resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
+        b_most = tl.maximum(b_n, b_w)
+        b_less = tl.exp(tl.minimum(b_n, b_w) - b_most)
+        b_share = tl.where(resets, 1.0, tl.where(b_w > b_n, 1.0, b_less) / (1.0 + b_less))
+        b_n = tl.where(resets, b_w, b_most + tl.log(1.0 + b_less))
+        i_to = (i_row * steps + s) * width + i_d
+        tl.store(p_share + i_to, b_share, mask=m_d)
+        tl.store(p_rho + i_to, tl.where(b_n < _NOTHING, 1.0, b_share), mask=m_d)
+    tl.store(p_last + i_row * width + i_d, b_n, mask=m_d)
+
+
+@triton.jit
+def _vector(p_first, p_rest, i_row, s, reads, size: tl.constexpr):
+    """Where slot s of a row begins: the first is apart from the rest."""
+    p_slot = p_rest + (i_row * reads + s - 1) * size
+    if s == 0:
+        p_slot = p_first + i_row * size
+    return p_slot
+
+
+@triton.jit
+def _square(i_step, steps, width: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr):
+    """Row and slot of a program, rows and columns of its part of the matrix, their offsets, and which there are."""
+    i_r = tl.program_id(1) * block_r + tl.arange(0, block_r)
+    i_c = tl.arange(0, block_c)
+    m_k = (i_r < width)[:, None] & (i_c < width)[None, :]
+    return i_step // steps, i_step % steps, i_r, i_c, i_r[:, None] * width + i_c[None, :], m_k
+
+
+@triton.jit(do_not_specialize=["steps", "reads", "heads"])
+def _factor_kernel(
+    p_first, p_keys, p_rho, p_resets, p_a, steps, reads, heads, width: tl.constexpr, block_r: tl.constexpr,
+    block_c: tl.constexpr,
+):  # fmt: skip
+    i_step = tl.program_id(0).to(tl.int64)
+    i_row, s, i_r, i_c, i_k, m_k = _square(i_step, steps, width, block_r, block_c)
+    b_k = tl.load(_vector(p_first, p_keys, i_row, s, reads, width * width) + i_k, mask=m_k, other=0.0)
+    b_rho = tl.load(p_rho + i_step * width + i_r, mask=i_r < width, other=0.0)[:, None]
+    b_a = tl.where(i_r[:, None] == i_c[None, :], 1.0 - b_rho, 0.0) - b_rho * b_k
+    resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
+    tl.store(p_a + i_step * width * width + i_k, tl.where(resets, 0.0, b_a), mask=m_k)
+
+
+@triton.jit(do_not_specialize=["steps", "reads", "heads"])
+def _factor_backward_kernel(
+    p_first, p_keys, p_rho, p_resets, p_grad_a, p_grad_rho, p_grad_first, p_grad_keys, p_g, steps, reads, heads,
+    width: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr,
+):  # fmt: skip
+    """dK and g."""
+    i_step = tl.program_id(0).to(tl.int64)
+    i_row, s, i_r, i_c, i_k, m_k = _square(i_step, steps, width, block_r, block_c)
+    resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
+    b_k = tl.load(_vector(p_first, p_keys, i_row, s, reads, width * width) + i_k, mask=m_k, other=0.0)
+    b_da = tl.load(p_grad_a + i_step * width * width + i_k, mask=m_k, other=0.0)
+    b_da = tl.where(resets, 0.0, b_da)
+    i_at, m_r = i_step * width + i_r, i_r < width
+    b_rho = tl.load(p_rho + i_at, mask=m_r, other=0.0)
+    p_to = _vector(p_grad_first, p_grad_keys, i_row, s, reads, width * width)
+    tl.store(p_to + i_k, -b_rho[:, None] * b_da, mask=m_k)
+    b_along = tl.sum(b_da * (b_k + tl.where(i_r[:, None] == i_c[None, :], 1.0, 0.0)), 1)
+    b_drho = tl.load(p_grad_rho + i_at, mask=m_r, other=0.0)
+    tl.store(p_g + i_at, b_rho * (b_drho - b_along), mask=m_r)
+
+
+@triton.jit(do_not_specialize=["steps", "reads"])
+def _normalise_backward_kernel(
+    p_g, p_share, p_grad_last, p_grad_normaliser, p_grad_first, p_grad_weights, steps, reads, width: tl.constexpr,
+    block_d: tl.constexpr,
+):  # fmt: skip
+    i_row = tl.program_id(0).to(tl.int64)
+    i_d = tl.program_id(1) * block_d + tl.arange(0, block_d)
+    m_d = i_d < width
+    b_dn = tl.load(p_grad_last + i_row * width + i_d, mask=m_d, other=0.0)
+    for back in range(0, steps):
+        s = steps - 1 - back
+        i_from = (i_row * steps + s) * width + i_d
+        b_g, b_share = tl.load(p_g + i_from, mask=m_d, other=0.0), tl.load(p_share + i_from, mask=m_d, other=0.0)
+        b_rest = b_dn - b_g
+        p_to = _vector(p_grad_first, p_grad_weights, i_row, s, reads, width)
+        tl.store(p_to + i_d, b_g + b_share * b_rest, mask=m_d)
+        b_dn = (1.0 - b_share) * b_rest
+    tl.store(p_grad_normaliser + i_row * width + i_d, b_dn, mask=m_d)
+
+
+def _grids(
+    rows: int, steps: int, width: int
+) -> tuple[tuple[int, int], tuple[int, int], dict[str, int], dict[str, int]]:
+    """Of kernels over vectors and over matrices: grids and tiles, of at most 4,096 numbers."""
+    block_d, block_c = min(tile(width), 128), tile(width)
+    block_r = max(1, min(block_c, _TILE // block_c))
+    vectors, matrices = (rows, blocks(width, block_d)), (rows * steps, blocks(width, block_r))
+    return vectors, matrices, {"block_d": block_d}, {"block_r": block_r, "block_c": block_c}
+
+
+def factors_forward(
+    normaliser: Tensor, first_weight: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor, resets: Tensor,
+    steps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """See ``factors``."""
+    rows, reads, width = weights.shape
+    rho, share = weights.new_empty(rows, steps, width), weights.new_empty(rows, steps, width)
+    a, last = weights.new_empty(rows, steps, width, width), torch.empty_like(normaliser)
+    vectors, matrices, of_vectors, of_matrices = _grids(rows, steps, width)
+    sizes = dict(p_resets=resets, steps=steps, reads=reads, heads=rows // len(resets), width=width)
+    tensors: dict[str, Any] = dict(
+        p_normaliser=normaliser, p_first=first_weight, p_weights=weights, p_rho=rho, p_share=share, p_last=last
+    )
+    Launch(_normalise_kernel, vectors, tensors | sizes | of_vectors, warps=4).run()
+    if steps:
+        tensors = dict(p_first=first_keys, p_keys=keys, p_rho=rho, p_a=a)
+        Launch(_factor_kernel, matrices, tensors | sizes | of_matrices, warps=4).run()
+    return a, rho, last, share
+
+
+def factors_backward(
+    grad_a: Tensor, grad_rho: Tensor, grad_last: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor,
+    resets: Tensor, rho: Tensor, share: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients by the normaliser, the first slot's weight and keys, and the others'."""
+    rows, reads, width = weights.shape
+    steps = rho.shape[1]
+    g, by_normaliser = torch.empty_like(rho), torch.empty_like(grad_last, memory_format=torch.contiguous_format)
+    by_weight, by_first_keys = torch.empty_like(by_normaliser), torch.empty_like(first_keys)
+    by_weights, by_keys = torch.empty_like(weights), torch.empty_like(keys)
+    for x in (by_weights, by_keys):
+        x[:, max(steps - 1, 0) :] = 0
+    vectors, matrices, of_vectors, of_matrices = _grids(rows, steps, width)
+    sizes = dict(steps=steps, reads=reads, width=width)
+    if steps:
+        tensors: dict[str, Any] = dict(
+            p_first=first_keys, p_keys=keys, p_rho=rho, p_resets=resets, p_grad_a=grad_a.contiguous(),
+            p_grad_rho=grad_rho.contiguous(), p_grad_first=by_first_keys, p_grad_keys=by_keys, p_g=g,
+            heads=rows // len(resets),
+        )  # fmt: skip
+        Launch(_factor_backward_kernel, matrices, tensors | sizes | of_matrices, warps=4).run()
+    else:
+        by_weight, by_first_keys = by_weight.zero_(), by_first_keys.zero_()
+    tensors = dict(
+        p_g=g, p_share=share, p_grad_last=grad_last.contiguous(), p_grad_normaliser=by_normaliser,
+        p_grad_first=by_weight, p_grad_weights=by_weights,
+    )  # fmt: skip
+    Launch(_normalise_backward_kernel, vectors, tensors | sizes | of_vectors, warps=4).run()
+    return by_normaliser, by_weight, by_first_keys, by_weights, by_keys
+
+
+@custom_op("memory_factors")
+def factors(
+    normaliser: Tensor, first_weight: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor, resets: Tensor,
+    steps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """A and ρ of the first ``steps`` slots, for R rows.
+
+    Args:
+        normaliser: N_0, (R, key); first_weight, first_keys: w_0 and K_0, (R, key) and (R, key, key).
+        weights, keys: of slot 1 on, (R, reads, key) and (R, reads, key, key), reads ≥ steps − 1. All
+            float32 and contiguous.
+        resets: (B, reads + 1) bool, the same for R / B rows each.
+
+    Returns:
+        A, (R, steps, key, key); ρ, (R, steps, key); N_steps, (R, key); and for backward the share of w in N.
+    """
+    return factors_forward(normaliser, first_weight, first_keys, weights, keys, resets, steps)
+
+
+@factors.register_fake
+def _(normaliser, first_weight, first_keys, weights, keys, resets, steps):
+    rows, _, width = weights.shape
+    rho = weights.new_empty(rows, steps, width)
+    return weights.new_empty(rows, steps, width, width), rho, torch.empty_like(normaliser), torch.empty_like(rho)
+
+
+@custom_op("memory_factors_backward")
+def factors_gradient(
+    grad_a: Tensor, grad_rho: Tensor, grad_last: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor,
+    resets: Tensor, rho: Tensor, share: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of ``factors`` by all but the resets."""
+    return factors_backward(grad_a, grad_rho, grad_last, first_keys, weights, keys, resets, rho, share)
+
+
+@factors_gradient.register_fake
+def _(grad_a, grad_rho, grad_last, first_keys, weights, keys, resets, rho, share):
+    last = torch.empty_like(grad_last, memory_format=torch.contiguous_format)
+    return last, torch.empty_like(last), *(torch.empty_like(x) for x in (first_keys, weights, keys))
+
+
+def _keep(ctx, inputs, output):
+    _, _, first_keys, weights, keys, resets, _ = inputs
+    _, rho, _, share = output
+    ctx.mark_non_differentiable(share)
+    ctx.save_for_backward(first_keys, weights, keys, resets, rho, share)
+
+
+def _pass_back(ctx, grad_a, grad_rho, grad_last, _):
+    return *factors_gradient(grad_a, grad_rho, grad_last, *ctx.saved_tensors), None, None
+
+
+factors.register_autograd(_pass_back, setup_context=_keep)
