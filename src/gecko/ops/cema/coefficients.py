@@ -48,7 +48,7 @@ class CEMACoefficients:
     @cached_property
     def factor(self) -> Tensor:
         """q, complex (D, N): what one step leaves of the state."""
-        return self.decay()
+        return torch.polar(self.log_damping.exp(), self.angle)
 
     @cached_property
     def readout(self) -> Tensor:
@@ -58,7 +58,7 @@ class CEMACoefficients:
     def powers(self, count: int) -> Tensor:
         """q^0 … q^(count − 1) as (D, N, count), by doubling: rounding grows with log(count), where the
         exponential of count · arg q would lose as many digits as the product has before the point."""
-        q = self.decay()
+        q = self.factor
         table, square = torch.ones_like(q).unsqueeze(-1), q.unsqueeze(-1)
         while table.shape[-1] < count:
             table = torch.cat([table, table * square], dim=-1)

@@ -28,20 +28,24 @@ number is off by less than the rounding of the tensor's largest one to 16 bits. 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.cema.chunked import cema_chunked
 from gecko.ops.cema.coefficients import CEMACoefficients
-from gecko.ops.cema.items import CHUNK, ITEMS, ItemPlan
+from gecko.ops.cema.items import CHUNK, ITEMS, MOST_MODES, ItemPlan
 from gecko.ops.cema.triton_filter import filter_kernel
 from gecko.ops.cema.triton_gradients import gradients_kernel
+from gecko.ops.cema.triton_tables import coefficient_gradients_kernel, response_kernel
 from gecko.ops.custom_op import custom_op
 from gecko.ops.kernels import Launch, blocks
 from gecko.segments import Segments
+
+_CHANNELS = 16
+"""That a program over coefficients takes."""
 
 
 def cema_kernels(
@@ -66,24 +70,52 @@ def cema_kernels(
     return (torch.cat([head, y], dim=1) if plan.head else y), after
 
 
+@dataclass(frozen=True)
+class _Tables:
+    """What the passes over tokens read of coefficients: k of one chunk (D, C), q and p as complex numbers (D, N, 2)."""
+
+    response: Tensor
+    decay: Tensor
+    input: Tensor
+
+    @classmethod
+    def of(cls, coefficients: CEMACoefficients, skip: Tensor) -> _Tables:
+        p, output = coefficients.input, coefficients.output
+        decay = torch.view_as_real(coefficients.factor)
+        response, pair = skip.new_empty(len(skip), CHUNK), torch.empty_like(decay)
+        tensors = {
+            "p_in": p, "p_out": output, "p_decay": decay, "p_skip": skip, "p_response": response, "p_pair": pair
+        }  # fmt: skip
+        Launch(response_kernel, _grid(p), tensors | _sizes(p), warps=4).run()
+        return cls(response, decay, pair)
+
+
+def _grid(p: Tensor) -> tuple[int]:
+    return (blocks(len(p), _CHANNELS),)
+
+
+def _sizes(p: Tensor) -> dict[str, int]:
+    """Of kernels over coefficients p (D, N)."""
+    return {"channels": p.shape[0], "modes": p.shape[1], "chunk": CHUNK, "b_d": _CHANNELS, "b_n": MOST_MODES}
+
+
 def _forward(
     x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor, before: Tensor,
     forwards: list[Tensor], backwards: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    coefficients = CEMACoefficients(input, log_damping, angle, output)
-    response = _response(coefficients, skip)
-    return _filter(x, coefficients, response, _real_pair(input), output, before, forwards, unit, reverse=False)
+    tables = _Tables.of(CEMACoefficients(input, log_damping, angle, output), skip)
+    return _filter(x, tables, tables.input, output, before, forwards, unit, reverse=False)
 
 
 def _filter(
-    x: Tensor, coefficients: CEMACoefficients, response: Tensor, into: Tensor, out: Tensor, before: Tensor,
-    items: list[Tensor], unit: int, *, reverse: bool,
+    x: Tensor, tables: _Tables, into: Tensor, out: Tensor, before: Tensor, items: list[Tensor], unit: int, *,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y, after = torch.empty_like(x), torch.empty_like(before)
     arguments = {
-        "p_x": x, "p_y": y, "p_response": response, "p_in": into, "p_out": out,
-        "p_decay": _decay(coefficients), "p_before": before, "p_after": after, **_named(items),
-        "channels": x.shape[-1], "modes": before.shape[2], "unit": unit, "reverse": reverse, "b_n": 16,
+        "p_x": x, "p_y": y, "p_response": tables.response, "p_in": into, "p_out": out,
+        "p_decay": tables.decay, "p_before": before, "p_after": after, **_named(items),
+        "channels": x.shape[-1], "modes": before.shape[2], "unit": unit, "reverse": reverse, "b_n": MOST_MODES,
         **_constants(x),
     }  # fmt: skip
     # A warp takes one channel: the tables and the sixteen items of two would not fit into its registers.
@@ -106,21 +138,6 @@ def _named(items: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(("p_first", "p_begin", "p_end", "p_kind", "p_tiles"), items, strict=True))
 
 
-def _real_pair(x: Tensor) -> Tensor:
-    return torch.stack([x, torch.zeros_like(x)], dim=-1)
-
-
-def _decay(coefficients: CEMACoefficients) -> Tensor:
-    return torch.view_as_real(coefficients.factor)
-
-
-def _response(coefficients: CEMACoefficients, skip: Tensor) -> Tensor:
-    """k[j] = Re Σ γ p q^j of one chunk, (D, C), with the skip connection as a part of k[0]."""
-    gamma_p = torch.view_as_complex(coefficients.output) * coefficients.input
-    response = torch.einsum("dn,dnc->dc", gamma_p, coefficients.powers(CHUNK)).real
-    return response + F.pad(skip.unsqueeze(1), (0, CHUNK - 1))
-
-
 _cema_op = custom_op("cema")(_forward)
 
 
@@ -137,22 +154,21 @@ def _backward(
     skip: Tensor, before: Tensor, after: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients by x, input, log_damping, angle, output, skip and before."""
-    coefficients = CEMACoefficients(input, log_damping, angle, output)
-    grad_x, handed = _filter(
-        grad, coefficients, _response(coefficients, skip), output, _real_pair(input), _conjugate(grad_after), backwards,
-        unit, reverse=True,
-    )  # fmt: skip
+    tables = _Tables.of(CEMACoefficients(input, log_damping, angle, output), skip)
+    handed_in = _conjugate(grad_after)
+    grad_x, handed = _filter(grad, tables, output, tables.input, handed_in, backwards, unit, reverse=True)
     grad_before = _conjugate(handed)
-    sums, derivatives, last, grad_skip = _sums(grad, x, coefficients, before, forwards, unit)
+    sums = _sums(grad, x, tables, before, forwards, unit)
 
-    gamma, end = torch.view_as_complex(output), torch.view_as_complex(grad_after)
-    by_log = (gamma * derivatives).conj() + (last.conj() * end).sum(0)
-    # Σ g y, and the same for the last state, is linear in p and in the state before: what is not by that is by p.
-    linear = (gamma * sums).real + (grad_after * after).sum((0, -1)) - (grad_before * before).sum((0, -1))
-    grad_output = torch.view_as_real(sums.conj().resolve_conj())
-    return (
-        grad_x, linear / input, by_log.real.contiguous(), by_log.imag.contiguous(), grad_output, grad_skip, grad_before
-    )  # fmt: skip
+    states = {"p_after": after, "p_grad_after": grad_after, "p_before": before, "p_grad_before": grad_before}
+    given = {"p_in": input, "p_out": output, "p_decay": tables.decay, "batch": len(x), **sums, **states}
+    by_input, by_log, by_angle, by_output, by_skip = map(torch.empty_like, (input, input, input, output, skip))
+    gradients = {
+        "p_grad_in": by_input, "p_grad_log": by_log, "p_grad_angle": by_angle, "p_grad_out": by_output,
+        "p_grad_skip": by_skip,
+    }  # fmt: skip
+    Launch(coefficient_gradients_kernel, _grid(input), given | gradients | _sizes(input), warps=4).run()
+    return grad_x, by_input, by_log, by_angle, by_output, by_skip, grad_before
 
 
 def _conjugate(pairs: Tensor) -> Tensor:
@@ -161,38 +177,22 @@ def _conjugate(pairs: Tensor) -> Tensor:
 
 
 def _sums(
-    grad: Tensor, x: Tensor, coefficients: CEMACoefficients, before: Tensor, items: list[Tensor], unit: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Σ g h and Σ g ∂h/∂log q, complex (D, N), the last ∂h/∂log q, complex (B, D, N), and Σ g x, (D,)."""
+    grad: Tensor, x: Tensor, tables: _Tables, before: Tensor, items: list[Tensor], unit: int
+) -> dict[str, Tensor]:
+    """Of all but the chunk that a step is in: Σ g h, Σ g ∂h/∂log q, and ∂h/∂log q after the last step, (B, D, N, 2); of
+    the steps of a chunk, Σ x_s g_t over chunks and rows, (D, C, C)."""
     sums, derivatives, last = (torch.empty_like(before) for _ in range(3))
     batch, channels, modes = before.shape[:3]
     correlation = before.new_empty(batch, channels, CHUNK, CHUNK)
     b_d, b_n = 8, 8
     arguments = {
-        "p_x": x, "p_grad": grad, "p_in": _real_pair(coefficients.input), "p_decay": _decay(coefficients),
-        "p_before": before, "p_sums": sums, "p_derivatives": derivatives, "p_correlation": correlation,
-        "p_after": last, **_named(items), "channels": channels, "modes": modes, "unit": unit,
-        "b_d": b_d, "b_n": b_n, **_constants(x),
+        "p_x": x, "p_grad": grad, "p_in": tables.input, "p_decay": tables.decay, "p_before": before, "p_sums": sums,
+        "p_derivatives": derivatives, "p_correlation": correlation, "p_after": last, **_named(items),
+        "channels": channels, "modes": modes, "unit": unit, "b_d": b_d, "b_n": b_n, **_constants(x),
     }  # fmt: skip
     grid = (batch, blocks(channels, b_d) * blocks(modes, b_n))
     Launch(gradients_kernel, grid, arguments, warps=8).run()
-
-    lags = _lag_sums(correlation.sum(0))
-    driven = coefficients.input.unsqueeze(-1) * coefficients.powers(CHUNK) * lags.unsqueeze(1)
-    own, own_derivatives = driven.sum(-1), (driven * torch.arange(CHUNK, device=x.device)).sum(-1)
-    return (
-        torch.view_as_complex(sums.sum(0)) + own,
-        torch.view_as_complex(derivatives.sum(0)) + own_derivatives,
-        torch.view_as_complex(last),
-        lags[:, 0].contiguous(),
-    )
-
-
-def _lag_sums(correlation: Tensor) -> Tensor:
-    """(D, C, C) by s and t to (D, C) by t − s ≥ 0: rows one longer than they were shift row s by s."""
-    chunk = correlation.shape[-1]
-    flat = F.pad(F.pad(correlation, (0, chunk)).flatten(1), (0, chunk))
-    return flat.view(-1, chunk, 2 * chunk + 1)[..., :chunk].sum(1)
+    return {"p_sums": sums, "p_derivatives": derivatives, "p_last": last, "p_correlation": correlation.sum(0)}
 
 
 _backward_op = custom_op("cema_backward")(_backward)
