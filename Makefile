@@ -30,6 +30,7 @@ bench: .venv/bench  ## The numbers of benchmarks/results that need no trained mo
 	$(BIN)/python benchmarks/context_exchange.py --write
 	$(BIN)/python benchmarks/cpu_breakdown.py --write
 	$(BIN)/python benchmarks/start_up.py --write
+	$(BIN)/python benchmarks/host.py --write
 
 bench-demo: .venv/bench demo  ## Those of the demo model
 	$(BIN)/python benchmarks/long_reading.py --write

@@ -1,0 +1,158 @@
+"""What the host has to do for one block on a GPU, measured without one.
+
+    python benchmarks/host.py --write           # writes benchmarks/results/host_PROCESSOR.md
+
+A GPU waits for its host where a step has few tokens. Here the kernels are taken for tensors of the CPU, and every
+launch is counted in place of being made, so that what is left is Python, PyTorch's dispatcher and autograd. Tensors are
+tiny, for PyTorch's own operations are computed; a block is the difference between models of six layers and of two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
+
+import torch
+from gpu.training import equal_llama
+from measuring import load, of_processor, publish
+from torch import Tensor
+
+from gecko.baselines import ModelConfig, build_model
+from gecko.config import GeckoConfig
+from gecko.ops import custom_op, kernels
+from gecko.train.hardware import describe_hardware
+
+DEPTHS = 2, 6
+TOKENS = 64
+SMALL = GeckoConfig(
+    vocab_size=256, model_dim=64, key_dim=32, value_dim=64, num_heads=2, ffn_dim=64, num_layers=1, chunk_size=32,
+    cema_modes=16, timestep_groups=4,
+)  # fmt: skip
+
+
+class Step:
+    """Loss and backward of one model on one row, as training does them."""
+
+    def __init__(self, config: ModelConfig, depth: int) -> None:
+        self._model = build_model(dataclasses.replace(config, num_layers=depth))
+        self._tokens = torch.randint(256, (1, TOKENS + 1))
+
+    def __call__(self) -> tuple[float, float]:
+        """Seconds forward and backward."""
+        begin = time.perf_counter()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss: Tensor = self._model.loss(self._tokens[:, :-1], self._tokens[:, 1:])
+        middle = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+        self._model.zero_grad()
+        return middle - begin, end - middle
+
+
+@contextlib.contextmanager
+def kernels_counted() -> Iterator[list[str]]:
+    """Operators take their Triton kernels for every plain tensor; the names of those that would be launched."""
+    launched: list[str] = []
+
+    def run(launch: kernels.Launch) -> None:
+        launched.append(launch.kernel.__name__)
+
+    before = kernels.kernels_run_on
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("gecko.") and getattr(module, "kernels_run_on", None) is before:
+                stack.enter_context(patch.object(module, "kernels_run_on", lambda x: x.dtype in kernels.DTYPES))
+        stack.enter_context(patch.object(kernels, "_native_installed", lambda: False))
+        stack.enter_context(patch.object(kernels.Launch, "run", run))
+        yield launched
+
+
+@contextlib.contextmanager
+def by_the_dispatcher() -> Iterator[None]:
+    """Operators by what is registered with ``torch.library``, as if somebody watched."""
+    with patch.object(custom_op, "is_watched", lambda: True):
+        yield
+
+
+Way = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """Of one block: milliseconds forward and backward, and kernels launched by both."""
+
+    forward: float
+    backward: float
+    launches: float
+
+
+def measure(ways: dict[str, tuple[ModelConfig, Way]], rounds: int) -> dict[str, Host]:
+    """In turns; medians of ``rounds``."""
+    steps = {name: [Step(config, depth) for depth in DEPTHS] for name, (config, _) in ways.items()}
+    times: dict[str, list[list[tuple[float, float]]]] = {name: [[] for _ in DEPTHS] for name in ways}
+    launches: dict[str, list[int]] = {}
+    for turn in range(rounds + 3):
+        for name, (_, way) in ways.items():
+            with way(), kernels_counted() as launched:
+                counts = []
+                for step, kept in zip(steps[name], times[name], strict=True):
+                    launched.clear()
+                    seconds = step()
+                    counts.append(len(launched))
+                    if turn >= 3:  # the first ones import and build
+                        kept.append(seconds)
+                launches[name] = counts
+    return {name: _per_block(times[name], launches[name]) for name in ways}
+
+
+def _per_block(times: list[list[tuple[float, float]]], launches: list[int]) -> Host:
+    blocks = DEPTHS[1] - DEPTHS[0]
+    few, many = ([statistics.median(column) for column in zip(*runs, strict=True)] for runs in times)
+    forward, backward = (1e3 * (b - a) / blocks for a, b in zip(few, many, strict=True))
+    return Host(forward, backward, (launches[1] - launches[0]) / blocks)
+
+
+def page(results: dict[str, Host], rounds: int) -> list[str]:
+    """The results in Markdown."""
+    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
+    own = next(iter(results.values()))
+    rows = (
+        f"| {name} | {host.forward:.2f} | {host.backward:.2f} | {host.forward + host.backward:.2f} "
+        f"| {(host.forward + host.backward) / (own.forward + own.backward):.2f} | {host.launches:.0f} |"
+        for name, host in results.items()
+    )
+    return [
+        "# What the host does for a block on a GPU", "", f"{hardware}, one thread used. {load()}", "",
+        "Milliseconds of loss and backward a block, in bfloat16 by autocast; medians of "
+        f"{rounds}, all in turns. **No GPU: launches of kernels are counted, not made, and take some microseconds each "
+        f"beside this; PyTorch's own operations are computed, on one row of {TOKENS} tokens and {SMALL.model_dim} "
+        "features, so that it takes them hardly longer than to be dispatched.**", "",
+        "| | forward | backward | both | of the first row | kernels launched |", "|---|---:|---:|---:|---:|---:|",
+        *rows, "",
+        f"Written by `python benchmarks/host.py --rounds {rounds} --write`.",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ways: dict[str, tuple[ModelConfig, Way]] = {
+        "Gecko": (SMALL, contextlib.nullcontext),
+        "Gecko, every operator by PyTorch's dispatcher": (SMALL, by_the_dispatcher),
+        "Llama of the same depth and width": (equal_llama(SMALL), contextlib.nullcontext),
+    }
+    publish(of_processor("host"), page(measure(ways, arguments.rounds), arguments.rounds), arguments.write)
+
+
+if __name__ == "__main__":
+    main()
