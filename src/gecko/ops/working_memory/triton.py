@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Working memory by kernels: features, library products for what chunks come to, one kernel for the chain, one product
-to read.
+"""Working memory by kernels: features, library products for what chunks come to, factors, one kernel for the chain, one
+product to read.
 
 The products φᵀψ, φᵀv and ψ(q) M are large, dense and batched (at gecko-7b 256 × 2,048 × 2,048 each), so cuBLAS's; their
 operands are made by kernels in the dtype of v and not kept: backward makes them again.
