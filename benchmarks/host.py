@@ -29,6 +29,7 @@ from gecko.ops import custom_op, kernels
 from gecko.train.hardware import describe_hardware
 
 DEPTHS = 2, 6
+WARMING = 3
 TOKENS = 64
 SMALL = GeckoConfig(
     vocab_size=256, model_dim=64, key_dim=32, value_dim=64, num_heads=2, ffn_dim=64, num_layers=1, chunk_size=32,
@@ -93,29 +94,26 @@ class Host:
 
 
 def measure(ways: dict[str, tuple[ModelConfig, Way]], rounds: int) -> dict[str, Host]:
-    """In turns; medians of ``rounds``."""
+    """In turns; medians of ``rounds``, after some that import and build."""
     steps = {name: [Step(config, depth) for depth in DEPTHS] for name, (config, _) in ways.items()}
-    times: dict[str, list[list[tuple[float, float]]]] = {name: [[] for _ in DEPTHS] for name in ways}
-    launches: dict[str, list[int]] = {}
-    for turn in range(rounds + 3):
-        for name, (_, way) in ways.items():
-            with way(), kernels_counted() as launched:
-                counts = []
-                for step, kept in zip(steps[name], times[name], strict=True):
-                    launched.clear()
-                    seconds = step()
-                    counts.append(len(launched))
-                    if turn >= 3:  # the first ones import and build
-                        kept.append(seconds)
-                launches[name] = counts
-    return {name: _per_block(times[name], launches[name]) for name in ways}
+    turns = [
+        {name: [_counted(step, way) for step in steps[name]] for name, (_, way) in ways.items()}
+        for _ in range(WARMING + rounds)
+    ]
+    return {name: _per_block([turn[name] for turn in turns[WARMING:]]) for name in ways}
 
 
-def _per_block(times: list[list[tuple[float, float]]], launches: list[int]) -> Host:
-    blocks = DEPTHS[1] - DEPTHS[0]
-    few, many = ([statistics.median(column) for column in zip(*runs, strict=True)] for runs in times)
-    forward, backward = (1e3 * (b - a) / blocks for a, b in zip(few, many, strict=True))
-    return Host(forward, backward, (launches[1] - launches[0]) / blocks)
+def _counted(step: Step, way: Way) -> tuple[float, float, int]:
+    """Seconds forward and backward, and launches."""
+    with way(), kernels_counted() as launched:
+        return *step(), len(launched)
+
+
+def _per_block(turns: list[list[tuple[float, float, int]]]) -> Host:
+    """Of turns at both depths."""
+    few, many = ([statistics.median(column) for column in zip(*runs, strict=True)] for runs in zip(*turns, strict=True))
+    forward, backward, launches = ((b - a) / (DEPTHS[1] - DEPTHS[0]) for a, b in zip(few, many, strict=True))
+    return Host(1e3 * forward, 1e3 * backward, launches)
 
 
 def page(results: dict[str, Host], rounds: int) -> list[str]:

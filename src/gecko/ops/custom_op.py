@@ -1,10 +1,9 @@
 """Custom operators at the price of a plain call.
 
 To the compiler, and to whoever traces, counts or transforms PyTorch's operations, an operator is what
-``torch.library.custom_op`` registers. By that way a call takes the host some 40 microseconds more than the function
-itself, longer than the launch of a kernel, and a block makes 35 of them there and back. Where nobody looks, functions
-therefore run as they are, and are differentiated by a ``torch.autograd.Function`` (``benchmarks/host.py`` has both
-times).
+``torch.library.custom_op`` registers. By that way a block takes the host half as long again
+(``benchmarks/host.py``). Where nobody looks, functions therefore run as they are, and are differentiated by a
+``torch.autograd.Function``.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class CEMACoefficients:
     @cached_property
     def factor(self) -> Tensor:
         """q, complex (D, N): what one step leaves of the state."""
-        return torch.polar(self.log_damping.exp(), self.angle)
+        return self.decay()
 
     @cached_property
     def readout(self) -> Tensor:

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """What surrounds the passes over tokens, from coefficients and to their gradients, a kernel each: of numbers as few as
-coefficients the work is the launch, and as PyTorch's operations it was 130 of them a layer and step."""
+coefficients the work is the launch, and PyTorch's operations would be a launch each."""
 
 from __future__ import annotations
 
