@@ -9,8 +9,8 @@ or ρ_s = 1, N_{s+1} = w_s, A_s = 0 where the slot resets. Backward, with g_s = 
     g_s = ρ_s (dρ_s − rows of (dA_s K_s) summed − diagonal of dA_s),   dK_s = −ρ_s dA_s,
     dw_s = g_s + ρ_s (dN_{s+1} − g_s),   dN_s = (1 − ρ_s) (dN_{s+1} − g_s).
 
-As PyTorch's operations this was 140 a layer and step, each with a launch of its own; the numbers themselves are few (A
-of gecko-7b at T = 32 K: 16 MiB, written and read once).
+PyTorch's operations would be many, a launch each; the numbers themselves are few (A of gecko-7b at T = 32 K: 16 MiB,
+written and read once).
 """
 
 from __future__ import annotations
@@ -128,14 +128,17 @@ def _normalise_backward_kernel(
     tl.store(p_grad_normaliser + i_row * width + i_d, b_dn, mask=m_d)
 
 
-def _grids(
-    rows: int, steps: int, width: int
-) -> tuple[tuple[int, int], tuple[int, int], dict[str, int], dict[str, int]]:
-    """Of kernels over vectors and over matrices: grids and tiles, of at most 4,096 numbers."""
-    block_d, block_c = min(tile(width), 128), tile(width)
+def _vectors(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and tile of kernels over so many vectors."""
+    block_d = min(tile(width), 128)
+    return (rows, blocks(width, block_d)), {"block_d": block_d}
+
+
+def _matrices(count: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and tile of kernels over so many square matrices."""
+    block_c = tile(width)
     block_r = max(1, min(block_c, _TILE // block_c))
-    vectors, matrices = (rows, blocks(width, block_d)), (rows * steps, blocks(width, block_r))
-    return vectors, matrices, {"block_d": block_d}, {"block_r": block_r, "block_c": block_c}
+    return (count, blocks(width, block_r)), {"block_r": block_r, "block_c": block_c}
 
 
 def factors_forward(
@@ -146,15 +149,16 @@ def factors_forward(
     rows, reads, width = weights.shape
     rho, share = weights.new_empty(rows, steps, width), weights.new_empty(rows, steps, width)
     a, last = weights.new_empty(rows, steps, width, width), torch.empty_like(normaliser)
-    vectors, matrices, of_vectors, of_matrices = _grids(rows, steps, width)
     sizes = dict(p_resets=resets, steps=steps, reads=reads, heads=rows // len(resets), width=width)
     tensors: dict[str, Any] = dict(
         p_normaliser=normaliser, p_first=first_weight, p_weights=weights, p_rho=rho, p_share=share, p_last=last
     )
-    Launch(_normalise_kernel, vectors, tensors | sizes | of_vectors, warps=4).run()
+    grid, tiles = _vectors(rows, width)
+    Launch(_normalise_kernel, grid, tensors | sizes | tiles, warps=4).run()
     if steps:
         tensors = dict(p_first=first_keys, p_keys=keys, p_rho=rho, p_a=a)
-        Launch(_factor_kernel, matrices, tensors | sizes | of_matrices, warps=4).run()
+        grid, tiles = _matrices(rows * steps, width)
+        Launch(_factor_kernel, grid, tensors | sizes | tiles, warps=4).run()
     return a, rho, last, share
 
 
@@ -165,28 +169,33 @@ def factors_backward(
     """Gradients by the normaliser, the first slot's weight and keys, and the others'."""
     rows, reads, width = weights.shape
     steps = rho.shape[1]
-    g, by_normaliser = torch.empty_like(rho), torch.empty_like(grad_last, memory_format=torch.contiguous_format)
-    by_weight, by_first_keys = torch.empty_like(by_normaliser), torch.empty_like(first_keys)
-    by_weights, by_keys = torch.empty_like(weights), torch.empty_like(keys)
-    for x in (by_weights, by_keys):
-        x[:, max(steps - 1, 0) :] = 0
-    vectors, matrices, of_vectors, of_matrices = _grids(rows, steps, width)
-    sizes = dict(steps=steps, reads=reads, width=width)
+    g, by_first_keys, by_keys = torch.empty_like(rho), torch.zeros_like(first_keys), _zeros_after(steps, keys)
     if steps:
         tensors: dict[str, Any] = dict(
             p_first=first_keys, p_keys=keys, p_rho=rho, p_resets=resets, p_grad_a=grad_a.contiguous(),
-            p_grad_rho=grad_rho.contiguous(), p_grad_first=by_first_keys, p_grad_keys=by_keys, p_g=g,
-            heads=rows // len(resets),
+            p_grad_rho=grad_rho.contiguous(), p_grad_first=by_first_keys, p_grad_keys=by_keys, p_g=g, steps=steps,
+            reads=reads, heads=rows // len(resets), width=width,
         )  # fmt: skip
-        Launch(_factor_backward_kernel, matrices, tensors | sizes | of_matrices, warps=4).run()
-    else:
-        by_weight, by_first_keys = by_weight.zero_(), by_first_keys.zero_()
-    tensors = dict(
-        p_g=g, p_share=share, p_grad_last=grad_last.contiguous(), p_grad_normaliser=by_normaliser,
-        p_grad_first=by_weight, p_grad_weights=by_weights,
+        grid, tiles = _matrices(rows * steps, width)
+        Launch(_factor_backward_kernel, grid, tensors | tiles, warps=4).run()
+    grad_last = grad_last.contiguous()
+    by_normaliser, by_weight, by_weights = (
+        torch.empty_like(grad_last), torch.zeros_like(grad_last), _zeros_after(steps, weights)
     )  # fmt: skip
-    Launch(_normalise_backward_kernel, vectors, tensors | sizes | of_vectors, warps=4).run()
+    tensors = dict(
+        p_g=g, p_share=share, p_grad_last=grad_last, p_grad_normaliser=by_normaliser, p_grad_first=by_weight,
+        p_grad_weights=by_weights, steps=steps, reads=reads, width=width,
+    )  # fmt: skip
+    grid, tiles = _vectors(rows, width)
+    Launch(_normalise_backward_kernel, grid, tensors | tiles, warps=4).run()
     return by_normaliser, by_weight, by_first_keys, by_weights, by_keys
+
+
+def _zeros_after(steps: int, x: Tensor) -> Tensor:
+    """Room for the gradient of x (R, reads, …), of which slots that do not enter have none."""
+    room = torch.empty_like(x)
+    room[:, max(steps - 1, 0) :].zero_()
+    return room
 
 
 @custom_op("memory_factors")
