@@ -2,26 +2,36 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-kernels test-hf-oldest test-gpu bench bench-demo bench-gpu clean
+.PHONY: demo test test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-gpu faults bench bench-demo bench-gpu clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
 
-test: .venv/test  ## Style, types, import directions, and every test
+test: .venv/test  ## Check style, types and import directions, and run all tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n auto --dist loadgroup
-	$(MAKE) --no-print-directory test-kernels test-hf-oldest
+	$(BIN)/pytest -n auto --dist loadgroup --ignore tests/serving/test_attacks.py
+	$(MAKE) --no-print-directory test-attacks test-kernels test-hf-oldest
 
-test-kernels: .venv/test  ## The Triton kernels under Triton's interpreter, by the laws of the operators
+test-attacks: .venv/test  ## Attack a running server; its answers are timed, so no other test runs meanwhile
+	$(BIN)/pytest tests/serving/test_attacks.py
+
+test-kernels: .venv/test  ## Run the Triton kernels under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto tests/kernels/interpreted
 
-test-hf-oldest: .venv-oldest/test  ## What needs transformers once more, with the oldest that is supported
-	.venv-oldest/bin/pytest -n auto tests/hf tests/baselines/test_llama.py tests/baselines/test_config.py
+test-simulated: .venv/simulated  ## Run the Triton kernels under ttsem, as compiled for sm_90, and check each launch for races
+	PYTHONPATH=tests $(BIN)/pytest -p kernels.simulated -n auto tests/kernels/interpreted
 
-bench: .venv/bench  ## The numbers of benchmarks/results that need no trained model, measured on this machine
+test-hf-oldest: .venv-oldest/test  ## Run the tests that need transformers with its oldest supported version
+	.venv-oldest/bin/pytest -n auto tests/hf tests/models/test_llama.py tests/models/test_config.py
+
+test-upstream: .venv/upstream  ## Run transformers' own common and training tests on Gecko
+	$(BIN)/pytest -n 2 -W ignore --override-ini addopts='-q --import-mode=importlib --tb=line' \
+		tests/upstream/suite.py
+
+bench: .venv/bench  ## Measure the numbers in benchmarks/results that need no trained model
 	$(BIN)/python benchmarks/training.py --write
 	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/serving_engine.py --write
@@ -32,15 +42,18 @@ bench: .venv/bench  ## The numbers of benchmarks/results that need no trained mo
 	$(BIN)/python benchmarks/start_up.py --write
 	$(BIN)/python benchmarks/host.py --write
 
-bench-demo: .venv/bench demo  ## Those of the demo model
+bench-demo: .venv/bench demo  ## Measure the numbers in benchmarks/results that need the demo model
 	$(BIN)/python benchmarks/long_reading.py --write
 	$(BIN)/python benchmarks/snapshot.py --write
 	$(BIN)/python benchmarks/quantization.py --write
 
-bench-gpu: .venv/bench  ## Operators, training and decoding on the GPU that is there
+bench-gpu: .venv/bench  ## Measure operators, training and decoding on this machine's GPU
 	$(BIN)/python benchmarks/operators.py
 
-test-gpu: .venv/test  ## The laws of the operators, and models, on the GPU that is there
+faults: .venv/test  ## Plant each fault of tests/faults/faults.toml in a copy and expect its tests to fail
+	$(BIN)/python tests/faults/plant.py
+
+test-gpu: .venv/test  ## Run the tests of operators and models on this machine's GPU
 	$(BIN)/pytest -n 4 tests/gpu
 
 clean:
@@ -56,6 +69,17 @@ clean:
 
 .venv/test: .venv/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[dev]'
+	touch $@
+
+.venv/upstream: .venv/test  # upstream's tests import parameterized, and need an __init__.py to be a package
+	$(INSTALL) parameterized
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --constraint constraints.txt \
+		--no-binary transformers --no-deps --dest build transformers
+	tar -C build -xzf build/transformers-*.tar.gz
+	touch $$(ls -d build/transformers-*/)tests/__init__.py $@
+
+.venv/simulated: .venv/test
+	$(INSTALL) --no-deps --ignore-requires-python ttsem==0.1.0
 	touch $@
 
 .venv/bench: .venv/bin/python pyproject.toml constraints.txt

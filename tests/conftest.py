@@ -29,4 +29,4 @@ def poisoned() -> Iterator[None]:
 @pytest.fixture
 def eager_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators take no kernels in C."""
-    monkeypatch.setattr("gecko.ops.kernels._native_installed", lambda: False)
+    monkeypatch.setattr("gecko.ops.backends.dispatch._cpu_kernels_installed", lambda: False)

@@ -8,9 +8,9 @@ import math
 
 import pytest
 import torch
-from cases import SMALL, VARIANTS
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import SMALL, VARIANTS
 
 from gecko import Gecko, GeckoConfig
 from gecko.config import PRESETS

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import cases
 import pytest
 import torch
-from cases import tokens
+from support import cases
+from support.cases import tokens
 
 import gecko
 from gecko.convert import from_reference, to_reference
-from gecko.model import from_weights
+from gecko.models.gecko import from_weights
 
 VARIANTS = {
     "defaults": {},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import gecko
 from gecko.layers.gated_attention import MixerState
-from gecko.model import from_weights
+from gecko.models.gecko import from_weights
 from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.chunk_attention import AttentionState, chunk_attention
 from gecko.ops.norms import group_layer_norm, group_rms_norm

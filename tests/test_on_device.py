@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import cases
-import laws
 import pytest
 import torch
-from on_device import on_device
+from support import cases, laws
+from support.on_device import on_device
 
 CPU = torch.device("cpu")
 CASES = [case for case in cases.COMMON if str(case) in ("B2-T40-packed-after13", "B2-T1-one-after5+22")]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-import cases
 import pytest
 import torch
-from cases import CHUNK, VARIANTS, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import cases
+from support.cases import CHUNK, VARIANTS, tokens
 
 import gecko
-from gecko.files import load_tensors, save_tensors
+from gecko.io.files import load_tensors, save_tensors
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
 

@@ -1,4 +1,4 @@
-"""``python -m gecko``."""
+"""Entry point of ``python -m gecko``."""
 
 from gecko.cli import main
 

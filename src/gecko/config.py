@@ -1,4 +1,4 @@
-"""The architecture of one model: everything a checkpoint needs, and nothing about how it is run."""
+"""Architecture of a model, without any setting of how it is run, and the presets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from gecko.json_file import read_object
+from gecko.io.json_files import parse_object, read_object
 
 Attention = Literal["sliding_chunk", "chunk", "sliding_window"]
 Memory = Literal["adaptive", "linear", "none"]
@@ -19,21 +19,21 @@ CEMASkip = Literal["identity", "learned"]
 Config = TypeVar("Config")
 
 MODEL_TYPE = "gecko"
-"""What ``model_type`` says in a ``config.json`` that transformers reads too."""
+"""``model_type`` in a ``config.json``, which transformers reads too."""
 
 
 @dataclass(frozen=True)
 class GeckoConfig:
-    """Architecture of a Gecko or of one of its relatives (Megalodon is a preset).
+    """Architecture of a Gecko or of a related model (Megalodon is a preset).
 
     Widths are totals over heads. ``docs/notation.md`` maps every field to the paper and to the
     reference release.
     """
 
     vocab_size: int
-    """Ids of tokens."""
+    """Number of token ids."""
     num_layers: int
-    """Blocks, each a mixer and a feed-forward."""
+    """Number of blocks; each has a mixer and a feed-forward."""
     model_dim: int
     """Width of the residual stream (D)."""
     key_dim: int
@@ -41,34 +41,34 @@ class GeckoConfig:
     value_dim: int
     """Width of the values, all heads together (V)."""
     num_heads: int
-    """Heads of attention and of the working memory (H)."""
+    """Number of heads of attention and of the working memory (H)."""
     ffn_dim: int
     """Hidden width of the feed-forward."""
     cema_modes: int = 16
-    """Complex modes per channel of the moving average (N)."""
+    """Number of complex modes per channel of the moving average (N)."""
     chunk_size: int = 2048
     """Tokens in an attention chunk (c); the window of ``sliding_window`` attention."""
     attention: Attention = "sliding_chunk"
-    """What a query sees: its chunk and the one before; its chunk alone (chunk); the last c tokens (sliding_window)."""
+    """Keys of a query: two chunks (sliding_chunk), its chunk (chunk), or the last c tokens (sliding_window)."""
     memory: Memory = "adaptive"
-    """What happens to tokens that left the window: adaptive (AWM), linear (Infini-attention), none."""
+    """Memory of tokens that have left the window: adaptive (AWM), linear (Infini-attention), none."""
     memory_key_length: float = 1.0
-    """Length, in every head, of the memory's queries and keys in a new model: 1 is the paper's.
-    About the root of a head's width, the memory tells keys apart from the first step on (docs/evidence.md)."""
+    """Initial length of the memory's queries and keys in every head; the paper's is 1.
+    At about the square root of a head's width, the memory separates keys from the first step (docs/evidence.md)."""
     timestep_betas: tuple[float, float] | None = (0.999, 0.9999)
-    """Decays of mean and variance of the timestep norm; None is the cumulative norm of Megalodon."""
+    """Decays of mean and variance of the timestep norm. None: the cumulative norm of Megalodon."""
     timestep_groups: int = 64
-    """Groups of features, each with statistics of its own, of the timestep norm."""
+    """Number of groups of features in the timestep norm; each group has its statistics."""
     norm_groups: int = 1
-    """Groups of the RMS norm after CEMA and of the layer norm before the feed-forward."""
+    """Number of groups in the RMS norm after CEMA and in the layer norm before the feed-forward."""
     norm_eps: float = 1e-5
-    """Added in norms to a variance before its root is taken."""
+    """Added to the variance in norms."""
     norm_affine: bool = True
     """Whether RMS and layer norms have weights."""
     rope_base: float = 500_000.0
-    """Base of the angles of rotary embedding."""
+    """Base of the rotary embedding's angles."""
     rope_heads: int | None = None
-    """Heads whose attention queries and keys are rotated: None is all, 0 is none."""
+    """Number of heads whose attention queries and keys are rotated. None: all."""
     cema_skip: CEMASkip = "identity"
     """``identity``: CEMA(x) + x. ``learned``: Megalodon's CEMA(x) + ω x, with γ scaled by 1/√N."""
     swiglu: bool = True
@@ -106,7 +106,7 @@ class GeckoConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GeckoConfig:
-        """The named architecture, with single fields changed by keyword."""
+        """Return the named architecture, with single fields changed by keyword."""
         return dataclasses.replace(named(PRESETS, name), **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class GeckoConfig:
         return cls(**checked_fields(cls, fields))
 
     def for_transformers(self) -> dict[str, Any]:
-        """The ``config.json`` that transformers reads, ``gecko.hf`` imported."""
+        """Return the fields of the ``config.json`` that transformers reads once ``gecko.hf`` is imported."""
         return {"model_type": MODEL_TYPE, "architectures": ["GeckoForCausalLM"], **self.to_dict()}
 
     def save(self, path: str | Path) -> None:
@@ -126,11 +126,12 @@ class GeckoConfig:
     @classmethod
     def load(cls, path: str | Path) -> GeckoConfig:
         fields = read_fields(path)
-        return cls.from_dict(fields if "model_type" not in fields else cls._among_others(fields, path))
+        own = fields if "model_type" not in fields else cls._select_fields(fields, path)
+        return parse_object(path, "a model config", lambda _: cls.from_dict(own))
 
     @classmethod
-    def _among_others(cls, fields: dict[str, Any], path: str | Path) -> dict[str, Any]:
-        """Our fields of a ``config.json`` in which transformers keeps its own beside them."""
+    def _select_fields(cls, fields: dict[str, Any], path: str | Path) -> dict[str, Any]:
+        """Return the fields of this class in a ``config.json`` that also has fields of transformers."""
         if fields["model_type"] != MODEL_TYPE:
             raise ValueError(f"{path} must hold the config of a {MODEL_TYPE} model; it is of {fields['model_type']!r}.")
         known = {field.name for field in dataclasses.fields(cls)}
@@ -159,7 +160,7 @@ class GeckoConfig:
                 raise ValueError(f"{part} must divide {whole}; got {count} and {total}. Try {part}={near}.")
 
     def _check_groups(self) -> None:
-        """One feature alone has no variance; over time it has, in the cumulative norm."""
+        """Check that groups have 2 features: one has no variance, except over time in the cumulative norm."""
         for name in ("norm_groups",) if self.timestep_betas is None else ("timestep_groups", "norm_groups"):
             if getattr(self, name) == self.model_dim:
                 near = max((n for n in range(1, self.model_dim) if self.model_dim % n == 0), default=1)
@@ -186,12 +187,12 @@ class GeckoConfig:
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
-    """The fields of a config's file. ValueError where it is no JSON object."""
+    """Return the fields of a config file; raise ValueError if it is not a JSON object."""
     return read_object(path, "a model config")
 
 
 def checked_fields(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """``fields``, if the dataclass ``cls`` has all of them and lacks none that it needs; else ValueError."""
+    """Return ``fields`` if they are fields of the dataclass ``cls`` and none is missing; else raise ValueError."""
     known = {field.name for field in dataclasses.fields(cls)}
     for name in fields:
         if name not in known:
@@ -203,7 +204,7 @@ def checked_fields(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_counts(config: object, names: Iterable[str]) -> None:
-    """ValueError unless the named attributes are whole numbers of at least 1."""
+    """Raise ValueError unless the named attributes are whole numbers of at least 1."""
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -211,7 +212,7 @@ def check_counts(config: object, names: Iterable[str]) -> None:
 
 
 def check_above(config: object, bounds: Mapping[str, float]) -> None:
-    """ValueError unless the named attributes are numbers above their bounds, and finite."""
+    """Raise ValueError unless the named attributes are finite numbers above their bounds."""
     for name, bound in bounds.items():
         value = getattr(config, name)
         if not _is_real(value) or not bound < value < math.inf:
@@ -220,7 +221,7 @@ def check_above(config: object, bounds: Mapping[str, float]) -> None:
 
 
 def check_switches(config: object, names: Iterable[str]) -> None:
-    """ValueError unless the named attributes are True or False: "no" would be true."""
+    """Raise ValueError unless the named attributes are True or False; the string "no" would count as true."""
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, bool):
@@ -232,14 +233,14 @@ def _is_real(value: object) -> bool:
 
 
 def named(presets: Mapping[str, Config], name: str) -> Config:
-    """The preset of that name; ValueError with the nearest of them where there is none."""
+    """Return the preset of a name; raise ValueError with the nearest name if it is unknown."""
     if name not in presets:
         raise ValueError(unknown_name("preset", name, presets))
     return presets[name]
 
 
 def unknown_name(kind: str, name: object, known: Any) -> str:
-    """The message for a name that is none of the known ones, with the nearest of them."""
+    """Return the error message for an unknown name, with the nearest known one."""
     choices = sorted(map(str, known))
     near = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -1,17 +1,22 @@
-"""Checkpoints of the reference releases, in and out: one table of names, no arithmetic.
+"""Conversion of checkpoints of the reference releases by one table of names, and the reader of their files.
 
-The release of Gecko comes in and goes out; that of Megalodon, which has the same names, comes in.
+Gecko's release converts in both directions. Megalodon's, which has the same names, converts to Gecko only. A release is
+``consolidated.pth`` with ``config.json`` beside it.
 """
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig, unknown_name
+from gecko.io.json_files import read_object
 
 FIELDS = {
     "vocab_size": "vocab_size",
@@ -35,15 +40,15 @@ FIELDS = {
     "share_emb": "tie_embedding",
     "two_hop_residual": "two_hop_residual",
 }
-"""Reference config field to ours; the two timenorm_betas become ``timestep_betas``."""
+"""Field of this package by field of the reference config; the two timenorm_betas become ``timestep_betas``."""
 
 MEGALODON = {
     "attention": "chunk", "memory": "none", "timestep_betas": None, "cema_skip": "learned", "two_hop_residual": True,
 }  # fmt: skip
-"""What a config of Megalodon's release, which is told by its ``norm_num_groups``, does not say."""
+"""Fields that configs of Megalodon's release, recognised by ``norm_num_groups``, do not have."""
 
 MEGALODON_DEFAULTS = {"swiglu": False, "rope_base": 10_000.0}
-"""Where Megalodon's release has other defaults than Gecko's; it writes no base as null."""
+"""Defaults of Megalodon's release that differ from Gecko's; it writes a missing base as null."""
 
 TOP = {
     "embed.weight": "embedding.weight",
@@ -84,11 +89,11 @@ _IRRELEVANT = (
     "efficient_attn", "init_mode", "memory_efficient_norm", "dropout", "hidden_dropout", "attention_dropout",
     "layerwise_ckpt", "custom_bwd", "loss_parallel",
 )  # fmt: skip
-"""Reference fields that change neither weights nor outputs in evaluation."""
+"""Reference fields without effect on weights or on outputs in evaluation."""
 
 
 def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tuple[GeckoConfig, dict[str, Tensor]]:
-    """Config and weights for ``Gecko`` from those of the reference release.
+    """Convert config and weights of a reference release to those of ``Gecko``.
 
     Complex parameters become (real, imaginary) pairs; rotary tables and the norms' empty priors are dropped.
 
@@ -112,10 +117,10 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tu
 
 
 def to_reference(config: GeckoConfig, weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and parameters under the reference release's names, the inverse of ``from_reference``.
+    """Convert config and weights of ``Gecko`` to those of the reference release; the inverse of ``from_reference``.
 
     Raises:
-        ValueError: the architecture is none that the release has (other attention, memory or norm).
+        ValueError: the release does not have the architecture's attention, memory or norm.
     """
     if (config.attention, config.memory, config.cema_skip) != ("sliding_chunk", "adaptive", "identity") or (
         config.timestep_betas is None
@@ -158,7 +163,7 @@ def _translated(config: Mapping[str, Any], fields: Mapping[str, str], *others: s
 
 
 def _vocab_size(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> int:
-    """The config's, or the embedding's where the release left it to the tokenizer (−1)."""
+    """Return the vocabulary size of the config, or that of the embedding if the config has −1."""
     if "embed.weight" not in state:
         raise ValueError(f"a checkpoint of the reference release must hold embed.weight; got {sorted(state)[:3]} ….")
     given = config.get("vocab_size", -1)
@@ -166,14 +171,14 @@ def _vocab_size(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> int:
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs, and without the axes of length 1 that Megalodon's moving average has."""
+    """Return complex numbers as pairs, without the axes of length 1 of Megalodon's moving average."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     axes = {"alpha": 2, "delta": 2, "theta": 1, "omega": 1}.get(name.rsplit(".", 1)[-1])
     return tensor if axes is None else tensor.reshape(tensor.shape[:axes])
 
 
 def _names(config: GeckoConfig) -> Iterator[tuple[str, str]]:
-    """(reference name, our name) of every parameter the release may hold."""
+    """Yield (reference name, name in ``Gecko``) of every parameter that a release may have."""
     yield from TOP.items()
     for i in range(config.num_layers):
         for theirs, ours in BLOCK.items():
@@ -189,3 +194,68 @@ def _is_derived(name: str) -> bool:
 def _check_prior(name: str, tensor: Tensor) -> None:
     if name.endswith("prior_count") and int(tensor) != 0:
         raise ValueError(f"{name} must be 0 (no prior statistics), as in published checkpoints; got {int(tensor)}.")
+
+
+CONFIG, WEIGHTS = "config.json", "consolidated.pth"
+
+
+def read_release(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the config fields and the parameters of a release, for ``gecko.convert.from_reference``.
+
+    Only tensors are read from the file (``weights_only``); no code in it runs.
+
+    Args:
+        source: the folder, or the weights file in it, whatever its name.
+
+    Raises:
+        FileNotFoundError: the folder or one of the files is missing.
+        ValueError: the weights are divided among several files, or a file has other content.
+    """
+    source = Path(source).expanduser()
+    weights = source if source.is_file() else _find_weights(source)
+    return _read_config(weights.with_name(CONFIG)), _read_weights(weights)
+
+
+def _find_weights(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"SOURCE must be a folder with {WEIGHTS} and {CONFIG}, or a .pth file; there is no {folder}."
+        )
+    found = sorted(folder.glob("*.pth"))
+    if (folder / WEIGHTS).is_file():
+        return folder / WEIGHTS
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise FileNotFoundError(f"{folder} must hold {WEIGHTS}, the release's weights; it has no .pth file.")
+    raise ValueError(
+        f"{folder} must hold the weights in one {WEIGHTS}; it has {len(found)} .pth files, from {found[0].name} to "
+        f"{found[-1].name}. Consolidate them with the release's own script for one model-parallel rank, or name one."
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"the release's {CONFIG} must lie beside the weights; there is no {path}.")
+    config = read_object(path, "the release's config")
+    config = config.get("model", config)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold an object under 'model', if it has one; got a {type(config).__name__}.")
+    if "model_type" in config:
+        raise ValueError(f"{path} is of a {config['model_type']!r} folder, not of a reference release.")
+    return config
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} must hold tensors as torch.save writes them, and nothing else; it holds something that could be "
+            "code, and was not opened."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"{path} must be a file written by torch.save; it could not be read: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ValueError(f"{path} must hold parameters by name; it holds a {type(state).__name__} of other things.")
+    return state

@@ -1,8 +1,11 @@
-"""Where documents begin in a call, and where the call stands in the stream.
+"""Document layout of one call, position of the call in the stream, and the interface of context exchange.
 
-Computed once per call on the host and handed to every layer. Documents are contiguous, so one
-number per token says it all: the position at which its document started. A key is of the same
-document as a later query exactly when it does not lie before that position.
+``Segments`` is computed once per call on the host and passed to every layer. Documents are contiguous, so one number
+per token describes them: the position at which its document started. A key belongs to the same document as a later
+query exactly if it does not lie before that position.
+
+``ContextExchange`` is the interface through which operators receive data from the ranks that hold earlier tokens of the
+same rows. ``gecko.parallel.context`` implements it. On one device there is no exchange.
 """
 
 from __future__ import annotations
@@ -16,17 +19,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.handoff import Handoff
-from gecko.records import TensorRecord
+from gecko.runtime.records import TensorRecord
+
+
+class PendingTensor(Protocol):
+    """Tensor whose transfer has started."""
+
+    def wait(self) -> Tensor:
+        """Wait for the tensor and return it. Every rank must call this exactly once."""
+
+
+class ContextExchange(Protocol):
+    """Exchange of one call among R ranks that hold consecutive, equally long runs of whole chunks.
+
+    Each rank sends the summary of its own tokens and adds what it receives to its initial state. The initial state is
+    the state of the call on rank 0 and the empty state on the others; rank 0 receives zeros. So every rank runs the
+    same operations, and the backward pass runs the same exchanges in reverse order on all of them.
+    """
+
+    @property
+    def first(self) -> bool:
+        """Return whether this is rank 0."""
+
+    @property
+    def counts(self) -> Tensor:
+        """(R − 1, B) int64: tokens of the document before this rank's first token that the rank i + 1 places before
+        holds, including those that rank 0 read in earlier calls; 0 if the document started after them."""
+
+    @property
+    def chunks_reach(self) -> Tensor:
+        """(R − 1, B, 2) bool: whether the second to last chunk before this rank belongs to a document that was open at
+        the end of [the second to last chunk, the last chunk] of the rank i + 1 places before."""
+
+    def previous(self, x: Tensor) -> PendingTensor:
+        """Send x to the next rank and return the pending x of the previous rank."""
+
+    def earlier(self, x: Tensor) -> PendingTensor:
+        """Send x to all later ranks and return those of all earlier ones, (R − 1, …), the nearest first."""
+
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Clock(TensorRecord):
-    """Where each row of a stream stands; int64 tensors of shape (batch,), always on the CPU.
+    """Position of each row in its stream: int64 tensors of shape (batch,), always on the CPU.
 
-    Kept on the host so that a call can be laid out without waiting for a device.
+    They are on the host so that a call can be laid out without waiting for a device.
     """
 
     position: Tensor
@@ -34,22 +73,23 @@ class Clock(TensorRecord):
     document_start: Tensor
     """Position of the first token of the document being read."""
     segment_id: Tensor
-    """The caller's id of that document."""
+    """Id of that document, given by the caller."""
 
     @classmethod
     def start(cls, batch: int) -> Clock:
+        """Return the clock of a stream of which nothing was read."""
         zeros = torch.zeros(batch, dtype=torch.int64)
         return cls(zeros, zeros, zeros)
 
 
-class Run(NamedTuple):
+class DocumentSpan(NamedTuple):
     """The tokens of one document in one row of a call."""
 
     row: int
     begin: int
     length: int
     continues: bool
-    """Whether the document began in an earlier call, so that its state carries on."""
+    """Whether the document started in an earlier call, so that its state is used."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +99,17 @@ class Segments:
     batch: int
     length: int
     clock: Clock
-    """Before the call's first token."""
+    """Clock before the first token of the call."""
     starts: np.ndarray | None
-    """(batch, length) bool, true at the first token of a document; None: every row continues."""
+    """(batch, length) bool, true at the first token of a document. None: no document starts in the call."""
     last_id: Tensor
     device: torch.device
-    handoff: Handoff | None = None
-    """The exchange with the ranks that hold the earlier tokens of the same rows, where there are such."""
+    exchange: ContextExchange | None = None
+    """Exchange with the ranks that hold earlier tokens of the same rows, if there are any."""
     next_begins: Tensor | None = None
-    """(batch,) bool: a document starts at the token after the call's last one; known where another rank holds it."""
+    """(batch,) bool: a document starts at the token after the last one of the call. Known if another rank holds it."""
     overwrites: bool = False
-    """Whether the state before the call is given up: the state after it may be written into its tensors."""
+    """Whether the state after the call may be written into the tensors of the state before it."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -85,9 +125,14 @@ class Segments:
     ) -> Segments:
         """Find the document starts: wherever ``segment_ids`` (batch, length) changes along a row.
 
-        Without ids the call continues the document that the clock is in. A stream that has read
-        nothing yet starts a document at its first token whatever its id.
+        Without ids the call continues the document of the clock. The first token of a stream always starts a
+        document, whatever its id.
+
+        Raises:
+            ValueError: there are no tokens, or ``segment_ids`` are not integers of shape (batch, length).
         """
+        if length < 1:
+            raise ValueError(f"a call must have at least one token per row; got {length}. Skip it and keep the state.")
         device = torch.device(device)
         fresh = clock is None
         clock = clock or Clock.start(batch)
@@ -106,7 +151,7 @@ class Segments:
 
     @cached_property
     def document_starts(self) -> Tensor:
-        """(batch, length) int64 on the CPU: position of the first token of each token's document."""
+        """(batch, length) int64 on the CPU: position at which the document of each token started."""
         carried = self.clock.document_start[:, None].expand(self.batch, self.length)
         if self.starts is None:
             return carried
@@ -116,13 +161,13 @@ class Segments:
 
     @cached_property
     def end(self) -> Clock:
-        """The clock after the call's last token."""
+        """Clock after the last token of the call."""
         return Clock(self.clock.position + self.length, self.document_starts[:, -1].clone(), self.last_id)
 
     @cached_property
     def steps_in_document(self) -> Tensor:
-        """(batch, length) int64: how many tokens of its document the call holds up to each token,
-        this one included, and whether it began before the call is for the state to know."""
+        """(batch, length) int64: number of tokens of its document in this call up to and including each token. Tokens
+        of earlier calls are counted by the state."""
         if self.starts is None:
             return torch.arange(1, self.length + 1, device=self.device).expand(self.batch, -1)
         begin = np.where(self.starts, np.arange(self.length), 0)
@@ -131,7 +176,7 @@ class Segments:
 
     @cached_property
     def continues(self) -> Tensor:
-        """(batch, length) bool: the token's document began before this call."""
+        """(batch, length) bool: the document of the token started before this call."""
         if self.starts is None:
             return torch.ones(self.batch, self.length, dtype=torch.bool, device=self.device)
         return torch.from_numpy(~np.maximum.accumulate(self.starts, axis=1)).to(self.device)
@@ -142,10 +187,10 @@ class Segments:
         return None if self.starts is None else torch.from_numpy(self.starts.astype(np.uint8)).to(self.device)
 
     @property
-    def runs(self) -> list[Run]:
-        """The documents of the call, row by row, in order."""
+    def spans(self) -> list[DocumentSpan]:
+        """Documents of the call, row by row, in order."""
         if self.starts is None:
-            return [Run(row, 0, self.length, True) for row in range(self.batch)]
+            return [DocumentSpan(row, 0, self.length, True) for row in range(self.batch)]
         runs = []
         for row, starts in enumerate(self.starts):
             begins = np.flatnonzero(starts).tolist()
@@ -153,17 +198,17 @@ class Segments:
                 begins.insert(0, 0)
             ends = [*begins[1:], self.length]
             for begin, end in zip(begins, ends, strict=True):
-                runs.append(Run(row, begin, end - begin, not starts[begin]))
+                runs.append(DocumentSpan(row, begin, end - begin, not starts[begin]))
         return runs
 
     def shared(self, key: Hashable, build: Callable[[], T]) -> T:
-        """What ``build`` makes, made once for all layers of this call."""
+        """Return the result of ``build``, which runs once for all layers of this call."""
         if key not in self._shared:
             self._shared[key] = build()
         return self._shared[key]
 
     def select(self, rows: list[int]) -> Segments:
-        """The same call with only some of its rows."""
+        """Return the layout of the given rows alone."""
         index = torch.tensor(rows)
         clock = self.clock.map(lambda x: x[index])
         starts = None if self.starts is None else self.starts[rows]
@@ -171,13 +216,13 @@ class Segments:
 
 
 class Context(Protocol):
-    """Ranks that share the rows of a call, as the model sees them: ``gecko.parallel.context.ContextGroup``."""
+    """Ranks that share the rows of a call, implemented by ``gecko.parallel.context.ContextGroup``."""
 
     def segments(
         self, batch: int, length: int, chunk_size: int, *,
         segment_ids: Tensor | None, clock: Clock | None, device: torch.device,
     ) -> Segments:  # fmt: skip
-        """The documents of this rank's tokens, with a handoff; ``clock`` is that before rank 0's first token."""
+        """Return the layout of this rank's tokens, with an exchange; ``clock`` is that before rank 0's first token."""
 
     def mean(self, local: Tensor, count: Tensor) -> Tensor:
-        """The mean over all ranks' terms, from the mean over this rank's ``count`` of them."""
+        """Return the mean over the terms of all ranks, from the mean over this rank's ``count`` terms."""

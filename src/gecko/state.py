@@ -1,4 +1,4 @@
-"""The reading state of a text: all that Gecko remembers of it, constant in size."""
+"""State of a Gecko after reading text: constant in size, and saved to one file."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig
-from gecko.files import load_tensors, save_tensors
+from gecko.io.files import load_tensors, save_tensors
 from gecko.layers.gated_attention import MixerState
 from gecko.ops.chunk_attention import AttentionState
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory import WorkingMemoryState
-from gecko.records import TensorRecord
+from gecko.runtime.records import TensorRecord
 from gecko.segments import Clock
 
 FORMAT = "gecko-state-1"
 ROUNDED = "rounded"
-"""Metadata: the tensors that a compact file holds in bfloat16, with the dtype they had."""
+"""Metadata key: the tensors that a compact file stores in bfloat16, with their original dtypes."""
 
 
 @dataclass(frozen=True)
 class GeckoState(TensorRecord):
-    """A value: calls return a new one, and the old one stays what it was.
+    """State of a batch of texts. It is a value: calls of the model return a new state and do not change the old one.
 
-    ``model`` names the weights that read the text; "" where gradients were wanted.
+    ``model`` is the fingerprint of the weights that read the text; it is "" if gradients were enabled.
     """
 
     config: GeckoConfig
@@ -37,14 +37,14 @@ class GeckoState(TensorRecord):
     mixers: tuple[MixerState, ...]
     final_norm: TimestepNormState
     exclusive: bool = field(default=False, compare=False)
-    """No other value has these tensors, nor one of them another's place: ``Gecko.step`` may write into them."""
+    """Whether no other value shares these tensors' memory, so that ``Gecko.step`` may write into them."""
 
     @classmethod
     def empty(
         cls, config: GeckoConfig, batch: int = 1, *, model: str = "",
         dtype: torch.dtype = torch.float32, value_dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
     ) -> GeckoState:  # fmt: skip
-        """Nothing read yet; ``value_dtype`` is of the values in attention's window, and None is ``dtype``."""
+        """Return the initial state; the values in attention's window have ``value_dtype``, by default ``dtype``."""
         mixer = _empty_mixer(config, batch, dtype, value_dtype or dtype, device)
         norm = TimestepNormState.empty(batch, config.timestep_groups, dtype, device)
         return cls(config, model, Clock.start(batch), (mixer,) * config.num_layers, norm)
@@ -55,21 +55,21 @@ class GeckoState(TensorRecord):
 
     @property
     def position(self) -> list[int]:
-        """Tokens read so far, by row."""
+        """Number of tokens read, per row."""
         return self.clock.position.tolist()
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory; it does not depend on how much was read."""
+        """Size in memory; it does not depend on the number of tokens read."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def rows(self, index: Sequence[int]) -> GeckoState:
-        """Some rows, in the order asked for; a row may be taken more than once."""
+        """Return the rows of ``index`` in that order; a row may occur more than once."""
         return self.map(lambda x: x.index_select(0, torch.tensor(list(index), device=x.device)))
 
     @staticmethod
     def stack(states: Sequence[GeckoState]) -> GeckoState:
-        """Rows of several states as one batch; they may stand at different positions.
+        """Concatenate the rows of several states, which may be at different positions.
 
         Raises:
             ValueError: the states are of different models.
@@ -81,18 +81,18 @@ class GeckoState(TensorRecord):
         return states[0].map(lambda _: torch.cat([next(part) for part in parts]))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> GeckoState:
-        """A copy with ``function`` applied to every tensor; not ``exclusive``, for whoever asked may keep it."""
+        """Return a state with ``function`` applied to every tensor; it is not ``exclusive``."""
         return replace(super().map(function), exclusive=False)
 
     def own(self) -> GeckoState:
-        """A copy that is ``exclusive``."""
+        """Return a copy that is ``exclusive``."""
         return replace(self.map(torch.clone), exclusive=True)
 
     def save(self, path: str | Path, *, compact: bool = False) -> None:
-        """Write to one file, whole or not at all.
+        """Write the state to one file atomically; a file at ``path`` is replaced, as by ``torch.save``.
 
-        ``compact`` rounds the window, the moving average and the memory's matrices to bfloat16 on the way, which
-        halves the file. Clocks, counts, norm statistics and log sums stay exact. ``load`` widens them again.
+        ``compact`` rounds the window, the moving average and the memory's matrices to bfloat16, which halves the file.
+        Clocks, counts, norm statistics and log sums stay exact. ``load`` restores the original dtypes.
         """
         tensors = self.tensors()
         rounded = {name: x for name, x in tensors.items() if compact and _may_round(name) and x.itemsize > 2}
@@ -107,7 +107,7 @@ class GeckoState(TensorRecord):
         """Read a file written by ``save``.
 
         Raises:
-            FileNotFoundError, ValueError: there is none, it is damaged, or it holds something else.
+            FileNotFoundError, ValueError: the file does not exist, is damaged, or has other content.
         """
         tensors, metadata = load_tensors(path)
         if metadata.get("format") != FORMAT:
@@ -123,15 +123,15 @@ class GeckoState(TensorRecord):
         return blank.map(lambda _: next(filled))
 
     def to(self, device: torch.device | str) -> GeckoState:
-        """On a device; the clock stays on the host. What the next step overwrites is copied even where it is there."""
+        """Move the state to a device, except the clock. The tensors of an ``exclusive`` state are always copied."""
         moved = self.map(lambda x: x.to(device, copy=self.exclusive))
         return replace(moved, clock=self.clock)
 
 
 def _may_round(name: str) -> bool:
-    """Whether an error of 2⁻⁹ in this tensor stays one of 2⁻⁹ in what is computed from it.
+    """Return whether rounding this tensor by 2⁻⁹ changes results by about 2⁻⁹ too.
 
-    Not so for a log sum, where it is an error of the exponent, nor for counts. Norm statistics are few.
+    It does not hold for log sums, where the error is in the exponent, or for counts. Norm statistics are small.
     """
     return name.split(".")[-1] in ("cema", "keys", "values", "memory", "key_sum", "value_sum")
 

@@ -19,7 +19,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(plan=plan, jobs=jobs)
         return SimpleNamespace(page=Path("x/comparison.html"), stopped=None, failed=seen["failed"])
 
-    monkeypatch.setattr("gecko.compare.compare", compare)
+    monkeypatch.setattr("gecko.experiments.compare.compare", compare)
     return seen
 
 

@@ -93,6 +93,16 @@ def test_another_model_is_not_overwritten(
         assert torch.equal(loaded(tmp_path / "own"), logits[step])
 
 
+def test_a_folder_with_other_files_is_left_alone(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    for name in ("recipe.json", "model.safetensors", "notes.txt"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        result = command("consolidate", run_folder, "--out", folder)
+        assert result.exit_code == 2 and f"--out must be a new folder, or an empty one; {folder} holds" in result.stderr
+        assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine")]
+
+
 def test_a_checkpoint_takes_in_its_own_model_and_stays_whole(
     command: Command, run_folder: Path, logits: dict[int, torch.Tensor]
 ) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases
 import pytest
 import torch
-from cases import tokens
+from support import cases
+from support.cases import tokens
 
 import gecko
 from gecko.convert import BLOCK, FIELDS, TOP, to_reference
@@ -179,5 +179,5 @@ def test_a_model_is_not_written_over(command: Callable[..., Any], tmp_path: Path
     cases.model("gecko").save(tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     result = command("convert", tmp_path / "release", tmp_path / "out")
-    assert result.exit_code == 2 and "must hold no model yet" in result.stderr
+    assert result.exit_code == 2 and "OUT must be a new folder" in result.stderr
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from native_agreement import needs_compiler
+from support.native_agreement import needs_compiler
 
-from gecko.cli import machine
-from gecko.cli.selftest import self_test
-from gecko.ops import native
-from gecko.train.hardware import multiplies_bfloat16
+from gecko.cli import doctor as machine
+from gecko.cli.self_test import self_test
+from gecko.ops.backends import cpu as native
+from gecko.train.throughput import multiplies_bfloat16
 
 
 def test_a_healthy_machine(command: Callable[..., Any]) -> None:
@@ -36,7 +36,7 @@ def test_a_healthy_machine(command: Callable[..., Any]) -> None:
 def test_an_operator_that_computes_wrongly_is_found(
     command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, check: str
 ) -> None:
-    from gecko.cli import selftest
+    from gecko.cli import self_test as selftest
 
     right = getattr(selftest, name)
 
@@ -87,14 +87,14 @@ def test_the_self_test_runs_every_kernel_in_c(monkeypatch: pytest.MonkeyPatch) -
     """But SwiGLU's, which is for wide models."""
     monkeypatch.setattr(native, "_functions", {})
     self_test(torch.device("cpu"))
-    sources = (path.read_text() for path in Path(native.__file__).parent.glob("*/native*.c"))
-    kernels = {name for source in sources for name in re.findall(r"^void (\w+)\(", source, re.MULTILINE)}
+    sources = (path.read_text() for path in Path(native.__file__).parents[1].glob("*/cpu*.c"))
+    kernels = {name for source in sources for name in re.findall(r"^int64_t (\w+)\(", source, re.MULTILINE)}
     assert kernels - set(native._functions) == {"swiglu_forward", "swiglu_backward"}
 
 
 def test_missing_kernels_are_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "missing", lambda: "none of gcc, cc is installed")
+    monkeypatch.setattr(native, "missing", lambda: "none of gcc, cc is installed")
     assert "without C kernels (none of gcc, cc is installed)" in machine.paths()["operators"]
 
 
@@ -103,7 +103,7 @@ def test_a_check_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch, target:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken\nin two lines")
 
-    monkeypatch.setattr(f"gecko.cli.selftest.{target}", fail)
+    monkeypatch.setattr(f"gecko.cli.self_test.{target}", fail)
     (failed,) = [finding for finding in self_test(torch.device("cpu")) if not finding.passed]
     assert failed.name.startswith(check)
     assert failed.detail == "broken"
@@ -164,7 +164,7 @@ def test_brackets_are_shown_as_they_are(
     monkeypatch.chdir(tmp_path / "[bold]")
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr("gecko.cli.doctor.paths", lambda: {"operators": "pip install 'gecko-lm[kernels]'"})
-    monkeypatch.setattr("gecko.cli.selftest.load", fail)
+    monkeypatch.setattr("gecko.cli.self_test.load", fail)
     shown = command("doctor").stdout
     for text in ("pip install 'gecko-lm[kernels]'", "/[bold]", "broken [here]"):
         assert text in shown

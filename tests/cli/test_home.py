@@ -32,7 +32,7 @@ def test_train_and_compare(command: Command, home: Path, monkeypatch: pytest.Mon
     seen: dict[str, Any] = {}
     monkeypatch.setattr("gecko.train.train", lambda run, resume: seen.update(run=run))
     monkeypatch.setattr(
-        "gecko.compare.compare",
+        "gecko.experiments.compare.compare",
         lambda plan, **_: seen.update(plan=plan) or SimpleNamespace(page=None, stopped=None, failed=False),
     )
     get_recipe("tiny").save(home / "mine.json")

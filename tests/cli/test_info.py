@@ -13,9 +13,9 @@ import torch
 import gecko
 from gecko.cli.info import readable
 from gecko.config import PRESETS
-from gecko.model import Block
+from gecko.models.gecko import Block
 from gecko.plan.counts import counts_of
-from gecko.plan.footprint import inference_memory, parameters_by_component, training_memory
+from gecko.plan.memory import inference_memory, parameters_by_component, training_memory
 from gecko.segments import Segments
 
 BASE: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import take_interrupts
+from support.interrupts import take_interrupts
 
 import gecko
 from gecko.cli import app
@@ -116,14 +116,15 @@ def test_the_command_has_no_options_that_change_nothing() -> None:
         "plan": {"recipe", "overrides", "gpus", "gpu", "efficiency", "overlap", "as_json"},
         "train": {"recipe", "overrides", "resume", "out", "show", "show_list", "replay"},
         "compare": {"arguments", "out", "seeds", "learning_rates", "tuning_steps", "tolerance", "jobs"},
-        "report": {"runs", "out"},
-        "read": {"model", "books", "out", "state", "loss", "compact", "tokenizer", "device", "dtype"},
+        "report": {"runs", "out", "force"},
+        "read": {"model", "books", "out", "state", "loss", "compact", "tokenizer", "device", "dtype", "force"},
         "generate": {
             "model", "source", "prompt", "file", "state", "save_state", "max_new_tokens", "temperature", "top_k",
-            "top_p", "min_p", "repetition_penalty", "seed", "stop", "tokenizer", "device", "dtype",
+            "top_p", "min_p", "repetition_penalty", "seed", "stop", "tokenizer", "device", "dtype", "force",
         },
         "serve": {
-            "model", "host", "port", "name", "rows", "queue", "prefix_cache", "states", "api_key_file", "max_body",
+            "model", "host", "port", "allowed_host", "request_memory", "name", "rows", "queue", "prefix_cache",
+            "states", "api_key_file", "max_body",
             "max_prompt_tokens", "max_new_tokens", "max_seconds", "grace", "tokenizer", "device", "dtype",
         },
         "quantize": {"model", "out", "bits"},

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gecko.cli.output import output_file
+import gecko
+from gecko.cli.output import EVALUATION, PAGE, STATE, Kind, output_file
 
 
 def test_a_new_file_an_old_one_and_a_link_are_taken(tmp_path: Path) -> None:
     (tmp_path / "old").touch()
     (tmp_path / "link").symlink_to(tmp_path / "far" / "target")
     for name in ("old", "link", "new/deep/file"):
-        assert output_file(str(tmp_path / name)) == tmp_path / name
+        assert output_file(str(tmp_path / name), STATE) == tmp_path / name
     # Where the file will be written.
     assert (tmp_path / "far").is_dir() and (tmp_path / "new" / "deep").is_dir()
 
@@ -26,6 +30,130 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     wrong = ("/dev/null", tmp_path, tmp_path / "pipe", tmp_path / "link", tmp_path / "file" / "below")
     for path in map(str, wrong):
         with pytest.raises(ValueError, match=f"--out must be a file in a folder that can be .* got {path}. "):
-            output_file(path)
+            output_file(path, STATE)
     with pytest.raises(ValueError, match="--save-state must be a file"):
-        output_file(str(tmp_path), "--save-state")
+        output_file(str(tmp_path), STATE, option="--save-state")
+
+
+Command = Callable[..., Any]
+
+
+def _written(folder: Path) -> dict[str, tuple[Kind, bytes]]:
+    """Files of each kind that commands write, as the package writes them."""
+    from gecko.eval.results import Results
+    from gecko.pages import write_html
+
+    state, results, page = folder / "state", folder / "results", folder / "page"
+    gecko.GeckoState.empty(gecko.GeckoConfig.preset("tiny", num_layers=1)).save(state)
+    Results("perplexity", [], {}, 0).save(results, {}, "", {})
+    write_html(page, "gecko.pages/base.html.j2", title="A page")
+    return {
+        kind.name: (kind, path.read_bytes()) for kind, path in ((STATE, state), (EVALUATION, results), (PAGE, page))
+    }
+
+
+def test_only_a_file_of_the_same_kind_is_replaced(tmp_path: Path) -> None:
+    kinds = _written(tmp_path)
+    others = [b"a book", b"{}", json.dumps({"format": "another"}).encode(), b"<!doctype html><p>mine", b"\xff" * 99]
+    for name, (kind, content) in kinds.items():
+        target = tmp_path / "target"
+        target.write_bytes(content)
+        assert output_file(str(target), kind) == target
+        for other in [*others, *(found for title, (_, found) in kinds.items() if title != name)]:
+            target.write_bytes(other)
+            with pytest.raises(
+                FileExistsError, match=f"{name}, which is replaced; {target} is something else.*--force"
+            ):
+                output_file(str(target), kind)
+            assert output_file(str(target), kind, force=True) == target
+            assert target.read_bytes() == other
+
+
+def test_what_is_read_is_never_replaced(tmp_path: Path) -> None:
+    book, model = tmp_path / "book.txt", tmp_path / "model"
+    model.mkdir()
+    for path in (book, model / "model.safetensors"):
+        path.write_text("read")
+    (tmp_path / "link").symlink_to(book)
+    os.link(book, tmp_path / "same")
+    for out in (book, tmp_path / "link", tmp_path / "same", model / "model.safetensors"):
+        for force in (False, True):
+            with pytest.raises(FileExistsError, match=f"must not be a file that this command reads; {out} is one"):
+                output_file(str(out), STATE, inputs=[str(book), str(model), None, "bytes"], force=force)
+    assert output_file(str(model / "new"), STATE, inputs=[str(model)]) == model / "new"
+
+
+def test_commands_refuse_before_they_work(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    book, notes = tmp_path / "book.txt", tmp_path / "notes.txt"
+    for path in (book, notes):
+        path.write_text("Some words of it. " * 20)
+    commands: list[tuple[object, ...]] = [
+        ("read", run_folder, book, "--out"),
+        ("generate", run_folder, "--file", book, "-n", 2, "--save-state"),
+        ("eval", "perplexity", run_folder, book, "--lengths", "16", "--out"),
+        ("eval", "positions", run_folder, book, "--length", "32", "--out"),
+        ("eval", "retrieval", run_folder, "niah_single_2", book, "--lengths", "256", "--samples", 1, "--out"),
+        ("eval", "diagnose", "mqar", "steps=1", "--out"),
+        ("eval", "academic", run_folder, "piqa", "--data", book, "--out"),
+        ("eval", "scrolls", run_folder, "qmsum", "--data", book, "--out"),
+        ("report", book, "--out"),
+    ]
+    for words in commands:
+        before = notes.read_bytes()
+        result = command(*words, notes)
+        assert result.exit_code == 2 and f"{notes} is something else" in result.stderr, (words, result.stderr)
+        assert notes.read_bytes() == before
+        if book in words:
+            for flags in ((), ("--force",)):
+                result = command(*words, book, *flags)
+                assert result.exit_code == 2 and "this command reads" in result.stderr, (words, result.stderr)
+                assert book.read_bytes() == before
+    assert command("read", run_folder, book, "--out", notes, "--force").exit_code == 0
+    assert gecko.GeckoState.load(notes).position == [len(book.read_bytes()) + 1]
+    assert command("read", run_folder, book, "--out", notes).exit_code == 0
+
+
+def test_an_input_of_the_kind_that_is_written_is_not_replaced(
+    command: Command, run_folder: Path, tmp_path: Path
+) -> None:
+    """Also under other names of the same file, and with ``--force``."""
+    kinds = _written(tmp_path)
+    for kind, content in kinds.values():
+        read = tmp_path / "read"
+        read.write_bytes(content)
+        for name in ("link", "same"):
+            (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(read)
+        os.link(read, tmp_path / "same")
+        for out in ("read", "link", "same"):
+            for force in (False, True):
+                with pytest.raises(FileExistsError, match="must not be a file that this command reads"):
+                    output_file(str(tmp_path / out), kind, inputs=[str(read)], force=force)
+        # In a folder that is read, earlier results make way.
+        assert output_file(str(read), kind, inputs=[str(tmp_path)]) == read
+    text = tmp_path / "results"
+    for flags in ((), ("--force",)):
+        result = command("eval", "perplexity", run_folder, text, "--lengths", "16", "--out", text, *flags)
+        assert result.exit_code == 2 and "this command reads" in result.stderr
+        result = command("report", run_folder, text, "--out", text, *flags)
+        assert result.exit_code == 2 and "this command reads" in result.stderr
+    assert text.read_bytes() == kinds[EVALUATION.name][1]
+
+
+def test_a_state_is_continued_in_place(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    """A file that is no state is not replaced, although it is given as one."""
+    book, state, notes = (tmp_path / name for name in ("book.txt", "book.state", "notes.txt"))
+    for path in (book, notes):
+        path.write_text("Some words of it. ")
+    assert command("read", run_folder, book, "--out", state).exit_code == 0
+    for words in (
+        ("read", run_folder, book, "--out"),
+        ("generate", run_folder, "--file", book, "-n", 0, "--save-state"),
+    ):
+        before = gecko.GeckoState.load(state).position[0]
+        result = command(*words, state, "--state", state)
+        assert result.exit_code == 0, result.stderr
+        assert gecko.GeckoState.load(state).position == [before + len(book.read_bytes())]
+        for flags in ((), ("--force",)):
+            assert command(*words, notes, "--state", notes, *flags).exit_code == 2
+            assert notes.read_bytes() == book.read_bytes()

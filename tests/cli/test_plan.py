@@ -12,7 +12,7 @@ Command = Callable[..., Any]
 def test_the_paper_run_fits_and_every_line_is_explained(command: Command) -> None:
     result = command("plan", "gecko_7b", "--gpus", 256, "--gpu", "h100")
     assert result.exit_code == 0, result.stderr
-    for text in ("Memory of one GPU", "80 GB: fits", "Computing, GFLOPs a token", "Bytes that one GPU sends",
+    for text in ("Memory of one GPU", "80 GB: fits", "Compute, GFLOPs per token", "Bytes that one GPU sends",
                  "Time of a step", "days for 476,837 steps"):  # fmt: skip
         assert text in result.stdout
     cells = [line.split("│")[1:4] for line in result.stdout.splitlines() if line.startswith("│")]

@@ -78,3 +78,35 @@ def test_what_cannot_be_quantised(command: Command, run_folder: Path, folder: Pa
 
 def newest(run_folder: Path) -> Path:
     return run_folder / "checkpoints" / "step-00000002"
+
+
+def test_no_model_is_put_into_a_run(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    (tmp_path / "link").symlink_to(run)
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    for out in (run, newest(run), run / "int8", run / "checkpoints", run / "checkpoints" / "int8", tmp_path / "link"):
+        result = command("quantize", run, out)
+        assert result.exit_code == 2
+        assert "OUT must be a folder outside of training runs" in result.stderr
+        assert "Name another" in result.stderr
+    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+
+
+def test_a_folder_with_anything_in_it_is_left_alone(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    result = command("quantize", run_folder, tmp_path)
+    assert result.exit_code == 2 and "holds notes.txt" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_with_a_second_model_is_refused(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(newest(run) / name, run / name)
+    result = command("generate", run, "-p", "a", "-n", 1)
+    assert result.exit_code == 2
+    assert f"{run} must hold one model" in result.stderr and "Move config.json and model.safetensors" in result.stderr
+    with pytest.raises(ValueError, match="must hold one model"):
+        gecko.load(run)

@@ -19,11 +19,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from interrupts import take_interrupts
+from support.interrupts import take_interrupts
 
 import gecko
-from gecko.cli.texts import split_at_characters
-from gecko.generation import read
+from gecko.cli.arguments import split_at_characters
+from gecko.inference import read
 
 Command = Callable[..., Any]
 
@@ -86,7 +86,7 @@ def test_loss_is_that_of_every_byte_after_the_first_token(command: Command, run_
     result = command("read", run_folder, tmp_path / "book", "--loss", "-o", tmp_path / "s")
     tokens = torch.tensor([[256, *TEXT]])
     losses, _ = newest(run_folder).token_losses(tokens[:, :-1], tokens[:, 1:])
-    told = re.search(r"loss ([\d.]+) nats a token, ([\d.]+) a byte", result.stderr)
+    told = re.search(r"loss ([\d.]+) nats per token, ([\d.]+) nats per byte", result.stderr)
     assert told is not None, result.stderr
     assert float(told[1]) == pytest.approx(losses.mean().item(), abs=2e-4)
     assert float(told[2]) == pytest.approx(losses.sum().item() / len(TEXT), rel=2e-4)
@@ -98,7 +98,7 @@ def test_loss_is_that_of_every_byte_after_the_first_token(command: Command, run_
 
 def told_losses(result: Any) -> tuple[str, str]:
     """Nats a token, and a byte."""
-    told = re.search(r"loss ([\d.]+) nats a token, ([\d.]+) a byte", result.stderr)
+    told = re.search(r"loss ([\d.]+) nats per token, ([\d.]+) nats per byte", result.stderr)
     assert told is not None, result.stderr
     return told[1], told[2]
 
@@ -176,11 +176,10 @@ def _reads(pid: int, path: Path) -> bool:
 
 def stop_after(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a signal came after so many blocks."""
-    from gecko.train.signals import StopSignal
+    from gecko.train.health import StopSignal
 
     asked = iter(range(100))
-    wanted = property(lambda self: "SIGTERM" if next(asked) >= blocks else None)
-    monkeypatch.setattr(StopSignal, "__init__", lambda self: setattr(self, "_previous", {}))
+    wanted = property(lambda self: "SIGTERM" if next(asked) >= blocks else None, lambda self, value: None)
     monkeypatch.setattr(StopSignal, "requested", wanted, raising=False)
 
 

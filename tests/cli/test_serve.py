@@ -49,6 +49,14 @@ def ask(address: str, **asked: Any) -> Any:
         return json.load(response)
 
 
+def health(address: str, host: str) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{address}/health", headers={"Host": host})) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_is_served_until_a_signal(run_folder: Path, environment: dict[str, str], ending: int) -> None:
     with serving(run_folder, environment) as (process, address):
@@ -72,6 +80,22 @@ def test_options_reach_the_server(run_folder: Path, environment: dict[str, str],
         assert ask(address, prompt="abc", max_tokens=5)["model"] == "mine"
         with pytest.raises(urllib.error.HTTPError, match="400"):
             ask(address, prompt="abc", max_tokens=6)
+    options = (
+        "--allowed-host",
+        "gecko.example",
+        "--allowed-host",
+        "other.example",
+        "--request-memory",
+        1,
+        "--max-body",
+        1,
+    )
+    with serving(run_folder, environment, *options) as (_, address):
+        for host, status in (("gecko.example", 200), ("other.example:80", 200), ("evil.example", 403)):
+            assert health(address, host) == status
+        with pytest.raises(urllib.error.HTTPError, match="400") as caught:
+            ask(address, prompt="abc", n=20, max_tokens=100, logprobs=20)
+        assert "at most 1,048,576 bytes of memory" in json.load(caught.value)["error"]["message"]
     locked = serving(run_folder, environment, "--api-key-file", key)
     with locked as (_, address), pytest.raises(urllib.error.HTTPError, match="401"):
         ask(address, prompt="abc")
@@ -85,6 +109,7 @@ def test_what_cannot_be_served(command: Command, run_folder: Path, tmp_path: Pat
         (("--api-key-file", tmp_path / "empty"), "must hold the key"),
         (("--max-seconds", "0"), "seconds"),
         (("--rows", "0"), "--rows"),
+        (("--request-memory", "1"), "Raise --request-memory, or lower --max-body"),
         (("--device", "abacus"), "device"),
         (("--host", "192.0.2.1"), "cannot listen"),
     ):

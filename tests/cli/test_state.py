@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gecko
-from gecko.generation import read
+from gecko.inference import read
 
 Command = Callable[..., Any]
 

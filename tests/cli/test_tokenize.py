@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,25 @@ def test_shards_are_written_verified_and_found_again(command: Command, corpus: P
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.ds")}
     assert command(*arguments).exit_code == 0
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.ds")}
+
+
+def test_nothing_that_exists_is_written_over(command: Command, corpus: Path, tmp_path: Path) -> None:
+    """Neither a source, nor the tokenizer, nor a folder with other files, also if their names are those of shards."""
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    for name in ("tokenize.json", "manifest.json", "00000.ds"):
+        (taken / name).write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for out in (corpus, corpus / "shards", corpus / "0.jsonl", taken, taken / "tokenize.json"):
+        for source in (corpus, corpus / "0.jsonl"):
+            result = command("tokenize", source, "--tokenizer", "bytes", "--field", "body", "--out", out)
+            if source != corpus and out == corpus / "shards":
+                # A new folder beside the one source.
+                assert result.exit_code == 0
+                shutil.rmtree(out)
+                continue
+            assert result.exit_code == 2 and str(out) in result.stderr, (out, source, result.output)
+            assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_damaged_shard_is_reported(command: Command, corpus: Path, tmp_path: Path) -> None:

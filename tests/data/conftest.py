@@ -11,7 +11,7 @@ import pytest
 
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.data.executors import run_here
-from gecko.data.tokenizing import TokenizingPlan
+from gecko.data.tokenize import TokenizingPlan
 
 LINES = ["the quick brown fox jumps over the lazy dog", "five dozen liquor jugs", "naïve café, 你好 世界 🎉"] * 20
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import re
 import sysconfig
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.data import load_documents
-from gecko.extras import require
+from gecko.runtime.extras import require
 
 documents = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30), min_size=1, max_size=6)
 
@@ -304,3 +306,77 @@ def test_data_set_that_cannot_be_reached(tmp_path: Path) -> None:
 def test_data_set_without_the_field(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(json_lines(["one"], "body"))
     refuse(f"hf:{tmp_path}", ValueError, "record 0, must have the field 'text'")
+
+
+def csv_rows(texts: list[str], separator: str) -> bytes:
+    file = io.StringIO(newline="")
+    csv.writer(file, delimiter=separator).writerows([["id", "body"], *([1, text] for text in texts)])
+    return file.getvalue().encode()
+
+
+RECORDS: dict[str, Callable[[list[str]], bytes]] = {
+    ".ndjson": lambda texts: json_lines(texts, "body"),
+    ".json": lambda texts: json.dumps([{"id": 1, "body": text} for text in texts], indent=1).encode(),
+    ".JSON": lambda texts: json_lines(texts, "body"),
+    ".csv": lambda texts: csv_rows(texts, ","),
+    ".tsv": lambda texts: csv_rows(texts, "\t"),
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("suffix", RECORDS)
+@settings(max_examples=30, deadline=None)
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1), min_size=2)
+)
+def test_records_of_other_formats(folder: Path, suffix: str, compression: str, texts: list[str]) -> None:
+    path = folder / f"records{suffix}{compression}"
+    path.write_bytes(COMPRESSIONS[compression](b"\xef\xbb\xbf" + RECORDS[suffix](texts)))
+    assert list(load_documents(str(path), field="body")) == texts
+
+
+def test_one_record_as_json(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"text": "one"}')
+    (tmp_path / "y.json").write_text("\n")
+    (tmp_path / "z.csv").write_text("")
+    assert list(load_documents(tmp_path)) == ["one"]
+
+
+def test_a_cell_longer_than_the_csv_module_takes_by_itself(tmp_path: Path) -> None:
+    text = "long, " * 100_000
+    (tmp_path / "x.csv").write_text(f'text\n"{text}"\n')
+    assert list(load_documents(tmp_path)) == [text]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.json", '[{"text": "a"}, 5]', r"x\.json, record 2, must hold one JSON object; got a int"),
+        ("x.json", '[{"text": "a"}, {"body": "a"}]', r"record 2, must have the field 'text' .*\['body'\]"),
+        ("x.json", '[{"text": "a"}', r"x\.json must hold a list of JSON objects.*invalid JSON"),
+        ("x.json", '{"text": "a"}\n{"text": 1}', r"x\.json, line 2, must hold a string"),
+        ("x.json", "[" * 100_000, r"x\.json must hold a list of JSON objects"),
+        ("x.json", '{"name": "package"}', "must have the field 'text'"),
+        ("x.csv", "a,b\n1,2\n", r"must have the column 'text' .* got the columns \['a', 'b'\]"),
+        ("x.csv", "text,text\n1,2\n", "must have one column 'text'; got 2"),
+        ("x.csv", "id,text\n1,one, two\n", r"x\.csv, line 2, must have 2 cells.*got 3"),
+        ("x.csv", "id,text\n1,one\n2\n", r"x\.csv, line 3, must have 2 cells.*got 1"),
+        ("x.csv", 'id,text\n1,"one\n2,two\n', r"x\.csv, line 3, must be CSV with the quotes"),
+        ("x.csv", "id,text\n1,a\0b\n", r"x\.csv, line 2, must be UTF-8 text; got a NUL byte at byte offset 3"),
+    ],
+)  # fmt: skip
+def test_records_that_are_malformed(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    refuse(tmp_path / name, ValueError, f"(?s){message}")
+
+
+@pytest.mark.parametrize(
+    "name", ["x.zip", "x.tar", "x.tar.gz", "x.PDF", "x.docx", "x.pkl", "x.arrow", "x.parquet.gz", "x.xz"]
+)
+def test_formats_that_are_no_text_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    """Also where each byte of the file could be text, as in a pickle of protocol 0, and for whole folders."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / name).write_text("could be text")
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(ValueError, match=rf"{name} must be text, \.jsonl.* or \.parquet; got '\..*', which is"):
+            load_documents(str(source))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gecko.extras import require
+from gecko.runtime.extras import require
 
 
 def test_module_that_is_there() -> None:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import as_files, as_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpora import as_files, as_shards
 
 from gecko.data import ByteTokenizer, DataRequest, Loader, open_training_data
 from gecko.data.loader import Row
-from gecko.data.mixture import BLOCK, MixedRows, block_counts
-from gecko.data.training import parse_source
+from gecko.data.training_data import BLOCK, MixedRows, block_counts, parse_source
 
 
 class Counting:

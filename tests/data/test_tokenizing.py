@@ -24,8 +24,8 @@ import pytest
 from gecko.data import ShardFolder, TokenizedCorpus, Tokenizer, executors, load_documents, load_tokenizer
 from gecko.data.executors import TokenizingStep, run_here, run_on_ray, run_on_slurm
 from gecko.data.shards import SUFFIXES, token_dtype
+from gecko.data.tokenize import TokenizingPlan, run_task
 from gecko.data.tokenizers import ByteTokenizer, TokenIds
-from gecko.data.tokenizing import TokenizingPlan, run_task
 
 BYTES = load_tokenizer("bytes")
 
@@ -33,7 +33,7 @@ BYTES = load_tokenizer("bytes")
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Twelve files, each a shard of its own."""
-    monkeypatch.setattr("gecko.data.tokenizing.SHARD_BYTES", (1, 1 << 30))
+    monkeypatch.setattr("gecko.data.tokenize.SHARD_BYTES", (1, 1 << 30))
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(12):
@@ -84,7 +84,7 @@ def test_ids_are_stored_in_the_smallest_type(vocab_size: int, dtype: str) -> Non
 
 
 def test_neighbours_share_a_shard_and_sources_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gecko.data.tokenizing.SHARD_BYTES", (100, 200))
+    monkeypatch.setattr("gecko.data.tokenize.SHARD_BYTES", (100, 200))
     sizes = [40, 40, 40, 150, 10, 10, 300, 10]
     for number, size in enumerate(sizes):
         (tmp_path / f"{number}.txt").write_text("x" * size)
@@ -192,7 +192,7 @@ def test_slurm_jobs_write_the_same(corpus: list[str], tmp_path: Path, monkeypatc
 
 def test_slurm_is_not_here(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="where the command sbatch is"):
+    with pytest.raises(ValueError, match="need the command sbatch"):
         run_on_slurm(plan_of(corpus, tmp_path / "slurm"), 2, partition="cpu", hours=1)
 
 
@@ -229,7 +229,7 @@ def test_ray_tasks_write_the_same_and_one_that_fails_is_told(
     broken = tmp_path / "texts" / "05.jsonl"
     content = broken.read_text()
     broken.write_text("x" * len(content))
-    with pytest.raises(OSError, match=r"1 of 12 shards could not be written; .*ray/executor/logs says why"):
+    with pytest.raises(OSError, match=r"1 of 12 shards could not be written; .*ray/executor/logs has the reason"):
         run_on_ray(plan, 2)
     broken.write_text(content)
     run_on_ray(plan, 2)
@@ -241,7 +241,7 @@ def test_ray_tasks_write_the_same_and_one_that_fails_is_told(
 WORK = """
 import sys
 from pathlib import Path
-import gecko.data.tokenizing as tokenizing
+import gecko.data.tokenize as tokenizing
 from gecko.data import load_tokenizer
 from gecko.data.executors import run_here
 plan = tokenizing.TokenizingPlan.load(Path(sys.argv[1]))
@@ -362,7 +362,7 @@ def test_a_tokenizer_that_changes_meanwhile(
     plan = plan_of(corpus, tmp_path / "shards", str(tokenizer / "tokenizer.json"))
     path = tokenizer / "tokenizer.json"
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(ValueError, match="must be the one that the folder was begun with"):
+    with pytest.raises(ValueError, match="must be the one that the folder was started with"):
         run_task(plan.folder, 0)
 
 
@@ -383,3 +383,17 @@ def test_a_broken_document_names_its_place(tmp_path: Path, corpus: list[str]) ->
         for _ in run_here(plan, BYTES, 2):
             pass
     assert plan.finish() is None
+
+
+def test_what_killed_processes_left_goes(corpus: list[str], tmp_path: Path) -> None:
+    """But not a manifest that another process may be writing now."""
+    plan = plan_of(corpus, tmp_path / "shards")
+    names = ["tokenize.json", "00003.ds", "00003.ds.index", "00003.ds.bytes", "00003.json", "manifest.json"]
+    for name in names:
+        (plan.folder / f".{name}.0123abcd").write_bytes(b"of a killed process")
+    os.utime(plan.folder / ".manifest.json.0123abcd", (0, 0))
+    fresh = plan.folder / ".manifest.json.abcd0123"
+    fresh.write_bytes(b"of another one")
+    assert len(list(run_here(plan, BYTES, 1))) == 12
+    assert plan.finish() is not None
+    assert [path for path in plan.folder.iterdir() if path.name.startswith(".")] == [fresh]

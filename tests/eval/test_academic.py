@@ -18,7 +18,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from gecko.eval.harness import HarnessModel
+from gecko.eval.academic import HarnessModel
 
 WORDS = st.text("abc .é", min_size=1, max_size=30).filter(str.strip)
 

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from gecko.eval import GeckoModel, Results
-from gecko.eval.positions import Grid, Moments, positions
+from gecko.eval.perplexity import Grid, Moments, positions
 
 TEXT = np.random.default_rng(0).integers(97, 123, 4000, dtype=np.uint8).tobytes()
 GRID = Grid(length=64, chunk=8, bin=2, first=2)

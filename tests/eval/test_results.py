@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from gecko.eval import Results, Score
-from gecko.eval.intervals import Interval, bootstrap, bootstrap_mean, share, wilson
-from gecko.version import code_version
+from gecko.eval.results import Interval, bootstrap, bootstrap_mean, share, wilson
+from gecko.runtime.process import code_version
 
 
 def test_wilson_is_the_published_one() -> None:

@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.data import load_tokenizer
-from gecko.eval.haystacks import NEW_TOKENS, NOISE, Sample, haystack, ruler_depth
-from gecko.eval.retrieval import Grid, first_number, retrieval, string_match_all
+from gecko.eval.retrieval import (
+    NEW_TOKENS,
+    NOISE,
+    Grid,
+    Sample,
+    first_number,
+    haystack,
+    retrieval,
+    ruler_depth,
+    string_match_all,
+)
 
 BOOK = "It was late. The rain fell on the town! Who was there? Nobody knew, and nobody asked. " * 200
 TASKS = ("passkey", "niah_single_1", "niah_single_2")

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from gecko.eval import Results
-from gecko.eval.scrolls import scrolls
-from gecko.eval.scrolls_data import Question, QuestionSet, load_questions
-from gecko.eval.scrolls_scores import f1_scores, geometric_mean, rouge_scores
+from gecko.eval.scrolls import Question, QuestionSet, f1_scores, geometric_mean, load_questions, rouge_scores, scrolls
 
 PREDICTIONS = ["exact match example", "hello there", "general kenobi"]
 REFERENCES = [["exact match example"], ["hello", "hi there"], ["commander kenobi"]]

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.config import GeckoConfig
-from gecko.eval.diagnosis import Diagnosis, diagnose
-from gecko.eval.synthetic import TASKS, TaskSize, guessing, hits_by_distance
+from gecko.eval.synthetic import TASKS, Diagnosis, TaskSize, diagnose, guessing, hits_by_distance
 from gecko.ops.loss import IGNORED
 
 SIZES = st.builds(

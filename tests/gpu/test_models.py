@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import cases
 import pytest
 import torch
-from cases import CHUNK, VARIANTS, tokens
+from support import cases
+from support.cases import CHUNK, VARIANTS, tokens
 
 import gecko
 from gecko.train.step import autocast

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import cases
-import laws
 import pytest
 import torch
-from on_device import on_device
+from support import cases, laws
+from support.on_device import on_device
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)

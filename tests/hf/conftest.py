@@ -10,9 +10,9 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import cases
 import pytest
 import torch
+from support import cases
 
 import gecko
 

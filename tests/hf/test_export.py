@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
-import cases
 import pytest
 import torch
-from transformers import AutoTokenizer
+import transformers
+from support import cases
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gecko
 from gecko.hf import GeckoConfig, GeckoForCausalLM, byte_tokenizer, export
 from gecko.hf.export import remote_code
-from gecko.quantize import quantize
+from gecko.io.quantization import quantize
 
 PROGRAM = """
 import json, sys, torch
@@ -25,23 +29,40 @@ class NoGecko:
         if name.split(".")[0] == "gecko":
             raise ModuleNotFoundError("gecko is not installed here", name=name)
 
-sys.meta_path.insert(0, NoGecko())
+folder, again, installed = sys.argv[1:]
+if installed == "without":
+    sys.meta_path.insert(0, NoGecko())
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 logging.disable_progress_bar()
 
 torch.set_num_threads(1)
-folder, again = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-inputs = tokenizer(["def f", "a longer prompt"], padding=True, return_tensors="pt")
+inputs = tokenizer(["def f", "a longer prompt " * 40], padding=True, return_tensors="pt")
 made = []
 for source in (folder, again):
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True).eval()
     out = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
     made.append(out[:, inputs["input_ids"].shape[1]:].tolist())
     model.save_pretrained(again)
-print(json.dumps([made, type(model).__module__, "gecko" in sys.modules]))
+model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+norm = float(sum(weight.grad.square().sum() for weight in model.parameters()))
+print(json.dumps([made, norm, type(model).__module__, "gecko" in sys.modules]))
 """
+PROMPTS = ["def f", "a longer prompt " * 40]
+"""The second one fills several chunks."""
+
+
+def run(folder: Path, again: Path, installed: str, home: Path) -> list[Any]:
+    """What ``PROGRAM`` prints in a process of its own, with gecko installed or without."""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(home / "modules"), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), str(again), installed],
+        env=environment, cwd=home, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found: list[Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +71,53 @@ def model() -> gecko.Gecko:
     return gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=1))
 
 
-def test_without_gecko(model, tmp_path):
+@pytest.mark.parametrize("installed", ["with", "without"])
+def test_code_runs_with_and_without_gecko(installed, model, tmp_path):
+    """Where gecko is installed and not imported, nothing of it is loaded: its classes are not the copy's."""
     export(model, tmp_path / "model", byte_tokenizer())
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "model"), str(tmp_path / "again")],
-        env=environment, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    made, module, imported = json.loads(ran.stdout.splitlines()[-1])
-    prompts = byte_tokenizer()(["def f", "a longer prompt"]).input_ids
+    generated, norm, module, imported = run(tmp_path / "model", tmp_path / "again", installed, tmp_path)
+    prompts = byte_tokenizer()(PROMPTS).input_ids
+    assert len(prompts[1]) > 3 * model.config.chunk_size
     expected = gecko.generate(model, prompts, max_new_tokens=8, temperature=0).tokens
-    assert made == [expected, expected]
+    assert generated == [expected, expected]
+    assert norm == pytest.approx(gradient(model), rel=1e-3)
     assert module.startswith("transformers_modules.") and not imported
     for folder in ("model", "again"):
         assert gecko.load(tmp_path / folder).fingerprint() == model.fingerprint()
 
 
+def gradient(model: gecko.Gecko) -> float:
+    theirs = wrapped(copy.deepcopy(model)).train()
+    inputs = byte_tokenizer()(PROMPTS, padding=True, return_tensors="pt")
+    theirs(**inputs, labels=inputs["input_ids"]).loss.backward()
+    return float(sum(weight.grad.square().sum() for weight in theirs.parameters()))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"trust_remote_code": True}])
+def test_an_export_saved_by_the_package_keeps_its_code(arguments, model, tmp_path):
+    export(model, tmp_path / "model", byte_tokenizer())
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **arguments)
+    # transformers 4 prefers the code of the folder to the registered class if it may run it.
+    remote = transformers.__version__ < "5" and "trust_remote_code" in arguments
+    assert isinstance(opened, GeckoForCausalLM) is not remote
+    opened.save_pretrained(tmp_path / "saved")
+    byte_tokenizer().save_pretrained(tmp_path / "saved")
+    python = {path.name: path.read_bytes() for path in (tmp_path / "saved").glob("*.py")}
+    assert python == {path.name: path.read_bytes() for path in (tmp_path / "model").glob("*.py")}
+    generated = run(tmp_path / "saved", tmp_path / "again", "without", tmp_path)[0]
+    prompts = byte_tokenizer()(PROMPTS).input_ids
+    assert generated[0] == gecko.generate(model, prompts, max_new_tokens=8, temperature=0).tokens
+
+
+def test_a_folder_without_code_stays_without(model, tmp_path):
+    wrapped(model).save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.py"))
+    assert not json.loads((tmp_path / "config.json").read_text()).get("auto_map")
+
+
 def test_code_is_this_package_s():
     code = remote_code()
-    assert {"configuration_gecko", "modeling_gecko", "gecko_model", "gecko_ops_cema_chunked"} <= code.keys()
+    assert {"configuration_gecko", "modeling_gecko", "gecko_models_gecko", "gecko_ops_cema_chunked"} <= code.keys()
     for name, source in code.items():
         compile(source, name, "exec")
         assert "import gecko" not in source and "from gecko" not in source.split('"""', 2)[-1]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import cases
 import pytest
 import torch
-from cases import tokens
-from corpora import BYTE_MODEL, write_corpus
 from safetensors.torch import load_file, save_file
+from support import cases
+from support.cases import tokens
+from support.corpora import BYTE_MODEL, write_corpus
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import gecko
@@ -117,9 +117,9 @@ def test_gradient_checkpointing_changes_no_gradient(text_folder):
 @pytest.mark.parametrize("change", ["missing", "other"])
 def test_a_folder_without_its_parameters_is_refused(change, text_folder, tmp_path):
     weights = load_file(text_folder / "model.safetensors")
-    moved = weights.pop("blocks.1.mixer.to_value.bias")
+    moved = weights.pop("model.gecko.blocks.1.mixer.to_value.bias")
     if change == "other":
-        weights["blocks.1.mixer.to_value.bios"] = moved
+        weights["model.gecko.blocks.1.mixer.to_value.bios"] = moved
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((text_folder / "config.json").read_bytes())
     with pytest.raises(ValueError, match=r"must hold the parameters of its config; missing keys: .*to_value.bias"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import pipeline
+from support.cases import tokens
+from transformers import AutoModelForCausalLM, pipeline
 
 import gecko
 from gecko.hf import GeckoCache, byte_tokenizer
@@ -246,3 +246,41 @@ def test_pipeline(text_folder):
     )
     for ids, made in zip(together, expected.tokens, strict=True):
         assert [i for i in ids if i != tokenizer.pad_token_id][-6:] == made
+
+
+def text_generator(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), byte_tokenizer()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 3}])
+def test_a_string_stops(options, text_folder):
+    model, tokenizer = text_generator(text_folder)
+    inputs = tokenizer("def f", return_tensors="pt")
+    greedy = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 257, **options}
+    whole = model.generate(**inputs, **greedy)[0].tolist()
+    at = next(i for i, token in enumerate(whole) if i > 7 and 32 < token < 127)
+    out = model.generate(**inputs, **greedy, stop_strings=[chr(whole[at])], tokenizer=tokenizer)[0].tolist()
+    assert whole[at] in out[6:]
+    if "num_beams" not in options:
+        assert out == whole[: whole.index(whole[at], 6) + 1]
+
+
+def test_a_pipeline_stops_at_a_sequence(text_folder):
+    model, tokenizer = text_generator(text_folder)
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    greedy = {"max_new_tokens": 12, "do_sample": False, "return_tensors": True}
+    whole = write("def f", **greedy)[0]["generated_token_ids"]
+    at = next(i for i, token in enumerate(whole) if i > 7 and 32 < token < 127)
+    stopped = write("def f", stop_sequence=chr(whole[at]), **greedy)[0]["generated_token_ids"]
+    assert stopped == whole[: whole.index(whole[at], 6) + 1]
+
+
+@pytest.mark.parametrize("texts", [["def f"], ["def f", "a longer prompt"]])
+def test_token_healing(texts, text_folder):
+    """Each byte is the only token that begins with itself: there is nothing to heal. A prompt still begins with the
+    token that starts a document."""
+    model, tokenizer = text_generator(text_folder)
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 257}
+    healed = model.generate(**inputs, **greedy, token_healing=True, tokenizer=tokenizer)
+    assert torch.equal(healed, model.generate(**inputs, **greedy))

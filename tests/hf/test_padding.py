@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import SMALL, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import SMALL, tokens
 
 import gecko
 from gecko.hf import GeckoCache

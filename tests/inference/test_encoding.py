@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gecko.data import ByteTokenizer, Tokenizer
-from gecko.generation import encode_stream
+from gecko.inference import encode_stream
 
 WORDS = st.sampled_from(["the", "quick", "jumps", "naïve", "你好", "🎉", "x", "\n", "\n\n", "  ", "lazy dog", "qqqq"])
 

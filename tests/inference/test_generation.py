@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gecko
-from gecko.generation import NewToken, stream
+from gecko.inference import NewToken, stream
 
 PROMPTS = st.lists(st.lists(st.integers(0, 263), min_size=1, max_size=40), min_size=1, max_size=5)
 SAMPLINGS: list[dict[str, Any]] = [
@@ -233,12 +233,12 @@ def test_weights_that_are_not_finite_are_named(model: gecko.Gecko) -> None:
         ({"min_p": 2.0}, ValueError, "min_p"),
         ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty"),
         ({"logit_bias": {264: 1.0}}, ValueError, "0..263; got 264"),
-        ({"seed": [1, 2, 3]}, ValueError, "one for each of the 2 prompts; got 3"),
-        ({"seed": 3.0}, TypeError, "whole number; got 3.0"),
-        ({"seed": torch.tensor(3.5)}, TypeError, "whole number; got 3.5"),
-        ({"seed": np.array(3.5)}, TypeError, "whole number; got 3.5"),
-        ({"seed": torch.tensor([1.5, 2.5])}, TypeError, r"whole number; got tensor\(1.5"),
-        ({"seed": [1, "2"]}, TypeError, "whole number; got '2'"),
+        ({"seed": [1, 2, 3]}, ValueError, "one per prompt \\(2\\); got 3"),
+        ({"seed": 3.0}, TypeError, "an integer; got 3.0"),
+        ({"seed": torch.tensor(3.5)}, TypeError, "an integer; got 3.5"),
+        ({"seed": np.array(3.5)}, TypeError, "an integer; got 3.5"),
+        ({"seed": torch.tensor([1.5, 2.5])}, TypeError, r"an integer; got tensor\(1.5"),
+        ({"seed": [1, "2"]}, TypeError, "an integer; got '2'"),
         ({"seed": 2**70}, ValueError, "64 bits"),
         ({"prompt_tokens": []}, ValueError, "at least one token"),
         ({"prompt_tokens": [[1], []]}, ValueError, "at least one token"),
@@ -267,7 +267,7 @@ def test_wrong_arguments_are_found_before_anything_is_read(
 
 
 def test_states_of_others_are_refused(model: gecko.Gecko) -> None:
-    with pytest.raises(ValueError, match="one row, which every prompt continues, or one for each of the 3"):
+    with pytest.raises(ValueError, match="one row, which all prompts continue, or one row per prompt"):
         gecko.generate(model, [[1], [2], [3]], state=model.empty_state(2))
     with pytest.raises(ValueError, match="weights"):
         gecko.generate(model, [1], state=gecko.Gecko(model.config).empty_state())

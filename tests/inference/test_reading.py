@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gecko
-from gecko.generation import piece_length, read
+from gecko.inference import piece_length, read
 
 
 def prompt(length: int, seed: int = 0) -> Tensor:

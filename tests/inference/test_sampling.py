@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gecko.generation.sampling import Sampler, Sampling, finite_rows, not_finite
+from gecko.inference.sampling import Sampler, Sampling, finite_rows, not_finite
 
 LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=12)
 SAMPLINGS = st.builds(

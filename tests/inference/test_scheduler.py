@@ -16,11 +16,11 @@ from serving.texts import Log, alone, request, run, text
 from torch import Tensor
 
 import gecko
-from gecko.generation import Sampling
-from gecko.generation.sampling import Sampler
-from gecko.serving.engine import Engine
-from gecko.serving.prefix_cache import PrefixCache
-from gecko.serving.request import Finished, QueueFullError, Request, Token
+from gecko.inference import Sampling
+from gecko.inference.prefix_cache import PrefixCache
+from gecko.inference.request import Finished, QueueFullError, Request, Token
+from gecko.inference.sampling import Sampler
+from gecko.inference.scheduler import Engine
 
 MAX_PIECE = 24
 
@@ -42,7 +42,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, Request, int | None]]:
             found[-1][1].prompt.clone() if again else text(draw(st.integers(1, 70)), index),
             draw(st.integers(0, 14)), draw(SAMPLINGS), seed=draw(st.integers(0, 99)),
             stop_tokens=frozenset(range(draw(st.integers(0, 9)), 264, 10)),
-            log_probabilities=draw(st.sampled_from([None, 0, 3])),
+            logprobs=draw(st.sampled_from([None, 0, 3])),
         )  # fmt: skip
         found.append((draw(st.integers(0, 12)), asked, draw(st.none() | st.none() | st.integers(0, 25))))
     return found
@@ -84,9 +84,9 @@ def as_alone(model: gecko.Gecko, asked: Request, log: Log, request_id: int) -> N
 
 
 def has_the_models_log_probabilities(model: gecko.Gecko, asked: Request, events: list[Token]) -> None:
-    number = asked.log_probabilities
+    number = asked.logprobs
     if number is None:
-        assert all((event.log_probability, event.likeliest) == (None, ()) for event in events)
+        assert all((event.logprob, event.top_logprobs) == (None, ()) for event in events)
         return
     if not events:
         return
@@ -95,10 +95,10 @@ def has_the_models_log_probabilities(model: gecko.Gecko, asked: Request, events:
         logits, _ = model(read.unsqueeze(0))
     chances = logits[0, len(asked.prompt) - 1 : -1].double().log_softmax(-1)
     for event, row in zip(events, chances, strict=True):
-        assert event.log_probability == pytest.approx(float(row[event.token]), abs=1e-4)
-        assert len(event.likeliest) == number
-        assert [value for _, value in event.likeliest] == pytest.approx(row.topk(number).values.tolist(), abs=1e-4)
-        assert [float(row[token]) for token, _ in event.likeliest] == pytest.approx(
+        assert event.logprob == pytest.approx(float(row[event.token]), abs=1e-4)
+        assert len(event.top_logprobs) == number
+        assert [value for _, value in event.top_logprobs] == pytest.approx(row.topk(number).values.tolist(), abs=1e-4)
+        assert [float(row[token]) for token, _ in event.top_logprobs] == pytest.approx(
             row.topk(number).values.tolist(), abs=1e-4
         )
 
@@ -110,10 +110,10 @@ def test_rows_in_use_may_be_asked_for_while_another_thread_steps(model: gecko.Ge
     class Reader:
         @property
         def requests(self) -> list[int]:
-            engine._readers.rotate()
+            engine._prefills.rotate()
             return [0]
 
-    engine._readers.extend([Reader(), Reader()])  # type: ignore[list-item]
+    engine._prefills.extend([Reader(), Reader()])  # type: ignore[list-item]
     assert engine.active == 2
 
 
@@ -287,8 +287,8 @@ BAD: list[tuple[Mapping[str, Any], type[Exception], str]] = [
     ({"prompt": torch.tensor([-1])}, ValueError, r"0\.\.263; got -1"),
     ({"new": -1}, ValueError, "max_new_tokens"),
     ({"seed": 2**70}, ValueError, "seed"),
-    ({"log_probabilities": -1}, ValueError, "log_probabilities"),
-    ({"log_probabilities": 265}, ValueError, "log_probabilities"),
+    ({"logprobs": -1}, ValueError, "logprobs"),
+    ({"logprobs": 265}, ValueError, "logprobs"),
     ({"sampling": Sampling(logit_bias={264: 1.0})}, ValueError, r"0\.\.263; got 264"),
     ({"state": 3}, ValueError, "one row; got 3"),
     ({"state": OTHER_STATE}, ValueError, "other weights"),
@@ -391,4 +391,4 @@ def test_memory_does_not_grow_with_the_texts(model: gecko.Gecko) -> None:
     while not engine.idle:
         engine.step()
     assert [tensor.data_ptr() for tensor in engine._slots._all.tensors().values()] == tensors
-    assert (engine._rows, engine._readers, engine._queue, engine._pending) == ([], deque(), {}, [])
+    assert (engine._rows, engine._prefills, engine._queue, engine._pending) == ([], deque(), {}, [])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gecko
-from gecko.generation import read, score
+from gecko.inference import read, score
 
 
 def text(length: int) -> torch.Tensor:
@@ -49,5 +49,5 @@ def test_bad_tokens_and_states(model: gecko.Gecko) -> None:
     assert list(score(model, [])) == []
     with pytest.raises(ValueError, match=r"ids in 0\.\.263; got 264"):
         list(score(model, [torch.tensor([264])]))
-    with pytest.raises(ValueError, match="state of one row; got 2"):
+    with pytest.raises(ValueError, match="one row; got 2"):
         list(score(model, [text(3)], model.empty_state(2)))

@@ -9,7 +9,7 @@ import torch
 
 import gecko
 from gecko.data import Tokenizer
-from gecko.generation import NewToken, Sampling, TextStream, TokenStream, read
+from gecko.inference import NewToken, Sampling, TextStream, TokenStream, read
 
 
 class Script:

@@ -9,16 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cases
 import pytest
 import torch
-from cases import SMALL, tokens
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from support import cases
+from support.cases import SMALL, tokens
 
 import gecko
-from gecko.files import load_tensors, save_tensors, whole_file
+from gecko.io.files import load_tensors, save_tensors, whole_file
 
 
 def content() -> dict[str, torch.Tensor]:

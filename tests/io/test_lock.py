@@ -13,12 +13,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from gecko.lock import locked
+from gecko.io.files import locked
 
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from gecko.lock import locked
+from gecko.io.files import locked
 with locked(Path(sys.argv[1]), wait=False):
     print("held", flush=True)
     time.sleep(1000)

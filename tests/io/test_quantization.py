@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 
-import cases
 import pytest
 import torch
-from cases import VARIANTS, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import cases
+from support.cases import VARIANTS, tokens
 
 import gecko
-from gecko.files import load_tensors, save_tensors
-from gecko.quantize import GROUP, pack, plain_tensors, quantize, stored_bits, unpack
+from gecko.io.files import load_tensors, save_tensors
+from gecko.io.quantization import GROUP, pack, plain_tensors, quantize, stored_bits, unpack
 
 pytest.importorskip("torchao")
 

@@ -1,51 +1,42 @@
-"""What a kernel needs of a GPU that is not there: registers, spills and shared memory, by compiling it."""
+"""Resources that a kernel takes of a GPU that is not there: registers, spills and shared memory, by compiling it."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import triton
+from kernels.recording import Configuration
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
-
-from gecko.ops.kernels import Launch
+from triton.compiler import ASTSource
 
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 """Bytes of shared memory that one block may have, by compute capability."""
 
 CAPABILITIES = tuple(SHARED_LIMIT)
 
+REGISTERS = 65_536
+"""Of one multiprocessor, for all threads of its blocks."""
+
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one block: registers of a thread, bytes of a thread that did not fit into them, bytes of shared memory."""
+    """Registers of a thread, bytes of a thread that did not fit into them, and bytes of shared memory of a block."""
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
 
 
-def resources(
-    kernel: Any, signature: Mapping[str, str], constants: Mapping[Any, Any], capability: int, *,
-    warps: int, stages: int, attributes: Mapping[Any, Any] | None = None,
-) -> Resources:  # fmt: skip
-    """Compile ``kernel`` and read what it takes.
-
-    Args:
-        signature: Triton types ("*bf16", "i32", "constexpr") by parameter.
-        constants: values of the constexpr parameters.
-        capability: 80, 90 or 100.
-        attributes: what a launch knows of its arguments, such as alignment; None is nothing.
-    """
-    source = ASTSource(kernel, dict(signature), dict(constants), dict(attributes or {}))
-    options = {"num_warps": warps, "num_stages": stages}
+def resources(configuration: Configuration, capability: int) -> Resources:
+    """Compile a recorded configuration for compute capability 80, 90 or 100, and read what it takes."""
+    constants = dict(configuration.constants)
+    attributes = {place: [list(fact) for fact in facts] for place, facts in configuration.attributes}
+    source = ASTSource(configuration.kernel, dict(configuration.signature), constants, attributes)
+    options = {"num_warps": configuration.warps, "num_stages": configuration.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     used = _usage(compiled.asm["cubin"])
     return Resources(int(used["REG"]), int(used["STACK"]) + int(used["LOCAL"]), compiled.metadata.shared)
@@ -63,40 +54,16 @@ def _usage(cubin: bytes) -> dict[str, str]:
     return dict(re.findall(r"(\w+):(\d+)", lines[0]))
 
 
-def resources_of(launch: Launch, capability: int) -> Resources:
-    """What the kernel takes that Triton would compile for this launch: types, alignment and constants are its own."""
-    kernel = launch.kernel
-    backend = make_backend(GPUTarget("cuda", capability, 32))
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, _ = bind(**launch.arguments)
-    _, signature, constants, attributes = kernel._pack_args(backend, {}, bound, specialization, None)
-    return resources(
-        kernel, signature, constants, capability, warps=launch.warps, stages=launch.stages, attributes=attributes
-    )
-
-
-def check(launch: Launch, capability: int, *, registers: int) -> Resources:
-    """Fails on spills, on shared memory over the card's limit, and on more ``registers`` than that."""
-    found = resources_of(launch, capability)
+def check(configuration: Configuration, capability: int, *, registers: int) -> Resources:
+    """Fails on spills, on shared memory over the card's limit, on more ``registers`` than that, and on a block that
+    does not fit on a multiprocessor."""
+    found = resources(configuration, capability)
     limit = SHARED_LIMIT[capability]
-    if found.spilled_bytes or found.shared_bytes > limit or found.registers > registers:
-        constants = {k: v for k, v in launch.arguments.items() if isinstance(v, int | float | str | bool)}
+    too_many = found.registers > registers or found.registers * 32 * configuration.warps > REGISTERS
+    if found.spilled_bytes or found.shared_bytes > limit or too_many:
         pytest.fail(
-            f"{launch.kernel.__name__} for sm_{capability} with {launch.warps} warps, {launch.stages} stages and "
-            f"{constants}: {found.registers} registers (budget {registers}), {found.spilled_bytes} bytes spilled "
-            f"(must be 0), {found.shared_bytes:,} bytes of shared memory (limit {limit:,})."
+            f"{configuration} for sm_{capability}: {found.registers} registers a thread (budget {registers}, and "
+            f"{REGISTERS:,} a multiprocessor), {found.spilled_bytes} bytes spilled (must be 0), "
+            f"{found.shared_bytes:,} bytes of shared memory (limit {limit:,})."
         )
-    return found
-
-
-def launches(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """The launches that ``call`` would run; its tensors are on the meta device, so nothing is computed or filled.
-
-    ``call`` takes the plain functions below the custom ops: those would answer meta tensors by their fakes.
-    """
-    found: list[Launch] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(Launch, "run", lambda launch: found.append(launch))
-        call()
-    assert found
     return found

@@ -1,6 +1,8 @@
-"""Kernels are compiled in the common session, and interpreted in one of their own: Triton decides at its import.
+"""Kernels are compiled in the common session, and run in two of their own: interpreted, as Triton decides at its
+import, and simulated, by a plugin.
 
 TRITON_INTERPRET=1 pytest tests/kernels/interpreted
+PYTHONPATH=tests pytest -p kernels.simulated tests/kernels/interpreted
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+HERE = Path(__file__).parent
 
-collect_ignore = ["compiled"] if INTERPRETS else ["interpreted"]
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    runs = os.environ.get("TRITON_INTERPRET") == "1" or config.pluginmanager.hasplugin("kernels.simulated")
+    return True if collection_path == HERE / ("compiled" if runs else "interpreted") else None
 
 
 class WithoutTriton(pytest.Module):

@@ -12,13 +12,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from corpora import write_corpus
+from support.corpora import write_corpus
 
 pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
 from transformers.utils import logging
 
-from gecko.baselines import Llama, LlamaConfig
+from gecko.models.registry import Llama, LlamaConfig
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
 
 logging.disable_progress_bar()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import cases
 import pytest
 import torch
-from cases import CHUNK, VARIANTS, tokens
+from support import cases
+from support.cases import CHUNK, VARIANTS, tokens
 from torch import Tensor
 
 import gecko

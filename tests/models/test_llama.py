@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from gecko.baselines import Llama, LlamaConfig, build_model, llama, load_any, load_config, meta_model
-from gecko.baselines.models import PRESETS
 from gecko.data import IGNORED
-from gecko.model import Gecko
-from gecko.recomputation import ActivationCheckpointing
-from gecko.train.start import compile_block
+from gecko.models import llama
+from gecko.models.gecko import ActivationCheckpointing, Gecko
+from gecko.models.registry import PRESETS, Llama, LlamaConfig, build_model, load_any, load_config, meta_model
+from gecko.train.setup import compile_block
 
 LENGTH = 23
 documents = st.lists(st.integers(1, 9), min_size=1, max_size=8)

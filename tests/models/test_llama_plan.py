@@ -12,17 +12,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from typer.testing import CliRunner
 
-from gecko.baselines import LlamaConfig, build_model
-from gecko.baselines.models import PRESETS
 from gecko.cli import app
+from gecko.models.gecko import ActivationCheckpointing
+from gecko.models.registry import PRESETS, LlamaConfig, build_model
 from gecko.plan import Assumptions, find_gpu, make_plan
 from gecko.plan.counts import counts_of
-from gecko.plan.footprint import inference_memory, kept_by_model, parameters_by_component
-from gecko.plan.memory import group_sizes, state_memory
+from gecko.plan.memory import group_sizes, inference_memory, kept_by_model, parameters_by_component, state_memory
 from gecko.recipes import get_recipe
-from gecko.recomputation import ActivationCheckpointing
-from gecko.train.optimizer import build_optimizer
-from gecko.train.settings import OptimizerSettings
+from gecko.train.run import OptimizerSettings
+from gecko.train.step import build_optimizer
 
 BASE = LlamaConfig(vocab_size=64, num_layers=2, model_dim=128, num_heads=4, ffn_dim=256)
 VARIANTS = {
@@ -166,4 +164,4 @@ def test_info_of_a_preset(command: Callable[..., Any], name: str) -> None:
     facts = json.loads(command("info", name, "--json", "--length", "1000").stdout)
     assert facts["parameters"]["total"] == sum(facts["parameters"][part] for part in facts["parameters"]) // 2
     assert set(facts["state_bytes_per_row"]) == {"keys", "values", "total"}
-    assert "Keys and values of one text of 1,000 tokens" in command("info", name, "--length", "1000").stdout
+    assert "Keys and values of one sequence of 1,000 tokens" in command("info", name, "--length", "1000").stdout

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import cases
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CHUNK, SMALL, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_calls import assert_same, assert_same_state, documents, read, variants
+from support import cases
+from support.cases import CHUNK, SMALL, tokens
+from support.model_calls import assert_same, assert_same_state, documents, read, variants
 
 import gecko
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import cases
 import pytest
 import torch
-from cases import tokens
+from support import cases
+from support.cases import tokens
 
 import gecko
 

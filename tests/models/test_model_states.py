@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import cases
 import pytest
 import torch
-from cases import CHUNK, tokens
-from model_calls import assert_same, assert_same_state, documents, read, variants
+from support import cases
+from support.cases import CHUNK, tokens
+from support.model_calls import assert_same, assert_same_state, documents, read, variants
 
 import gecko
 from gecko.segments import Clock

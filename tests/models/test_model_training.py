@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import cases
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import tokens
-from model_calls import documents, variants
+from support import cases
+from support.cases import tokens
+from support.model_calls import documents, variants
 
 import gecko
 

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gecko.baselines import Llama
 from gecko.data import load_tokenizer
 from gecko.eval import LlamaModel
 from gecko.eval.perplexity import perplexity
 from gecko.eval.scored_model import encode_document
 from gecko.eval.texts import open_texts
-from gecko.generation import llama as generation
+from gecko.inference import llama as generation
+from gecko.models.registry import Llama
 
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune. " * 2
 
@@ -81,7 +81,7 @@ def test_it_says_where_it_reads_further_than_it_was_trained(scored: LlamaModel, 
     assert len(scored.notes) == 1 and "context of 64 tokens, and the longest text had 128" in scored.notes[0]
     unknown = LlamaModel(scored.model, scored.tokenizer, "random", None)
     unknown.read(torch.tensor([256, 1, 2]))
-    assert "had 3 tokens; what context random was trained with is not known" in unknown.notes[0]
+    assert "had 3 tokens; the training context of random is not known" in unknown.notes[0]
 
 
 def test_what_it_does_not_take(scored: LlamaModel) -> None:

@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from gecko.baselines import Llama, LlamaConfig, load_any, meta_model
 from gecko.config import GeckoConfig
+from gecko.models.registry import Llama, LlamaConfig, load_any, meta_model
 from gecko.ops.chunk_attention import chunk_attention
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.recipes.comparison import COMPARISON
 from gecko.train import ParallelSettings, Run, TrainResult, train
-from gecko.train.loop import Trainer
 from gecko.train.metrics import read_metrics
-from gecko.train.utilisation import flops_per_token
+from gecko.train.throughput import flops_per_token
+from gecko.train.trainer import Trainer
 
 GECKO = GeckoConfig(
     vocab_size=264, num_layers=1, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,

@@ -6,14 +6,14 @@ import copy
 import dataclasses
 from pathlib import Path
 
-import cases
 import pytest
 import torch
-from cases import tokens
+from support import cases
+from support.cases import tokens
 
 import gecko
-from gecko.baselines import Llama, LlamaConfig, load_any
-from gecko.store import WEIGHTS
+from gecko.io.model_folder import WEIGHTS
+from gecko.models.registry import Llama, LlamaConfig, load_any
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

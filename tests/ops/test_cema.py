@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import cases
-import laws
 import pytest
 import torch
 from hypothesis import given, settings
+from support import cases, laws
 
 from gecko.ops.cema import CEMACoefficients, cema
-from gecko.ops.cema.tables import chunk_tables
+from gecko.ops.cema.chunked import chunk_tables
 
 
 @pytest.mark.parametrize(("law", "case"), laws.over(cases.COMMON))

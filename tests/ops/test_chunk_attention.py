@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import cases
-import laws
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import cases, laws
 
 from gecko.ops.chunk_attention import AttentionState, chunk_attention
 from gecko.segments import Segments

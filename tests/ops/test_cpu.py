@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import cases
-import laws
 import pytest
 import torch
-from native_agreement import needs_compiler, on_two_threads
+from support import cases, laws
+from support.native_agreement import needs_compiler, on_two_threads
 
 pytestmark = needs_compiler
 

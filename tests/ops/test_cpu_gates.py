@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native_agreement import agree, calls, evaluate, needs_compiler, normal, turned
+from support.native_agreement import agree, calls, evaluate, needs_compiler, normal, turned
 
+from gecko.ops.feed_forward import cpu as swiglu_file
+from gecko.ops.feed_forward import swiglu
+from gecko.ops.gates import cpu as gates
 from gecko.ops.gates import gated, silu_by_head
-from gecko.ops.gates import native as gates
-from gecko.ops.swiglu import native as swiglu_file
-from gecko.ops.swiglu import swiglu
 
 pytestmark = needs_compiler
 
@@ -38,7 +38,7 @@ def test_swiglu(shape):
 
 def _swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The kernel for few numbers too."""
-    return swiglu_file.swiglu_native(a, b) if a.dtype == torch.float32 else swiglu(a, b)
+    return swiglu_file.swiglu_cpu(a, b) if a.dtype == torch.float32 else swiglu(a, b)
 
 
 def test_any_strides():

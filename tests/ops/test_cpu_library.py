@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from native_agreement import needs_compiler
+from support.native_agreement import needs_compiler
 from torch.utils.flop_counter import FlopCounterMode
 
-from gecko.ops import native
+from gecko.ops.backends import cpu as native
+from gecko.ops.backends.dispatch import _cpu_kernels_installed, cpu_kernels_run_on
 from gecko.ops.cema import CEMACoefficients, cema
-from gecko.ops.kernels import _native_installed, native_runs_on
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache, and nothing loaded so far."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for cached in (native._loaded, _native_installed):
+    for cached in (native._loaded, _cpu_kernels_installed):
         cached.cache_clear()
     yield tmp_path / "gecko"
-    for cached in (native._loaded, _native_installed):
+    for cached in (native._loaded, _cpu_kernels_installed):
         cached.cache_clear()
 
 
@@ -38,7 +38,7 @@ def _average() -> torch.Tensor:
 
 def _processes(count: int) -> list[int]:
     """The exit codes of processes that load the library at the same time."""
-    code = "from gecko.ops.native import library; assert library() is not None"
+    code = "from gecko.ops.backends.cpu import library; assert library() is not None"
     started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
     return [process.wait() for process in started]
 
@@ -90,7 +90,7 @@ def test_without_a_compiler_the_eager_forms_run(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, compiler: str
 ) -> None:
     with_kernels = _average()
-    _native_installed.cache_clear()
+    _cpu_kernels_installed.cache_clear()
     native._loaded.cache_clear()
     shutil.rmtree(fresh, ignore_errors=True)
     if compiler == "broken":
@@ -98,7 +98,7 @@ def test_without_a_compiler_the_eager_forms_run(
         (tmp_path / "gcc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert not native_runs_on(torch.zeros(1))
+        assert not cpu_kernels_run_on(torch.zeros(1))
         without = _average()
         _average()
     torch.testing.assert_close(without, with_kernels, rtol=1e-5, atol=1e-5)
@@ -109,10 +109,10 @@ def test_without_a_compiler_the_eager_forms_run(
 
 def test_what_the_kernels_do_not_take() -> None:
     x = torch.zeros(2)
-    assert not native_runs_on(x.double())
-    assert not native_runs_on(x, x.bfloat16())
-    assert not native_runs_on(x.to("meta"))
+    assert not cpu_kernels_run_on(x.double())
+    assert not cpu_kernels_run_on(x, x.bfloat16())
+    assert not cpu_kernels_run_on(x.to("meta"))
     with torch._subclasses.FakeTensorMode():
-        assert not native_runs_on(torch.zeros(2))
+        assert not cpu_kernels_run_on(torch.zeros(2))
     with FlopCounterMode(display=False):  # which counts PyTorch's operations
-        assert not native_runs_on(x)
+        assert not cpu_kernels_run_on(x)

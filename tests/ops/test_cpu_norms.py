@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from laws import assert_same
-from native_agreement import needs_compiler, on_two_threads, turned
+from support.laws import assert_same
+from support.native_agreement import needs_compiler, on_two_threads, turned
 from torch import Tensor
 
-from gecko.ops.norms import group_layer_norm, group_rms_norm, native
+from gecko.ops.norms import cpu as native
+from gecko.ops.norms import group_layer_norm, group_rms_norm
 
 pytestmark = needs_compiler
 

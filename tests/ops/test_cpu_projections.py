@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native_agreement import agree, calls, needs_compiler, normal, turned
+from support.native_agreement import agree, calls, needs_compiler, normal, turned
 from torch import Tensor
 
-from gecko.ops import panels
+from gecko.ops.backends import cpu as panels
+from gecko.ops.feed_forward import cpu as feed_forward_file
 from gecko.ops.feed_forward import feed_forward
-from gecko.ops.feed_forward import native as feed_forward_file
-from gecko.ops.projections import native as projections_file
+from gecko.ops.projections import cpu as projections_file
 from gecko.ops.projections import projections
 
 pytestmark = needs_compiler
@@ -176,5 +176,5 @@ def test_saved_tensors_that_come_back_narrower_are_refused():
     x = normal(300, 32).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t):
         y = _one_layer(x, _weights(48, 32).requires_grad_())
-    with pytest.raises(TypeError, match=r"kernels in C take float32; got torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"C kernels need float32; got torch.bfloat16"):
         y.sum().backward()

@@ -6,23 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import pytest
 import torch
-from native_agreement import calls, needs_compiler, normal, on_two_threads
+from support import cases
+from support.native_agreement import calls, needs_compiler, normal, on_two_threads
 from torch import Tensor, nn
 
 import gecko
-from gecko.layers.projection import project
-from gecko.ops import kernels, native, panels
+from gecko.layers.linear import project
+from gecko.ops.backends import cpu as native
+from gecko.ops.backends import cpu as panels
+from gecko.ops.backends import dispatch as kernels
 from gecko.ops.chunk_attention import AttentionState, chunk_attention
-from gecko.ops.chunk_attention import native as attention_file
-from gecko.ops.dtypes import linear_dtype
+from gecko.ops.chunk_attention import cpu as attention_file
+from gecko.ops.common import linear_dtype
+from gecko.ops.feed_forward import cpu as feed_forward_file
 from gecko.ops.feed_forward import feed_forward
-from gecko.ops.feed_forward import native as feed_forward_file
 from gecko.ops.loss import IGNORED, linear_cross_entropy
-from gecko.ops.loss import native as loss_file
-from gecko.ops.projections import native as projections_file
+from gecko.ops.loss import cpu as loss_file
+from gecko.ops.projections import cpu as projections_file
 from gecko.ops.projections import projections
 from gecko.segments import Clock, Segments
 
@@ -231,7 +233,7 @@ def test_what_kernels_leave_out_is_float32_as_well(monkeypatch, widths):
 
 def test_a_processor_without_such_products(monkeypatch):
     """Autocast is PyTorch's there."""
-    monkeypatch.setattr(kernels, "_native_rounds", lambda: False)
+    monkeypatch.setattr(kernels, "_cpu_kernels_round", lambda: False)
     names = calls(monkeypatch, projections_file)
     with torch.autocast("cpu", torch.bfloat16):
         assert linear_dtype(normal(1)) == torch.bfloat16
@@ -252,7 +254,7 @@ def test_gradients_are_nearer_to_exact_ones_than_those_of_autocast(monkeypatch):
     model, text = cases.model("gecko", torch.float32), cases.tokens(2, 100)
 
     def gradients(rounds: bool) -> Tensor:
-        monkeypatch.setattr(kernels, "_native_rounds", lambda: rounds)
+        monkeypatch.setattr(kernels, "_cpu_kernels_round", lambda: rounds)
         return _flat(model, lambda: model.loss(text[:, :-1], text[:, 1:]))
 
     exact = _flat(model.double(), lambda: model.loss(text[:, :-1], text[:, 1:]))

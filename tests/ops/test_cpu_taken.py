@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from native_agreement import needs_compiler, normal
+from support.native_agreement import needs_compiler, normal
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import gecko
 from gecko.layers.feed_forward import FeedForward
-from gecko.ops import kernels
+from gecko.ops.backends import dispatch as kernels
+from gecko.ops.backends.dispatch import cpu_kernels_run_on
 from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.chunk_attention import AttentionState, chunk_attention
+from gecko.ops.feed_forward import swiglu
 from gecko.ops.gates import silu_by_head
-from gecko.ops.kernels import native_runs_on
 from gecko.ops.loss import linear_cross_entropy
 from gecko.ops.norms import group_rms_norm
 from gecko.ops.projections import projections
-from gecko.ops.swiglu import swiglu
 from gecko.ops.timestep_norm import timestep_norm
 from gecko.ops.working_memory import WorkingMemoryState, working_memory
 from gecko.segments import Segments
@@ -43,13 +45,13 @@ def test_a_traced_operator_is_recorded() -> None:
 
 def test_functions_of_torch_func_and_forward_differentiation_see_operations() -> None:
     seen = []
-    torch.func.vmap(lambda x: seen.append(native_runs_on(x)) or x)(torch.zeros(2, 3))
+    torch.func.vmap(lambda x: seen.append(cpu_kernels_run_on(x)) or x)(torch.zeros(2, 3))
     with forward_ad.dual_level():
-        seen.append(native_runs_on(torch.zeros(2)))
+        seen.append(cpu_kernels_run_on(torch.zeros(2)))
         dual = forward_ad.make_dual(normal(2**18), normal(2**18, seed=1))
         assert forward_ad.unpack_dual(swiglu(dual, dual)).tangent is not None
     assert seen == [False, False]
-    assert native_runs_on(torch.zeros(2))
+    assert cpu_kernels_run_on(torch.zeros(2))
 
 
 @pytest.mark.parametrize("eps", [0, 1])
@@ -130,21 +132,19 @@ def test_attention_of_large_scores_is_as_exact_as_the_eager_form(monkeypatch: py
         return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*gradients, strict=True))
 
     native = error()
-    monkeypatch.setattr("gecko.ops.kernels._native_installed", lambda: False)
+    monkeypatch.setattr("gecko.ops.backends.dispatch._cpu_kernels_installed", lambda: False)
     assert native < 2 * error()
 
 
-def test_a_copy_takes_no_kernels_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that was exported for the hub may find another gecko installed."""
-    kernels._native_installed.cache_clear()
-    kernels.kernels_installed.cache_clear()
-    monkeypatch.setattr("gecko.version.__version__", "0.0.1")
-    try:
-        assert not native_runs_on(torch.zeros(2))
-        assert not kernels.kernels_installed()
-    finally:
-        kernels._native_installed.cache_clear()
-        kernels.kernels_installed.cache_clear()
+def test_a_copy_takes_no_kernels_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that was exported for the hub may find a gecko installed, of any version; classes are not the copy's."""
+    spec = importlib.util.spec_from_file_location("gecko_ops_kernels", kernels.__file__)
+    assert spec is not None and spec.loader is not None
+    copied = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, copied)
+    spec.loader.exec_module(copied)
+    assert not copied.cpu_kernels_run_on(torch.zeros(2))
+    assert not copied.triton_kernels_installed()
 
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from laws import assert_same
-from native_agreement import needs_compiler, on_two_threads, turned
+from support.laws import assert_same
+from support.native_agreement import needs_compiler, on_two_threads, turned
 from torch import Tensor
 
-from gecko.ops.timestep_norm import TimestepNormState, native, timestep_norm
+from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
+from gecko.ops.timestep_norm import cpu as native
 from gecko.segments import Clock, Segments
 
 pytestmark = needs_compiler

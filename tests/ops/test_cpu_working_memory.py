@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import laws
 import pytest
 import torch
-from cases import CHUNK
-from native_agreement import needs_compiler, on_two_threads
+from support import laws
+from support.cases import CHUNK
+from support.native_agreement import needs_compiler, on_two_threads
 from torch import Tensor
 
-from gecko.ops.working_memory import WorkingMemoryState, native, working_memory
+from gecko.ops.working_memory import WorkingMemoryState, working_memory
+from gecko.ops.working_memory import cpu as native
 from gecko.segments import Segments
 
 pytestmark = needs_compiler

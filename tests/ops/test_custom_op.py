@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gecko.ops.custom_op import custom_op
+from gecko.ops.backends.dispatch import custom_op
 
 
 @custom_op("tested_twice_backward")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gecko.ops import slices
+from gecko.ops import common as slices
+from gecko.ops.feed_forward import swiglu
 from gecko.ops.gates import gated, gated_reference, silu_by_head, silu_by_head_reference
-from gecko.ops.swiglu import swiglu
 
 
 def _draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from native_agreement import normal
+from support.native_agreement import normal
 from torch import Tensor
 from torch.nn import functional
 
-from gecko.ops import linear as file
-from gecko.ops.linear import linear
+from gecko.ops.backends import cpu as file
+from gecko.ops.backends.cpu import linear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
 

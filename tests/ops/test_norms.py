@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gecko
-from gecko.layers.norm import LayerNorm, RMSNorm
+from gecko.layers.norms import LayerNorm, RMSNorm
 from gecko.ops.norms import group_layer_norm, group_rms_norm
 
 EPS = 1e-3

@@ -1,4 +1,4 @@
-"""The fan-out is its equation, row by row and head by head."""
+"""``qk_scale_shift`` is its equation, row by row and head by head."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from gecko.ops import slices
-from gecko.ops.fan_out import fan_out, fan_out_reference
+from gecko.ops import common as slices
+from gecko.ops.qk_scale_shift import qk_scale_shift, qk_scale_shift_reference
 
 EPS = 1e-3
 
@@ -19,9 +19,9 @@ def _draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("rows", "heads", "size"), [(4, 2, 6), (2, 3, 4), (2, 1, 5)])
-def test_fan_out(rows, heads, size):
+def test_qk_scale_shift(rows, heads, size):
     z, scale, offset = _draw(2, 5, heads * size), _draw(rows, heads * size), _draw(rows, heads * size)
-    out = fan_out(z, scale, offset, heads, EPS)
+    out = qk_scale_shift(z, scale, offset, heads, EPS)
     assert len(out) == rows
     assert all(row.shape == (2, heads, 5, size) and row.is_contiguous() for row in out)
     for row in range(rows):
@@ -31,30 +31,30 @@ def test_fan_out(rows, heads, size):
             normal = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
             expected = normal * (1 + scale[row, own]) / math.sqrt(size) + offset[row, own]
             torch.testing.assert_close(out[row][:, head], expected)
-    assert torch.autograd.gradcheck(lambda *x: fan_out(*x, heads, EPS), (z, scale, offset))
+    assert torch.autograd.gradcheck(lambda *x: qk_scale_shift(*x, heads, EPS), (z, scale, offset))
 
 
 @pytest.mark.parametrize("numbers", [40, 500])
 def test_gradients_in_slices_of_steps_and_of_rows(numbers, monkeypatch):
     monkeypatch.setattr(slices, "_NUMBERS", numbers)
     given = _draw(3, 5, 12), _draw(4, 12), _draw(4, 12)
-    torch.testing.assert_close(fan_out(*given, 2, EPS), fan_out_reference(*given, 2, EPS))
-    assert torch.autograd.gradcheck(lambda *x: fan_out(*x, 2, EPS), given)
+    torch.testing.assert_close(qk_scale_shift(*given, 2, EPS), qk_scale_shift_reference(*given, 2, EPS))
+    assert torch.autograd.gradcheck(lambda *x: qk_scale_shift(*x, 2, EPS), given)
 
 
 def test_sixteen_bit_input_keeps_its_dtype_and_is_rounded_once():
     z, scale = _draw(2, 5, 12, dtype=torch.bfloat16), _draw(4, 12, dtype=torch.float32)
-    out = fan_out(z, scale, scale, 2, EPS)
-    for row, exact in zip(out, fan_out(z.float(), scale, scale, 2, EPS), strict=True):
+    out = qk_scale_shift(z, scale, scale, 2, EPS)
+    for row, exact in zip(out, qk_scale_shift(z.float(), scale, scale, 2, EPS), strict=True):
         assert row.dtype == torch.bfloat16
         assert torch.equal(row, exact.bfloat16())
 
 
-def test_fan_out_refuses_shapes_that_do_not_fit():
+def test_qk_scale_shift_refuses_shapes_that_do_not_fit():
     z = torch.zeros(1, 2, 12)
     with pytest.raises(ValueError, match="heads must divide the features of z; got 5 and 12"):
-        fan_out(z, torch.zeros(4, 12), torch.zeros(4, 12), 5, EPS)
+        qk_scale_shift(z, torch.zeros(4, 12), torch.zeros(4, 12), 5, EPS)
     with pytest.raises(ValueError, match=r"scale must have shape \(4, 12\); got \(4, 11\)"):
-        fan_out(z, torch.zeros(4, 11), torch.zeros(4, 12), 2, EPS)
+        qk_scale_shift(z, torch.zeros(4, 11), torch.zeros(4, 12), 2, EPS)
     with pytest.raises(ValueError, match=r"offset must have shape \(4, 12\); got \(2, 12\)"):
-        fan_out(z, torch.zeros(4, 12), torch.zeros(2, 12), 2, EPS)
+        qk_scale_shift(z, torch.zeros(4, 12), torch.zeros(2, 12), 2, EPS)

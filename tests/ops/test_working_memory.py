@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import cases
-import laws
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import cases, laws
 
 from gecko.ops.working_memory import WorkingMemoryState, working_memory
 from gecko.segments import Segments

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import BYTE_MODEL, write_corpus
-from jobs import Jobs
+from support.corpora import BYTE_MODEL, write_corpus
+from support.jobs import Jobs
 
 from gecko.train import (
     CheckpointSettings,

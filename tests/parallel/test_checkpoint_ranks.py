@@ -11,21 +11,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-import training_jobs as work
-from corpora import BYTE_MODEL
-from jobs import Jobs
+from support import training_jobs as work
+from support.corpora import BYTE_MODEL
+from support.jobs import Jobs
 
 import gecko
 from gecko.train import CheckpointSettings, ParallelSettings, Run, train
-from gecko.train.checkpoint import (
-    latest_checkpoint,
-    list_checkpoints,
-    read_manifest,
-    verify_checkpoint,
-    write_manifest,
-)
+from gecko.train.checkpoint import latest_checkpoint, list_checkpoints, read_manifest, verify_checkpoint, write_manifest
+from gecko.train.checkpointer import checkpoints_folder, write_model
 from gecko.train.metrics import read_metrics
-from gecko.train.snapshot import checkpoints_folder, write_model
 
 
 def losses(run: Run) -> np.ndarray:
@@ -113,7 +107,7 @@ def test_killed_while_joining_the_checkpoint_stays_sound(trained: Run, monkeypat
     checkpoint = latest_checkpoint(checkpoints_folder(trained))
     assert checkpoint is not None
     unjoin(checkpoint)
-    monkeypatch.setattr("gecko.train.snapshot.write_manifest", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("gecko.train.checkpointer.write_manifest", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_model(checkpoint, checkpoint)
     assert (checkpoint / "model.safetensors").is_file()

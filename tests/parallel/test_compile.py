@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import compile_jobs
 import numpy as np
-import training_jobs as work
-from jobs import Jobs
+from support import compile_jobs
+from support import training_jobs as work
+from support.jobs import Jobs
 
 from gecko.train import Run
 

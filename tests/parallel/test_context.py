@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import cases
 import numpy as np
 import pytest
-from context_cases import (
+from support import cases
+from support.context_cases import (
     Text,
     autocast_losses,
     prefill,
+    prefill_on_ranks,
     read,
-    read_on_ranks,
     read_shards,
     read_whole,
     refusal,
     slice_refusal,
 )
-from processes import Processes
+from support.processes import Processes
 
 TOLERANCE = 1e-9
 
@@ -64,7 +64,7 @@ READINGS = [
 @pytest.mark.parametrize(("variant", "text"), READINGS, ids=str)
 def test_ranks_of_a_context_group_are_one_device(processes, variant, text):
     checkpointing = {1: "none", 2: "full", 3: "selective"}.get(text.chunks, "none")
-    answers = processes.run(read_on_ranks, variant, text, checkpointing)
+    answers = processes.run(prefill_on_ranks, variant, text, checkpointing)
     whole = read(variant, text, "none", None)
     for first in range(0, 4, text.ranks):
         assert_is_single(answers[first : first + text.ranks], whole)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gecko.parallel.layout import document_record, no_documents, parts_of_call, reaching_chunks, reaching_counts
+from gecko.parallel.context import document_record, no_documents, parts_of_call, reaching_chunks, reaching_counts
 from gecko.segments import Clock, Segments
 
 calls = st.fixed_dictionaries(

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import training_jobs as work
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import Jobs
+from support import training_jobs as work
+from support.jobs import Jobs
 
 from gecko.parallel.mesh import MeshSizes
 from gecko.train import Run, train
@@ -29,9 +29,9 @@ MESHES = {
     "replicate-2-context-2": (4, {"replicate": 2, "context": 2}),
 }
 SETTINGS: list[dict[str, Any]] = [
-    {"accumulation": 2},
+    {"gradient_accumulation_steps": 2},
     {"activation_checkpointing": "full"},
-    {"activation_checkpointing": "selective", "accumulation": 2},
+    {"activation_checkpointing": "selective", "gradient_accumulation_steps": 2},
 ]
 
 
@@ -86,7 +86,7 @@ def test_bfloat16_on_ranks_learns_as_on_one(jobs: Jobs, run_in: Callable[..., Ru
 
 
 def test_accumulation_exchanges_gradients_once(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    once, parts = run_in("x"), run_in("x", accumulation=4)
+    once, parts = run_in("x"), run_in("x", gradient_accumulation_steps=4)
     blocks_and_root = once.model.num_layers + 1
     assert jobs.run(2, work.gradient_exchanges, once) == [blocks_and_root] * 2
     assert jobs.run(2, work.gradient_exchanges, parts) == [blocks_and_root] * 2

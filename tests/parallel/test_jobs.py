@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jobs as processes
 import pytest
-from jobs import Jobs
+from support import jobs as processes
+from support.jobs import Jobs
 
 
 @pytest.fixture(scope="module")

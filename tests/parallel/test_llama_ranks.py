@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import training_jobs as work
-from jobs import Jobs
+from support import training_jobs as work
+from support.jobs import Jobs
 
 pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
-from gecko.baselines import LlamaConfig, load_any
+from gecko.models.registry import LlamaConfig, load_any
 from gecko.train import CheckpointSettings, ParallelSettings, Run
 from gecko.train.checkpoint import latest_checkpoint
+from gecko.train.checkpointer import checkpoints_folder, write_model
 from gecko.train.metrics import read_metrics
-from gecko.train.snapshot import checkpoints_folder, write_model
 
 CONFIG = LlamaConfig(vocab_size=257, num_layers=2, model_dim=32, num_heads=4, ffn_dim=48, key_value_heads=2)
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
@@ -29,9 +29,9 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "replicate-2-shard-2": (4, {"replicate": 2}),
 }
 SETTINGS: list[dict[str, Any]] = [
-    {"accumulation": 2},
+    {"gradient_accumulation_steps": 2},
     {"activation_checkpointing": "full"},
-    {"activation_checkpointing": "selective", "accumulation": 2},
+    {"activation_checkpointing": "selective", "gradient_accumulation_steps": 2},
 ]
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gecko.parallel.meeting import meet
+from gecko.parallel.mesh import fresh_rendezvous
 
 LIMIT = timedelta(seconds=20)
 
@@ -23,7 +23,7 @@ def start(store: dist.Store, world: int, seed: int) -> list[str]:
 
     def rank_of(rank: int) -> None:
         time.sleep(delays[rank])
-        part = meet(store, rank, world, LIMIT)
+        part = fresh_rendezvous(store, rank, world, LIMIT)
         assert not part.check(["address"]) or rank != 0
         if rank == 0:
             part.set("address", f"start {seed}")
@@ -48,7 +48,7 @@ def test_a_rank_that_waits_for_others_of_an_earlier_start_gives_up() -> None:
     store = dist.HashStore()
     start(store, 2, 0)
     with pytest.raises(RuntimeError, match="all ranks of the job must start"):
-        meet(store, 1, 2, timedelta(seconds=0.2))
+        fresh_rendezvous(store, 1, 2, timedelta(seconds=0.2))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -56,4 +56,4 @@ def test_a_rank_that_waits_for_others_of_a_first_start_gives_up(rank: int) -> No
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
     with pytest.raises(RuntimeError, match="all ranks of the job must start"):
-        meet(store, rank, 2, timedelta(seconds=0.2))
+        fresh_rendezvous(store, rank, 2, timedelta(seconds=0.2))

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import training_jobs as work
-from jobs import Jobs
+from support import training_jobs as work
+from support.jobs import Jobs
 
 from gecko.train import CheckpointSettings, EvaluationSettings, Run, SkipSettings
 from gecko.train.checkpoint import list_checkpoints
+from gecko.train.checkpointer import checkpoints_folder
 from gecko.train.metrics import read_metrics
-from gecko.train.snapshot import checkpoints_folder
 
 LAYER = "blocks.1.feed_forward.fc2"
 
@@ -71,7 +71,7 @@ _FAULTY = """
 import os, signal, sys, time
 from pathlib import Path
 from gecko.train import Run, train
-from gecko.train.loop import Trainer
+from gecko.train.trainer import Trainer
 
 folder, run = Path(sys.argv[1]), Run.load(sys.argv[1] + "/run.json")
 rank, original = int(os.environ["RANK"]), Trainer._step

@@ -10,17 +10,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, baddbmm_flop
 
 import gecko
-from gecko.model import Block
+from gecko.models.gecko import Block
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan import GPUS, Assumptions, find_gpu, make_plan
 from gecko.plan.communication import traffic
 from gecko.plan.counts import counts_of
-from gecko.plan.footprint import kept_by_model
-from gecko.plan.memory import group_sizes, state_memory
+from gecko.plan.memory import group_sizes, kept_by_model, state_memory
 from gecko.recipes import get_recipe
 from gecko.segments import Segments
-from gecko.train.optimizer import build_optimizer
-from gecko.train.settings import OptimizerSettings, ParallelSettings
+from gecko.train.run import OptimizerSettings, ParallelSettings
+from gecko.train.step import build_optimizer
 
 BASE: dict[str, Any] = {
     "vocab_size": 64, "num_layers": 2, "model_dim": 128, "key_dim": 64, "value_dim": 256, "num_heads": 2,
@@ -210,7 +209,9 @@ def test_less_is_kept_where_more_is_recomputed() -> None:
 def test_accumulation_holds_all_gradients_of_the_blocks() -> None:
     run, gpu = get_recipe("gecko_7b"), find_gpu("h100")
     run = replace(run, parallel=ParallelSettings(replicate=8, shard=4, context=2))
-    one, two = (make_plan(replace(run, accumulation=parts), 64, gpu, Assumptions()).memory for parts in (2, 4))
+    one, two = (
+        make_plan(replace(run, gradient_accumulation_steps=parts), 64, gpu, Assumptions()).memory for parts in (2, 4)
+    )
     assert one["communication buffers"] > 4 * 7e9
     assert one["activations kept"] > 1.9 * two["activations kept"]
 

@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from gecko.denormals import flushed_denormals
+from gecko.runtime.process import flushed_denormals
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 only")
 
 PROGRAM = """
 import torch
-from gecko.denormals import flushed_denormals
+from gecko.runtime.process import flushed_denormals
 torch.set_num_threads(3)
 with flushed_denormals():
     small = torch.full((1 << 20,), 1.0e-30)

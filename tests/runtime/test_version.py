@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gecko.version import __version__, code_name, code_version, git_commit
+from gecko.runtime.process import __version__, code_name, code_version, git_commit
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from serving.waiting import until
 import gecko
 from gecko.data import Tokenizer
 from gecko.serving.limits import Limits
-from gecko.serving.states import SavedStates
+from gecko.serving.prepare import SavedStates
 
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
 
@@ -122,11 +122,11 @@ def test_log_probabilities(site: Site, model: gecko.Gecko) -> None:
     assert told.tokens is not None and told.token_logprobs is not None and told.top_logprobs is not None
     assert "".join(told.tokens) == answer.choices[0].text
     assert told.text_offset == [0, 1, 2, 3, 4]
-    for token, value, likeliest in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
-        assert len(likeliest) == 3
-        assert likeliest[token] == value == max(likeliest.values())
+    for token, value, top_logprobs in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert len(top_logprobs) == 3
+        assert top_logprobs[token] == value == max(top_logprobs.values())
     ids = [256, *b"abc", *answer.choices[0].text.encode()]
-    logits, _ = model(gecko.model.torch.tensor([ids[:-1]]))
+    logits, _ = model(gecko.models.gecko.torch.tensor([ids[:-1]]))
     expected = logits[0, 3:].log_softmax(-1).amax(-1).tolist()
     assert told.token_logprobs == pytest.approx(expected, abs=1e-5)
     none = site.openai.completions.create(prompt="abc", max_tokens=5, **GREEDY)

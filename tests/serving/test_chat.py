@@ -20,7 +20,7 @@ from serving.sites import serving
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.serving.chat import PlainChat, TemplateChat, find_format
-from gecko.serving.schemas import Message
+from gecko.serving.protocol import Message
 
 TEMPLATE = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}

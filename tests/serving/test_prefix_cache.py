@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gecko
-from gecko.generation import Sampling
-from gecko.serving.engine import Engine
-from gecko.serving.prefix_cache import PrefixCache
-from gecko.serving.request import Request, Token
+from gecko.inference import Sampling
+from gecko.inference.prefix_cache import PrefixCache
+from gecko.inference.request import Request, Token
+from gecko.inference.scheduler import Engine
 from gecko.state import GeckoState
 
 CHUNK, PIECE = 8, 16
@@ -132,12 +132,12 @@ def test_no_budget_is_refused(length: int) -> None:
 def run(
     engine: Engine, prompts: list[Tensor], sampling: Sampling | None = None
 ) -> list[list[tuple[int, float | None]]]:
-    ids = [engine.submit(Request(prompt, 6, sampling or Sampling(0.9), 5, log_probabilities=0)) for prompt in prompts]
+    ids = [engine.submit(Request(prompt, 6, sampling or Sampling(0.9), 5, logprobs=0)) for prompt in prompts]
     made: dict[int, list[tuple[int, float | None]]] = {request_id: [] for request_id in ids}
     while not engine.idle:
         for event in engine.step():
             if isinstance(event, Token):
-                made[event.request_id].append((event.token, event.log_probability))
+                made[event.request_id].append((event.token, event.logprob))
     return [made[request_id] for request_id in ids]
 
 

@@ -11,9 +11,8 @@ import pytest
 from serving.conftest import StartServer
 from serving.sites import OK, Site, check_error
 
-from gecko.serving.errors import ApiError
-from gecko.serving.limits import Limits
-from gecko.serving.schemas import ChatRequest, CompletionRequest
+from gecko.serving.limits import ApiError, Limits
+from gecko.serving.protocol import ChatRequest, CompletionRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
@@ -68,13 +67,13 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1, "echo": True}, "echo"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": "yes"}}, "include_usage"),
-    ({"stream_options": {"include_usgae": True}}, "stream_options.include_usgae: there is no such field"),
+    ({"stream_options": {"include_usgae": True}}, "stream_options.include_usgae: unknown field"),
     ({"suffix": "the end"}, "suffix"),
     ({"best_of": 3}, "best_of"),
     ({"presence_penalty": 0.5}, "repetition_penalty"),
     ({"temprature": 0.5}, "temperature"),
     ({"qqq": 1}, "qqq"),
-    ({"q" * 100_000: 1}, "no such field"),
+    ({"q" * 100_000: 1}, "unknown field"),
     ({"q\ud800": 1}, r"q\ud800"),
     ({"state": "book"}, "book"),
     ({"state": "../book"}, "../book"),
@@ -161,7 +160,7 @@ def test_bodies_that_never_end_get_408(start: StartServer) -> None:
     site = start(limits=Limits(body_seconds=0.2))
     host, port = site.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
 

@@ -1,12 +1,14 @@
-"""What the server asks of the system at its start."""
+"""Open files, and the order in which connections are read."""
 
 from __future__ import annotations
 
+import asyncio
 import resource
 
 import pytest
 
 from gecko.serving import server
+from gecko.serving.connection import Turns
 
 WANTED = 1 << 16
 ANY = resource.RLIM_INFINITY
@@ -39,3 +41,20 @@ def test_a_system_may_refuse(error: Exception, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, ANY))
     monkeypatch.setattr(resource, "setrlimit", refuse)
     server._allow_many_connections()
+
+
+def test_one_callback_runs_per_iteration_of_the_event_loop() -> None:
+    turns, called = Turns(), []
+
+    async def run() -> list[int]:
+        for number in range(3):
+            turns.add(lambda number=number: called.append(number))
+        turns.add(lambda: turns.add(lambda: called.append(9)))
+        counts = []
+        for _ in range(6):
+            counts.append(len(called))
+            await asyncio.sleep(0)
+        return counts
+
+    assert asyncio.run(run()) == [0, 1, 2, 3, 3, 4]
+    assert called == [0, 1, 2, 9]

@@ -6,9 +6,9 @@ import pytest
 from serving.texts import Log, alone, request, run, text
 
 import gecko
-from gecko.generation import Sampling
-from gecko.serving.engine import Engine
-from gecko.serving.request import Finished
+from gecko.inference import Sampling
+from gecko.inference.request import Finished
+from gecko.inference.scheduler import Engine
 
 
 @pytest.mark.parametrize("after", [0, 21])

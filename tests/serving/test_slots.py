@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gecko
-from gecko.generation import read
-from gecko.serving.slots import Slots
+from gecko.inference import read
+from gecko.inference.decoder import StateSlots
 from gecko.state import GeckoState
 
 NONE_SEEN = torch.zeros(264, dtype=torch.bool)
@@ -32,7 +32,7 @@ def same(found: GeckoState, expected: GeckoState) -> None:
 def test_rows_stay_what_they_are_while_others_come_and_go(model: gecko.Gecko, moves: list[int]) -> None:
     """A positive move adds a text of that length, a negative one removes a place; all take a step after each."""
     with torch.inference_mode():
-        slots, texts = Slots(model, 4), []
+        slots, texts = StateSlots(model, 4), []
         for count, move in enumerate(moves):
             if move > 0 and slots.count < slots.capacity:
                 texts.append(text(move, count))
@@ -58,7 +58,7 @@ def test_rows_stay_what_they_are_while_others_come_and_go(model: gecko.Gecko, mo
 def test_a_step_writes_large_tensors_in_place_and_allocates_no_new_ones(model: gecko.Gecko, dtype: torch.dtype) -> None:
     model = copy.deepcopy(model).to(dtype)
     with torch.inference_mode():
-        slots = Slots(model, 3)
+        slots = StateSlots(model, 3)
         for length in (7, 15, 40):
             slots.add(read(model, [text(length)]).state, NONE_SEEN)
         places = {name: tensor.data_ptr() for name, tensor in slots.state.tensors().items()}
@@ -75,7 +75,7 @@ def test_what_joins_is_copied(model: gecko.Gecko) -> None:
     reading = read(model, [text(20)])
     before = reading.state.map(torch.clone)
     with torch.inference_mode():
-        slots = Slots(model, 2)
+        slots = StateSlots(model, 2)
         for _ in range(2):
             slots.add(reading.state, reading.seen)
         for step in range(20):

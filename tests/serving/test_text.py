@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gecko.data import Tokenizer, load_tokenizer
-from gecko.serving.replies import ChatReply, CompletionReply, Usage
-from gecko.serving.request import Token
-from gecko.serving.text import ChoiceText, Piece
+from gecko.inference.request import Token
+from gecko.inference.text import ChoiceText, Piece
+from gecko.serving.protocol import ChatReply, CompletionReply, Usage, encode_answer
 
 BYTES = load_tokenizer("bytes")
 TEXTS = st.text(alphabet="aboé🎉 ", max_size=30)
 
 
-def pieces_of(text: bytes, stops: list[str], *, log_probabilities: bool = False) -> list[Piece]:
+def pieces_of(text: bytes, stops: list[str], *, logprobs: bool = False) -> list[Piece]:
     choice = ChoiceText(0, BYTES, stops, 100)
     pieces = []
     for number, byte in enumerate(text):
-        told = (-float(number), ((byte, -float(number)),)) if log_probabilities else (None, ())
+        told = (-float(number), ((byte, -float(number)),)) if logprobs else (None, ())
         piece = choice.push(Token(0, byte, *told))
         if piece is not None:
             pieces.append(piece)
@@ -44,11 +44,11 @@ def test_pieces_join_to_the_text_before_the_stop(text: str, stops: list[str]) ->
 @given(TEXTS)
 def test_every_token_is_told_once_and_in_place(text: str) -> None:
     content = text.encode()
-    tokens = [token for piece in pieces_of(content, ["zz"], log_probabilities=True) for token in piece.tokens]
-    assert [token.made.log_probability for token in tokens] == [-float(number) for number in range(len(content))]
+    tokens = [token for piece in pieces_of(content, ["zz"], logprobs=True) for token in piece.tokens]
+    assert [token.generated.logprob for token in tokens] == [-float(number) for number in range(len(content))]
     for token, byte in zip(tokens, content, strict=True):
-        assert token.made.name == (chr(byte) if byte < 128 else f"token_id:{byte}")
-        assert byte >= 128 or text[token.offset] == token.made.text
+        assert token.generated.name == (chr(byte) if byte < 128 else f"token_id:{byte}")
+        assert byte >= 128 or text[token.offset] == token.generated.text
 
 
 def test_what_is_no_text_has_no_bytes() -> None:
@@ -84,3 +84,11 @@ def test_numbers_that_json_lacks_are_not_written() -> None:
     for reply in (CompletionReply("m", [""]), ChatReply("m")):
         for body in (reply.chunk(piece), reply.whole([piece], Usage(1, 1, 8))):
             json.dumps(body, allow_nan=False)
+
+
+def test_answers_are_encoded_as_by_json() -> None:
+    pieces = pieces_of('aü"\0'.encode(), [], logprobs=True)
+    whole = [Piece(index, 'aü"\0', pieces[0].tokens, 4, "stop") for index in range(2)]
+    for reply in (ChatReply("small"), CompletionReply("small", ["", "é"])):
+        answer = reply.whole(whole, Usage(1, 2, 3))
+        assert encode_answer(answer) == json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()

@@ -15,11 +15,11 @@ import torch
 from serving.waiting import PATIENCE
 
 import gecko
-from gecko.generation import Sampling
-from gecko.serving.engine import Engine
+from gecko.inference import Sampling
+from gecko.inference.request import Finished, Request, Token
+from gecko.inference.scheduler import Engine
 from gecko.serving.metrics import Metrics
-from gecko.serving.request import Finished, Request, Token
-from gecko.serving.worker import Running, Worker, WorkerClosedError
+from gecko.serving.worker import RequestGroup, Worker, WorkerClosedError
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Bench:
     metrics: Metrics
     worker: Worker
 
-    async def submit(self, *texts: str, tokens: int = 20, seconds: float = 60) -> Running:
+    async def submit(self, *texts: str, tokens: int = 20, seconds: float = 60) -> RequestGroup:
         begun = time.monotonic()
         return await self.worker.submit([request(text, tokens) for text in texts], begun, begun + seconds)
 
@@ -60,7 +60,7 @@ def bench(model: gecko.Gecko) -> Callable[[Callable[[Bench], Coroutine[Any, Any,
     return run
 
 
-async def tokens_of(running: Running, count: int) -> list[list[int]]:
+async def tokens_of(running: RequestGroup, count: int) -> list[list[int]]:
     """Tokens of ``count`` requests, until all are finished."""
     made: list[list[int]] = [[] for _ in range(count)]
     finished = 0

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import gecko
-from gecko.generation import Sampling
-from gecko.serving.engine import Engine
-from gecko.serving.request import Finished, Request, Token
+from gecko.inference import Sampling
+from gecko.inference.request import Finished, Request, Token
+from gecko.inference.scheduler import Engine
 
 
 def text(length: int, seed: int = 0) -> Tensor:
@@ -22,7 +22,7 @@ def request(prompt: Tensor | None = None, new: int = 5, sampling: Sampling | Non
     return Request(text(10) if prompt is None else prompt, new, sampling or Sampling(0.0), more.pop("seed", 0), **more)
 
 
-def alone(model: gecko.Gecko, asked: Request) -> gecko.generation.Generation:
+def alone(model: gecko.Gecko, asked: Request) -> gecko.inference.Generation:
     options = {name: getattr(asked.sampling, name) for name in Sampling.__dataclass_fields__}
     return gecko.generate(
         model, asked.prompt, max_new_tokens=asked.max_new_tokens, seed=asked.seed, stop_tokens=asked.stop_tokens,

@@ -20,7 +20,7 @@ from gecko.ops.cema import CEMACoefficients, cema, cema_reference, empty_cema_st
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, chunk_attention_reference
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_reference
 from gecko.ops.working_memory import WorkingMemoryState, working_memory, working_memory_reference
-from gecko.records import TensorRecord
+from gecko.runtime.records import TensorRecord
 from gecko.segments import Clock, Segments
 
 CHUNK = 8

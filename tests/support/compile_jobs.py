@@ -6,12 +6,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-import training_jobs as work
+from support import training_jobs as work
 from torch import nn
 
-from gecko.model import Gecko
+from gecko.models.gecko import Gecko
 from gecko.train import Run
-from gecko.train.start import compile_block
+from gecko.train.setup import compile_block
 
 
 def compiled_steps(runs: list[Run], steps: int) -> list[dict[str, Any]]:

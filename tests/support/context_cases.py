@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import cases
 import numpy as np
 import torch
 import torch.distributed as dist
-from processes import TIMEOUT
+from support import cases
+from support.processes import TIMEOUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from gecko.generation import read as read_text
+from gecko.inference import read as read_text
 from gecko.ops.loss import IGNORED
 from gecko.parallel.context import ContextGroup
-from gecko.parallel.reading import read_on_ranks as read_on_several
+from gecko.parallel.context import prefill_on_ranks as prefill_on_several
 from gecko.state import GeckoState
 
 CHUNK = cases.CHUNK
@@ -138,7 +138,7 @@ def read(variant: str, text: Text, checkpointing: str, group: ContextGroup | Non
     }  # fmt: skip
 
 
-def read_on_ranks(variant: str, text: Text, checkpointing: str) -> dict[str, Any]:
+def prefill_on_ranks(variant: str, text: Text, checkpointing: str) -> dict[str, Any]:
     group, _ = group_of(text.ranks)
     return read(variant, text, checkpointing, group)
 
@@ -222,7 +222,7 @@ def prefill(variant: str, length: int, read: int, piece: int, ranks: int) -> dic
     text = cases.tokens(1, read + length, seed=5)[0]
     state = None if read == 0 else read_text(model, [text[:read]]).state
     parts = text[read:].split([length // 3, length - length // 3])
-    shared = read_on_several(model, parts, group, state, piece=piece)
+    shared = prefill_on_several(model, parts, group, state, piece=piece)
     alone = read_text(model, [text])
     return {
         name: {"logits": reading.logits.numpy(), **arrays(reading.state.tensors())}

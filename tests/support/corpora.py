@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gecko.config import GeckoConfig
 from gecko.data import load_tokenizer
-from gecko.data.tokenizing import TokenizingPlan, run_task
+from gecko.data.tokenize import TokenizingPlan, run_task
 
 WORDS = ["red", "green", "blue", "stone", "river", "runs", "falls", "slowly", "over", "under"]
 BYTE_MODEL = GeckoConfig(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CHUNK, LONG_CHUNK, Case, Form, Operator, Problem, map_state, problem, tensors
+from support.cases import CHUNK, LONG_CHUNK, Case, Form, Operator, Problem, map_state, problem, tensors
 from torch import Tensor
 
 from gecko.segments import Clock, Segments
@@ -24,7 +24,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
-class Reading:
+class Prefill:
     """What came of reading a text: the outputs, the state after it, the gradient by every input there was."""
 
     output: Tensor
@@ -39,7 +39,7 @@ class Reading:
 def read(
     form: Form, given: Problem, cuts: Iterable[int] = (), weights: Tensor | None = None,
     laid: Callable[[Tensor], Tensor] = Tensor.contiguous,
-) -> Reading:  # fmt: skip
+) -> Prefill:  # fmt: skip
     """Read in one call, or in several with ``cuts`` between them.
 
     Gradients are of Σ weights · output, or, without ``weights``, of all outputs and the last state by random weights,
@@ -53,7 +53,7 @@ def read(
         generator = torch.Generator().manual_seed(7)
         terms = [(x, laid(random_like(x, generator))) for x in (output, *_floats(tensors(state)).values())]
     gradients = _meant(_gradients(terms, _named(leaves)), given)
-    return Reading(output.detach(), {name: x.detach() for name, x in tensors(state).items()}, gradients)
+    return Prefill(output.detach(), {name: x.detach() for name, x in tensors(state).items()}, gradients)
 
 
 def random_like(x: Tensor, generator: torch.Generator) -> Tensor:

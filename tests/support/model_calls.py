@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import VARIANTS
+from support.cases import VARIANTS
 from torch import Tensor
 
 import gecko

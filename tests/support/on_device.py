@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from cases import Form, Operator, map_state
+from support.cases import Form, Operator, map_state
 from torch import Tensor
 
 from gecko.segments import Segments

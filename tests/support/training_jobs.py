@@ -22,17 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from gecko.baselines import LanguageModel, build_model, meta_model
 from gecko.data import IGNORED, Batch
+from gecko.models.registry import LanguageModel, build_model, meta_model
 from gecko.parallel.fsdp import empty_sharded_model, fill, whole
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
 from gecko.train import Run, checkpoint, train
-from gecko.train.batches import Batches
+from gecko.train.checkpointer import Checkpointer
+from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
-from gecko.train.loop import Trainer
-from gecko.train.optimizer import build_optimizer
-from gecko.train.saver import Saver
-from gecko.train.step import compute_gradients, split_batch, train_step
+from gecko.train.step import build_optimizer, compute_gradients, split_batch, train_step
+from gecko.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -55,10 +54,10 @@ def rows_seen(run: Run, steps: int) -> list[tuple[int, list[Any]]]:
     """This rank's place among the data ranks and the tokens it gets, of the first so many steps."""
     from rich.console import Console
 
-    from gecko.train.texts import load_data
+    from gecko.train.data import load_data
 
     with ranks_of(run) as ranks:
-        batches = Batches(load_data(run, ranks, Console(quiet=True)).rows, ranks)
+        batches = Prefetcher(load_data(run, ranks, Console(quiet=True)).rows, ranks)
         return [(ranks.data_rank, batches.batch(step).tokens.tolist()) for step in range(steps)]
 
 
@@ -72,7 +71,10 @@ def ranks_of(run: Run) -> Iterator[Ranks]:
 
 def time_limits(run: Run, seconds: int) -> list[float]:
     """Of all groups of ranks that share parameters in two copies, in seconds; they wait for each other so long."""
-    with connected(MeshSizes(2, 2, 1), CPU, timedelta(seconds=seconds)) as ranks, Saver(run, ranks, Mock()):
+    with (
+        connected(MeshSizes(2, 2, 1), CPU, timedelta(seconds=seconds)) as ranks,
+        Checkpointer(run, ranks, Mock(), Mock()),
+    ):
         assert ranks.sharding_mesh.ndim == 2
         groups = dist.distributed_c10d._world.pg_map
         return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
@@ -105,7 +107,7 @@ def model_of(run: Run, ranks: Ranks, *, dtype: torch.dtype) -> LanguageModel:
         model = meta_model(run.model).to(dtype)
         bfloat16 = run.precision == "bfloat16"
         model = empty_sharded_model(model, ranks.sharding_mesh, CPU, bfloat16=bfloat16)
-        fill(model, dict(full.named_parameters()) if ranks.first else None)
+        fill(model, dict(full.named_parameters()) if ranks.is_main else None)
     model.activation_checkpointing = run.activation_checkpointing
     return model
 
@@ -135,7 +137,7 @@ def _exact_steps(run: Run, steps: int, ranks: Ranks) -> dict[str, Any]:
     optimizer = build_optimizer(model, run.optimizer)
     curve = []
     for step in range(steps):
-        parts = split_batch(mine(random_batch(run, step), ranks), run.accumulation, CPU, ranks)
+        parts = split_batch(mine(random_batch(run, step), ranks), run.gradient_accumulation_steps, CPU, ranks)
         result = train_step(model, optimizer, parts, learning_rate=1e-2, clip=1.0, precision=run.precision, ranks=ranks)
         curve.append((result.loss, result.grad_norm))
     return {"curve": curve, "parameters": {n: whole(p).detach().numpy() for n, p in model.named_parameters()}}
@@ -173,7 +175,7 @@ def gradient_exchanges(run: Run) -> int:
     """How often ranks exchange gradients in a step."""
     with ranks_of(run) as ranks:
         model = model_of(run, ranks, dtype=torch.float32)
-        parts = split_batch(mine(random_batch(run, 0), ranks), run.accumulation, CPU, ranks)
+        parts = split_batch(mine(random_batch(run, 0), ranks), run.gradient_accumulation_steps, CPU, ranks)
         with mock.patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as exchange:
             compute_gradients(model, parts, run.precision, ranks)
         return exchange.call_count
@@ -245,15 +247,15 @@ def failing_run_on_a_slow_disk(run: Run, rank: int, step: int) -> dict[str, Any]
 def run_on_a_full_disk(run: Run, rank: int, step: int) -> dict[str, Any]:
     """A run in which one rank can write no file of more than a few bytes from the save of ``step`` on."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    original = Saver.save
+    original = Checkpointer.save
 
-    def saving(self: Saver, model: Any, optimizer: Any, position: Any) -> None:
+    def saving(self: Checkpointer, model: Any, optimizer: Any, position: Any) -> None:
         if position.step == step and _rank() == rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
         original(self, model, optimizer, position)
 
     try:
-        with mock.patch.object(Saver, "save", saving):
+        with mock.patch.object(Checkpointer, "save", saving):
             return train_run(run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -305,7 +307,7 @@ def resumed_run(run: Run, rank: int, step: int | None) -> dict[str, Any]:
 
 def logits_of_checkpoint(run: Run, checkpoint: Path, tokens: Tensor) -> Tensor:
     """Of a model that each of the ranks has a part of."""
-    from gecko.train.snapshot import read_tensors
+    from gecko.train.checkpointer import read_tensors
 
     with ranks_of(run) as ranks:
         model = model_of(run, ranks, dtype=torch.float32)

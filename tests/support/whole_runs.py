@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from gecko.train import Run, TrainResult
-from gecko.train.loop import Trainer
 from gecko.train.metrics import read_metrics
+from gecko.train.trainer import Trainer
 
 _TIMES = ("seconds", "tokens_per_second", "mfu", "memory_gib", "data_seconds")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corpora import BYTE_MODEL, write_corpus
+from support.corpora import BYTE_MODEL, write_corpus
 
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from whole_runs import die, everything, same_end, stop_after
+from support.whole_runs import die, everything, same_end, stop_after
 
-from gecko.train import Run, train
+from gecko.train import CheckpointSettings, Run, train
+from gecko.train.checkpointer import Checkpointer
+from gecko.train.setup import Costs, most_steps
+from gecko.train.trainer import Trainer
 
 
 def test_a_time_budget_becomes_a_number_of_steps_once(run_in: Callable[[str], Run]) -> None:
@@ -36,10 +41,58 @@ def test_killed_before_its_first_checkpoint_a_run_keeps_its_measured_steps(
     run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = replace(run_in("killed"), steps=None, minutes=0.02)
-    stop_after(2, monkeypatch, die)
+    stop_after(1, monkeypatch, die)
     with pytest.raises(KeyboardInterrupt):
         train(run)
     monkeypatch.undo()
     found = Run.load(run.folder / "recipe.json").steps
     monkeypatch.setattr("gecko.train.session.steps_in_budget", lambda *_: pytest.fail("it was measured again"))
     assert train(run, resume=True).step == found
+
+
+def test_what_does_not_fit_is_measured_once_and_told(
+    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps may take minutes: more than one must not be measured where one is already too long."""
+    from gecko.train import setup as budget
+
+    calls: list[None] = []
+    step = budget.train_step
+    monkeypatch.setattr(budget, "train_step", lambda *a, **k: (calls.append(None), step(*a, **k))[1])
+    assert train(replace(run_in("short"), steps=None, minutes=0.001)).step == 1
+    assert len(calls) == 1
+    assert "minutes=0.001 is too short for this run: a single step" in capsys.readouterr().out
+
+
+def test_the_budget_counts_what_a_run_does(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, held-out losses and checkpoints, at any distance from each other."""
+    for every, save in ((5, 4), (1, 12), (7, 100), (12, 3)):
+        run = replace(
+            small_run, output=f"{small_run.output}-{every}",
+            evaluation=replace(small_run.evaluation, every=every), checkpoint=CheckpointSettings(every=save),
+        )  # fmt: skip
+        done: list[str] = []
+        with monkeypatch.context() as patched:
+            for kind, name in ((Trainer, "_step"), (Trainer, "_evaluate"), (Checkpointer, "save")):
+                count(kind, name, done, patched)
+            train(run)
+        parts = {"_step": Costs(1, 0, 0, 0), "_evaluate": Costs(0, 1, 0, 0), "save": Costs(0, 0, 1, 0)}
+        assert {name: part.seconds(run, 12) for name, part in parts.items()} == Counter(done)
+
+
+@pytest.mark.parametrize("left", [3.0, 60.0, 61.5, 1000.0])
+def test_as_many_steps_are_taken_as_fit(small_run: Run, left: float) -> None:
+    costs = Costs(step=0.7, evaluation=3.0, checkpoint=0.5, end=20.0)
+    steps = most_steps(small_run, costs, left)
+    assert steps == 1 or costs.seconds(small_run, steps) <= left
+    assert costs.seconds(small_run, steps + 1) > left
+
+
+def count(kind: type, name: str, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(kind, name)
+
+    def counting(self: Any, *arguments: Any) -> None:
+        done.append(name)
+        original(self, *arguments)
+
+    monkeypatch.setattr(kind, name, counting)

@@ -144,7 +144,7 @@ def test_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path: Path) ->
 
 def test_full_disk_while_a_model_is_saved(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run stops with a clear error, and goes on from the checkpoint before once there is room."""
-    from gecko.model import Gecko
+    from gecko.models.gecko import Gecko
 
     save, saves = Gecko.save, []
 

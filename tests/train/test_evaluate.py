@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gecko.data import ByteTokenizer, TokenizedCorpus
-from gecko.model import Gecko
+from gecko.models.gecko import Gecko
 from gecko.train import Run
 from gecko.train.evaluate import HeldOut, evaluate
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corpora import as_shards, words
+from support.corpora import as_shards, words
 
 from gecko.recipes import apply_overrides
 from gecko.train import Run, train

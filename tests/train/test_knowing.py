@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from gecko.config import PRESETS
-from gecko.model import Gecko
-from gecko.train import Run, replayed, train, utilisation
-from gecko.train.loop import Trainer
+from gecko.models.gecko import Gecko
+from gecko.train import Run, replayed, train
+from gecko.train import throughput as utilisation
 from gecko.train.metrics import MetricsWriter, read_metrics
-from gecko.train.profiling import ProfileWindow
-from gecko.train.utilisation import flops_per_token
+from gecko.train.throughput import ProfileWindow, flops_per_token
+from gecko.train.trainer import Trainer
 
 
 def test_replay_shows_what_the_step_read(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.whole_runs import curve, stop_after
 from torch import Tensor, nn
-from whole_runs import curve
 
 from gecko.train import NonFiniteError, Run, train
-from gecko.train.loop import Trainer
-from gecko.train.nonfinite import find_nonfinite
-from gecko.train.spikes import SpikeRule
+from gecko.train.health import find_nonfinite
+from gecko.train.step import SpikeRule
+from gecko.train.trainer import Trainer
 
 
 class Bad(nn.Module):
@@ -86,19 +87,12 @@ def test_no_hook_stays_behind() -> None:
 
 
 def test_only_skips_in_a_row_count(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those before a checkpoint too: step 4 is the last that the killed run saved."""
-    causes = iter(["nan", "nan", None, "nan", KeyboardInterrupt, "nan", "the cause"])
-
-    def judge(*_: Any) -> str | None:
-        cause = next(causes)
-        if cause is KeyboardInterrupt:
-            raise KeyboardInterrupt
-        return cause
-
-    monkeypatch.setattr(SpikeRule, "judge", judge)
+    """Those before a checkpoint too: the first session is stopped in step 4, which is skipped."""
+    causes = iter(["nan", "nan", None, "nan", "nan", "the cause"])
+    monkeypatch.setattr(SpikeRule, "judge", lambda *_: next(causes))
     run = replace(small_run, max_skips=3)
-    with pytest.raises(KeyboardInterrupt):
-        train(run)
+    stop_after(4, monkeypatch, lambda: signal.raise_signal(signal.SIGTERM))
+    assert train(run).step == 4
     with pytest.raises(NonFiniteError, match=r"steps 4 to 6 .*max_skips=3.*the cause"):
         train(run, resume=True)
 

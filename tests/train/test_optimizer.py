@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gecko.config import GeckoConfig
-from gecko.model import Gecko
+from gecko.models.gecko import Gecko
 from gecko.train import OptimizerSettings, Run
-from gecko.train.optimizer import build_optimizer, named_parameters, optimizer_tensors
-from gecko.train.snapshot import read_tensors
+from gecko.train.checkpointer import read_tensors
+from gecko.train.step import build_optimizer, named_parameters, optimizer_tensors
 
 
 def decayed_names(model: nn.Module, settings: OptimizerSettings) -> set[str]:

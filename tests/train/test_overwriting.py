@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import curve, die, everything, stop_after
+from support.whole_runs import curve, die, everything, stop_after
 
+import gecko
 from gecko.config import GeckoConfig
 from gecko.train import Run, train
 
@@ -19,6 +20,16 @@ def test_a_used_folder_is_not_overwritten(small_run: Run) -> None:
     train(run)
     with pytest.raises(FileExistsError, match="--resume"):
         train(run)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_model_is_not_mixed_with_a_run(small_run: Run, resume: bool) -> None:
+    gecko.Gecko(small_run.model).save(small_run.folder)
+    (small_run.folder / "recipe.json").write_text("{}")
+    before = everything(small_run.folder)
+    with pytest.raises(FileExistsError, match=r"must have a folder without a model.* Choose another folder"):
+        train(small_run, resume=resume)
+    assert everything(small_run.folder) == before
 
 
 @pytest.mark.parametrize("resume", [False, True])

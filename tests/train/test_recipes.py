@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from gecko.recipes import RECIPES, apply_overrides, get_recipe, shown
 from gecko.train import DataSettings, Run, SampleSettings
-from gecko.train.described import described
-from gecko.train.fields import flatten
+from gecko.train.overrides import flatten, settings_help
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -46,7 +45,7 @@ def test_paper_recipes(name: str, gpus: int) -> None:
 def test_every_setting_is_shown_as_an_override_with_its_meaning(name: str) -> None:
     """The overrides give the run again; a meaning is whole sentences, not the first line of one."""
     run, fixed = get_recipe(name), ("recipe", "overrides", "model.model_type")
-    settings = {key: (value, meaning) for key, value, meaning in described(run) if key not in fixed}
+    settings = {key: (value, meaning) for key, value, meaning in settings_help(run) if key not in fixed}
     assert list(settings) == [key for key in flatten(run.to_dict()) if key not in fixed]
     for line, (key, (value, meaning)) in zip(shown(run), settings.items(), strict=True):
         assert line.startswith(f"{key}={value} ") and line.endswith(f" {meaning}")
@@ -115,7 +114,7 @@ def test_values_are_read_as_the_field_asks(override: str, path: str, value: Any)
         ("precision=bfloat", "Did you mean 'bfloat16'"),
         ("optimizer.betas=0.9", "optimizer.betas takes 2 values"),
         ("optimizer.betas=none", "optimizer.betas takes 2 values"),
-        ("accumulation=3", "accumulation must divide batch_size"),
+        ("gradient_accumulation_steps=3", "gradient_accumulation_steps must divide batch_size"),
         ("steps=0", "steps must be above 0"),
         ("minutes=none", "set steps"),
         ("minutes=nan", "minutes must be above 0 and finite"),
@@ -218,3 +217,21 @@ def test_a_hand_written_file_with_a_wrong_value_is_refused(tmp_path: Path) -> No
     path.write_text("{")
     with pytest.raises(ValueError, match="JSON"):
         Run.load(path)
+
+
+def test_old_field_names_mean_the_same() -> None:
+    run = get_recipe("gecko_15m")
+    new = apply_overrides(run, ["gradient_accumulation_steps=8"])
+    assert apply_overrides(run, ["accumulation=8"]) == new
+    assert new.overrides == ("gradient_accumulation_steps=8",)
+    # The last of two overrides wins, whichever name each has.
+    assert apply_overrides(new, ["accumulation=2"]).gradient_accumulation_steps == 2
+    assert apply_overrides(apply_overrides(new, ["accumulation=2"]), ["gradient_accumulation_steps=8"]) == new
+
+
+def test_a_recipe_with_old_field_names_keeps_its_command(tmp_path: Path) -> None:
+    run = apply_overrides(get_recipe("gecko_15m"), ["gradient_accumulation_steps=8"])
+    run.save(tmp_path / "recipe.json")
+    written = (tmp_path / "recipe.json").read_text()
+    (tmp_path / "recipe.json").write_text(written.replace("gradient_accumulation_steps", "accumulation"))
+    assert get_recipe(str(tmp_path / "recipe.json")) == run

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from gecko.pages.drawing import chunk_borders
+from gecko.pages.plots import chunk_borders
+from gecko.runtime.process import code_name, code_version
 from gecko.train import Run, SampleSettings
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import MetricsWriter
 from gecko.train.report import RunFacts, write_report
-from gecko.version import code_name, code_version
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_text_is_escaped(page: str) -> None:
 def test_holds_pictures_numbers_settings_and_commands(page: str) -> None:
     assert page.count("<svg") == 2
     assert code_name(code_version()) in page
-    for text in ("1.2500 nats a byte", "of which skipped: 1", "optimizer.learning_rate", "gecko train", "1,234"):
+    for text in ("1.2500 nats per byte", "of which skipped: 1", "optimizer.learning_rate", "gecko train", "1,234"):
         assert text in page
 
 

@@ -8,12 +8,13 @@ from unittest.mock import Mock
 
 from gecko.parallel.mesh import Ranks
 from gecko.train import Run
-from gecko.train.saver import Saver
+from gecko.train.checkpointer import Checkpointer
+from gecko.train.metrics import DataRecord
 
 
 def test_a_slow_disk_is_no_hang(small_run: Run) -> None:
     beat = Mock()
-    with ThreadPoolExecutor(1) as disk, Saver(small_run, Ranks(), beat) as saver:
+    with ThreadPoolExecutor(1) as disk, Checkpointer(small_run, Ranks(), beat, DataRecord("", 2)) as saver:
         saver._writing = disk.submit(time.sleep, 2.5)
         saver.wait()
     assert beat.call_count >= 2

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gecko.train import ScheduleSettings
-from gecko.train.schedule import learning_rate_factor
+from gecko.train.step import learning_rate_factor
 
 fractions = st.floats(0, 0.5)
 kinds = st.sampled_from(["cosine", "wsd"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gecko.train import SkipSettings
-from gecko.train.spikes import SpikeRule
+from gecko.train.step import SpikeRule
 
 SETTINGS = SkipSettings(deviations=6.0, window=32)
 steady = st.lists(st.tuples(st.floats(2.0, 3.0), st.floats(0.5, 1.5)), min_size=16, max_size=80)

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corpora import write_tokenizer
+from support.corpora import write_tokenizer
 
 from gecko.data import load_tokenizer
 from gecko.train import Run, train
-from gecko.train.snapshot import SHARDS
+from gecko.train.checkpointer import SHARDS
 
 
 @pytest.fixture

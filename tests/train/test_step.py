@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from corpora import BYTE_MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpora import BYTE_MODEL
 from torch import Tensor
 
 from gecko.data import IGNORED, Batch
-from gecko.model import Gecko
-from gecko.train.optimizer import build_optimizer
-from gecko.train.settings import OptimizerSettings
-from gecko.train.step import compute_gradients, split_batch, train_step
+from gecko.models.gecko import Gecko
+from gecko.train.run import OptimizerSettings
+from gecko.train.step import build_optimizer, compute_gradients, split_batch, train_step
 
 CPU = torch.device("cpu")
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corpora import write_tokenizer
+from support.corpora import write_tokenizer
 
 from gecko.data import load_tokenizer
-from gecko.data.tokenizer_files import copy_tokenizer
+from gecko.data.tokenizers import copy_tokenizer
 from gecko.train import Run, train
 from gecko.train.checkpoint import latest_checkpoint, read_manifest
-from gecko.train.same_tokenizer import known_tokenizer
+from gecko.train.setup import known_tokenizer
 
 FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from whole_runs import curve
+from support.whole_runs import curve
 
-from gecko.model import load
+from gecko.models.gecko import load
 from gecko.parallel.mesh import Ranks
 from gecko.train import Run, train
-from gecko.train.saver import Saver
-from gecko.train.texts import load_data
+from gecko.train.checkpointer import Checkpointer
+from gecko.train.data import load_data
 
 
 def test_what_a_run_leaves_behind(small_run: Run) -> None:
@@ -39,19 +39,19 @@ def test_the_disk_has_the_numbers_of_all_steps_before_their_checkpoint(
 ) -> None:
     """After a power failure too a run that goes on has every step in its curve."""
     metrics, on_disk, saved = small_run.folder / "metrics.jsonl", [b"{}"], []
-    flush, save = os.fsync, Saver.save
+    flush, save = os.fsync, Checkpointer.save
 
     def flushing(file: int) -> None:
         flush(file)
         if metrics.exists() and os.path.samestat(os.fstat(file), metrics.stat()):
             on_disk.append(metrics.read_bytes())
 
-    def saving(self: Saver, model: Any, optimizer: Any, position: Any) -> None:
+    def saving(self: Checkpointer, model: Any, optimizer: Any, position: Any) -> None:
         saved.append((position.step, json.loads(on_disk[-1].splitlines()[-1]).get("step")))
         save(self, model, optimizer, position)
 
     monkeypatch.setattr(os, "fsync", flushing)
-    monkeypatch.setattr(Saver, "save", saving)
+    monkeypatch.setattr(Checkpointer, "save", saving)
     train(small_run)
     assert saved == [(4, 4), (8, 8), (12, 12)]
 

@@ -1,11 +1,15 @@
-"""``gecko convert``."""
+"""``gecko convert``, ``gecko consolidate`` and ``gecko quantize``: write a model to a folder in another form."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from gecko.cli.options import Model
+from gecko.cli.output import new_model_folder, outside_of_runs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,14 +19,14 @@ if TYPE_CHECKING:
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="The release's folder, with config.json and consolidated.pth.")
+        Path, typer.Argument(metavar="SOURCE", help="Folder of the release, with config.json and consolidated.pth.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must hold no model yet.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must be new or empty.")],
 ) -> None:
-    """Turn a checkpoint of the reference release of Gecko or Megalodon into a folder of this package.
+    """Convert a checkpoint of the reference release of Gecko or Megalodon to a model folder of this package.
 
-    The folder opens with `gecko.load`, with every command here, and in transformers. Weights are kept as they
-    are, in the widest dtype among them, and a tokenizer beside them goes along. Nothing in the files is run.
+    The folder can be opened with `gecko.load`, with every command, and with transformers. Weights keep their values,
+    in the widest dtype among them. A tokenizer beside the checkpoint is copied. No code in the files is run.
 
     **Examples**
 
@@ -30,17 +34,14 @@ def convert(
 
         gecko generate models/gecko-7b --prompt "Once upon"
     """
-    from gecko.convert import from_reference
-    from gecko.data.tokenizer_files import copy_tokenizer, holds_tokenizer
-    from gecko.release import read_release
-    from gecko.store import CONFIG, save_model
+    from gecko.convert import from_reference, read_release
+    from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
+    from gecko.io.model_folder import save_model
 
-    source, out = source.expanduser(), out.expanduser()
-    if (out / CONFIG).exists():
-        raise ValueError(f"OUT must hold no model yet; {out} has a {CONFIG}. Choose another folder.")
+    source, out = source.expanduser(), new_model_folder(out)
     config, weights = from_reference(*read_release(source))
     _check_shapes(config, weights)
-    weights = _of_one_dtype(weights)
+    weights = _to_widest_dtype(weights)
     save_model(out, config, weights)
     beside = source.parent if source.is_file() else source
     if holds_tokenizer(beside):
@@ -52,26 +53,26 @@ def convert(
 
 
 def _check_shapes(config: GeckoConfig, weights: dict[str, Tensor]) -> None:
-    """Compare with a model that takes no memory."""
+    """Compare names and shapes with those of a model on the meta device."""
     import torch
 
-    from gecko.model import Gecko
+    from gecko.models.gecko import Gecko
 
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in Gecko(config).state_dict().items()}
     missing = sorted(expected.keys() - weights.keys())
     if missing:
-        raise ValueError(f"the checkpoint must hold every parameter of its config; it lacks {_few(missing)}.")
+        raise ValueError(f"the checkpoint must hold every parameter of its config; it lacks {_first_names(missing)}.")
     wrong = [
         f"{name} {tuple(tensor.shape)} for {expected.get(name, 'none')}"
         for name, tensor in weights.items()
         if tuple(tensor.shape) != expected.get(name)
     ]
     if wrong:
-        raise ValueError(f"the checkpoint's parameters must have the shapes of its config; got {_few(wrong)}.")
+        raise ValueError(f"the checkpoint's parameters must have the shapes of its config; got {_first_names(wrong)}.")
 
 
-def _of_one_dtype(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _to_widest_dtype(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     import torch
 
     widest = next(iter(weights.values())).dtype
@@ -80,5 +81,110 @@ def _of_one_dtype(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(widest) for name, tensor in weights.items()}
 
 
-def _few(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def consolidate(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a run, or one of its checkpoints.")],
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FOLDER", help="Folder to write.", show_default="the checkpoint")
+    ] = None,
+) -> None:
+    """Join the parts of a checkpoint that several ranks wrote into one model file, which every command reads.
+
+    Training does this at the end of a run. It needs memory for the model once, and no GPU.
+
+    **Examples**
+
+        gecko consolidate runs/1b
+
+        gecko consolidate runs/1b/checkpoints/step-00010000 --out models/1b
+    """
+    from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
+    from gecko.train.checkpointer import RECIPE, write_model
+
+    checkpoint = _find_checkpoint(Path(source).expanduser())
+    target = _consolidation_target(out, checkpoint)
+    write_model(checkpoint, target)
+    if target != checkpoint:
+        shutil.copyfile(checkpoint / RECIPE, target / RECIPE)
+        if holds_tokenizer(checkpoint):
+            copy_tokenizer(str(checkpoint), target)
+    typer.echo(f"{target}: the model of {checkpoint.name}")
+
+
+def _find_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint ``folder``, or the newest valid checkpoint of the run ``folder``."""
+    from gecko.io.model_folder import CONFIG
+    from gecko.train import latest_checkpoint
+    from gecko.train.checkpoint import verify_checkpoint
+
+    if (folder / CONFIG).is_file():
+        verify_checkpoint(folder)
+        return folder
+    newest = latest_checkpoint(folder / "checkpoints")
+    if newest is None:
+        raise FileNotFoundError(f"SOURCE must be a run's folder or a checkpoint; there is none in {folder}.")
+    return newest
+
+
+def _consolidation_target(out: str | None, checkpoint: Path) -> Path:
+    """Return the folder to write: the checkpoint, or a folder that is new, empty, or has a model of the same config."""
+    from gecko.io.model_folder import CONFIG
+
+    if out is None or Path(out).expanduser().resolve() == checkpoint.resolve():
+        return checkpoint
+    target = outside_of_runs(Path(out), "--out")
+    if not (target / CONFIG).is_file():
+        return new_model_folder(target, "--out")
+    if _has_another_config(target, checkpoint):
+        raise FileExistsError(
+            f"--out must be a new folder, or have a model of the same configuration; {target} holds another model. "
+            "Name another folder."
+        )
+    return target
+
+
+def _has_another_config(target: Path, checkpoint: Path) -> bool:
+    from gecko.io.model_folder import CONFIG
+    from gecko.models.registry import load_config
+
+    try:
+        return load_config(target / CONFIG) != load_config(checkpoint / CONFIG)
+    except ValueError:
+        # The config of a model that this package does not know.
+        return True
+
+
+def quantize(
+    model: Model,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; it must be new or empty.")],
+    bits: Annotated[int, typer.Option(help="Bits per weight: 8 or 4.")] = 8,
+) -> None:
+    """Write a smaller copy of a model, with the matrices of its blocks in 8 or 4 bits.
+
+    The copy is for inference; every command accepts it. It counts as another model: it does not continue reading
+    states of the original, nor the original those of the copy.
+
+    **Examples**
+
+        gecko quantize runs/demo runs/demo-int8
+
+        gecko generate runs/demo-int8 --prompt "def main("
+    """
+    from gecko.cli.arguments import RECIPE, find_gecko
+    from gecko.data.tokenizers import SETTINGS, TOKENIZERS
+    from gecko.io.model_folder import WEIGHTS
+    from gecko.io.quantization import quantize as quantize_model
+    from gecko.models.gecko import load
+
+    source, target = find_gecko(model), new_model_folder(Path(out))
+    network = load(source)
+    quantize_model(network, bits)
+    network.save(target)
+    for name in (RECIPE, *TOKENIZERS, *SETTINGS):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    before, after = ((folder / WEIGHTS).stat().st_size for folder in (source, target))
+    typer.echo(f"{target}: {after:,} bytes of weights, {after / before:.1%} of the {before:,} in {source}")

@@ -1,35 +1,164 @@
-"""``gecko doctor``."""
+"""``gecko doctor``: describe the machine and test the operators on it."""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import shutil
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from gecko.cli.machine import DISTRIBUTION, graphics, optional_packages, paths, processor, resources, software
-from gecko.cli.selftest import Finding, self_test
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from gecko.cli.self_test import Finding
+
+DISTRIBUTION = "gecko-lm"
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "asimd", "sve", "bf16")
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package and the extra that installs it."""
+
+    name: str
+    extra: str
+    version: str | None
+    """None if the package is not installed."""
+
+    @property
+    def remedy(self) -> str:
+        return f"pip install '{DISTRIBUTION}[{self.extra}]'"
+
+
+def software() -> dict[str, str]:
+    import torch
+
+    return {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "Python": platform.python_version(),
+        "PyTorch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+    }
+
+
+def processor() -> dict[str, str]:
+    import torch
+
+    from gecko.runtime.process import processor_field, processor_name
+
+    features = (processor_field("flags") or processor_field("Features")).split()
+    return {
+        "processor": f"{processor_name() or 'unknown'}, {os.cpu_count()} cores",
+        "features": ", ".join(name for name in CPU_FEATURES if name in features) or "unknown",
+        "PyTorch uses": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def resources(folder: Path) -> dict[str, str]:
+    facts = {"disk": f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free in {folder}"}
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, free = (os.sysconf(name) * page / 1e9 for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+        facts["memory"] = f"{total:.1f} GB, of which {free:.1f} GB are unused"
+    return facts
+
+
+def graphics() -> dict[str, str]:
+    """Describe each GPU, by device name."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"GPU": "none that this PyTorch can use"}
+    found = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = (
+            f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, "
+            f"compute capability {properties.major}.{properties.minor}"
+        )
+    return found
+
+
+def paths() -> dict[str, str]:
+    """Describe the device, the operators and the precision that training uses on this machine."""
+    import torch
+
+    from gecko.train.throughput import multiplies_bfloat16
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    fast = multiplies_bfloat16(torch.device(device))
+    return {
+        "device": f"{device}, with device=auto",
+        "operators": _operators(device),
+        "bfloat16": "in hardware: precision=bfloat16 may be faster"
+        if fast
+        else "emulated: stay with precision=float32",
+    }
+
+
+def _operators(device: str) -> str:
+    from gecko.ops.backends.cpu import missing
+    from gecko.ops.backends.dispatch import triton_kernels_installed
+
+    eager = "chunked PyTorch operators for prompts and training, recurrent ones for decoding"
+    if device == "cpu":
+        return f"without C kernels ({missing()}): {eager}" if missing() else f"C kernels; for float64 {eager}"
+    if not triton_kernels_installed():
+        return f"{eager}; without the Triton kernels: pip install 'gecko-lm[kernels]'"
+    return f"Triton kernels; for float64 {eager}"
+
+
+def optional_packages() -> list[Package]:
+    """Return the packages of all extras except ``dev``, each with the smallest extra that installs it."""
+    import importlib.metadata
+
+    try:
+        required = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    matches = (re.match(r"""([\w.-]+)[^;]*;\s*extra == ["'](\w+)["']""", requirement) for requirement in required)
+    named = [(match[1], match[2]) for match in matches if match and match[2] != "dev"]
+    sizes = Counter(extra for _, extra in named)
+    extras = {name: [extra for other, extra in named if other == name] for name, _ in named if name != DISTRIBUTION}
+    return [Package(name, min(extras[name], key=sizes.__getitem__), _version(name)) for name in sorted(extras)]
+
+
+def _version(distribution: str) -> str | None:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
 
 UNHEALTHY = 1
 
 
 def doctor() -> None:
-    """Say what this machine has, which ways of computing will be used, and whether they compute rightly.
+    """Describe this machine, and test that the operators compute correctly on it.
 
-    The self-test takes seconds, on every kind of device there is. The exit code is 1 if any of it fails.
+    The self-test runs on the CPU and, if there is one, on the GPU. It takes seconds. The exit code is 1 if a check
+    fails.
 
     **Example**
 
         gecko doctor
     """
+    from rich.console import Console
+
     console = Console(highlight=False)
     facts = {**software(), **processor(), **resources(Path.cwd()), **graphics()}
     _print_facts(console, "This machine", facts)
-    _print_facts(console, "What will be used", paths())
+    _print_facts(console, "Used for training and inference", paths())
     _print_packages(console)
     findings = [finding for device in _devices() for finding in _examine(console, device)]
     failed = sum(not finding.passed for finding in findings)
@@ -40,10 +169,16 @@ def doctor() -> None:
 
 
 def _devices() -> list[torch.device]:
+    import torch
+
     return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
 
 def _examine(console: Console, device: torch.device) -> list[Finding]:
+    from rich.markup import escape
+
+    from gecko.cli.self_test import self_test
+
     with console.status(f"testing on {device}"):
         findings = self_test(device)
     table = _table(f"Self-test on {device}")
@@ -55,6 +190,8 @@ def _examine(console: Console, device: torch.device) -> list[Finding]:
 
 
 def _print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
+    from rich.markup import escape
+
     table = _table(title)
     for name, value in facts.items():
         table.add_row(name, escape(value))
@@ -62,6 +199,8 @@ def _print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None
 
 
 def _print_packages(console: Console) -> None:
+    from rich.markup import escape
+
     packages = optional_packages()
     if not packages:
         console.print(f"Optional packages: unknown, as {DISTRIBUTION} is not installed. Run: pip install -e .\n")
@@ -73,6 +212,8 @@ def _print_packages(console: Console) -> None:
 
 
 def _table(title: str) -> Table:
+    from rich.table import Table
+
     return Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
     )

@@ -1,65 +1,69 @@
-"""``gecko generate``."""
+"""``gecko generate``: continue a text."""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.allocator import keep_freed_memory
-from gecko.cli.models import Dtype, load_model
-from gecko.cli.output import output_file
-from gecko.cli.texts import STANDARD_INPUT, Text, TextReading, named_text
-from gecko.data import Tokenizer
-from gecko.generation import Reading, Sampling, TextStream, TokenStream, read
-from gecko.generation.prompts import as_seeds
-from gecko.generation.stopping import check_stops
-from gecko.model import Gecko
-from gecko.state import GeckoState
+from gecko.cli.options import Device, Dtype, Force, Model, TokenizerSpec
+from gecko.cli.output import STATE, output_file
+
+if TYPE_CHECKING:
+    from gecko.cli.arguments import Text
+    from gecko.data import Tokenizer
+    from gecko.inference import Prefill, TextStream
+    from gecko.models.gecko import Gecko
+    from gecko.state import GeckoState
 
 
 def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or a run's: its newest checkpoint.")],
-    source: Annotated[
-        str | None, typer.Argument(metavar="-", help="Give - to read the prompt from standard input.")
-    ] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue.")] = None,
+    model: Model,
+    source: Annotated[str | None, typer.Argument(metavar="-", help="- reads the prompt from standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Text to continue.")] = None,
     file: Annotated[
         str | None,
-        typer.Option("--file", "-f", metavar="F", help="Read it from a file of any length, .gz and .zst too."),
+        typer.Option(
+            "--file", "-f", metavar="F", help="File with the text to continue, of any length; .gz and .zst too."
+        ),
     ] = None,
-    state: Annotated[
-        str | None, typer.Option("--state", metavar="S", help="Go on after what this reading state has read.")
-    ] = None,
+    state: Annotated[str | None, typer.Option("--state", metavar="S", help="Reading state to continue from.")] = None,
     save_state: Annotated[
-        str | None, typer.Option("--save-state", metavar="S", help="Write the reading state at the end to this file.")
+        str | None, typer.Option("--save-state", metavar="S", help="File for the reading state after the last token.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Most tokens to write.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; higher is more varied.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the K most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that make up P together.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=0, help="Largest number of tokens to generate.")
+    ] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the K most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the most likely tokens whose probabilities sum to P.")
+    ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Draw from tokens at least P times as likely as the likeliest one.")
+        float | None, typer.Option(help="Sample from tokens with at least P times the highest probability.")
     ] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that came before are less likely.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.", show_default="random")] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Values above 1 make tokens of the preceding text less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed; the same seed gives the same text.", show_default="random")
+    ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text. Can be given several times.")
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="SPEC", help="bytes or a tokenizer's path.", show_default="the model's own")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda, cuda:1.")] = "auto",
+    tokenizer: TokenizerSpec = None,
+    device: Device = "auto",
     dtype: Dtype = None,
+    force: Force = False,
 ) -> None:
     """Continue a text.
 
-    The new text goes to standard output as it is made, numbers about it to standard error. Prompts of
-    any length are read in constant memory. A reading state is what a model remembers of a text: save
-    it after a book, and ask about the book without reading it again.
+    The new text is streamed to standard output; times and counts go to standard error. Prompts of any length are read
+    in constant memory. A reading state holds everything that the model keeps of a text: save it after a book, and ask
+    about the book without reading it again.
 
     **Examples**
 
@@ -71,11 +75,20 @@ def generate(
 
         gecko generate runs/demo --state book.state --prompt "In short, "
     """
-    text = _prompt(source, prompt, file)
-    target = None if save_state is None else output_file(save_state, "--save-state")
+    from gecko.cli.arguments import load_model
+    from gecko.inference import Sampling, TextStream, TokenStream
+    from gecko.inference.generate import as_seeds
+    from gecko.inference.text import check_stops
+    from gecko.runtime.process import keep_freed_memory
+
+    text = _prompt_text(source, prompt, file)
+    inputs = [model, file, tokenizer]
+    target = None
+    if save_state is not None:
+        target = output_file(save_state, STATE, inputs=inputs, force=force, option="--save-state")
     before = _load_state(state, text)
     sampling, seeds = Sampling(temperature, top_k, top_p, min_p, repetition_penalty), as_seeds(seed, 1)
-    # Not only where they are used, after a long text was read.
+    # A mistake is reported before a long prompt is read.
     check_stops(stop or [])
     network, vocabulary = load_model(model, tokenizer, device, dtype)
     keep_freed_memory()
@@ -95,8 +108,10 @@ def generate(
     _report(watch, after, pieces, seeds[0])
 
 
-def _prompt(source: str | None, prompt: str | None, file: str | None) -> Text | None:
-    given = [what for what in (source, prompt, file) if what is not None]
+def _prompt_text(source: str | None, prompt: str | None, file: str | None) -> Text | None:
+    from gecko.cli.arguments import STANDARD_INPUT, Text, named_text
+
+    given = [value for value in (source, prompt, file) if value is not None]
     if len(given) > 1 or source not in (None, STANDARD_INPUT):
         raise ValueError(
             f"a prompt must come from one of --prompt TEXT, --file F and - (standard input); got {', '.join(given)}."
@@ -112,20 +127,25 @@ def _load_state(path: str | None, text: Text | None) -> GeckoState | None:
         return None
     if text is None:
         raise ValueError(
-            "--state needs a prompt: a state knows what was read, and what comes next follows from reading one "
-            "token more. Add --prompt, --file or -; --prompt ' ' is enough."
+            "--state needs a prompt: logits are computed by reading at least one more token. Add --prompt, --file or "
+            "-; --prompt ' ' is enough."
         )
+    from gecko.state import GeckoState
+
     return GeckoState.load(Path(path).expanduser())
 
 
-def _read(model: Gecko, tokenizer: Tokenizer, text: Text | None, state: GeckoState | None) -> Reading:
-    """Read the prompt: the start of a document, as in training, unless a state goes on, and the text."""
-    with TextReading([] if text is None else [text], tokenizer) as reading:
+def _read(model: Gecko, tokenizer: Tokenizer, text: Text | None, state: GeckoState | None) -> Prefill:
+    """Read the prompt. Without a state, the document-start token comes first, as in training."""
+    from gecko.cli.arguments import TextPrefill
+    from gecko.inference import read
+
+    with TextPrefill([] if text is None else [text], tokenizer) as reading:
         return read(model, reading.tokens(begin=state is None), state)
 
 
 class _Stopwatch:
-    """Times of the phases of a command, in order, each with how many tokens it took."""
+    """Number of tokens and seconds of each phase of a command, in order."""
 
     def __init__(self) -> None:
         self.laps: list[tuple[int, float]] = []
@@ -147,7 +167,7 @@ def _write(pieces: TextStream) -> None:
 
 def _report(watch: _Stopwatch, state: GeckoState, pieces: TextStream, seed: int) -> None:
     lines = [
-        f"{verb} {tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} a second"
+        f"{verb} {tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
         for verb, (tokens, seconds) in zip(("read", "wrote"), watch.laps, strict=True)
     ]
     ended = pieces.stopped_by if pieces.stopped_by is not None else pieces.tokens.finish_reasons[0]

@@ -1,35 +1,34 @@
-"""``gecko info``."""
+"""``gecko info``: show the size of a model."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from gecko.baselines import ModelConfig, load_config
-from gecko.baselines.models import find_preset
-from gecko.cli.models import find_model, named_dtype, nearest_hint
-from gecko.plan.counts import counts_of
-from gecko.plan.footprint import inference_memory, parameters_by_component, training_memory
+from gecko.cli.options import Json
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from gecko.models.registry import ModelConfig
 
 
 def info(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, a run's, or the name of a preset.")],
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 4096,
-    batch: Annotated[int, typer.Option(min=1, help="Texts side by side.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of the weights in inference: float32 or bfloat16.")] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, training run, or name of a preset.")],
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights in inference: float32 or bfloat16.")] = "float32",
+    as_json: Json = False,
 ) -> None:
-    """Show what a model is made of: parameters by component, state size, memory.
+    """Show a model's parameters by component, the size of its state, and the memory it needs.
 
-    Presets are not built, so the largest needs no more memory than the smallest. Numbers of parameters
-    and of state bytes are exact; memory for activations is an estimate.
+    Presets are counted without allocating their weights. Numbers of parameters and bytes of the state are exact; bytes
+    of activations are an estimate.
 
     **Examples**
 
@@ -37,6 +36,8 @@ def info(
 
         gecko info runs/demo --json
     """
+    from gecko.cli.arguments import named_dtype
+
     facts = describe(_find_config(model), named_dtype(dtype), batch, length)
     if as_json:
         typer.echo(json.dumps({"model": model, "dtype": dtype, "batch": batch, "length": length, **facts}, indent=2))
@@ -45,7 +46,10 @@ def info(
 
 
 def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
-    """All numbers that the command shows."""
+    """Return all numbers that the command shows."""
+    from gecko.plan.counts import counts_of
+    from gecko.plan.memory import inference_memory, parameters_by_component, training_memory
+
     parameters, state = parameters_by_component(config), counts_of(config).state(length, dtype.itemsize)
     memory = {
         "inference": inference_memory(config, dtype, batch, length),
@@ -61,7 +65,9 @@ def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -
 
 
 def _find_config(model: str) -> ModelConfig:
-    from gecko.store import CONFIG
+    from gecko.cli.arguments import find_model, nearest_hint
+    from gecko.io.model_folder import CONFIG
+    from gecko.models.registry import find_preset, load_config
 
     folder = Path(model).expanduser()
     if folder.exists():
@@ -70,12 +76,14 @@ def _find_config(model: str) -> ModelConfig:
         return find_preset(model)
     except ValueError as error:
         raise ValueError(
-            f"MODEL must be a model's folder, a run's, or a preset; there is no {folder}.{nearest_hint(folder)} "
-            f"As for presets: {error}"
+            f"MODEL must be a model folder, a training run, or a preset; there is no {folder}.{nearest_hint(folder)} "
+            f"For a preset: {error}"
         ) from error
 
 
 def _print_tables(model: str, facts: Mapping[str, Any], batch: int, length: int, dtype: str) -> None:
+    from rich.console import Console
+
     console = Console(highlight=False)
     architecture = ", ".join(f"{name} {value}" for name, value in facts["config"].items())
     console.print(f"[bold]{model}[/bold]: {architecture}\n", soft_wrap=False)
@@ -88,11 +96,13 @@ def _print_tables(model: str, facts: Mapping[str, Any], batch: int, length: int,
 
 def _state_title(facts: Mapping[str, Any], length: int) -> str:
     if "keys" in facts["state_bytes_per_row"]:
-        return f"Keys and values of one text of {length:,} tokens"
-    return "Reading state of one text, at any position"
+        return f"Keys and values of one sequence of {length:,} tokens"
+    return "State of one sequence, at any position"
 
 
 def _table(title: str, parts: Mapping[str, int], write: Callable[[int], str]) -> Table:
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, min_width=52)
     table.add_column()
     table.add_column(justify="right")
@@ -106,7 +116,7 @@ def _table(title: str, parts: Mapping[str, int], write: Callable[[int], str]) ->
 
 
 def readable(size: int) -> str:
-    """Bytes in the unit that suits them."""
+    """Format a number of bytes with a unit, such as ``1.5 GB``."""
     value, units = float(size), iter(("B", "KB", "MB", "GB", "TB"))
     unit = next(units)
     while value >= 1000 and unit != "TB":

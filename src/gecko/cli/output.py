@@ -1,35 +1,222 @@
-"""Files that commands write at their end."""
+"""Errors and exit codes of the commands, and the rule for the files and folders that they write.
+
+A command that fails prints one message without a traceback; the exit code says which kind of failure it was.
+
+An existing file is replaced if it is empty or of the kind that the command writes; any other file only with
+``--force``. A file that the command reads is never replaced. The one exception is a reading state that the command
+continues: it is read whole before it is replaced by the state that continues it.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
-from gecko.files import check_replaceable
+import typer
+from typer.core import TyperGroup
+
+FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+"""Exit codes: an error with a message, Ctrl-C, and an output pipe that was closed by its reader."""
 
 
-def output_file(out: str, option: str = "--out") -> Path:
-    """The file of an option, its folder made if it is not there: looked at before hours of work, not after them.
+class ErrorReportingGroup(TyperGroup):
+    """Command group that prints errors as messages; with ``--debug`` they are raised."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with _errors_as_messages(ctx.params["debug"]), _warnings_as_messages():
+            result = super().invoke(ctx)
+            # A closed pipe can be handled here, but no longer when Python exits.
+            sys.stdout.flush()
+            return result
+
+
+@contextmanager
+def _errors_as_messages(debug: bool) -> Iterator[None]:
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # Python flushes the rest of the buffer when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(BROKEN_PIPE) from None
+    except (ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError) as error:
+        if debug or not _has_message(error):
+            raise
+        typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
+        typer.echo(_message(error), err=True)
+        raise typer.Exit(FAILED) from error
+
+
+def _has_message(error: Exception) -> bool:
+    """Return whether the error is written for users. A RuntimeError or TypeError raised in a library is a bug."""
+    if isinstance(error, RuntimeError | TypeError):
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        raised_by = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+        return str(raised_by).split(".")[0] == "gecko"
+    return True
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}."
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+@contextmanager
+def _warnings_as_messages() -> Iterator[None]:
+    """Print warnings as one line, without the place in the code."""
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        typer.echo(f"warning: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+class Kind(NamedTuple):
+    """Kind of file that commands write."""
+
+    name: str
+    recognises: Callable[[Path], bool]
+
+
+def _is_state(path: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("format", "").startswith("gecko-state-")
+    except (SafetensorError, ValueError):
+        return False
+
+
+def _is_page(path: Path) -> bool:
+    from gecko.pages import is_page
+
+    return is_page(path)
+
+
+def _starts_with(pattern: bytes) -> Callable[[Path], bool]:
+    def recognises(path: Path) -> bool:
+        with path.open("rb") as file:
+            return re.match(pattern, file.read(1 << 12), re.DOTALL) is not None
+
+    return recognises
+
+
+STATE = Kind("a reading state", _is_state)
+EVALUATION = Kind("the results of gecko eval", _starts_with(rb'\s*{\s*"format":\s*"gecko-evaluation-'))
+PAGE = Kind("a page written by gecko", _is_page)
+
+
+def output_file(
+    out: str, kind: Kind, *, inputs: Iterable[str | None] = (), force: bool = False, option: str = "--out"
+) -> Path:
+    """Return the path that an option names, and create its folder.
+
+    Commands call this before their work, so that a mistake is found at once.
+
+    Args:
+        out: value of the option.
+        inputs: files and folders that the command reads, except a state that it continues. Names that are not paths
+            are ignored.
+        force: allow to replace a file of another kind that the command does not read.
+        option: name of the option, for error messages.
 
     Raises:
-        ValueError: nothing can be written there, or there is a folder, a device or a pipe.
+        FileExistsError: the existing file must not be replaced.
+        ValueError: the path is a folder, a device or a pipe, or its folder cannot be written to.
     """
+    from gecko.io.files import check_replaceable
+
     path = Path(out).expanduser()
     try:
         check_replaceable(path)
-        # Of a link, where it points at: there it will be written.
+        # The target of a link is replaced, not the link.
         folder = Path(os.path.realpath(path)).parent
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
     except OSError as error:
-        raise _unfit(out, option) from error
+        raise _not_writable(out, option) from error
     if not writable:
-        raise _unfit(out, option)
+        raise _not_writable(out, option)
+    if path.exists():
+        _check_kind(path, kind, [Path(name).expanduser() for name in inputs if name], force, option)
     return path
 
 
-def _unfit(out: str, option: str) -> ValueError:
+def _not_writable(out: str, option: str) -> ValueError:
     return ValueError(
         f"{option} must be a file in a folder that can be written to, and no device or pipe; got {out}. "
         "Name another path."
     )
+
+
+def _check_kind(path: Path, kind: Kind, inputs: Iterable[Path], force: bool, option: str) -> None:
+    existing = [read for read in inputs if read.exists()]
+    known = path.stat().st_size > 0 and kind.recognises(path)
+    # The results of an evaluation may lie in the folder of the run that is evaluated.
+    if any(path.samefile(read) for read in existing) or (
+        not known and any(_is_inside(path, read) for read in existing)
+    ):
+        raise FileExistsError(f"{option} must not be a file that this command reads; {path} is one. Name another file.")
+    if path.stat().st_size and not known and not force:
+        raise FileExistsError(
+            f"{option} must be a new file, or {kind.name}, which is replaced; {path} is something else. "
+            "Name another file, or add --force to replace it."
+        )
+
+
+def _is_inside(path: Path, read: Path) -> bool:
+    return read.is_dir() and read.resolve() in path.resolve().parents
+
+
+def new_model_folder(out: Path, option: str = "OUT") -> Path:
+    """Return the folder for a new model, with ``~`` expanded.
+
+    Raises:
+        FileExistsError: the folder is not empty, or is or lies inside a training run or a checkpoint.
+    """
+    folder = outside_of_runs(out, option)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{option} must be a new folder; {folder} is a file. Name another one.")
+    if folder.is_dir() and any(folder.iterdir()):
+        held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:4])
+        raise FileExistsError(f"{option} must be a new folder, or an empty one; {folder} holds {held}. Name another.")
+    return folder
+
+
+def outside_of_runs(out: Path, option: str) -> Path:
+    """Return the folder with ``~`` expanded.
+
+    Raises:
+        FileExistsError: the folder is or lies inside a training run or a checkpoint.
+    """
+    from gecko.io.model_folder import run_or_checkpoint
+
+    folder = out.expanduser()
+    real = folder.resolve()
+    for place in (real, *real.parents):
+        if found := run_or_checkpoint(place):
+            raise FileExistsError(
+                f"{option} must be a folder outside of training runs; {folder} is {'' if place == real else 'inside '}"
+                f"{found} ({place}), whose model it would hide. Name another folder."
+            )
+    return folder

@@ -1,4 +1,4 @@
-"""A minute's worth of doubt in a second: laws of the model on small random cases, on one device."""
+"""Self-test of ``gecko doctor``: the laws of the model on small random inputs, on one device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig
-from gecko.generation import generate
-from gecko.model import Gecko, load
+from gecko.inference import generate
+from gecko.models.gecko import Gecko, load
 from gecko.ops.cema import CEMACoefficients, cema, cema_reference, empty_cema_state
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, chunk_attention_reference
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_reference
@@ -22,30 +22,32 @@ from gecko.segments import Segments
 from gecko.state import GeckoState
 
 TOLERANCE = 1e-9
-"""Of float64 results, relative to the largest."""
+"""Largest error of float64 results, relative to the largest value."""
 SINGLE_TOLERANCE = 1e-4
-"""Of float32 results."""
+"""Largest relative error of float32 gradients."""
 ROUNDED_TOLERANCE = 0.1
-"""Of gradients by products in bfloat16, all of them as one vector."""
+"""Largest relative error of all gradients as one vector, with matrix products in bfloat16."""
 _BATCH, _LENGTH, _CHUNK = 2, 45, 8
 _MANY = 40
-"""Rows of so many tokens that all kernels run."""
+"""Number of rows with which all kernels run."""
 _CONFIG = GeckoConfig(
     vocab_size=64, num_layers=2, model_dim=32, key_dim=32, value_dim=32, num_heads=2, ffn_dim=64,
     cema_modes=4, chunk_size=_CHUNK, timestep_groups=4,
 )  # fmt: skip
-"""Heads as wide as every kernel asks."""
+"""The heads are wide enough for every kernel."""
 
 
 @dataclass(frozen=True)
 class Finding:
+    """Result of one check."""
+
     name: str
     passed: bool
     detail: str
 
 
 def self_test(device: torch.device) -> list[Finding]:
-    """Every check on ``device``; one that raises counts as failed."""
+    """Run every check on ``device``. A check that raises an exception has failed."""
     checks: dict[str, Callable[[torch.device], str]] = {
         "moving average: fast form = reference": _cema,
         "timestep norm: fast form = reference": _timestep_norm,
@@ -58,7 +60,7 @@ def self_test(device: torch.device) -> list[Finding]:
         "files: model and state come back unchanged": _files,
         "generation: a batch = each text alone": _batch_law,
     }
-    # The user's random numbers go on as if nothing had been drawn.
+    # The caller's random number generator is left unchanged.
     with torch.random.fork_rng(devices=[]):
         return [_run(name, check, device) for name, check in checks.items()]
 
@@ -67,7 +69,7 @@ def _run(name: str, check: Callable[[torch.device], str], device: torch.device) 
     torch.manual_seed(0)
     try:
         return Finding(name, True, check(device))
-    except Exception as error:  # whatever it is, it is a finding
+    except Exception as error:  # any exception is a failed check
         return Finding(name, False, str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
@@ -107,7 +109,7 @@ def _working_memory(device: torch.device) -> str:
 
 
 def _single_precision(device: torch.device) -> str:
-    """Kernels take float32, and eager forms float64."""
+    """Compare float32, which the kernels compute, with float64, which the eager operators compute."""
     model, tokens = _model(device), _tokens(device, _MANY)
     single, double = _gradients(model, tokens), _gradients(copy.deepcopy(model).double(), tokens)
     worst = max(_relative(found.double(), expected) for found, expected in zip(single, double, strict=True))

@@ -1,4 +1,4 @@
-"""``gecko serve``."""
+"""``gecko serve``: serve a model over HTTP."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.allocator import return_freed_memory
-from gecko.cli.models import Dtype
-from gecko.extras import require
+from gecko.cli.options import Device, Dtype, Model, TokenizerSpec
 
 if TYPE_CHECKING:
     from gecko.serving.server import Options
@@ -19,38 +17,52 @@ _MEGABYTE = 1 << 20
 
 
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or a run's: its newest checkpoint.")],
-    host: Annotated[str, typer.Option(help="0.0.0.0 listens to other machines as well.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    name: Annotated[
-        str | None, typer.Option(help="What clients call the model.", show_default="MODEL's last part")
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Additional host name that clients may use, for example behind a proxy."),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Texts that are continued side by side.")] = 16,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get 429.")] = 256,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model in the API.", show_default="last part of MODEL")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences that are generated in one batch.")] = 16,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; further ones get status 429.")] = 256,
     prefix_cache: Annotated[
-        int, typer.Option(min=0, metavar="MB", help="Memory for states of beginnings that prompts share; 0: none.")
+        int, typer.Option(min=0, metavar="MB", help="Memory for the states of shared prompt prefixes; 0 for none.")
     ] = 256,
     states: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help='Requests may name its reading states: "state": "book".')
+        str | None,
+        typer.Option(metavar="FOLDER", help='Folder of reading states that requests may name: "state": "book".'),
     ] = None,
     api_key_file: Annotated[
-        str | None, typer.Option(metavar="F", help="Clients must send the key that this file holds.")
+        str | None, typer.Option(metavar="F", help="File with the key that clients must send.")
     ] = None,
-    max_body: Annotated[int, typer.Option(min=1, metavar="MB", help="Of one request; 413 for more.")] = 16,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="400 for more.")] = 4_000_000,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="400 for more.")] = 4096,
-    max_seconds: Annotated[float, typer.Option(help="For one request; it ends with what there is then.")] = 600,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")] = 30,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="SPEC", help="bytes or a tokenizer's path.", show_default="the model's own")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda, cuda:1.")] = "auto",
+    max_body: Annotated[
+        int, typer.Option(min=1, metavar="MB", help="Limit for the body of a request; status 413 above.")
+    ] = 16,
+    request_memory: Annotated[
+        int, typer.Option(min=1, metavar="MB", help="Limit for all requests together; status 503 above.")
+    ] = 256,
+    max_prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Limit for the tokens of a prompt; status 400 above.")
+    ] = 4_000_000,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Limit for the tokens that a request may ask for; status 400 above.")
+    ] = 4096,
+    max_seconds: Annotated[
+        float, typer.Option(help="Time limit of a request; it ends with the tokens generated until then.")
+    ] = 600,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30,
+    tokenizer: TokenizerSpec = None,
+    device: Device = "auto",
     dtype: Dtype = None,
 ) -> None:
-    """Serve a model to programs that speak OpenAI's API, and to people by a web page.
+    """Serve a model over OpenAI's API and a web page.
 
-    Answers `/v1/completions`, `/v1/chat/completions` and `/v1/models`, streamed where asked for; `/` is the
-    page, `/health` and `/metrics` are for operators. Ctrl-C and SIGTERM let running requests finish.
+    The routes are `/v1/completions`, `/v1/chat/completions` (both with streaming) and `/v1/models`, the web page `/`,
+    and `/health` and `/metrics` for operators. Ctrl-C and SIGTERM let running requests finish.
 
     **Examples**
 
@@ -60,6 +72,9 @@ def serve(
 
         curl localhost:8000/v1/completions -d '{"prompt": "def "}' -H 'Content-Type: application/json'
     """
+    from gecko.runtime.extras import require
+    from gecko.runtime.process import return_freed_memory
+
     for module in ("fastapi", "uvicorn", "prometheus_client", "jinja2"):
         require(module, "serve")
     from gecko.serving.limits import Limits
@@ -67,12 +82,12 @@ def serve(
     from gecko.serving.server import serve as run_server
 
     limits = Limits(
-        rows=rows, queue=queue, body_bytes=max_body * _MEGABYTE, prompt_tokens=max_prompt_tokens,
-        new_tokens=max_new_tokens, seconds=max_seconds,
+        rows=rows, queue=queue, body_bytes=max_body * _MEGABYTE, memory_bytes=request_memory * _MEGABYTE,
+        prompt_tokens=max_prompt_tokens, new_tokens=max_new_tokens, seconds=max_seconds,
     )  # fmt: skip
     options = Options(
         name or Path(model).expanduser().resolve().name, limits, prefix_cache * _MEGABYTE,
-        _folder(states), _read_key(api_key_file), grace,
+        _folder(states), _read_key(api_key_file), host, allowed_host or (), grace,
     )  # fmt: skip
     return_freed_memory()
     service = _build(model, tokenizer, device, dtype, options)
@@ -86,7 +101,7 @@ def serve(
 
 
 def _build(name: str, tokenizer: str | None, device: str, dtype: str | None, options: Options) -> Service:
-    from gecko.cli.models import find_model, load_model
+    from gecko.cli.arguments import find_model, load_model
     from gecko.serving.server import build_service
 
     folder = find_model(name)
@@ -104,7 +119,7 @@ def _folder(name: str | None) -> Path | None:
 def _read_key(name: str | None) -> str | None:
     if name is None:
         return None
-    key = Path(name).expanduser().read_text(encoding="utf-8").strip()
+    key = Path(name).expanduser().read_text(encoding="utf-8", errors="replace").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(f"{name} must hold the key: one line of visible ASCII characters. Try: openssl rand -hex 32")
     return key

@@ -1,4 +1,4 @@
-"""``gecko tokenize``."""
+"""``gecko tokenize``: write a corpus as token shards."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gecko.data.shards import Manifest
+    from gecko.data.tokenize import TokenizingPlan
     from gecko.data.tokenizers import Tokenizer
-    from gecko.data.tokenizing import TokenizingPlan
 
 EXECUTORS = ("local", "slurm", "ray")
-LOOK_SECONDS = 0.5
+REFRESH_SECONDS = 0.5
 
 
 def tokenize(
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="SOURCE...", help="Files, folders, globs, hf:NAME: what data.source takes."),
+        typer.Argument(metavar="SOURCE...", help="Files, folders, globs or hf:NAME, as for data.source."),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the shards are written.")],
-    tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizer's file or folder, or a name on the hub.")],
-    field: Annotated[
-        str, typer.Option(help="Field of JSON Lines, Parquet and data sets that holds the text.")
-    ] = "text",
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="Folder for the shards; it must be new or empty.")
+    ],
+    tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizer's file or folder, or its name on the hub.")],
+    field: Annotated[str, typer.Option(help="Name of the text field in JSON Lines, Parquet and data sets.")] = "text",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Shards encoded at a time; all cores unless given.")
+        int | None, typer.Option(min=1, help="Shards encoded at the same time.", show_default="all cores")
     ] = None,
-    executor: Annotated[str, typer.Option(help="local, or a cluster: slurm, ray.")] = "local",
-    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
-    hours: Annotated[int, typer.Option(min=1, help="Slurm's time limit for one shard.")] = 12,
-    verify: Annotated[bool, typer.Option("--verify", help="Read back all shards and compare checksums.")] = False,
+    executor: Annotated[str, typer.Option(help="Where to run: local, slurm or ray.")] = "local",
+    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
+    hours: Annotated[int, typer.Option(min=1, help="Slurm time limit per shard, in hours.")] = 12,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all shards back and verify their checksums.")] = False,
 ) -> None:
-    """Turn a corpus into token shards, which training maps from disk.
+    """Tokenize a corpus into shards, which training maps from disk.
 
-    The same command goes on after any interruption: shards that are whole stay. Train on them with
+    After an interruption the same command continues; finished shards are kept. Train on the shards with
     data.source=FOLDER and the same data.tokenizer.
 
     **Examples**
@@ -51,8 +51,10 @@ def tokenize(
 
         gecko tokenize dolma --tokenizer olmo.json --out shards/dolma --executor slurm --partition cpu --workers 500
     """
+    from rich.console import Console
+
     from gecko.data import ShardFolder, load_tokenizer
-    from gecko.data.tokenizing import TokenizingPlan
+    from gecko.data.tokenize import TokenizingPlan
 
     if executor not in EXECUTORS:
         raise ValueError(f"--executor must be one of {', '.join(EXECUTORS)}; got {executor!r}.")
@@ -67,8 +69,8 @@ def tokenize(
     manifest = plan.finish()
     if manifest is None:
         console.print(
-            f"{len(plan.done())} of {len(plan.tasks)} shards are there. The same command shows how many then, and "
-            "submits those that are missing once the job has ended."
+            f"{len(plan.done())} of {len(plan.tasks)} shards are there. The same command shows the progress, and "
+            "submits missing shards after the job has ended."
         )
         return
     if verify:
@@ -97,15 +99,15 @@ def _run(
 
 
 def _submit(plan: TokenizingPlan, workers: int, partition: str, hours: int, console: Console) -> None:
-    """Unless an earlier call has, and the job is not over: two would write the same shards at a time."""
+    """Submit the missing shards to Slurm, unless an earlier job is still running: two would write the same files."""
     from gecko.data.executors import RUN_FOLDER, run_on_slurm, unfinished_slurm_job
 
     job = unfinished_slurm_job(plan)
     if job is not None:
-        said = f"Slurm job {job} has not ended"
+        status = f"Slurm job {job} has not ended"
     else:
-        said = f"submitted as Slurm job {run_on_slurm(plan, workers, partition=partition, hours=hours)}"
-    console.print(f"{said}; its logs are in {plan.folder / RUN_FOLDER}")
+        status = f"submitted as Slurm job {run_on_slurm(plan, workers, partition=partition, hours=hours)}"
+    console.print(f"{status}; its logs are in {plan.folder / RUN_FOLDER}")
 
 
 def _report(manifest: Manifest, plan: TokenizingPlan, console: Console) -> None:
@@ -113,14 +115,16 @@ def _report(manifest: Manifest, plan: TokenizingPlan, console: Console) -> None:
     documents = sum(shard.documents for shard in manifest.shards)
     console.print(
         f"{plan.folder}: {len(manifest.shards):,} shards, {documents:,} documents, {tokens:,} tokens of "
-        f"{manifest.tokenizer.dtype.name}, {text_bytes:,} bytes of text ({text_bytes / tokens:.2f} a token)"
+        f"{manifest.tokenizer.dtype.name}, {text_bytes:,} bytes of text ({text_bytes / tokens:.2f} per token)"
     )
     console.print(f"Train on them with: data.source={plan.folder} data.tokenizer={manifest.tokenizer.name}")
 
 
 @contextmanager
 def _progress(plan: TokenizingPlan, console: Console) -> Iterator[None]:
-    """Shards that are whole, and tokens on the disk, which whoever writes them says by the files' sizes."""
+    """Show the number of finished shards and of tokens on disk, computed from the sizes of the files."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     ended = Event()
     columns = (
         TextColumn("tokenizing"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("shards"),
@@ -129,13 +133,13 @@ def _progress(plan: TokenizingPlan, console: Console) -> Iterator[None]:
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("tokenizing", total=len(plan.tasks), tokens="-")
 
-        def look() -> None:
-            # At most a glance a second for each thousand shards.
-            while not ended.wait(LOOK_SECONDS * (1 + len(plan.tasks) // 1000)):
+        def refresh() -> None:
+            # Listing thousands of files takes long, so large corpora are refreshed less often.
+            while not ended.wait(REFRESH_SECONDS * (1 + len(plan.tasks) // 1000)):
                 shards, tokens = _on_disk(plan)
                 progress.update(bar, completed=shards, tokens=f"{tokens:,}")
 
-        thread = Thread(target=look, daemon=True)
+        thread = Thread(target=refresh, daemon=True)
         thread.start()
         try:
             yield
@@ -147,11 +151,11 @@ def _progress(plan: TokenizingPlan, console: Console) -> Iterator[None]:
 
 
 def _on_disk(plan: TokenizingPlan) -> tuple[int, int]:
-    """Whole shards, and tokens in those and in the ones being written."""
+    """Return the number of finished shards, and of tokens in all shards including unfinished ones."""
     size, records = 0, 0
     with os.scandir(plan.folder) as entries:
         for entry in entries:
-            # NAME.ds, or .NAME.ds.SOMETHING while it is written.
+            # NAME.ds, or .NAME.ds.SUFFIX while it is written.
             kind = entry.name.lstrip(".").split(".")[1:]
             records += kind == ["json"] and entry.name[0].isdigit()
             if kind[:1] == ["ds"] and kind[1:2] not in (["index"], ["bytes"]):

@@ -1,4 +1,4 @@
-"""``gecko train``."""
+"""``gecko train``: train a model by a recipe."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from typing import Annotated
 
 import typer
 
+from gecko.cli.options import Overrides
+
 
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A recipe's name, or the recipe.json of an earlier run.")
+        str | None, typer.Argument(metavar="RECIPE", help="Name of a recipe, or path of a run's recipe.json.")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe.")] = None,
+    overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint; starts if there is none.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint; start from scratch if there is none.")
     ] = False,
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FOLDER", help="Where the run is written; short for output=FOLDER.")
+        str | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run; short for output=FOLDER.")
     ] = None,
     replay: Annotated[
         int | None,
-        typer.Option("--replay", metavar="STEP", help="Print what the model reads in this step, as text, and stop."),
+        typer.Option("--replay", metavar="STEP", help="Print the text that the model reads in this step, and exit."),
     ] = None,
     show: Annotated[
-        bool, typer.Option("--show", help="Print every setting as it would run, and what it means, and stop.")
+        bool, typer.Option("--show", help="Print every setting with its value and meaning, and exit.")
     ] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
 ) -> None:
     """Train a model by a recipe.
 
-    The folder gets checkpoints, metrics and a report. Ctrl-C and SIGTERM save before they stop, with exit
-    code 0, and the run goes on with `--resume` as if nothing had happened. For several GPUs or machines put
-    `torchrun … -m` before `gecko`; `parallel.…` says how they share the work.
+    The run's folder receives checkpoints, metrics and a report. Ctrl-C and SIGTERM save a checkpoint before they stop
+    the run, with exit code 0; `--resume` continues it with the same results as without the stop. For several GPUs or
+    machines put `torchrun … -m` before `gecko`; the settings `parallel.…` say how the ranks share the work.
 
     **Examples**
 
@@ -47,7 +49,7 @@ def train(
 
         gecko train tiny --out runs/demo --resume
 
-        torchrun --nproc-per-node=8 --max-restarts=3 -m gecko train gecko_125m accumulation=2 --resume
+        torchrun --nproc-per-node=8 --max-restarts=3 -m gecko train gecko_125m gradient_accumulation_steps=2 --resume
 
         gecko train runs/demo/recipe.json --replay 117
     """

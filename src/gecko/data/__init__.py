@@ -1,12 +1,12 @@
-"""Text to batches: documents, tokenizers, packing into rows."""
+"""Data pipeline: sources of documents, tokenizers, token shards, packed rows and batches."""
 
-from gecko.data.corpus import load_documents
 from gecko.data.loader import IGNORED, Batch, Loader, PackedLoader, Rows, validation_batches
 from gecko.data.packing import TokenizedCorpus
 from gecko.data.shards import ShardFolder, is_shard_folder
-from gecko.data.stream import StreamDecoder
+from gecko.data.sources import load_documents
+from gecko.data.text_stream import StreamDecoder
 from gecko.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
-from gecko.data.training import DataRequest, TrainingData, open_training_data
+from gecko.data.training_data import DataRequest, TrainingData, open_training_data
 
 __all__ = [
     "IGNORED",

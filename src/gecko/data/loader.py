@@ -1,4 +1,4 @@
-"""Rows of packed documents: row i is a function of the seed and i, so any step can be resumed exactly."""
+"""Rows and batches of packed documents. Row i is a function of the seed and i, so any step can be resumed exactly."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gecko.data.packing import SPLIT_STREAM, TokenizedCorpus, permutation
-from gecko.data.shuffle import Shuffle
+from gecko.data.packing import SPLIT_STREAM, Shuffle, TokenizedCorpus, permutation
 
 IGNORED = -100
-"""The target that the loss leaves out."""
+"""Target that the loss ignores."""
+ROW_LAYOUT = 2
+"""Version of the rule that makes rows of documents; a run keeps the version that it started with.
+
+In layout 1, the rows of token shards leave out the tokens at the end of the corpus that do not fill a row. In layout 2
+the last row is padded. In memory, both layouts leave out less than one row of tokens at the end of an epoch; as the
+order of documents changes, they are other tokens in every epoch.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,13 +31,13 @@ class Batch:
 
     tokens: Tensor
     targets: Tensor
-    """The next token; ``IGNORED`` where that is of another document."""
+    """Next tokens; ``IGNORED`` if the next token belongs to another document."""
     segment_ids: Tensor
-    """Which document of its row a token is of, from 0."""
+    """Index in its row, from 0, of the document of each token."""
 
     @property
     def scored_tokens(self) -> int:
-        """Targets that are not ignored."""
+        """Number of targets that are not ignored."""
         return int((self.targets != IGNORED).sum())
 
 
@@ -40,20 +46,20 @@ Row = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
 class Rows(Protocol):
-    """Training rows without end, each a function of its index alone."""
+    """Endless sequence of training rows, each a function of its index alone."""
 
     rows_per_epoch: int
-    """Rows until the first document comes again."""
+    """Number of rows before a document repeats."""
 
     def row(self, index: int) -> Row:
-        """Any row, in any order, from any thread."""
+        """Return a row; calls may have any order and come from any thread."""
 
 
 class Loader:
-    """Rows as batches. Nothing is remembered between calls, so they may come in any order and from any thread.
+    """Groups rows into batches. It has no state, so calls may have any order and come from any thread.
 
     Raises:
-        ValueError: the batch size is out of range.
+        ValueError: the batch size is below 1.
     """
 
     def __init__(self, rows: Rows, batch_size: int) -> None:
@@ -66,7 +72,7 @@ class Loader:
         return self.rows.rows_per_epoch
 
     def batch(self, step: int) -> Batch:
-        """Rows ``step * batch_size`` and following.
+        """Return the batch of a step: ``batch_size`` rows from row ``step * batch_size``.
 
         Raises:
             ValueError: ``step`` is negative.
@@ -80,10 +86,10 @@ class Loader:
 class PackedRows:
     """Rows of a corpus in memory.
 
-    Every epoch lays all documents end to end in a random order of its own, cuts them into rows of
-    ``sequence_length + 1`` tokens, the last of which is the first of the next row, and takes the rows in a random
-    order: else a batch would be of one book. What does not fill a row at the end of an epoch is left out. The orders
-    of the last two epochs used are kept.
+    Every epoch concatenates all documents in a new random order and cuts them into rows of ``sequence_length + 1``
+    tokens, the last of which is the first of the next row. The rows are shuffled too, so that a batch is not from one
+    book. Tokens at the end of an epoch that do not fill a row are left out of that epoch. The orders of the last two
+    epochs are cached.
 
     Raises:
         ValueError: the corpus is shorter than a row, or the length or the seed is out of range.
@@ -92,17 +98,17 @@ class PackedRows:
     def __init__(self, corpus: TokenizedCorpus, sequence_length: int, seed: int) -> None:
         self.sequence_length = sequence_length
         self.rows_per_epoch = rows_in(corpus.num_tokens, sequence_length)
-        permutation(1, seed, SPLIT_STREAM)  # refuses a negative seed now, not at the first batch
+        permutation(1, seed, SPLIT_STREAM)  # raises for a negative seed now, not at the first batch
         self._corpus, self._seed = corpus, seed
-        # Two epochs, because the rows of one batch may lie in two.
-        self._epoch = lru_cache(maxsize=2)(self._laid_out)
+        # Two epochs, because one batch may have rows of two.
+        self._epoch = lru_cache(maxsize=2)(self._build_epoch)
 
     def row(self, index: int) -> Row:
         epoch, row = divmod(index, self.rows_per_epoch)
         layout, order = self._epoch(epoch)
         return layout.row(order[row] * self.sequence_length, self.sequence_length)
 
-    def _laid_out(self, epoch: int) -> tuple[_Layout, Shuffle]:
+    def _build_epoch(self, epoch: int) -> tuple[_Layout, Shuffle]:
         documents, rows = SPLIT_STREAM + 1 + 2 * epoch, SPLIT_STREAM + 2 + 2 * epoch
         layout = _Layout.of(self._corpus, permutation(len(self._corpus), self._seed, documents))
         return layout, Shuffle.of(self.rows_per_epoch, self._seed, rows)
@@ -116,7 +122,7 @@ class PackedLoader(Loader):
 
 
 def rows_in(tokens: int, sequence_length: int) -> int:
-    """Rows that so many tokens end to end are cut into; ValueError where there is none."""
+    """Return the number of full rows in ``tokens`` concatenated tokens; raise ValueError if there is none."""
     check_sizes(sequence_length=sequence_length)
     if tokens <= sequence_length:
         raise ValueError(
@@ -127,15 +133,14 @@ def rows_in(tokens: int, sequence_length: int) -> int:
 
 
 def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length: int) -> Iterator[Batch]:
-    """The whole corpus once, documents packed in their order; the last batch may have fewer rows.
+    """Yield the whole corpus once, documents packed in their order; the last batch may have fewer rows.
 
-    Every token but the first of each document is a target exactly once, so the targets of all
-    batches that are not ignored are ``corpus.num_tokens - len(corpus)``, and ``corpus.num_bytes``
-    is what they amount to in bytes of text. The last row is filled up with a document of its own
-    that has no targets.
+    Every token but the first of each document is a target exactly once, so all batches together have
+    ``corpus.num_tokens - len(corpus)`` targets that are not ignored, and these stand for ``corpus.num_bytes`` bytes of
+    text. The last row is padded with a separate document that has no targets.
 
     Raises:
-        ValueError: a size is out of range.
+        ValueError: a size is below 1.
     """
     check_sizes(batch_size=batch_size, sequence_length=sequence_length)
     layout = _Layout.of(corpus, np.arange(len(corpus)))
@@ -146,13 +151,13 @@ def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length
 
 @dataclass(frozen=True)
 class _Layout:
-    """Documents laid end to end in one order."""
+    """Concatenation of all documents of a corpus in one order."""
 
     tokens: NDArray[np.unsignedinteger]
     offsets: NDArray[np.int64]
-    """Where in ``tokens`` each document begins, in the layout's order."""
+    """Start of each document in ``tokens``, in the order of the layout."""
     borders: NDArray[np.int64]
-    """(documents + 1,) where in the layout each document begins, and the layout ends."""
+    """(documents + 1,) start of each document in the layout, and the layout's length."""
 
     @classmethod
     def of(cls, corpus: TokenizedCorpus, order: NDArray[np.int64]) -> _Layout:
@@ -164,7 +169,7 @@ class _Layout:
         return int(self.borders[-1])
 
     def row(self, begin: int, length: int) -> Row:
-        """The row that starts at ``begin``; beyond the layout's end, zeros without targets."""
+        """Return the row that starts at ``begin``; past the layout's end it has zeros without targets."""
         end = min(begin + length + 1, self.num_tokens)
         first = int(np.searchsorted(self.borders, begin, side="right")) - 1
         last = int(np.searchsorted(self.borders, end, side="left"))
@@ -177,9 +182,9 @@ class _Layout:
 
 
 def make_row(tokens: NDArray[np.int64], segments: NDArray[np.int64], length: int) -> Row:
-    """A row of up to ``length + 1`` tokens that lie end to end and the numbers of their documents, from 0.
+    """Make a row of up to ``length + 1`` consecutive tokens and the indices of their documents, from 0.
 
-    Where there are fewer, zeros follow, as a document of their own without targets.
+    Fewer tokens are padded with zeros, as a separate document without targets.
     """
     filled = len(tokens)
     missing = length + 1 - filled
@@ -196,7 +201,7 @@ def _stack(rows: list[Row]) -> Batch:
 
 
 def check_sizes(**sizes: int) -> None:
-    """ValueError where one is below 1."""
+    """Raise ValueError if a size is below 1."""
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1; got {value}.")

@@ -1,4 +1,4 @@
-"""A corpus as token ids: every document in one flat array."""
+"""A tokenized corpus in memory, and random orders that depend on the seed alone."""
 
 from __future__ import annotations
 
@@ -12,22 +12,67 @@ from numpy.typing import ArrayLike, NDArray
 
 from gecko.data.tokenizers import Tokenizer
 
+ROUNDS = 6
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """Permutation of ``range(count)`` in constant memory; it depends on its arguments alone.
+
+    A Feistel network permutes the next even power of two. A result outside ``count`` is mapped again until it is
+    inside, fewer than four times on average.
+    """
+
+    count: int
+    half: int
+    """Bits of each half of an index."""
+    keys: tuple[int, ...]
+
+    @classmethod
+    def of(cls, count: int, seed: int, stream: int) -> Shuffle:
+        # Raw draws: NumPy keeps them the same in all versions.
+        keys = np.random.PCG64((seed, stream)).random_raw(ROUNDS)
+        return cls(count, max(1, -(-(count - 1).bit_length() // 2)), tuple(int(key) for key in keys))
+
+    def __getitem__(self, index: int) -> int:
+        """Return the image of ``index``, which must be in ``range(count)``."""
+        place = self._permute(index)
+        while place >= self.count:
+            place = self._permute(place)
+        return place
+
+    def _permute(self, index: int) -> int:
+        mask = (1 << self.half) - 1
+        left, right = index >> self.half, index & mask
+        for key in self.keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        return left << self.half | right
+
+
+def _mix(x: int) -> int:
+    """Apply the finaliser of MurmurHash3: every bit of the result depends on every bit of x."""
+    x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD & _MASK
+    x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53 & _MASK
+    return x ^ (x >> 33)
+
+
 BATCH_CHARACTERS = 1 << 20
 SPLIT_STREAM = 0
-"""The random stream of the split; epochs take those after it."""
+"""Random stream of the split; epochs use the streams after it."""
 
 
 @dataclass(frozen=True)
 class TokenizedCorpus:
-    """Documents as ids, each with its border tokens: document_start, text, document_end.
+    """Documents as token ids, each with its border tokens: document_start, text, document_end.
 
     Parts of a corpus share its ``tokens``.
     """
 
     tokens: NDArray[np.unsignedinteger]
-    """(tokens of all documents,), uint16 where the vocabulary fits."""
+    """(tokens of all documents,), uint16 if the vocabulary fits."""
     offsets: NDArray[np.int64]
-    """(documents,) where in ``tokens`` each document begins."""
+    """(documents,) start of each document in ``tokens``."""
     lengths: NDArray[np.int64]
     """(documents,) tokens of each document, border tokens included."""
     text_tokens: NDArray[np.int64]
@@ -39,16 +84,16 @@ class TokenizedCorpus:
     def of_whole(
         cls, tokens: NDArray[np.unsignedinteger], lengths: ArrayLike, text_bytes: ArrayLike
     ) -> TokenizedCorpus:
-        """Of whole documents that lie end to end in ``tokens``."""
+        """Build a corpus of whole documents that are concatenated in ``tokens``."""
         sizes = np.asarray(lengths, np.int64)
         return cls(tokens, np.cumsum(sizes) - sizes, sizes, sizes - 2, np.asarray(text_bytes, np.int64))
 
     @classmethod
     def build(cls, texts: Iterable[str], tokenizer: Tokenizer) -> TokenizedCorpus:
-        """Tokenize ``texts``; those that have no tokens are dropped.
+        """Tokenize ``texts``; those without tokens are dropped.
 
         Raises:
-            ValueError: there is no text at all.
+            ValueError: no text has tokens.
         """
         dtype: type[np.uint16 | np.uint32] = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
         tokens, lengths, text_bytes = bytearray(), array("q"), array("q")
@@ -65,34 +110,34 @@ class TokenizedCorpus:
         return cls.of_whole(np.frombuffer(tokens, dtype), lengths, text_bytes)
 
     def __len__(self) -> int:
-        """Documents."""
+        """Return the number of documents."""
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents, border tokens included."""
+        """Number of tokens, border tokens included."""
         return int(self.lengths.sum())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all documents' text in UTF-8."""
+        """Number of bytes of text in UTF-8."""
         return int(self.text_bytes.sum())
 
     def document(self, index: int) -> NDArray[np.int64]:
-        """Ids of one document, border tokens included."""
+        """Return the ids of one document, border tokens included."""
         begin = self.offsets[index]
         return self.tokens[begin : begin + self.lengths[index]].astype(np.int64)
 
     def digest(self) -> str:
-        """Of all ids and where documents end: the same for the same texts in the same order, by the same tokenizer."""
+        """Return a SHA-256 of all ids and document lengths: equal for equal texts, order and tokenizer."""
         found = hashlib.sha256(np.ascontiguousarray(self.tokens).data)
         found.update(self.lengths.tobytes())
         return found.hexdigest()
 
     def split(self, validation_fraction: float, seed: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
-        """Training and validation documents: a random fraction of the documents is held out, see ``held_out_count``.
+        """Return training and validation documents; ``held_out_count`` random documents are held out.
 
-        Validation documents come in random order, so that any first part is a sample of all.
+        Validation documents are in random order, so that any first part is a sample of all.
 
         Raises:
             ValueError: fewer than two documents to divide, or a fraction outside 0..1.
@@ -102,9 +147,9 @@ class TokenizedCorpus:
         return self._select(np.sort(order[count:])), self._select(order[:count])
 
     def head(self, max_tokens: int) -> TokenizedCorpus:
-        """The corpus' first ``max_tokens`` tokens; the last document may be cut.
+        """Return the first ``max_tokens`` tokens of the corpus; the last document may be cut.
 
-        ``text_bytes`` of a cut document is in proportion to its text tokens: exact when they are bytes.
+        ``text_bytes`` of a cut document is proportional to its text tokens, which is exact if they are bytes.
 
         Raises:
             ValueError: ``max_tokens`` is too small for a document's first text token.
@@ -113,7 +158,7 @@ class TokenizedCorpus:
             raise ValueError(f"max_tokens must be at least 2, a document's start and one more token; got {max_tokens}.")
         before = np.cumsum(self.lengths) - self.lengths
         lengths = np.minimum(self.lengths, max_tokens - before)
-        # A document cut down to its first border token has nothing to predict.
+        # A document that is cut to its first border token has no targets.
         count = np.count_nonzero(lengths > 1)
         lengths = lengths[:count]
         text_tokens = np.minimum(lengths - 1, self.text_tokens[:count])
@@ -128,7 +173,7 @@ class TokenizedCorpus:
 
 
 def held_out_count(documents: int, validation_fraction: float) -> int:
-    """How many of so many documents are held out: none for 0, all for 1, and between them at least one and not all.
+    """Return how many documents are held out: none for 0, all for 1, otherwise at least one and not all.
 
     Raises:
         ValueError: fewer than two documents to divide, or a fraction outside 0..1.
@@ -140,15 +185,15 @@ def held_out_count(documents: int, validation_fraction: float) -> int:
     if documents < 2:
         raise ValueError(
             f"a corpus must hold at least 2 documents to be split into training and validation; got {documents}. "
-            f"A text file is one document: name more files, or use .jsonl with one document a line."
+            f"A text file is one document: name more files, or use .jsonl with one document per line."
         )
     return min(max(round(validation_fraction * documents), 1), documents - 1)
 
 
 def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
-    """A random order of ``range(count)`` that depends on nothing but the arguments; streams are independent.
+    """Return a random order of ``range(count)`` that depends on the arguments alone; streams are independent.
 
-    Sorted raw draws, because NumPy promises those for all its versions, and ``permutation`` not.
+    It sorts raw draws, which NumPy keeps the same in all versions, unlike ``permutation``.
 
     Raises:
         ValueError: ``seed`` is negative.
@@ -160,7 +205,7 @@ def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
 
 
 def batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts of about ``BATCH_CHARACTERS`` together; empty ones are left out."""
+    """Group texts into batches of about ``BATCH_CHARACTERS``; empty texts are dropped."""
     batch: list[str] = []
     characters = 0
     for text in texts:

@@ -1,47 +1,191 @@
-"""Documents of one file: plain text, JSON Lines or Parquet."""
+"""Readers of one file of documents: plain text, JSON, JSON Lines, CSV or Parquet, compressed with gzip or zstd or not.
+
+The suffix of the file's name decides the format.
+"""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from gecko.data.compression import COMPRESSED_SUFFIXES, read_pieces
-from gecko.extras import require
+from gecko.runtime.extras import require
+
+Format = Literal["text", "json lines", "json", "csv", "tsv", "parquet"]
+
+_RECORDS: dict[str, Format] = {
+    ".jsonl": "json lines", ".ndjson": "json lines", ".json": "json", ".csv": "csv", ".tsv": "tsv",
+    ".parquet": "parquet",
+}  # fmt: skip
+_UNREADABLE = {
+    "an archive; unpack it, and name the folder": ".zip .tar .tgz .tbz2 .txz .7z .rar .jar .whl .egg",
+    "packed in a way that is not read; unpack it, or pack it with gzip or zstd": ".bz2 .xz .lzma .lz4 .br",
+    "a document with a layout; convert it to plain text": ".pdf .ps .doc .docx .odt .rtf .epub .mobi .ppt .pptx .odp",
+    "a table in a format that is not read; convert it to .parquet, .jsonl or .csv":
+        ".arrow .feather .orc .avro .xls .xlsx .ods .db .sqlite .sqlite3 .h5 .hdf5 .mdb .lmdb",
+    "Python objects or arrays, not text; write their text to .jsonl":
+        ".pkl .pickle .pt .pth .ckpt .npy .npz .safetensors .joblib .gguf .onnx .tfrecord",
+    "an image, a sound or a video, not text; leave it out":
+        ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .mp3 .wav .flac .ogg .mp4 .mkv .avi .mov .webm",
+    "a program, not text; leave it out": ".exe .dll .so .dylib .pyc .class .wasm",
+}  # fmt: skip
+_REASONS = {suffix: reason for reason, suffixes in _UNREADABLE.items() for suffix in suffixes.split()}
+
+
+def format_of(path: Path) -> Format:
+    """Return the format of a file by its suffix: a format of records, or text for any other suffix.
+
+    A suffix of compression may follow the suffix of the content.
+
+    Raises:
+        ValueError: the suffix is that of a format that is not text and cannot be read.
+    """
+    suffix, compressed = _content_suffix(path)
+    reason = "compressed Parquet; unpack it" if compressed and suffix == ".parquet" else _REASONS.get(suffix)
+    if reason is not None:
+        raise ValueError(
+            f"{path} must be text, .jsonl, .ndjson, .json, .csv, .tsv or .parquet; got {suffix!r}, which is "
+            f"{reason}. To leave it out of a folder, name the files with a glob such as 'folder/**/*.txt'. If it is "
+            "text, rename it to end in .txt."
+        )
+    return _RECORDS.get(suffix, "text")
+
+
+def check_plain_text(path: Path) -> None:
+    """Raise ValueError if the suffix of a file is not that of plain text, so that markup is not read as text."""
+    suffix, _ = _content_suffix(path)
+    reason = _REASONS.get(suffix)
+    if suffix in _RECORDS:
+        reason = "records; write the text of the records to a .txt file"
+    if reason is not None:
+        raise ValueError(
+            f"{path} must be plain text; got {suffix!r}, which is {reason}. To read the file as it is, rename it to "
+            "end in .txt."
+        )
+
+
+def _content_suffix(path: Path) -> tuple[str, bool]:
+    """Return the lower-case suffix of the content, and whether the suffix of a compression follows it."""
+    compressed = path.suffix.lower() in COMPRESSED_SUFFIXES
+    return (path.with_suffix("") if compressed else path).suffix.lower(), compressed
+
+
+PIECE_BYTES = 1 << 20
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+_LARGEST_WINDOW = 1 << 31
+"""Bytes of the largest zstd window that is read, that of ``zstd --long=31``; reading takes as much memory."""
+
+
+def read_pieces(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file in pieces, decompressed if its suffix says so.
+
+    Raises:
+        ValueError: the compressed data is damaged or truncated.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return _gzip_pieces(path)
+    if suffix == ".zst":
+        return _zstd_pieces(path)
+    return _plain_pieces(path)
+
+
+def _plain_pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
+def _gzip_pieces(path: Path) -> Iterator[bytes]:
+    _check_not_empty(path, "gzip")
+    try:
+        with gzip.open(path) as file:
+            while piece := file.read(PIECE_BYTES):
+                yield piece
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise _damaged(path, "gzip", str(error)) from error
+
+
+def _zstd_pieces(path: Path) -> Iterator[bytes]:
+    zstandard = require("zstandard", "data")
+    _check_not_empty(path, "zstd")
+    # The library's file reader does not notice that a file is truncated; a decompression object does.
+    frame = None
+    try:
+        for piece in _plain_pieces(path):
+            while piece:
+                frame = frame or zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+                yield frame.decompress(piece)
+                piece = frame.unused_data
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise _damaged(path, "zstd", str(error)) from error
+    if frame is not None:
+        raise _damaged(path, "zstd", "the file ends inside a frame")
+
+
+def _check_not_empty(path: Path, kind: str) -> None:
+    """Raise ValueError for an empty file: compressing no text gives some bytes, but the library accepts none."""
+    if path.stat().st_size == 0:
+        raise _damaged(path, kind, "it is empty")
+
+
+def _damaged(path: Path, kind: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{path} must be a whole {kind} file; got one that is truncated or damaged ({reason}). "
+        f"Copy or download it again."
+    )
+
 
 PARQUET_BATCH_ROWS = 1024
 BYTE_ORDER_MARK = "\ufeff"
-_NAME_IT = "Name the one that holds the text: data.field=NAME in training, --field NAME for gecko tokenize."
+_LARGEST_CELL = (1 << 31) - 1
+"""Characters of a CSV cell: the largest limit that Python's module accepts on every platform."""
+_ADVICE = "Name the field that holds the text: data.field=NAME in training, --field NAME for gecko tokenize."
 
 
 def read_file(path: Path, field: str) -> Iterator[str]:
-    """Documents of one file, in order: one of a text file, one for each record of the other formats.
+    """Return an iterator over the documents of one file: the whole of a text file, or one document per record.
 
     Args:
-        path: ``.jsonl`` and ``.parquet`` hold records, anything else is text; ``.gz`` and ``.zst``
-            may follow the suffix of text and JSON Lines.
-        field: the records' field, or column, that holds the text.
+        path: ``.jsonl``, ``.ndjson``, ``.json``, ``.csv``, ``.tsv`` and ``.parquet`` hold records, any other suffix
+            means text; ``.gz`` and ``.zst`` may follow any suffix but that of Parquet.
+        field: field, or column, of the records that holds the text.
 
     Raises:
-        ValueError: the content is not what the suffix says; names the file and the place in it.
+        ValueError: in this call, the suffix is of a format that cannot be read; while iterating, the content does not
+            have the format of the suffix. The message names the file and the place in it.
     """
-    compressed = path.suffix.lower() in COMPRESSED_SUFFIXES
-    suffix = (path.with_suffix("") if compressed else path).suffix.lower()
-    if suffix == ".jsonl":
-        return _read_json_lines(path, field)
-    if suffix == ".parquet" and not compressed:
-        return _read_parquet(path, field)
-    return _read_text(path)
+    match format_of(path):
+        case "json lines":
+            return _read_json_lines(path, field)
+        case "json":
+            return _read_json(path, field)
+        case "csv":
+            return _read_csv(path, field, "excel")
+        case "tsv":
+            return _read_csv(path, field, "excel-tab")
+        case "parquet":
+            return _read_parquet(path, field)
+        case "text":
+            return _read_text(path)
 
 
 def decode_text(content: bytes, where: str) -> str:
-    """UTF-8 text without a byte-order mark; ``where`` names the content in the error."""
+    """Decode UTF-8 without a byte-order mark; ``where`` names the content in errors."""
+    return _decode(content, where).removeprefix(BYTE_ORDER_MARK)
+
+
+def _decode(content: bytes, where: str) -> str:
     zero = content.find(0)
     if zero >= 0:
         raise _binary(where, "a NUL byte", zero)
     try:
-        return content.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _binary(where, f"the invalid byte 0x{content[error.start]:02x}", error.start) from error
 
@@ -79,10 +223,14 @@ def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def _parse_record(line: str, where: str, field: str) -> str:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # numbers too long and lists too deep for Python among them
+    except (ValueError, RecursionError) as error:  # also numbers too long, and lists too deep, for Python
         raise ValueError(f"{where} must hold one JSON object; got invalid JSON ({error}).") from error
+    return _record_text(record, where, field)
+
+
+def _record_text(record: object, where: str, field: str) -> str:
     if not isinstance(record, dict):
-        raise ValueError(f"{where} must hold one JSON object; got a {type(record).__name__}.")
+        raise ValueError(f"{where} must hold one JSON object; got {_json_type(record)}.")
     text = text_field(record, field, where)
     try:
         text.encode("utf-8")
@@ -92,11 +240,11 @@ def _parse_record(line: str, where: str, field: str) -> str:
 
 
 def text_field(record: dict[str, Any], field: str, where: str) -> str:
-    """The text in a record's ``field``; ``where`` names the record in the error."""
+    """Return the text in a record's ``field``; ``where`` names the record in errors."""
     if field not in record:
         raise ValueError(
             f"{where} must have the field {field!r} with the document's text; got the fields {sorted(record)}. "
-            f"{_NAME_IT}"
+            f"{_ADVICE}"
         )
     text = record[field]
     if not isinstance(text, str):
@@ -106,6 +254,70 @@ def text_field(record: dict[str, Any], field: str, where: str) -> str:
 
 def _json_type(value: object) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _read_json(path: Path, field: str) -> Iterator[str]:
+    """Read a list of records, one record, or, as some tools write it, one record per line."""
+    content = decode_text(b"".join(read_pieces(path)), str(path))
+    if not content.strip():
+        return
+    try:
+        records = json.loads(content)
+    except json.JSONDecodeError as error:
+        if not error.msg.startswith("Extra data"):
+            raise _bad_json(path, str(error)) from error
+        yield from _read_json_lines(path, field)
+        return
+    except (ValueError, RecursionError) as error:
+        raise _bad_json(path, str(error)) from error
+    for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
+        yield _record_text(record, f"{path}, record {number},", field)
+
+
+def _bad_json(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"{path} must hold a list of JSON objects, one object, or one object a line; got invalid JSON ({reason})."
+    )
+
+
+def _read_csv(path: Path, field: str, dialect: str) -> Iterator[str]:
+    """Read the column ``field`` of a table whose first line names its columns."""
+    csv.field_size_limit(_LARGEST_CELL)
+    rows = csv.reader(_csv_lines(path), dialect, strict=True)
+    try:
+        columns = next(rows, None)
+        if columns is None:
+            return
+        _check_column(columns, path, field)
+        for row in rows:
+            if row:
+                _check_cells(row, columns, f"{path}, line {rows.line_num},")
+                yield row[columns.index(field)]
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, line {rows.line_num}, must be CSV with the quotes of RFC 4180; got: {error}. Write it with "
+            "a CSV library, or as .jsonl."
+        ) from error
+
+
+def _csv_lines(path: Path) -> Iterator[str]:
+    """Yield lines with their line ends, because a cell in quotes may span several lines."""
+    line: str | None = None
+    for number, content in enumerate(_split_lines(read_pieces(path)), start=1):
+        if line is not None:
+            yield line + "\n"
+        where = f"{path}, line {number},"
+        line = decode_text(content, where) if number == 1 else _decode(content, where)
+    if line:
+        yield line
+
+
+def _check_cells(row: list[str], columns: list[str], where: str) -> None:
+    if len(row) != len(columns):
+        raise ValueError(
+            f"{where} must have {len(columns)} cells, one for each of the columns {columns}; got {len(row)}. Put "
+            "quotes around cells that contain the separator or a line end."
+        )
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[str]:
@@ -127,7 +339,9 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
 
 
 def _check_column(columns: list[str], path: Path, field: str) -> None:
+    if columns.count(field) > 1:
+        raise ValueError(f"{path} must have one column {field!r}; got {columns.count(field)} in {columns}.")
     if field not in columns:
         raise ValueError(
-            f"{path} must have the column {field!r} with the documents' text; got the columns {columns}. {_NAME_IT}"
+            f"{path} must have the column {field!r} with the documents' text; got the columns {columns}. {_ADVICE}"
         )

@@ -1,8 +1,9 @@
-"""A tokenized corpus on disk: shards that are mapped into memory, and a manifest that says what they are.
+"""Token shards: a tokenized corpus on disk, and training rows of it that are mapped into memory.
 
-A shard is three files. ``NAME.ds`` and ``NAME.ds.index`` are what datatrove writes: the ids of all documents
-end to end, little-endian, and where each document ends, in tokens, as uint64. ``NAME.ds.bytes`` holds the bytes
-of each document's text as uint64. ``NAME.json`` says how large they are and their SHA-256; it is written last.
+A shard has three data files. ``NAME.ds`` and ``NAME.ds.index`` have the format of datatrove: the concatenated ids of
+all documents, little-endian, and the end of each document, in tokens, as uint64. ``NAME.ds.bytes`` holds the number of
+bytes of each document's text as uint64. ``NAME.json`` holds their sizes and SHA-256 and is written last. A manifest
+lists the shards.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gecko.data.loader import ROW_LAYOUT, Row, make_row, rows_in
+from gecko.data.packing import SPLIT_STREAM, Shuffle, TokenizedCorpus, held_out_count, permutation
 from gecko.data.tokenizers import Tokenizer
 
 MANIFEST = "manifest.json"
 FORMAT = "gecko-shards-1"
 SUFFIXES = (".ds", ".ds.index", ".ds.bytes")
 COUNT_BYTES = 8
-"""Bytes of a number in ``.ds.index`` and ``.ds.bytes``."""
+"""Size of a number in ``.ds.index`` and ``.ds.bytes``."""
 VERIFYING_THREADS = 4
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a shard's ``NAME.json`` says, and its line in the manifest."""
+    """Content of a shard's ``NAME.json``, and its entry in the manifest."""
 
     name: str
     source: str
@@ -39,14 +42,14 @@ class ShardRecord:
     tokens: int
     """Border tokens included."""
     text_bytes: int
-    """Of all documents, in UTF-8."""
+    """Bytes of the text of all documents in UTF-8."""
     sha256: tuple[str, ...]
-    """Of the files, in the order of ``SUFFIXES``."""
+    """SHA-256 of the files, in the order of ``SUFFIXES``."""
 
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """Which tokenizer made the ids."""
+    """Identity of the tokenizer that made the ids."""
 
     name: str
     digest: str
@@ -65,12 +68,14 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Manifest:
+    """List of a folder's shards."""
+
     tokenizer: TokenizerRecord
     shards: tuple[ShardRecord, ...]
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """ValueError where the file is none that ``gecko tokenize`` writes."""
+        """Read a folder's manifest; raise ValueError unless ``gecko tokenize`` wrote it."""
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -94,7 +99,7 @@ _TOTALS = ("documents", "tokens", "text_bytes")
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard's arrays, mapped when they are first looked at."""
+    """Arrays of one shard, memory-mapped at first use."""
 
     folder: Path
     record: ShardRecord
@@ -102,28 +107,28 @@ class Shard:
 
     @cached_property
     def tokens(self) -> NDArray[np.unsignedinteger]:
-        """(tokens,)"""
+        """(tokens,) ids of all documents."""
         return self._map(".ds", self.dtype)
 
     @cached_property
     def ends(self) -> NDArray[np.uint64]:
-        """(documents,) where each document ends, in tokens."""
+        """(documents,) end of each document, in tokens."""
         return self._map(".ds.index", np.dtype("<u8"))
 
     @cached_property
     def text_bytes(self) -> NDArray[np.uint64]:
-        """(documents,)"""
+        """(documents,) bytes of each document's text."""
         return self._map(".ds.bytes", np.dtype("<u8"))
 
     def document_start(self, document: int) -> int:
-        """Where a document starts, in tokens; of the one past the last, where the shard ends."""
+        """Return the start of a document in tokens; for the index past the last, the end of the shard."""
         return int(self.ends[document - 1]) if document else 0
 
     def file(self, suffix: str) -> Path:
         return self.folder / (self.record.name + suffix)
 
     def check_sizes(self) -> None:
-        """ValueError where a file is missing or has another size than it was written with."""
+        """Raise ValueError if a file is missing or its size has changed."""
         counts = (self.record.documents * COUNT_BYTES,) * 2
         for suffix, size in zip(SUFFIXES, (self.record.tokens * self.dtype.itemsize, *counts), strict=True):
             path = self.file(suffix)
@@ -133,7 +138,7 @@ class Shard:
                 raise ValueError(f"{path} must have {size:,} bytes; {got}. {_REMEDY}")
 
     def check_digests(self) -> None:
-        """ValueError where a byte has changed."""
+        """Raise ValueError if a byte has changed."""
         for suffix, digest in zip(SUFFIXES, self.record.sha256, strict=True):
             with self.file(suffix).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -149,7 +154,7 @@ _REMEDY = "Restore it from a copy; or delete it, and gecko tokenize with the sam
 
 @dataclass(frozen=True)
 class ShardFolder:
-    """A folder that ``gecko tokenize`` wrote; shards without documents are left out."""
+    """Folder that ``gecko tokenize`` wrote; shards without documents are left out."""
 
     folder: Path
     tokenizer: TokenizerRecord
@@ -157,7 +162,7 @@ class ShardFolder:
 
     @classmethod
     def open(cls, folder: str | Path) -> ShardFolder:
-        """ValueError where it is no such folder, or a file is missing or has another size."""
+        """Open a folder; raise ValueError if it has no manifest, or a file is missing or has another size."""
         folder = Path(folder).expanduser()
         manifest = Manifest.load(folder)
         shards = tuple(
@@ -169,7 +174,7 @@ class ShardFolder:
 
     @property
     def digest(self) -> str:
-        """Of all shards' digests."""
+        """SHA-256 of the digests of all shards."""
         digests = [digest for shard in self.shards for digest in shard.record.sha256]
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
@@ -182,7 +187,7 @@ class ShardFolder:
         return sum(shard.record.tokens for shard in self.shards)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """ValueError where ``tokenizer`` is another than the shards were made with."""
+        """Raise ValueError unless ``tokenizer`` is the one that made the shards."""
         if tokenizer.digest != self.tokenizer.digest:
             raise ValueError(
                 f"the shards in {self.folder} were made with the tokenizer {self.tokenizer.name!r} "
@@ -192,7 +197,7 @@ class ShardFolder:
             )
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Read every byte of each ``ranks``-th shard from ``rank`` on; ValueError for one that has changed."""
+        """Read every byte of each ``ranks``-th shard from ``rank`` on; raise ValueError if one has changed."""
         with ThreadPoolExecutor(VERIFYING_THREADS) as pool:
             for _ in pool.map(Shard.check_digests, self.shards[rank::ranks]):
                 pass
@@ -203,5 +208,156 @@ def is_shard_folder(source: str) -> bool:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest unsigned type that holds every id, little-endian."""
+    """Return the smallest unsigned type that holds every id, little-endian."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+HELD_OUT_PLACE, HELD_OUT_ORDER = 1, 2
+FIRST_EPOCH = 3
+"""Random streams besides ``SPLIT_STREAM``: positions of the held-out runs, order of their documents, epochs."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Consecutive documents of a shard, ``begin`` to ``end`` − 1."""
+
+    shard: Shard
+    begin: int
+    end: int
+
+    @property
+    def first_token(self) -> int:
+        return self.shard.document_start(self.begin)
+
+    @property
+    def tokens(self) -> int:
+        return self.shard.document_start(self.end) - self.first_token
+
+
+class SplitShards:
+    """The documents of a folder of shards, divided into training and held-out ones.
+
+    Each shard holds out one run of consecutive documents from a random position, so that the held-out documents are a
+    sample of the whole corpus, and finding them needs no list of documents.
+
+    Raises:
+        ValueError: fewer than two documents to divide, or a fraction outside 0..1.
+    """
+
+    def __init__(self, folder: ShardFolder, validation_fraction: float, seed: int) -> None:
+        self.seed = seed
+        held_out = _held_out_runs(folder, validation_fraction, seed)
+        self.held_out = [run for run in held_out if run.begin < run.end]
+        self.training = [
+            part
+            for run in held_out
+            for part in (Range(run.shard, 0, run.begin), Range(run.shard, run.end, run.shard.record.documents))
+            if part.begin < part.end
+        ]
+        self.documents = sum(part.end - part.begin for part in self.training)
+        self.tokens = sum(part.tokens for part in self.training)
+        self.held_out_documents = sum(run.end - run.begin for run in self.held_out)
+        self.held_out_tokens = sum(run.tokens for run in self.held_out)
+        self.digest = folder.digest
+
+    def rows(self, sequence_length: int, layout: int = ROW_LAYOUT) -> ShardedRows:
+        """Return the rows of the training documents."""
+        return ShardedRows(self, sequence_length, layout)
+
+    def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
+        """Return the first ``max_tokens`` tokens of the held-out documents in random order, in memory."""
+        before = np.cumsum([0, *(run.end - run.begin for run in self.held_out)])
+        order = Shuffle.of(self.held_out_documents, self.seed, HELD_OUT_ORDER)
+        documents: list[NDArray[np.unsignedinteger]] = []
+        text_bytes: list[int] = []
+        count = 0
+        for index in range(self.held_out_documents):
+            place = order[index]
+            which = int(np.searchsorted(before, place, side="right")) - 1
+            run = self.held_out[which]
+            document = run.begin + place - int(before[which])
+            begin, end = run.shard.document_start(document), run.shard.document_start(document + 1)
+            documents.append(np.array(run.shard.tokens[begin:end]))
+            text_bytes.append(int(run.shard.text_bytes[document]))
+            count += end - begin
+            if count >= max_tokens:
+                break
+        lengths = [len(document) for document in documents]
+        return TokenizedCorpus.of_whole(np.concatenate(documents), lengths, text_bytes).head(max_tokens)
+
+
+class ShardedRows:
+    """Rows of the training documents of shards.
+
+    The documents are concatenated in the order in which they were written, and cut into rows of
+    ``sequence_length + 1`` tokens, the last of which is the first of the next row. The last row of the corpus may be
+    shorter: it is padded with a separate document without targets, so every epoch reads every token. Every epoch
+    shuffles the rows of the whole corpus.
+
+    Args:
+        layout: 1 leaves out the tokens that do not fill the last row, the same tokens in every epoch. Runs that
+            started with layout 1 keep it; see ``ROW_LAYOUT``.
+
+    Raises:
+        ValueError: the training documents are shorter than a row, or the length is out of range.
+    """
+
+    def __init__(self, split: SplitShards, sequence_length: int, layout: int = ROW_LAYOUT) -> None:
+        self.sequence_length = sequence_length
+        whole = rows_in(split.tokens, sequence_length)
+        self.rows_per_epoch = whole if layout == 1 else -(-(split.tokens - 1) // sequence_length)
+        self._end = split.tokens
+        self._ranges = split.training
+        self._borders = np.cumsum([0, *(part.tokens for part in split.training)])
+        self._seed = split.seed
+
+    def row(self, index: int) -> Row:
+        epoch, row = divmod(index, self.rows_per_epoch)
+        place = Shuffle.of(self.rows_per_epoch, self._seed, FIRST_EPOCH + epoch)[row]
+        begin = place * self.sequence_length
+        tokens, segments = self._read(begin, min(begin + self.sequence_length + 1, self._end))
+        return make_row(tokens, segments, self.sequence_length)
+
+    def _read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens ``begin`` to ``end`` − 1 of all ranges, and the indices of their documents, from 0."""
+        tokens, segments, documents = [], [], 0
+        which = int(np.searchsorted(self._borders, begin, side="right")) - 1
+        while begin < end:
+            part, offset = self._ranges[which], int(self._borders[which])
+            stop = min(end, int(self._borders[which + 1]))
+            first = part.first_token - offset
+            ids, numbers = _read_shard(part.shard, first + begin, first + stop)
+            tokens.append(ids)
+            segments.append(numbers + documents)
+            documents += int(numbers[-1]) + 1
+            begin, which = stop, which + 1
+        return np.concatenate(tokens), np.concatenate(segments)
+
+
+def _read_shard(shard: Shard, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return tokens ``begin`` to ``end`` − 1 of a shard, and the indices of their documents, from 0."""
+    # With a value of another dtype, NumPy would copy the whole index.
+    first = int(shard.ends.searchsorted(np.uint64(begin), side="right"))
+    last = int(shard.ends.searchsorted(np.uint64(end - 1), side="right"))
+    ends = np.minimum(np.array(shard.ends[first : last + 1], dtype=np.int64), end)
+    counts = np.diff(ends, prepend=begin)
+    return shard.tokens[begin:end].astype(np.int64), np.repeat(np.arange(last + 1 - first), counts)
+
+
+def _held_out_runs(folder: ShardFolder, fraction: float, seed: int) -> list[Range]:
+    """Return the held-out documents of every shard, possibly none.
+
+    For every k, the first k shards of a random order together hold out the fraction of their documents, rounded.
+    """
+    total = held_out_count(folder.documents, fraction)
+    order = permutation(len(folder.shards), seed, SPLIT_STREAM)
+    sizes = np.array([shard.record.documents for shard in folder.shards])
+    upto = np.cumsum(sizes[order])
+    # Integer arithmetic, so that rounding never takes more documents from a shard than it has.
+    counts = np.diff((upto.astype(object) * total + folder.documents // 2) // folder.documents, prepend=0)
+    places = np.random.PCG64((seed, HELD_OUT_PLACE)).random_raw(len(folder.shards))
+    runs: dict[int, Range] = {}
+    for shard, count in zip(order.tolist(), map(int, counts), strict=True):
+        begin = int(places[shard]) % (int(sizes[shard]) - count + 1)
+        runs[shard] = Range(folder.shards[shard], begin, begin + count)
+    return [runs[shard] for shard in range(len(folder.shards))]

@@ -1,26 +1,36 @@
-"""Which files a source names, in an order that never changes."""
+"""Sources of documents: files, folders, globs, Hugging Face data sets, the standard library.
+
+A source's files have a fixed order, and files that two sources share are found before either is read.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import glob
 import os
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
+
+from gecko.data.readers import decode_text, format_of, read_file, text_field
+from gecko.data.shards import is_shard_folder
+from gecko.runtime.extras import require
 
 STDLIB = "stdlib"
-"""The source that stands for the Python standard library's own source files."""
+"""Name of the source that is the source files of the Python standard library."""
 
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"})
-"""Folders beside or inside the standard library that are not read with it."""
+"""Folders in the standard library's folder that the source leaves out."""
 
 
 def find_files(source: str) -> list[Path]:
-    """Files of a path, a folder (all files in it, hidden ones left out) or a glob, sorted by path.
+    """Return the files of a path, a folder (all files at any depth, without hidden ones) or a glob, sorted by path.
 
     Raises:
-        FileNotFoundError: there is nothing at the path, in the folder or for the glob.
+        FileNotFoundError: the path does not exist, or the folder or glob has no files.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -38,10 +48,10 @@ def find_files(source: str) -> list[Path]:
 
 
 def stdlib_files() -> list[Path]:
-    """The Python standard library's ``.py`` files on this machine, sorted by path, without its tests.
+    """Return the ``.py`` files of the Python standard library on this machine, sorted by path, without its tests.
 
     Raises:
-        FileNotFoundError: this Python keeps its library elsewhere than in ``.py`` files.
+        FileNotFoundError: this Python's library is not stored in ``.py`` files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     # The build configuration differs from machine to machine and is not part of the library's source.
@@ -53,7 +63,7 @@ def stdlib_files() -> list[Path]:
     if not files:
         raise FileNotFoundError(
             f"the source {STDLIB!r} needs the standard library's .py files; got none in {root}. "
-            f"Name files of your own, or use a full installation of Python."
+            f"Name your own files, or use a full installation of Python."
         )
     return files
 
@@ -77,7 +87,7 @@ def _glob_files(pattern: str) -> list[Path]:
 
 
 def _sorted_below(root: Path, skip: Callable[[str], bool]) -> list[Path]:
-    """Files at any depth whose name, and the names of their folders below ``root``, are not skipped."""
+    """Return the files below ``root`` whose name, and whose folders' names, are not skipped."""
     files = []
     for folder, folder_names, file_names in os.walk(root):
         # Pruned in place, so that a large folder such as site-packages or .git is not walked at all.
@@ -88,3 +98,197 @@ def _sorted_below(root: Path, skip: Callable[[str], bool]) -> list[Path]:
 
 def _names_beside(path: Path) -> list[str]:
     return [STDLIB, *(entry.name for entry in path.parent.iterdir())] if path.parent.is_dir() else []
+
+
+HUGGING_FACE = "hf:"
+
+
+def load_documents(source: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> Iterator[str]:
+    """Return an iterator over the non-empty documents of one source or of several, always in the same order.
+
+    Args:
+        source: a text file (one document), ``.jsonl``, ``.ndjson``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet``
+            (one document per record), ``.gz`` or ``.zst`` of these but Parquet, a folder (every file at any
+            depth), a glob, ``hf:NAME[:split]`` or ``hf:NAME:CONFIG:split`` (a Hugging Face data set, streamed), or
+            ``stdlib`` (the Python standard library's source files); or a list of these.
+        field: field, or column, of records that holds the text.
+
+    Returns:
+        An iterator. Files are found in this call and read during iteration. A file that
+        several sources name is read once.
+
+    Raises:
+        FileNotFoundError: in this call, a source names no file.
+        ValueError: in this call, there is no source, or a file's suffix is of a format that cannot be read; while
+            iterating, a file is binary, truncated or malformed, or a source holds no text.
+    """
+    return _checked(find_sources(source, field=field))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Unit of reading: one file, a data set, or a piece of a data set. All fields can be written as JSON."""
+
+    kind: Literal["file", "stdlib", "dataset"]
+    name: str
+    """The file's path, or the data set's name."""
+    field: str
+    size: int = 0
+    """Size of the file in bytes; 0 for a data set, whose size is not known before it is read."""
+    config: str | None = None
+    split: str = ""
+    piece: int = 0
+    pieces: int = 1
+    """Index of this piece of the data set, and the number of pieces."""
+
+    def read(self) -> Iterator[str]:
+        """Return an iterator over the documents in order; they may be empty.
+
+        Raises:
+            ValueError: see ``load_documents``.
+        """
+        if self.kind == "dataset":
+            return _read_dataset(self)
+        return read_file(Path(self.name), self.field) if self.kind == "file" else _read_stdlib(Path(self.name))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Parts of one source, without the files of earlier sources."""
+
+    spec: str
+    parts: tuple[Part, ...]
+
+
+def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> list[Source]:
+    """Find the files and data sets of one source or of several; arguments and errors as for ``load_documents``.
+
+    A source whose files all belong to earlier sources is left out.
+    """
+    specs = [os.fspath(source)] if isinstance(source, str | os.PathLike) else list(source)
+    if not specs or not all(specs):
+        raise ValueError(f"a source of documents must be named, such as a folder or {STDLIB!r}; got {source!r}.")
+    seen: set[Path] = set()
+    found = [Source(spec, _find_parts(spec, field, seen)) for spec in specs]
+    return [source for source in found if source.parts]
+
+
+def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[Part, ...]:
+    """Return the parts of a source without the files in ``seen``, and add its files to ``seen``."""
+    if spec.startswith(HUGGING_FACE):
+        name, config, split = _parse_dataset(spec)
+        return (Part("dataset", name, field, config=config, split=split),)
+    files = stdlib_files() if spec == STDLIB else find_files(spec)
+    # A document that is read twice, also through a link, could be in the training and in the validation part.
+    fresh = []
+    for path in files:
+        if (real := path.resolve()) not in seen:
+            seen.add(real)
+            # Refuse a format now, not after hours of reading other files.
+            format_of(path)
+            fresh.append(path)
+    kind: Literal["file", "stdlib"] = "stdlib" if spec == STDLIB else "file"
+    return tuple(Part(kind, str(path), field, path.stat().st_size) for path in fresh)
+
+
+def dataset_pieces(part: Part) -> tuple[Part, ...]:
+    """Divide a data set into pieces that can be read in parallel, in its order; a file is returned as it is."""
+    if part.kind != "dataset":
+        return (part,)
+    pieces = _open_dataset(part).num_shards
+    return tuple(dataclasses.replace(part, piece=piece, pieces=pieces) for piece in range(pieces))
+
+
+def _checked(sources: list[Source]) -> Iterator[str]:
+    for source in sources:
+        empty = True
+        for part in source.parts:
+            for text in part.read():
+                if text:
+                    empty = False
+                    yield text
+        if empty:
+            raise empty_source(source.spec)
+
+
+def empty_source(spec: str) -> ValueError:
+    return ValueError(f"a source must hold at least one document with text; got {spec!r}, which is empty.")
+
+
+def _read_stdlib(path: Path) -> Iterator[str]:
+    try:
+        yield decode_text(path.read_bytes(), str(path))
+    except ValueError:
+        # A few files of the library have other encodings. The user did not choose them, so they are left out.
+        return
+
+
+def _read_dataset(part: Part) -> Iterator[str]:
+    records = _open_dataset(part)
+    if part.pieces > 1:
+        records = records.shard(num_shards=part.pieces, index=part.piece)
+    where = part.name if part.pieces == 1 else f"{part.name}, piece {part.piece} of {part.pieces}"
+    for number, record in enumerate(records):
+        yield text_field(record, part.field, f"{where}, record {number},")
+
+
+def _open_dataset(part: Part) -> Any:
+    datasets = require("datasets", "data")
+    try:
+        return datasets.load_dataset(part.name, part.config, split=part.split, streaming=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the Hugging Face data set {part.name!r} (configuration {part.config}, split {part.split!r}) must be one "
+            f"that can be reached, as hf:NAME[:split] or hf:NAME:CONFIG:split; got: {error}"
+        ) from error
+
+
+def _parse_dataset(spec: str) -> tuple[str, str | None, str]:
+    parts = spec.removeprefix(HUGGING_FACE).split(":")
+    if len(parts) > 3 or not all(parts):
+        raise ValueError(f"a data set must be named as hf:NAME[:split] or hf:NAME:CONFIG:split; got {spec!r}.")
+    name, *rest = parts
+    split = rest.pop() if rest else "train"
+    return name, rest[0] if rest else None, split
+
+
+def check_apart(validation: str, training: Iterable[str]) -> None:
+    """Raise ValueError if a file, a folder of shards or a data set's split is both trained on and held out.
+
+    Files are compared by their resolved paths.
+    """
+    held_out = _things(validation)
+    shared = sorted({thing for source in training for thing in _things(source)} & held_out)
+    if shared:
+        more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        raise ValueError(
+            f"data.validation must hold other texts than those trained on; got {validation!r}, of which {shared[0]}"
+            f"{more} would be trained on too. Keep held-out files in a folder of their own, or name the training "
+            "files with a glob that leaves them out."
+        )
+
+
+def check_disjoint(mixture: Iterable[str]) -> None:
+    """Raise ValueError if two sources of a mixture share a file, a folder of shards or a data set's split.
+
+    Each source holds out some of its documents, and the other source would train on them.
+    """
+    owner: dict[str, str] = {}
+    for source in mixture:
+        for thing in sorted(_things(source)):
+            if thing in owner:
+                raise ValueError(
+                    f"sources of a mixture that hold out a part of their documents must have none in common; {thing} "
+                    f"is in {owner[thing]!r} and in {source!r}, so what one holds out the other would train on. Name "
+                    "files with globs that leave each other's out, or held-out files of their own with data.validation."
+                )
+            owner[thing] = source
+
+
+def _things(source: str) -> set[str]:
+    if is_shard_folder(source):
+        return {str(Path(source).expanduser().resolve())}
+    parts = [part for found in find_sources(source) for part in found.parts]
+    if source.startswith(HUGGING_FACE):
+        return {f"{part.name} ({part.config}, {part.split})" for part in parts}
+    return {str(Path(part.name).resolve()) for part in parts}

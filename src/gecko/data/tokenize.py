@@ -1,7 +1,7 @@
-"""Any corpus to token shards, in parallel: what was written stays, however the work is interrupted.
+"""Parallel tokenization of a corpus into token shards, resumable after any interruption.
 
-The corpus is cut into tasks, one for each shard, which depend on nothing but the corpus. A task is done once its
-shard's record is there, so the same call goes on after any stop, on one machine or on many.
+The corpus alone determines its tasks, one per shard. A task is done when the record of its shard exists, so the same
+call continues after a stop, on one machine or on several.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -16,20 +17,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from gecko.data.corpus import Part, dataset_pieces, empty_source, find_sources
 from gecko.data.packing import batches
 from gecko.data.shards import FORMAT, MANIFEST, SUFFIXES, Manifest, Shard, ShardRecord, TokenizerRecord
+from gecko.data.sources import Part, dataset_pieces, empty_source, find_sources
 from gecko.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
-from gecko.files import whole_file
+from gecko.io.files import whole_file
+from gecko.io.json_files import parse_object
 
 PLAN = "tokenize.json"
 SHARD_BYTES = (1 << 20, 1 << 30)
-"""The least and the most bytes of files that neighbours are put together to."""
+"""Bounds on the bytes of consecutive files that become one shard."""
+_MANIFEST_SECONDS = 60.0
+"""Age of a temporary manifest after which its process must be gone; writing takes far less."""
 SHARDS = 64
-"""How many shards a corpus becomes, where that keeps to ``SHARD_BYTES``: work for as many processor cores."""
+"""Number of shards of a corpus, within ``SHARD_BYTES``; as many processor cores can work on it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TokenizingPlan:
-    """Everything that decides what a folder of shards will hold."""
+    """Complete description of a folder of shards before it is written."""
 
     folder: Path
     tokenizer: TokenizerRecord
@@ -55,14 +60,16 @@ class TokenizingPlan:
 
     @classmethod
     def make(cls, sources: list[str], tokenizer: Tokenizer, folder: Path, *, field: str = "text") -> TokenizingPlan:
-        """Find the corpus and cut it into tasks.
+        """Find the corpus and divide it into tasks.
 
         Raises:
-            FileNotFoundError, ValueError: a source names nothing, or the folder lies inside one.
+            FileNotFoundError, ValueError: a source has no files, or the folder is inside a source.
         """
         _check_outside(folder, sources)
         found = find_sources(sources, field=field)
-        parts = [(s.spec, part) for s in found for whole in s.parts for part in dataset_pieces(_placed(whole))]
+        parts = [
+            (s.spec, part) for s in found for whole in s.parts for part in dataset_pieces(_with_absolute_path(whole))
+        ]
         tasks = tuple(
             Task(f"{number:05d}", group[0][0], tuple(part for _, part in group))
             for number, group in enumerate(_groups(parts))
@@ -71,48 +78,51 @@ class TokenizingPlan:
 
     @classmethod
     def load(cls, folder: Path) -> TokenizingPlan:
-        """What ``start`` wrote."""
-        content = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        tasks = tuple(
-            Task(task["name"], task["source"], tuple(Part(**part) for part in task["parts"]))
-            for task in content["tasks"]
-        )
-        return cls(folder, TokenizerRecord(**content["tokenizer"]), tasks)
+        """Read the plan that ``start`` wrote. ValueError names the file if it is damaged."""
+
+        def parse(content: dict[str, Any]) -> TokenizingPlan:
+            tasks = tuple(
+                Task(task["name"], task["source"], tuple(Part(**part) for part in task["parts"]))
+                for task in content["tasks"]
+            )
+            return cls(folder, TokenizerRecord(**content["tokenizer"]), tasks)
+
+        return parse_object(folder / PLAN, "a plan of gecko tokenize", parse)
 
     def start(self) -> None:
-        """Make the folder, or find it as this plan left it.
+        """Create the folder with this plan, or check that it already has it.
 
         Raises:
             FileExistsError: the folder holds something else; nothing is overwritten.
         """
         path, content = self.folder / PLAN, self._content()
         if path.is_file():
-            if path.read_text(encoding="utf-8") != content:
+            if path.read_bytes() != content.encode():
                 raise FileExistsError(
                     f"{self.folder} holds shards of other sources, another tokenizer or files that have changed since, "
                     "and nothing there is overwritten. Choose another folder with --out."
                 )
             return
-        # Killed while it wrote the plan, an earlier start left a part of it.
+        # A process that was killed while it wrote the plan leaves a temporary file.
         if self.folder.is_dir() and any(not entry.name.startswith(f".{PLAN}.") for entry in self.folder.iterdir()):
             raise FileExistsError(f"{self.folder} must be a new or an empty folder. Choose another one with --out.")
         with whole_file(path) as temporary:
             temporary.write_text(content, encoding="utf-8")
 
     def done(self) -> list[ShardRecord]:
-        """The shards that are there, whole, in the order of tasks."""
+        """Return the records of the complete shards in the order of tasks."""
         records = (read_record(self, task) for task in self.tasks)
         return [record for record in records if record is not None]
 
     def finish(self) -> Manifest | None:
-        """Write the manifest once all shards are there; None while some are not.
+        """Write the manifest and return it if all shards are complete, otherwise return None.
 
         Raises:
             ValueError: a source has no text.
         """
         written = {path.name for path in self.folder.glob("*.json")}
         if any(f"{task.name}.json" not in written for task in self.tasks):
-            # Of thousands of tasks, all but the last few find out without reading thousands of records.
+            # This check is fast: most of thousands of tasks return here without reading thousands of records.
             return None
         records = self.done()
         if len(records) < len(self.tasks):
@@ -122,22 +132,39 @@ class TokenizingPlan:
                 raise empty_source(spec)
         manifest = Manifest(self.tokenizer, tuple(records))
         _write_text(self.folder / MANIFEST, manifest.to_json())
-        for leftover in self.folder.glob(".[0-9]*.ds*"):
-            # Of a process that was killed while it wrote.
-            leftover.unlink(missing_ok=True)
+        self._remove_leftovers()
         return manifest
+
+    def _remove_leftovers(self) -> None:
+        """Delete the temporary files of processes that were killed.
+
+        All shards are complete, so no file of a shard is being written. Another process may be writing the manifest, so
+        a temporary manifest is deleted only if it is old.
+        """
+        for leftover in self.folder.glob(".*.????????"):
+            name = leftover.name[1:].rpartition(".")[0]
+            if name == PLAN or name.partition(".")[0].isdigit() or (name == MANIFEST and _is_old(leftover)):
+                leftover.unlink(missing_ok=True)
 
     def _content(self) -> str:
         tasks = [dataclasses.asdict(task) for task in self.tasks]
         return json.dumps({"format": FORMAT, "tokenizer": dataclasses.asdict(self.tokenizer), "tasks": tasks}, indent=1)
 
 
+def _is_old(manifest: Path) -> bool:
+    """Return whether the process that wrote a temporary manifest must be gone."""
+    try:
+        return time.time() - manifest.stat().st_mtime > _MANIFEST_SECONDS
+    except FileNotFoundError:
+        return False
+
+
 def run_task(folder: Path, number: int) -> ShardRecord:
-    """Write the shard of one task of the plan in ``folder``, unless it is there.
+    """Write the shard of one task of the plan in ``folder``, unless it is complete.
 
     Raises:
-        ValueError: the corpus cannot be read, or has changed, or the tokenizer has.
-        OSError: the disk refused; no part of the shard is left.
+        ValueError: the corpus cannot be read, or the corpus or the tokenizer has changed.
+        OSError: writing failed; no part of the shard is left.
     """
     plan = TokenizingPlan.load(folder)
     task = plan.tasks[number]
@@ -167,18 +194,18 @@ def write_shard(plan: TokenizingPlan, task: Task, tokenizer: Tokenizer, encoders
 
 
 def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
-    """A task's shard, or None where it is not there, whole."""
+    """Return the record of a task's shard; None if the shard is missing or incomplete."""
     try:
         content = json.loads((plan.folder / f"{task.name}.json").read_text(encoding="utf-8"))
         record = ShardRecord(**{**content, "sha256": tuple(content["sha256"])})
         Shard(plan.folder, record, plan.tokenizer.dtype).check_sizes()
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return record
 
 
-def _placed(part: Part) -> Part:
-    """The same from every working folder: on a cluster tasks begin in other ones."""
+def _with_absolute_path(part: Part) -> Part:
+    """Make a part's path absolute: on a cluster, tasks start in other working folders."""
     local = part.kind != "dataset" or Path(part.name).exists()
     return dataclasses.replace(part, name=os.path.abspath(part.name)) if local else part
 
@@ -188,13 +215,13 @@ def _check_outside(folder: Path, sources: list[str]) -> None:
         path = Path(source).expanduser()
         if path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
             raise ValueError(
-                f"the folder for the shards must lie outside the sources; {folder} is inside {source}, and what is "
-                "written there would be read as text the next time."
+                f"the folder for the shards must lie outside the sources; {folder} is inside {source}, and shards "
+                "there would be read as text the next time."
             )
 
 
 def _groups(parts: list[tuple[str, Part]]) -> Iterator[list[tuple[str, Part]]]:
-    """Neighbours of one source put together until they are large enough for a shard; pieces of data sets alone."""
+    """Group consecutive files of a source into shards; a piece of a data set is a shard by itself."""
     least, most = SHARD_BYTES
     target = min(max(sum(part.size for _, part in parts) // SHARDS, least), most)
     group: list[tuple[str, Part]] = []
@@ -211,7 +238,7 @@ def _groups(parts: list[tuple[str, Part]]) -> Iterator[list[tuple[str, Part]]]:
 def _write_tokens(
     path: Path, encoded: Iterator[tuple[list[str], list[TokenIds]]], tokenizer: TokenizerRecord
 ) -> tuple[array, array, str]:
-    """Lengths and text bytes of the documents, and the SHA-256 of what was written."""
+    """Write the ids; return lengths and text bytes of the documents, and the SHA-256 of the file."""
     dtype = tokenizer.dtype
     start = np.array([tokenizer.document_start], dtype).tobytes()
     end = np.array([tokenizer.document_end], dtype).tobytes()
@@ -235,7 +262,7 @@ def _documents(task: Task) -> Iterator[str]:
             _check_size(part)
             yield from part.read()
         except OSError as error:
-            # Left as it is, it would be taken for an error of the disk that the shard is written to.
+            # An OSError would be reported as an error of the disk that the shard is written to.
             raise ValueError(
                 f"{part.name} must be readable while it is tokenized; got: {error.strerror or error}. Make it so and "
                 "run the same command again: shards that are there stay."
@@ -254,13 +281,13 @@ def _check_size(part: Part) -> None:
 def _encoded(
     texts: Iterator[list[str]], tokenizer: Tokenizer, encoders: Executor
 ) -> Iterator[tuple[list[str], list[TokenIds]]]:
-    """Batches with their ids; the next one is encoded while the caller is busy with this one."""
+    """Yield batches with their ids; the next batch is encoded while the caller works on this one."""
     waiting = None
     for batch in texts:
-        begun = (batch, encoders.submit(tokenizer.encode_batch, batch))
+        submitted = (batch, encoders.submit(tokenizer.encode_batch, batch))
         if waiting is not None:
             yield waiting[0], waiting[1].result()
-        waiting = begun
+        waiting = submitted
     if waiting is not None:
         yield waiting[0], waiting[1].result()
 
@@ -270,7 +297,7 @@ def _same_tokenizer(record: TokenizerRecord) -> Tokenizer:
     tokenizer = load_tokenizer(record.name)
     if tokenizer.digest != record.digest:
         raise ValueError(
-            f"the tokenizer {record.name!r} must be the one that the folder was begun with; its file has changed. "
+            f"the tokenizer {record.name!r} must be the one that the folder was started with; its file has changed. "
             "Restore it, or tokenize into a new folder."
         )
     return tokenizer

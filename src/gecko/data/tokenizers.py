@@ -1,8 +1,9 @@
-"""Text to token ids and back: bytes, Hugging Face ``tokenizer.json``, SentencePiece."""
+"""Tokenizers (bytes, Hugging Face ``tokenizer.json``, SentencePiece) and their files in a model folder."""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,66 +11,67 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gecko.extras import require
-from gecko.json_file import read_object
+from gecko.io.files import whole_file
+from gecko.io.json_files import read_object
+from gecko.runtime.extras import require
 
 TokenIds = NDArray[np.int64]
 
 START_TOKENS = ("<s>", "<bos>", "<|begin_of_text|>")
 END_TOKENS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
-"""Names that tokenizers without a configuration give to the document borders, most telling first."""
+"""Names of the document borders in tokenizers without a configuration, the most specific first."""
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """Interface of a tokenizer."""
 
     @property
     def name(self) -> str:
-        """What ``load_tokenizer`` makes this tokenizer from, wherever it is called."""
+        """Argument with which ``load_tokenizer`` loads this tokenizer from any working folder."""
 
     @property
     def digest(self) -> str:
-        """Says whether two tokenizers make the same ids of all texts: SHA-256 of the tokenizer's file and borders."""
+        """SHA-256 of the tokenizer's file and borders: tokenizers with equal digests encode every text equally."""
 
     @property
     def folder(self) -> Path | None:
-        """Where its files lie, on this machine; None without any."""
+        """Folder of its files on this machine; None if it has no files."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """Largest id plus one."""
 
     @property
     def document_start(self) -> int:
-        """Id put before every document."""
+        """Id that precedes every document."""
 
     @property
     def document_end(self) -> int:
-        """Id put after every document; may be the same."""
+        """Id that follows every document; it may equal ``document_start``."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids that stand for no text, the document borders among them; text never encodes to one."""
+        """Ids that stand for no text, such as the document borders; no text encodes to them."""
 
     @property
     def special_texts(self) -> Mapping[str, int]:
-        """Special ids by how a chat template writes them; those that have no such name are left out."""
+        """Special ids by their names in chat templates; ids without a name are left out."""
 
     def encode(self, text: str) -> TokenIds:
-        """Ids of ``text``, (length,) int64, without document borders."""
+        """Return the ids of ``text``, (length,) int64, without document borders."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """``encode`` of every text, on all processor cores where the library can."""
+        """Encode every text, on all processor cores if the library can."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``; special ids and ids beyond the vocabulary stand for none.
+        """Return the text of ``ids``, without special ids and ids beyond the vocabulary.
 
         Bytes that are not UTF-8 become U+FFFD.
         """
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8 text; 256 starts and ends a document."""
+    """Tokenizer of bytes: ids 0 to 255 are the bytes of UTF-8 text, 256 starts and ends a document."""
 
     name = digest = "bytes"
     folder: Path | None = None
@@ -90,12 +92,12 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` read by the ``tokenizers`` library.
+    """Tokenizer of a ``tokenizer.json``, read by the ``tokenizers`` library.
 
     Args:
-        path: the ``tokenizer.json``.
+        path: path of the ``tokenizer.json``.
         name: see ``Tokenizer.name``.
-        config: the ``tokenizer_config.json`` that names the document borders, if there is one.
+        config: path of the ``tokenizer_config.json`` that names the document borders, or None.
     """
 
     def __init__(self, path: Path, name: str, config: Path | None) -> None:
@@ -104,14 +106,14 @@ class HuggingFaceTokenizer:
             self._tokenizer = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise _unreadable(path, "a tokenizer.json of the tokenizers library", error) from error
-        # Many published files carry these over from the batches of another use.
+        # Many published files contain settings for the batches of another use.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name, self.folder = name, path.absolute().parent
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.document_start, self.document_end = _find_borders(vocabulary, _read_config(config), name)
-        # Without both, a document that quotes "<|endoftext|>" would be cut in two by it.
+        # Without these two lines, "<|endoftext|>" quoted in a document would end the document.
         self._tokenizer.encode_special_tokens = True
         self._mark_special(library, {self.document_start, self.document_end})
         added = self._tokenizer.get_added_tokens_decoder()
@@ -121,7 +123,7 @@ class HuggingFaceTokenizer:
         self.digest = _digest(path, self.document_start, self.document_end)
 
     def _mark_special(self, library: Any, ids: set[int]) -> None:
-        """Not every file says of its borders that they are."""
+        """Mark ids as special, because not every file marks its borders."""
         texts = [self._tokenizer.id_to_token(index) for index in sorted(ids)]
         self._tokenizer.add_special_tokens([library.AddedToken(text, special=True, normalized=False) for text in texts])
 
@@ -138,7 +140,7 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece ``.model`` file."""
+    """Tokenizer of a SentencePiece ``.model`` file."""
 
     def __init__(self, path: Path) -> None:
         library = require("sentencepiece", "tokenizers")
@@ -168,15 +170,15 @@ class SentencePieceTokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that ``spec`` names.
+    """Load a tokenizer.
 
     Args:
         spec: ``bytes``; the path of a ``tokenizer.json``, of a folder that holds one, or of a
             SentencePiece ``.model``; or a name on the Hugging Face hub.
 
     Raises:
-        FileNotFoundError: a path leads nowhere, or the name cannot be fetched.
-        ValueError: the file is no tokenizer, or has no token for the end of a document.
+        FileNotFoundError: the path does not exist, or the name cannot be fetched.
+        ValueError: the file is not a tokenizer, or has no token for the end of a document.
     """
     if spec == ByteTokenizer.name:
         return ByteTokenizer()
@@ -191,11 +193,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that a model of ``vocab_size`` rows cannot embed.
-
-    Raises:
-        ValueError: the tokenizer's vocabulary is larger than the model's.
-    """
+    """Raise ValueError if a tokenizer has ids that a model with ``vocab_size`` embeddings lacks."""
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"the model's vocabulary must hold every id of the tokenizer; got vocab_size={vocab_size} and the "
@@ -205,7 +203,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def text_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
-    """Those of ``ids`` that stand for text.
+    """Return the ``ids`` that stand for text.
 
     Raises:
         ValueError: an id is negative.
@@ -242,7 +240,7 @@ def _from_hub(name: str) -> Tokenizer:
 
 
 def _fetch_beside(hub: Any, name: str, file: str) -> Path | None:
-    """A file that not every tokenizer has; the hub's library puts it beside the others."""
+    """Fetch an optional file of a tokenizer, which the hub's library stores beside the others; None if it has none."""
     try:
         return Path(hub.hf_hub_download(name, file))
     except require("huggingface_hub.errors", "tokenizers").EntryNotFoundError:
@@ -270,7 +268,7 @@ def _read_config(path: Path | None) -> dict[str, Any]:
 
 
 def _find_borders(vocabulary: dict[str, int], config: dict[str, Any], name: str) -> tuple[int, int]:
-    """Ids of the document borders: those the configuration names, else those with a well-known name."""
+    """Return the ids of the document borders: those in the configuration, else those with a known name."""
     named = [_token_text(config.get(key)) for key in ("bos_token", "eos_token")]
     if any(token in vocabulary for token in named):
         start, end = (None if token is None else vocabulary.get(token) for token in named)
@@ -283,7 +281,7 @@ def _find_borders(vocabulary: dict[str, int], config: dict[str, Any], name: str)
 
 
 def _token_text(token: Any) -> str | None:
-    """A configuration writes a token as its text or as an object that holds it."""
+    """Return a token's text; a configuration contains the text or an object with the text."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -293,7 +291,7 @@ def _valid(index: int) -> int | None:
 
 
 def _pair(start: int | None, end: int | None, name: str) -> tuple[int, int]:
-    """Both borders; one stands in for the other where only one is known."""
+    """Return both borders; if only one is known, it is used for both."""
     known = end if end is not None else start
     if known is None:
         raise ValueError(
@@ -301,3 +299,40 @@ def _pair(start: int | None, end: int | None, name: str) -> tuple[int, int]:
             f"tokenizer_config.json with 'eos_token' beside it (known without one: {', '.join(END_TOKENS)})."
         )
     return (known if start is None else start), known
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+"""File names of a tokenizer; if a folder has both, ``load_tokenizer`` reads the first."""
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""File names of optional settings beside a tokenizer."""
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZERS)
+
+
+def copy_tokenizer(spec: str, folder: Path) -> None:
+    """Copy the files of the tokenizer ``spec`` to ``folder``, each atomically, and delete those of another tokenizer.
+
+    The bytes tokenizer has no files. A tokenizer of the hub is not copied: its name is valid everywhere.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    files = _tokenizer_files(spec)
+    for name, path in files.items():
+        with whole_file(folder / name) as temporary:
+            shutil.copyfile(path, temporary)
+    for name in {*TOKENIZERS, *SETTINGS} - files.keys():
+        (folder / name).unlink(missing_ok=True)
+
+
+def _tokenizer_files(spec: str) -> dict[str, Path]:
+    """Return the files to copy by name; of ``TOKENIZERS`` only the one that ``load_tokenizer`` reads."""
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        path = next((path / name for name in TOKENIZERS if (path / name).is_file()), path)
+    if spec == ByteTokenizer.name or not path.is_file():
+        return {}
+    beside = {name: path.with_name(name) for name in SETTINGS if path.with_name(name).is_file()}
+    return {"tokenizer.model" if path.suffix == ".model" else "tokenizer.json": path, **beside}

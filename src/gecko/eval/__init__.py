@@ -1,7 +1,6 @@
-"""What a model can do, measured: every evaluation gives one ``Results``, with n, intervals, seed and hardware."""
+"""Evaluations of a model. Each returns one ``Results`` with sample sizes, intervals, seed and hardware."""
 
-from gecko.eval.llama_model import LlamaModel
 from gecko.eval.results import Results, Score
-from gecko.eval.scored_model import GeckoModel, ScoredModel
+from gecko.eval.scored_model import GeckoModel, LlamaModel, ScoredModel
 
 __all__ = ["GeckoModel", "LlamaModel", "Results", "Score", "ScoredModel"]

@@ -1,35 +1,120 @@
-"""The short tasks of the paper's Table 1 with lm-evaluation-harness, from the hub or from local files."""
+"""The short tasks of the paper's Table 1 with lm-evaluation-harness, with data from the hub or from local files.
+
+``HarnessModel`` is the adapter for ``lm_eval.simple_evaluate(model=...)``. Importing this module needs the extra
+``eval``.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from torch import Tensor
+from tqdm import tqdm
 
 from gecko.config import unknown_name
-from gecko.eval.intervals import bootstrap_mean, wilson
-from gecko.eval.results import Results, Score
-from gecko.eval.scored_model import ScoredModel
-from gecko.extras import require
+from gecko.eval.results import Results, Score, bootstrap_mean, wilson
+from gecko.eval.scored_model import ScoredModel, encode_document
+from gecko.runtime.extras import require
+
+_BLOCK = 1 << 16
+"""Tokens per block in which texts are given to the model."""
+_NEW_TOKENS = 256
+"""Default number of tokens per answer, as in the harness's own models."""
+
+Pair = tuple[tuple[str, str], list[int], list[int]]
+
+
+class HarnessModel(TemplateLM):
+    """Model for lm-evaluation-harness that never truncates texts.
+
+    Contexts start with the document-start token. The choices of a question share one reading of the context.
+
+    Raises:
+        ValueError: a task asks for sampling, which no task of the suite does.
+    """
+
+    def __init__(self, model: ScoredModel[Any]) -> None:
+        super().__init__()
+        self._model = model
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._model.tokenizer.document_end
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._model.tokenizer.document_start
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._model.tokenizer.name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._model.tokenizer.encode(string).tolist()
+
+    def _loglikelihood_tokens(
+        self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Return, per (texts, context, continuation), the continuation's log-probability and whether it is greedy."""
+        found, read_ids, reading = [], None, None
+        for (context, text), before, tokens in tqdm(requests, "scoring", disable=disable_tqdm or None):
+            if not tokens:
+                raise ValueError(f"a continuation must have at least one token; got {text!r} after {context[-40:]!r}.")
+            ids = before if before[:1] == [self.prefix_token_id] else [self.prefix_token_id, *before]
+            if ids != read_ids:
+                read_ids, reading = ids, self._model.read(torch.tensor(ids))
+            losses, greedy = self._model.predict(reading, torch.tensor(tokens))
+            found.append((-float(losses.double().sum()), bool(greedy.all())))
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probabilities of whole texts, each token given all of the text before it."""
+        found = []
+        for request in tqdm(requests, "scoring", disable=disable_tqdm or None):
+            pieces = self._model.losses(_blocks(encode_document(self._model.tokenizer, request.args[0])))
+            found.append(-sum(float(losses.double().sum()) for losses in pieces))
+        return found
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        found = []
+        for request in tqdm(requests, "answering", disable=disable_tqdm or None):
+            context, settings = request.args
+            if settings.get("do_sample"):
+                raise ValueError("generation must be greedy here; the task asks for do_sample=True.")
+            until = settings.get("until") or []
+            stops = [until] if isinstance(until, str) else list(until)
+            limit = settings.get("max_gen_toks", _NEW_TOKENS)
+            reading = self._model.read(encode_document(self._model.tokenizer, context))
+            found.append(self._model.write(reading, int(limit), [stop for stop in stops if stop]))
+        return found
+
+
+def _blocks(tokens: Tensor) -> Iterator[Tensor]:
+    yield from tokens.split(_BLOCK)
+
 
 SUBJECT = "mmlu_"
 SPLITS = {"train": "train", "val": "validation", "validation": "validation", "dev": "dev", "test": "test"}
-"""How a file's name ends, and the split's name."""
+"""Split by the last part of a file's name."""
 SUFFIXES = (".arrow", ".jsonl")
 
 
 @dataclass(frozen=True)
 class AcademicTask:
-    """One of Table 1. ``metric`` is the table's; others that the harness gives are reported beside it."""
+    """A task of Table 1. ``metric`` is the table's; the harness's other metrics are reported too."""
 
     shots: int
     metric: str
     folder: str
-    """Where the harness keeps its definition."""
+    """Folder of the task's definition in the harness."""
 
 
 TASKS: Mapping[str, AcademicTask] = {
@@ -52,20 +137,21 @@ def academic(
     """Evaluate tasks with the table's shots and metrics.
 
     Args:
-        tasks: names of ``TASKS``; none: all, or with ``data`` all that it holds.
-        data: a folder of files ``TASK_SPLIT.arrow`` or ``.jsonl`` (``piqa_val.arrow``, ``mmlu_anatomy_test.arrow``),
-            in the hub's own columns; None: the hub.
-        limit: only so many first items of every task.
-        seed: of the shots drawn from a split, and of the bootstrap.
+        tasks: names from ``TASKS``. If empty, all tasks, or with ``data`` all tasks in that folder.
+        data: folder of files ``TASK_SPLIT.arrow`` or ``.jsonl`` (``piqa_val.arrow``, ``mmlu_anatomy_test.arrow``), with
+            the columns of the hub; None for the hub.
+        limit: use only the first ``limit`` items of every task.
+        seed: seed of the shots and of the bootstrap.
 
     Raises:
-        ValueError, FileNotFoundError: unknown tasks, or tasks asked for that ``data`` does not hold.
+        ValueError: a task is unknown.
+        FileNotFoundError: ``data`` does not hold a task that is asked for.
     """
     for task in tasks:
         if task not in TASKS:
             raise ValueError(unknown_name("task", task, TASKS))
     require("lm_eval", "eval")
-    # It warns of every setting that is not the default.
+    # The harness warns about every setting that is not the default.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     specs, notes = _from_hub(tasks or list(TASKS)) if data is None else _from_files(data, tasks)
     loaded = _load(specs, seed)
@@ -84,7 +170,7 @@ def _from_hub(tasks: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _from_files(folder: Path, tasks: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The harness's tasks with their splits taken from files."""
+    """Return the harness's tasks with splits from files, and notes."""
     found = _local_splits(folder)
     by_task: dict[str, list[str]] = {}
     for name in found:
@@ -111,7 +197,7 @@ def _from_files(folder: Path, tasks: Sequence[str]) -> tuple[list[dict[str, Any]
 
 
 def _local_splits(folder: Path) -> dict[str, dict[str, Path]]:
-    """Files by task and split."""
+    """Return the files by task and split."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"--data must be a folder of files such as piqa_val.arrow; there is no folder {folder}."
@@ -125,14 +211,14 @@ def _local_splits(folder: Path) -> dict[str, dict[str, Path]]:
 
 
 def _local_task(name: str, shots: int, splits: Mapping[str, Path], notes: list[str]) -> dict[str, Any]:
-    """Evaluated is the validation split, else the test's. Shots are of dev, else train, else of other items there."""
+    """Return a task on the validation or else the test split, with shots from dev, train, or else the same split."""
     evaluated = next((split for split in ("validation", "test") if split in splits), None)
     if evaluated is None:
         raise FileNotFoundError(f"{name} must have a file {name}_val or {name}_test; there is only {list(splits)}.")
     source = next((split for split in ("dev", "train") if split in splits), evaluated)
     if shots and source == evaluated:
         notes.append(f"{name}: its {shots} shots are other items of the {evaluated} split; there is no other file")
-    # The harness keeps an item out of its own shots only where the split of shots is the one it calls test.
+    # The harness excludes an item from its own shots only if shots are from the split that it calls the test split.
     return {
         "task": name, "num_fewshot": shots, "custom_dataset": lambda **_: _open(splits), "training_split": None,
         "validation_split": None, "test_split": evaluated, "fewshot_split": source,
@@ -146,7 +232,7 @@ def _open(splits: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def _load(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
-    """The harness's tasks by name. To look for definitions in the folders of these tasks only takes half a second."""
+    """Load the harness's tasks by name. Definitions are searched only in the folders of these tasks, for speed."""
     tasks = require("lm_eval.tasks", "eval")
     root = Path(str(tasks.__file__)).parent
     folders = [root / folder for folder in dict.fromkeys(task.folder for task in TASKS.values())]
@@ -161,14 +247,12 @@ def _load(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
 
 
 def _evaluate(model: ScoredModel[Any], tasks: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-    from gecko.eval.harness import HarnessModel
-
     evaluator = require("lm_eval.evaluator", "eval")
     return evaluator.evaluate(HarnessModel(model), {"tasks": dict(tasks)}, limit=limit, bootstrap_iters=0)
 
 
 def _scores(name: str, samples: Sequence[Mapping[str, Any]], seed: int) -> list[Score]:
-    """Every metric of a task; the table's first."""
+    """Return the scores of all metrics of a task, the table's metric first."""
     table = TASKS["mmlu" if name.startswith(SUBJECT) else name].metric
     metrics = sorted(samples[0]["metrics"], key=lambda metric: metric != table)
     return [_score(name, metric, [float(sample[metric]) for sample in samples], seed) for metric in metrics]
@@ -181,6 +265,6 @@ def _score(name: str, metric: str, values: Sequence[float], seed: int) -> Score:
 
 
 def _all_subjects(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Score]:
-    """MMLU over the items of all its subjects."""
+    """Return the MMLU score over the items of all subjects."""
     values = [float(item["acc"]) for name, items in samples.items() if name.startswith(SUBJECT) for item in items]
     return [_score("mmlu", "acc", values, 0)] if values else []

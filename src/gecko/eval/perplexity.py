@@ -1,4 +1,4 @@
-"""Perplexity against context length: the same tokens, with more and more text before them."""
+"""Perplexity by context length, and loss by position with a test for higher loss after chunk borders."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.eval.intervals import Values, bootstrap_mean
-from gecko.eval.results import Report, Results, Score, quiet
+from gecko.eval.results import Report, Results, Score, Values, bootstrap_mean, quiet, student
 from gecko.eval.scored_model import ScoredModel
 from gecko.eval.texts import Cursor, Text, TextSize, measure
+from gecko.runtime.extras import require
 
 LENGTHS = tuple(1024 * 4**power for power in range(7))
 """1 K to 4 M."""
 MOST_BLOCKS, LEAST_BLOCK = 4096, 1024
 _LARGEST_EXPONENT = 500
-"""Of a perplexity that is worth a number: texts of very long words have none by word."""
+"""Largest logarithm of a perplexity that is reported; texts of very long words exceed it per word."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is scored: of every text its first tokens, a multiple of the largest length."""
+    """Texts to score: the first tokens of each text, a multiple of the largest length."""
 
     lengths: tuple[int, ...]
     block: int
-    """Tokens whose losses are summed, the units of the bootstrap."""
+    """Tokens per block; blocks are the units of the bootstrap."""
     texts: list[Text]
     sizes: list[TextSize]
-    """Of what is scored of each text."""
+    """Size of the scored part of each text."""
     notes: list[str]
 
     @property
@@ -45,18 +45,18 @@ def perplexity(
     model: ScoredModel[Any], texts: Sequence[Text], lengths: Sequence[int] | None = None, *, seed: int = 0,
     report: Report = quiet,
 ) -> Results:  # fmt: skip
-    """Score texts once for every context length.
+    """Measure perplexity for every context length, on the same tokens.
 
-    A text is cut into disjoint segments of that length, each read from a fresh state after a document start, so
-    that all its tokens are scored, and the same ones for every length. Memory does not grow with length.
+    For each length a text is cut into disjoint segments of that length. Each segment is read from an empty state after
+    a document-start token, and all its tokens are scored. Memory does not grow with length.
 
     Args:
-        lengths: in tokens, each a divisor of the next; None: those of ``LENGTHS`` that fit into every text.
-            With lengths given, texts shorter than the largest are skipped, and the notes say so.
-        seed: of the bootstrap.
+        lengths: context lengths in tokens, each a divisor of the next; None for those of ``LENGTHS`` that fit into
+            every text. With given lengths, texts shorter than the largest are skipped and noted.
+        seed: seed of the bootstrap.
 
     Raises:
-        ValueError: lengths that are no divisors of one another, or texts that are all too short.
+        ValueError: a length does not divide the next one, or all texts are too short.
     """
     plan = _plan(model, texts, lengths)
     total, scores, before = plan.total, [], None
@@ -139,13 +139,13 @@ def _block_losses(model: ScoredModel[Any], plan: _Plan, length: int, report: Rep
 
 
 def segment_losses(model: ScoredModel[Any], cursor: Cursor, length: int) -> Iterator[Tensor]:
-    """Losses of the next ``length`` tokens, all of them, read after a document start, in pieces."""
+    """Yield the losses of the next ``length`` tokens, read after a document-start token, in pieces."""
     start = torch.tensor([model.tokenizer.document_start])
     return model.losses(chain([start], cursor.take(length)))
 
 
 def _scores(length: int, blocks: Values, size: TextSize, seed: int) -> list[Score]:
-    """The same sum of losses by token, word and byte; texts without words have no number by word."""
+    """Return the loss per token, word and byte; texts without words have no score per word."""
     mean, per_block = float(blocks.mean()), len(blocks)
     spread = bootstrap_mean(blocks, f"blocks of {size.tokens // per_block:,} tokens", seed)
     measures: dict[str, Callable[[float], float]] = {
@@ -163,9 +163,137 @@ def _scores(length: int, blocks: Values, size: TextSize, seed: int) -> list[Scor
 
 
 def _change(length: int, difference: Values, plan: _Plan, seed: int) -> Score:
-    """What the longer context gains, block by block: negative is better."""
+    """Return the change of the loss from the next shorter context, paired by block; negative is better."""
     tokens = plan.total.tokens
     spread = bootstrap_mean(difference / plan.block, f"blocks of {plan.block:,} tokens", seed)
     before = plan.lengths[plan.lengths.index(length) - 1]
     name = f"change from {before:,}, nats"
     return Score(name, float(difference.sum()) / tokens, tokens, "tokens", spread, {"context": length})
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Segments, chunks and bins of positions.
+
+    Position p is that of the p-th token after the document start, counted from 0, which the query at p predicts.
+    Attention chunks start at multiples of ``chunk``; the token there is the first that the new chunk predicts.
+
+    Raises:
+        ValueError: a segment has fewer than two chunks, or a bin contains a chunk border.
+    """
+
+    length: int
+    """Tokens per segment."""
+    chunk: int
+    bin: int
+    """Positions per bin, whose losses are averaged."""
+    first: int
+    """Number of tokens after a border that are compared with the rest of their chunk."""
+
+    def __post_init__(self) -> None:
+        if self.chunk < 2 or self.length < 2 * self.chunk or self.length % self.chunk:
+            raise ValueError(
+                f"a segment must hold two whole chunks of at least 2 tokens or more, to see a border; got length "
+                f"{self.length:,} and chunk {self.chunk:,}. Try a length of {8 * max(2, self.chunk):,}."
+            )
+        if self.bin < 1 or self.chunk % self.bin:
+            raise ValueError(f"a bin must divide a chunk, so that none holds a border; got {self.bin}, {self.chunk}.")
+        if not 1 <= self.first < self.chunk:
+            raise ValueError(f"the first tokens of a chunk must be 1 to {self.chunk - 1}; got {self.first}.")
+
+    @classmethod
+    def of(cls, length: int, chunk: int) -> Grid:
+        """Return a grid with bins of a quarter chunk, which compares the first sixteenth of a chunk with the rest."""
+        return cls(length, chunk, chunk // 4 if chunk % 4 == 0 else 1, max(1, chunk // 16))
+
+
+class Moments:
+    """Running mean and variance of vectors, in constant memory."""
+
+    def __init__(self, width: int) -> None:
+        self.n = 0
+        self.mean, self._squares = np.zeros(width), np.zeros(width)
+
+    def add(self, x: Values) -> None:
+        self.n += 1
+        step = x - self.mean
+        self.mean += step / self.n
+        self._squares += step * (x - self.mean)
+
+    def errors(self) -> Values | None:
+        """Return the standard errors of the means; None for fewer than two vectors."""
+        return None if self.n < 2 else np.sqrt(self._squares / (self.n - 1) / self.n)
+
+
+def positions(
+    model: ScoredModel[Any], texts: Sequence[Text], grid: Grid, *, segments: int | None = None, report: Report = quiet
+) -> Results:
+    """Measure the loss by position in segments of ``grid.length`` tokens, and test for higher loss after borders.
+
+    Each segment is read from an empty state. In every chunk except a segment's first, the test pairs the mean loss of
+    the first tokens after the border with that of the chunk's other tokens. The text does not depend on the grid, so
+    without an effect of borders the expected difference is zero. The scores are its mean and Student's t over chunks,
+    which assumes that chunks are independent. Memory does not grow with the number of segments.
+
+    Args:
+        segments: largest number of segments; None for all.
+
+    Raises:
+        ValueError: no text is as long as a segment.
+    """
+    by_position, in_chunk = Moments(grid.length // grid.bin), Moments(grid.chunk // grid.bin)
+    border, notes = Moments(3), []
+    for text in texts:
+        held = sum(map(len, text.tokens(model.tokenizer))) // grid.length
+        if not held:
+            notes.append(f"skipped {text.name}: it is shorter than a segment of {grid.length:,} tokens")
+        cursor = Cursor(text.tokens(model.tokenizer))
+        for number in range(held if segments is None else min(held, segments - by_position.n)):
+            report(f"{text.name}, segment {number + 1} of {held}")
+            _add_segment(Cursor(segment_losses(model, cursor, grid.length)), grid, by_position, in_chunk, border)
+    if not by_position.n:
+        raise ValueError(
+            f"a text must be at least as long as a segment, {grid.length:,} tokens; none of {len(texts)} is. "
+            "Ask for a shorter --length."
+        )
+    if by_position.n == 1:
+        notes.append("one segment: positions have no standard error")
+    details = {"by_position": _curve(by_position, grid.bin), "in_chunk": _curve(in_chunk, grid.bin)}
+    settings = vars(grid) | {"segments": by_position.n, "texts": [text.name for text in texts]}
+    return Results("positions", _position_scores(border, grid), settings, 0, notes, details)
+
+
+def _add_segment(losses: Cursor, grid: Grid, by_position: Moments, in_chunk: Moments, border: Moments) -> None:
+    means = []
+    for number in range(grid.length // grid.chunk):
+        chunk = torch.cat(list(losses.take(grid.chunk))).double().numpy()
+        bins = chunk.reshape(-1, grid.bin).mean(1)
+        means.append(bins)
+        if number:
+            after, rest = chunk[: grid.first].mean(), chunk[grid.first :].mean()
+            in_chunk.add(bins)
+            border.add(np.array([after, rest, after - rest]))
+    by_position.add(np.concatenate(means))
+
+
+def _curve(samples: Moments, width: int) -> list[dict[str, float | int | None]]:
+    errors = samples.errors()
+    return [
+        {"position": place * width, "mean": float(mean), "n": samples.n,
+         "standard_error": None if errors is None else float(errors[place])}
+        for place, mean in enumerate(samples.mean)
+    ]  # fmt: skip
+
+
+def _position_scores(border: Moments, grid: Grid) -> list[Score]:
+    where, errors = {"chunk": grid.chunk, "first": grid.first}, border.errors()
+    names = ("nats after a border", "nats in the rest", "border minus rest")
+    scores = [
+        Score(name, float(mean), border.n, "chunks", student(mean, error, border.n, "chunks"), where)
+        for name, mean, error in zip(names, border.mean, [None] * 3 if errors is None else errors, strict=True)
+    ]
+    if errors is None or not errors[2] > 0:  # one chunk, or equal chunks: no test
+        return scores
+    t = float(border.mean[2] / errors[2])
+    p = 2 * float(require("scipy.stats", "eval").t.sf(abs(t), border.n - 1))
+    return [*scores, *(Score(name, x, border.n, "chunks", None, where) for name, x in (("t", t), ("p, two-sided", p)))]

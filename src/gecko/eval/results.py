@@ -1,50 +1,147 @@
-"""What every evaluation returns: numbers with n and interval, and how to get them again."""
+"""Results of evaluations: scores with sample sizes and 95 % intervals, and the settings that reproduce them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
 
-from gecko.eval.intervals import Interval
-from gecko.files import whole_file
-from gecko.version import code_version
+from gecko.io.files import whole_file
+from gecko.runtime.extras import require
+from gecko.runtime.process import code_version
+
+Values = NDArray[np.float64]
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+_RESAMPLES_AT_ONCE = 100
+_ROWS_SEED = 0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """95 % confidence interval with the name of its method."""
+
+    low: float
+    high: float
+    method: str
+
+    def map(self, function: Callable[[float], float]) -> Interval:
+        """Return the interval of an increasing function of the value."""
+        return Interval(function(self.low), function(self.high), self.method)
+
+
+def wilson(successes: int, trials: int) -> Interval:
+    """Return the Wilson interval of a proportion of ``trials`` ≥ 1 independent trials."""
+    statistics = require("scipy.stats", "eval")
+    found = statistics.binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
+    return Interval(float(found.low), float(found.high), "Wilson, 95 %")
+
+
+def bootstrap(
+    samples: Sequence[Values], statistic: Callable[..., Values], unit: str, seed: int
+) -> Interval | None:  # fmt: skip
+    """Return the percentile bootstrap interval over resamples of units, drawn with replacement.
+
+    Args:
+        samples: arrays of one value per unit, all (n,). The values of a unit are drawn together.
+        statistic: function of the resampled ``samples``, each (…, n) with the units along ``axis`` −1; returns (…).
+        unit: name of the units, in the plural.
+        seed: seed of the resamples.
+
+    Returns:
+        None for fewer than two units, whose variance is unknown.
+    """
+    if len(samples[0]) < 2:
+        return None
+    statistics = require("scipy.stats", "eval")
+    found = statistics.bootstrap(
+        tuple(samples), statistic, n_resamples=RESAMPLES, batch=_RESAMPLES_AT_ONCE, vectorized=True, paired=True,
+        confidence_level=CONFIDENCE, method="percentile", rng=np.random.default_rng(seed),
+    ).confidence_interval  # fmt: skip
+    return Interval(float(found.low), float(found.high), f"bootstrap over {len(samples[0]):,} {unit}, 95 %")
+
+
+def bootstrap_mean(values: Values, unit: str, seed: int) -> Interval | None:
+    """Return the bootstrap interval of the mean of (n,) values."""
+    return bootstrap([values], lambda x, axis=-1: x.mean(axis=axis), unit, seed)
+
+
+def bootstrap_ratio(sums: Values, counts: Values, unit: str, seed: int) -> Interval | None:
+    """Return the bootstrap interval of Σ ``sums`` / Σ ``counts``, both (n,)."""
+    return bootstrap([sums, counts], lambda x, n, axis=-1: x.sum(axis=axis) / n.sum(axis=axis), unit, seed)
+
+
+def student(mean: float, error: float | None, n: int, unit: str) -> Interval | None:
+    """Return Student's t interval of a mean over ``n`` units with standard error ``error``; None if that is None."""
+    if error is None:
+        return None
+    reach = float(require("scipy.stats", "eval").t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
+    return Interval(float(mean - reach), float(mean + reach), f"Student's t over {unit}, 95 %")
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean; None for fewer than two values."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def over_seeds(values: Sequence[float]) -> Interval | None:
+    """Return Student's t interval of the mean over seeds; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    return student(fmean(values), standard_error(values), len(values), f"{len(values)} seeds")
+
+
+def over_rows(losses: Sequence[float] | Values, targets: Sequence[int], scale: float) -> Interval | None:
+    """Return the bootstrap interval of ``scale`` · Σ ``losses`` / Σ ``targets`` over held-out rows.
+
+    None for fewer than two rows.
+    """
+    return bootstrap_ratio(scale * np.array(losses), np.array(targets, float), "held-out rows", _ROWS_SEED)
+
+
+def share(hits: Sequence[bool]) -> tuple[float, Interval]:
+    """Return the proportion of hits among at least one trial, and its interval."""
+    return sum(hits) / len(hits), wilson(sum(hits), len(hits))
+
 
 FORMAT = "gecko-evaluation-1"
 
-
 Report = Callable[[str], None]
-"""Told now and then how far an evaluation is."""
+"""Function that an evaluation calls with a description of its progress."""
 
 
 def quiet(place: str) -> None:
-    """The report to nobody."""
+    """Ignore the progress."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One number.
+    """A number measured in an evaluation.
 
     Raises:
-        ValueError: it is not finite, or of nothing.
+        ValueError: the number is not finite, or its sample is empty.
     """
 
     name: str
     value: float
     n: int
-    """How many ..."""
+    """Sample size, in units."""
     unit: str
-    """... of these the value is of, in the plural."""
+    """Name of the units, in the plural."""
     interval: Interval | None
-    """None where it would need more units than there are."""
+    """None if the sample is too small for one."""
     where: Mapping[str, str | int | float] = field(default_factory=dict)
-    """Which of the evaluation's cases it is of, such as ``{"context": 1024}``."""
+    """Case of the evaluation, such as ``{"context": 1024}``."""
 
     def __post_init__(self) -> None:
         place = ", ".join(f"{key} {value}" for key, value in self.where.items())
@@ -59,19 +156,19 @@ class Score:
 
 @dataclass(frozen=True)
 class Results:
-    """Of one evaluation of one model."""
+    """Results of one evaluation of one model."""
 
     evaluation: str
     scores: list[Score]
     settings: Mapping[str, Any]
     seed: int
     notes: list[str] = field(default_factory=list)
-    """What was left out, and why."""
+    """Notes for the reader, such as what was left out and why."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Curves and answers, as JSON values."""
+    """Curves and answers as JSON values."""
 
     def save(self, path: Path, model: Mapping[str, Any], command: str, hardware: Mapping[str, str]) -> None:
-        """Write JSON, whole or not at all."""
+        """Write the results as JSON, atomically."""
         record = {
             "format": FORMAT, **code_version(), "evaluation": self.evaluation, "model": dict(model),
             "command": command, "seed": self.seed, "hardware": dict(hardware), "settings": dict(self.settings),
@@ -81,7 +178,7 @@ class Results:
             temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def table(self, title: str) -> Table:
-        """All scores, one a row."""
+        """Return a table with one row per score."""
         places = list(dict.fromkeys(key for score in self.scores for key in score.where))
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False)
         for name in (*places, "score"):
@@ -94,7 +191,7 @@ class Results:
         return table
 
     def methods(self) -> str:
-        """How the intervals were made."""
+        """Return the names of the intervals' methods."""
         found = dict.fromkeys(score.interval.method for score in self.scores if score.interval is not None)
         return "; ".join(found)
 
@@ -110,6 +207,7 @@ def _place(value: str | int | float) -> str:
 
 
 def readable(value: str | int | float) -> str:
+    """Format a value with a fitting number of digits."""
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else value
     if value == 0 or 1e-3 <= abs(value) < 1000:

@@ -1,7 +1,14 @@
-"""What evaluations ask of a model, and Gecko behind that face."""
+"""The interface of models to evaluations, ``ScoredModel``, and its implementations for Gecko and Llama.
+
+``GeckoModel(renew_norms=True)`` reproduces Megalodon's released evaluator, which computes norm statistics over the last
+chunks only. The release scores a text 2 chunks per call. After 8 chunks, and if more text follows, it reads the last 6
+chunks again from an empty state after each call, and replaces the statistics of all norms by those of this second
+reading. CEMA and attention keep their states. The cumulative norm thus never averages over more than 8 chunks.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -9,63 +16,105 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.baselines import LanguageModel
 from gecko.data import Tokenizer, check_vocabulary
-from gecko.eval.renewed_norms import renewed_losses
-from gecko.fingerprint import fingerprint
-from gecko.generation import Reading, Sampling, TextStream, TokenStream, read, score
-from gecko.generation.reading import inference
-from gecko.model import Gecko
+from gecko.inference import Prefill, Sampling, TextStream, TokenStream, read, score
+from gecko.inference.llama import LlamaPrefill, LlamaStream, prefill_llama, score_llama
+from gecko.inference.prefill import inference, pieces
+from gecko.io.model_folder import fingerprint
+from gecko.models.gecko import Gecko
+from gecko.models.registry import LanguageModel, Llama
+from gecko.ops.loss import IGNORED
+from gecko.state import GeckoState
+
+CHUNKS_A_CALL, FIRST_RENEWAL = 2, 8
+KEPT = FIRST_RENEWAL - CHUNKS_A_CALL
+
+
+def renewed_losses(model: Gecko, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the losses in nats of all tokens of a text except the first, with renewed norms, on the CPU."""
+    chunk, device = model.config.chunk_size, model.embedding.weight.device
+    state, recent, read = None, torch.empty(0, dtype=torch.int64), 0
+    for part, follows in _with_successor(pieces(model.config, tokens, piece=CHUNKS_A_CALL * chunk)):
+        targets = torch.cat([part[1:], follows])
+        padded = F.pad(targets, (0, len(part) - len(targets)), value=IGNORED)
+        with inference(model):
+            losses, state = model.token_losses(part[None].to(device), padded[None].to(device), state=state)
+            recent, read = torch.cat([recent, part])[-KEPT * chunk :], read + len(part)
+            if read >= FIRST_RENEWAL * chunk and len(follows):
+                _, renewed = model.hidden(recent[None].to(device))
+                state = _with_norms(state, renewed)
+        yield losses[0, : len(targets)].cpu()
+
+
+def _with_norms(state: GeckoState, norms: GeckoState) -> GeckoState:
+    mixers = tuple(
+        dataclasses.replace(mixer, norm=other.norm) for mixer, other in zip(state.mixers, norms.mixers, strict=True)
+    )
+    return dataclasses.replace(state, mixers=mixers, final_norm=norms.final_norm)
+
+
+def _with_successor(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each part with the first token of the next part, (1,), or an empty tensor after the last part."""
+    held: Tensor | None = None
+    for part in parts:
+        if held is not None:
+            yield held, part[:1]
+        held = part
+    if held is not None:
+        yield held, held[:0]
+
 
 C = TypeVar("C")
 
 
 class Predicted(NamedTuple):
+    """Losses of given tokens."""
+
     losses: Tensor
-    """(n,) nats, of every token."""
+    """(n,) nats per token."""
     greedy: Tensor
-    """(n,) bool: the token was the most likely one."""
+    """(n,) bool: the token is the most likely one."""
 
 
 class ScoredModel(Protocol[C]):
-    """A model with its tokenizer. ``C`` is what it keeps of a text it has read; nothing here changes one."""
+    """A model with its tokenizer. ``C`` is the context after a text was read; no method changes it."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
 
     @property
     def chunk_size(self) -> int | None:
-        """Tokens between borders of its attention; None: it has no such borders."""
+        """Chunk size of attention; None if attention has no chunk borders."""
 
     def describe(self) -> dict[str, Any]:
-        """What a result says of the model, as JSON values."""
+        """Return a description of the model for results, as JSON values."""
 
     def losses(self, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Losses in nats of all tokens of one text but its first, in pieces, without holding the text.
+        """Yield the losses in nats of all tokens of a text except the first, in pieces, in constant memory.
 
         Args:
-            tokens: the text from its document start, as 1-D int64 tensors of any lengths.
+            tokens: text with its document-start token, as 1-D int64 tensors of any lengths.
         """
 
     def read(self, tokens: Tensor, after: C | None = None) -> C:
-        """Read 1-D tokens, at least one; a text begins with the document start."""
+        """Read at least one 1-D token and return the new context. A text starts with the document-start token."""
 
     def predict(self, after: C, tokens: Tensor) -> Predicted:
-        """How 1-D tokens, at least one, were predicted after what was read."""
+        """Return the losses of at least one 1-D token after a context."""
 
     def write(self, after: C, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
-        """The most likely continuation, which ends before a stop string or at the end of the document."""
+        """Return the greedy continuation, which ends before a stop string or at the document end."""
 
 
 class GeckoModel:
-    """A ``ScoredModel``: any model of the package, Megalodon among them.
+    """``ScoredModel`` of a Gecko or Megalodon.
 
     Args:
-        name: what results call it.
-        renew_norms: score streams as Megalodon's released evaluator does; see :mod:`gecko.eval.renewed_norms`.
+        name: name of the model in results.
+        renew_norms: compute ``losses`` as Megalodon's released evaluator does; see the module's docstring.
 
     Raises:
-        ValueError: the tokenizer has more ids than the model, or ``renew_norms`` for a norm that decays.
+        ValueError: the tokenizer has more ids than the model, or ``renew_norms`` is set for a norm with decay.
     """
 
     def __init__(self, model: Gecko, tokenizer: Tokenizer, name: str, *, renew_norms: bool = False) -> None:
@@ -80,7 +129,7 @@ class GeckoModel:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be said of its scores: nothing, a text of any length is read."""
+        """Notes on the scores: none, because texts of any length are read."""
         return []
 
     @property
@@ -97,21 +146,19 @@ class GeckoModel:
         for scored in score(self.model, tokens):
             yield scored.losses.cpu()
 
-    def read(self, tokens: Tensor, after: Reading | None = None) -> Reading:
+    def read(self, tokens: Tensor, after: Prefill | None = None) -> Prefill:
         return read(self.model, [tokens], None if after is None else after.state)
 
-    def predict(self, after: Reading, tokens: Tensor) -> Predicted:
+    def predict(self, after: Prefill, tokens: Tensor) -> Predicted:
         tokens = tokens.to(after.logits.device)
         with inference(self.model):
             logits = after.logits.unsqueeze(0)
             if len(tokens) > 1:
                 later, _ = self.model(tokens[None, :-1], state=after.state)
                 logits = torch.cat([logits, later[0]])
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            losses = F.cross_entropy(wide, tokens, reduction="none")
-            return Predicted(losses.cpu(), (wide.argmax(-1) == tokens).cpu())
+            return _predicted(logits, tokens)
 
-    def write(self, after: Reading, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
+    def write(self, after: Prefill, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
         stream = TokenStream(
             self.model, [after], seeds=[0], sampling=Sampling(temperature=0), max_new_tokens=max_new_tokens,
             stop_tokens={self.tokenizer.document_end},
@@ -119,8 +166,15 @@ class GeckoModel:
         return "".join(TextStream(stream, self.tokenizer, stops))
 
 
+def _predicted(logits: Tensor, tokens: Tensor) -> Predicted:
+    """Score (n,) tokens with (n, V) logits, in float32 at least."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(wide, tokens, reduction="none")
+    return Predicted(losses.cpu(), (wide.argmax(-1) == tokens).cpu())
+
+
 def describe_model(model: LanguageModel, tokenizer: Tokenizer, name: str) -> dict[str, Any]:
-    """``ScoredModel.describe`` of any model of the package."""
+    """Return the description of a model for results, as JSON values."""
     parameters = list(model.parameters())
     return {
         "name": name,
@@ -134,5 +188,75 @@ def describe_model(model: LanguageModel, tokenizer: Tokenizer, name: str) -> dic
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> Tensor:
-    """Ids of a text that begins a document, (1 + length,) int64."""
+    """Return the ids of a text after a document-start token, (1 + length,) int64."""
     return torch.cat([torch.tensor([tokenizer.document_start]), torch.from_numpy(tokenizer.encode(text))])
+
+
+class LlamaModel:
+    """``ScoredModel`` of a Llama. It keeps keys and values of all tokens, so memory grows with the text.
+
+    Args:
+        name: name of the model in results.
+        trained_length: sequence length in training; None if unknown.
+
+    Raises:
+        ValueError: the tokenizer has more ids than the model.
+    """
+
+    chunk_size: int | None = None
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer, name: str, trained_length: int | None) -> None:
+        check_vocabulary(tokenizer, model.config.vocab_size)
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self._trained_length, self._longest = trained_length, 0
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes on the scores of the texts read so far."""
+        trained, longest = self._trained_length, self._longest
+        if trained is None:
+            return [f"the longest text had {longest:,} tokens; the training context of {self.name} is not known"]
+        if longest <= trained:
+            return []
+        return [
+            f"{self.name} was trained with a context of {trained:,} tokens, and the longest text had {longest:,}: "
+            "it never saw the later positions in training"
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        return describe_model(self.model, self.tokenizer, self.name) | {"trained_length": self._trained_length}
+
+    def losses(self, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
+        read = 0
+        for losses in score_llama(self.model, tokens):
+            read += len(losses)  # the last token is a target only
+            self._update_longest(read)
+            yield losses.cpu()
+
+    def read(self, tokens: Tensor, after: LlamaPrefill | None = None) -> LlamaPrefill:
+        reading = prefill_llama(self.model, [tokens], after)
+        self._update_longest(reading.cache.length)
+        return reading
+
+    def predict(self, after: LlamaPrefill, tokens: Tensor) -> Predicted:
+        tokens = tokens.to(after.logits.device)
+        self._update_longest(after.cache.length + len(tokens) - 1)
+        with inference(self.model):
+            logits = after.logits.unsqueeze(0)
+            if len(tokens) > 1:
+                hidden, _ = self.model.read(tokens[None, :-1], after.cache)
+                logits = torch.cat([logits, self.model.lm_head(hidden[0])])
+            return _predicted(logits, tokens)
+
+    def write(self, after: LlamaPrefill, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
+        stream = LlamaStream(
+            self.model, after, seed=0, temperature=0, max_new_tokens=max_new_tokens,
+            stop_tokens={self.tokenizer.document_end},
+        )  # fmt: skip
+        text = TextStream(stream, self.tokenizer, stops)
+        written = "".join(text)
+        self._update_longest(after.cache.length + text.num_tokens)
+        return written
+
+    def _update_longest(self, length: int) -> None:
+        self._longest = max(self._longest, length)

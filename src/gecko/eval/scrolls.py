@@ -1,28 +1,205 @@
-"""Long documents with questions: NarrativeQA, Qasper and QMSum, as the paper asks and scores them."""
+"""Questions about long documents from SCROLLS: NarrativeQA, Qasper and QMSum, prompted and scored as in the paper.
+
+Answers are scored by word F1, or by the geometric mean of ROUGE-1, -2 and -L, in percent. Questions are read from
+SCROLLS' records, in files or on the hub, or from QMSum's own files of meetings.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
+import re
+import string
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gecko.config import unknown_name
-from gecko.eval.intervals import bootstrap, bootstrap_mean
-from gecko.eval.results import Report, Results, Score, quiet
+from gecko.eval.results import Report, Results, Score, Values, bootstrap, bootstrap_mean, quiet
 from gecko.eval.scored_model import ScoredModel, encode_document
-from gecko.eval.scrolls_data import Question, QuestionSet
-from gecko.eval.scrolls_scores import ROUGE, f1_scores, geometric_mean, rouge_scores
+from gecko.runtime.extras import require
+
+HUB = "zip://{task}/{split}.jsonl::https://huggingface.co/datasets/{name}/resolve/main/{task}.zip"
+"""Address of SCROLLS on the hub: one archive per task with a folder of JSON Lines."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a document with its reference answers."""
+
+    document: str
+    """Context of the question. Questions about one document are consecutive."""
+    text: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Questions of one source."""
+
+    name: str
+    """Name of the file, or of the data set on the hub."""
+    questions: Sequence[Question]
+
+
+def load_questions(source: str, task: str, split: str) -> QuestionSet:
+    """Load the questions of a file or of a data set on the hub.
+
+    Args:
+        source: JSON Lines file of SCROLLS' records (id, input, output) or of QMSum's meetings, or the name of a data
+            set on the hub with the layout of ``tau/scrolls``.
+        task, split: task and split of a data set on the hub.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: a record is of another kind, or there are no questions.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        name, questions = path.name, _of_records(_json_lines(path))
+    elif path.suffix or path.is_absolute() or source.count("/") != 1:
+        raise FileNotFoundError(f"--data must be a JSON Lines file, or a name on the hub; there is no file {path}.")
+    else:
+        datasets = require("datasets", "eval")
+        name, address = source, HUB.format(name=source, task=task, split=split)
+        rows = datasets.load_dataset("json", data_files={split: address}, split=split)
+        questions = _of_records((f"{source}, row {row},", dict(record)) for row, record in enumerate(rows))
+    if not questions:
+        raise ValueError(f"{source} must hold at least one question with an answer; it holds none.")
+    return QuestionSet(name, sorted(questions, key=_order_of_documents(questions)))
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}, line {number},"
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where} must hold one JSON object; got invalid JSON ({error}).") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{where} must hold one JSON object; got a {type(record).__name__}.")
+            yield where, record
+
+
+def _of_records(records: Iterator[tuple[str, dict[str, Any]]]) -> list[Question]:
+    """Return the questions of records. SCROLLS repeats an item for each of its answers, with the same id."""
+    several: dict[str, Question] = {}
+    for where, record in records:
+        if "meeting_transcripts" in record:
+            for number, question in enumerate(_read_meeting(where, record)):
+                several[f"{where} {number}"] = question
+            continue
+        missing = [name for name in ("id", "input", "output") if not isinstance(record.get(name), str)]
+        if missing:
+            raise ValueError(
+                f"{where} must be a record of SCROLLS (id, input, output) or a meeting of QMSum; it lacks {missing} "
+                f"among {sorted(record)[:8]}. Only splits with answers can be scored."
+            )
+        question, separator, document = record["input"].partition("\n\n")
+        if not separator:
+            raise ValueError(f"{where} must have question and document in 'input', an empty line between; it has none.")
+        known = several.get(record["id"])
+        answers = (*known.answers, record["output"]) if known else (record["output"],)
+        first = known or Question(document.strip(), question.strip(), ())
+        several[record["id"]] = dataclasses.replace(first, answers=answers)
+    return list(several.values())
+
+
+def _read_meeting(where: str, record: Mapping[str, Any]) -> list[Question]:
+    try:
+        return list(_of_meeting(record))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{where} must be a meeting of QMSum; a field is missing or of another type: {error}."
+        ) from error
+
+
+def _of_meeting(record: Mapping[str, Any]) -> Iterator[Question]:
+    """Yield the general and the specific queries of a meeting, each with the whole transcript as its document."""
+    lines = (f"{turn['speaker']}: {turn['content']}" for turn in record["meeting_transcripts"])
+    document = "\n".join(lines)
+    for item in (*record.get("general_query_list", []), *record.get("specific_query_list", [])):
+        yield Question(document, item["query"].strip(), (item["answer"].strip(),))
+
+
+def _order_of_documents(questions: list[Question]) -> Any:
+    first = {question.document: place for place, question in reversed(list(enumerate(questions)))}
+    return lambda question: first[question.document]
+
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+def f1_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Values:
+    """Return (items,): the word F1 of prediction and reference, without case, punctuation and articles.
+
+    The best of an item's references counts.
+
+    Raises:
+        ValueError: an item has no reference.
+    """
+    _check(predictions, references)
+    pairs = zip(predictions, references, strict=True)
+    return np.array([100 * max(_f1(prediction, one) for one in several) for prediction, several in pairs])
+
+
+def rouge_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Values:
+    """Return (3, items): F-measures of ROUGE-1, -2 and -L without stemming, each for the best of an item's references.
+
+    Raises:
+        ValueError: an item has no reference.
+    """
+    _check(predictions, references)
+    scorer = require("rouge_score.rouge_scorer", "eval").RougeScorer(list(ROUGE), use_stemmer=False)
+    found = []
+    for prediction, several in zip(predictions, references, strict=True):
+        scores = [scorer.score(one.strip(), prediction.strip()) for one in several]
+        found.append([100 * max(score[name].fmeasure for score in scores) for name in ROUGE])
+    return np.array(found).T
+
+
+def geometric_mean(rouge1: Values, rouge2: Values, rouge_l: Values, axis: int = -1) -> Values:
+    """Return the cube root of the product of the three means over items."""
+    return np.cbrt(rouge1.mean(axis) * rouge2.mean(axis) * rouge_l.mean(axis))
+
+
+def _f1(prediction: str, reference: str) -> float:
+    got, wanted = _words(prediction), _words(reference)
+    common = sum((Counter(got) & Counter(wanted)).values())
+    return 2 * common / (len(got) + len(wanted)) if common else 0.0
+
+
+def _words(text: str) -> list[str]:
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def _check(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    if len(predictions) != len(references):
+        raise ValueError(f"every prediction needs its references; got {len(predictions)} and {len(references)}.")
+    for place, several in enumerate(references):
+        if not any(one.strip() for one in several):
+            raise ValueError(f"item {place} must have an answer to compare with; it has none. Leave the item out.")
+
 
 BETWEEN = "\n\n"
-"""Between a shot and what follows; an answer ends at the first line break."""
+"""Separator after a shot. An answer ends at the first line break."""
 
 
 @dataclass(frozen=True)
 class ScrollsTask:
+    """Number of shots, metric and answer length of a task in the paper."""
+
     shots: int
     metric: str
     new_tokens: int
@@ -36,7 +213,7 @@ TASKS: Mapping[str, ScrollsTask] = {
 
 
 def check_task(task: str) -> None:
-    """ValueError for an unknown task."""
+    """Raise ValueError if the task is unknown."""
     if task not in TASKS:
         raise ValueError(unknown_name("task", task, TASKS))
 
@@ -45,18 +222,18 @@ def scrolls(
     model: ScoredModel[Any], task: str, data: QuestionSet, *, shots: QuestionSet | None = None,
     limit: int | None = None, new_tokens: int | None = None, seed: int = 0, report: Report = quiet,
 ) -> Results:  # fmt: skip
-    """Answer greedily after ``{CONTEXT} Q: {QUESTION} A:``, and score as SCROLLS does.
+    """Generate greedy answers after ``{CONTEXT} Q: {QUESTION} A:`` and score them as SCROLLS does.
 
-    Shots are the same form with an answer, of other documents, the same for all questions of a document, so that a
-    document is read once.
+    Shots have the same form and an answer, and are from other documents. All questions about a document have the same
+    shots, so that the document is read once.
 
     Args:
-        shots: where shots are drawn from; None: ``data`` itself.
-        limit: only so many questions, the first.
-        new_tokens: most tokens of an answer; None: the task's.
+        shots: questions from which shots are drawn; None for ``data``.
+        limit: use only the first ``limit`` questions.
+        new_tokens: largest number of tokens per answer; None for the task's.
 
     Raises:
-        ValueError: an unknown task, or no other document to draw shots from.
+        ValueError: the task is unknown, or there is no other document to draw shots from.
     """
     check_task(task)
     settings, asked = TASKS[task], list(data.questions if limit is None else data.questions[:limit])
@@ -84,7 +261,7 @@ def scrolls(
 
 
 def prompt_end(question: str) -> str:
-    """What follows the context."""
+    """Return the part of the prompt after the context."""
     return f" Q: {question} A:"
 
 
@@ -102,7 +279,7 @@ def _shots(pool: Sequence[Question], document: str, count: int, rng: random.Rand
 def _answers(
     model: ScoredModel[Any], context: str, questions: Sequence[Question], new_tokens: int
 ) -> Iterator[str]:  # fmt: skip
-    """Reads the context once, and goes on from there for every question."""
+    """Yield the answers to questions about one context, which is read once."""
     reading = model.read(encode_document(model.tokenizer, context))
     for question in questions:
         tokens = torch.from_numpy(model.tokenizer.encode(prompt_end(question.text)))

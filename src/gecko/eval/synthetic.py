@@ -1,54 +1,60 @@
-"""Tasks made of random tokens that need one skill each: generators of batches, for training and for evaluating.
+"""Synthetic tasks of random tokens, and ``diagnose``, which trains and tests a small model on one of them.
 
-A batch says for every answer where the token that it repeats stands, so that accuracy can be told by distance.
+A batch holds for every answer the position of the token that it repeats, so that accuracy can be given by distance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gecko.config import unknown_name
+from gecko.config import GeckoConfig, unknown_name
+from gecko.eval.results import Report, Results, Score, quiet, share
+from gecko.inference.prefill import inference
+from gecko.models.gecko import Gecko
 from gecko.ops.loss import IGNORED
 
 
 @dataclass(frozen=True)
 class SyntheticBatch:
-    """All (B, T) int64."""
+    """Tokens and answers of a task, all (B, T) int64."""
 
     tokens: Tensor
     targets: Tensor
-    """What follows each token, ``IGNORED`` where that is not asked."""
+    """Answer that follows each token; ``IGNORED`` if there is none."""
     sources: Tensor
-    """Where in the row the answer stands, −1 where nothing is asked."""
+    """Position in the row of the token that the answer repeats; −1 if there is no answer."""
 
 
 @dataclass(frozen=True)
 class TaskSize:
-    """length: tokens of a row. vocab_size: ids 0 to V − 1. items: what has to be remembered of a row."""
+    """Size of a task."""
 
     length: int = 256
+    """Tokens per row."""
     vocab_size: int = 256
     items: int = 8
+    """Number of items to remember per row."""
     power_a: float = 1.0
-    """MQAR: gaps between pair and query follow a power law of exponent a − 1; 1 is uniform."""
+    """MQAR: distances between pair and query follow a power law of exponent a − 1; 1 is uniform."""
     noise: bool = True
-    """MQAR: random tokens between the queries, keys and values among them; else token 0, which is neither (Zoology's
+    """MQAR: random tokens, which may be keys and values, between the queries; otherwise token 0 (Zoology's
     ``random_non_queries``)."""
 
 
 def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
-    """Multi-query associative recall: pairs of key and value, then each key once more, and its value is asked.
+    """Generate multi-query associative recall: pairs of key and value, then each key again, whose value is the answer.
 
-    As in Zoology, with random tokens or token 0 between the queries: keys from the lower half of the vocabulary but
-    token 0, values from the upper, no key nor value twice in a row; queries at even places after the pairs.
+    As in Zoology, keys are from the lower half of the vocabulary without token 0, and values from the upper half,
+    without repetition in a row. Queries are at even positions after the pairs, with random tokens or token 0 between.
 
     Raises:
-        ValueError: length or vocabulary are too small for the pairs.
+        ValueError: the length or the vocabulary is too small for the pairs.
     """
     pairs, half = size.items, size.vocab_size // 2
     space = (size.length - 2 * pairs) // 2
@@ -69,10 +75,10 @@ def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatc
 
 
 def selective_copying(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
-    """Tokens scattered among noise (id 0), then as many marks (id 1): each mark asks for the next of them, in order.
+    """Generate tokens scattered among noise (id 0), followed by marks (id 1), each answered by the next token in order.
 
     Raises:
-        ValueError: the length does not hold the tokens and their marks.
+        ValueError: the length is too small for the tokens and their marks.
     """
     items, context = size.items, size.length - size.items
     if items < 1 or context < items or size.vocab_size < 3:
@@ -90,12 +96,12 @@ def selective_copying(size: TaskSize, rows: int, generator: torch.Generator) -> 
 
 
 def induction_heads(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
-    """Random tokens, one of which is special (id 0), once somewhere and once at the end: what followed it is asked.
+    """Generate random tokens with a special token (id 0) once inside and once at the end; the answer follows the first.
 
-    ``items`` says nothing here: there is one.
+    ``size.items`` has no effect: there is one item.
 
     Raises:
-        ValueError: rows too short, or one token only.
+        ValueError: the length or the vocabulary is too small.
     """
     if size.length < 4 or size.vocab_size < 3:
         raise ValueError(
@@ -117,7 +123,7 @@ TASKS: Mapping[str, Maker] = {
 
 
 def guessing(task: str, size: TaskSize) -> float:
-    """Accuracy of a guess among the tokens that answers are drawn from, or that the row shows as such."""
+    """Return the accuracy of a uniform guess among the possible answers of a row."""
     shown = {"mqar": size.items, "selective_copying": size.vocab_size - 2, "induction_heads": size.vocab_size - 1}
     return 1 / shown[check_task(task)]
 
@@ -129,7 +135,7 @@ def check_task(task: str) -> str:
 
 
 def hits_by_distance(batch: SyntheticBatch, predicted: Tensor, chunk: int) -> dict[int, list[bool]]:
-    """Whether each answer was right, by how many chunks it stands before the question; predicted (B, T) tokens."""
+    """Return whether each answer is right, by its distance from the question in chunks; ``predicted`` is (B, T)."""
     rows, places = (batch.targets != IGNORED).nonzero(as_tuple=True)
     distances = places // chunk - batch.sources[rows, places] // chunk
     right = predicted[rows, places] == batch.targets[rows, places]
@@ -140,7 +146,7 @@ def hits_by_distance(batch: SyntheticBatch, predicted: Tensor, chunk: int) -> di
 
 
 def _drawn(log_weights: Tensor, rows: int, count: int, generator: torch.Generator) -> Tensor:
-    """(rows, count) places drawn one after the other without replacement, with chances in proportion to weights."""
+    """Sample (rows, count) positions without replacement, with probabilities proportional to the weights."""
     noise = -torch.rand(rows, len(log_weights), generator=generator).clamp(min=1e-20).log()
     return (log_weights - noise.clamp(min=1e-20).log()).topk(count, dim=1).indices
 
@@ -153,3 +159,129 @@ def _asked(tokens: Tensor, questions: Tensor, answers: Tensor, places: Tensor) -
 
 def as_settings(size: TaskSize) -> dict[str, Any]:
     return dict(vars(size))
+
+
+_TEST_SEED = 2**32
+"""Offset of the test's seeds, so that no test row occurs in training."""
+
+
+def _small_model() -> GeckoConfig:
+    return GeckoConfig(
+        vocab_size=256, num_layers=2, model_dim=64, key_dim=32, value_dim=128, num_heads=1, ffn_dim=128,
+        chunk_size=32, timestep_groups=4,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Settings of a diagnosis: the task's size, the model and its training."""
+
+    size: TaskSize = field(default_factory=TaskSize)
+    model: GeckoConfig = field(default_factory=_small_model)
+    steps: int = 400
+    batch_size: int = 32
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    warmup: float = 0.1
+    """Fraction of the steps with rising learning rate, after which it decays to 0 along a cosine."""
+    test_rows: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch_size < 1 or self.test_rows < 1:
+            raise ValueError(
+                f"a diagnosis needs steps of at least 0, batch_size and test_rows of at least 1; got {self.steps}, "
+                f"{self.batch_size} and {self.test_rows}."
+            )
+        if self.model.vocab_size < self.size.vocab_size:
+            raise ValueError(
+                f"the model must know all tokens of the task; got model.vocab_size={self.model.vocab_size} and "
+                f"size.vocab_size={self.size.vocab_size}."
+            )
+
+
+def diagnose(
+    task: str, diagnosis: Diagnosis, device: torch.device, *, report: Report = quiet
+) -> Results:  # fmt: skip
+    """Train a model on new rows in every step, and measure its accuracy on other rows by distance in chunks.
+
+    Raises:
+        ValueError: the task is unknown, or the size does not fit it.
+    """
+    check_task(task)
+    torch.manual_seed(diagnosis.seed)
+    model = Gecko(diagnosis.model).to(device)
+    losses = _train(task, model, diagnosis, report)
+    settings = {
+        "task": task, "size": as_settings(diagnosis.size), "steps": diagnosis.steps,
+        "batch_size": diagnosis.batch_size, "learning_rate": diagnosis.learning_rate,
+        "weight_decay": diagnosis.weight_decay, "warmup": diagnosis.warmup,
+        "guessing": guessing(task, diagnosis.size), "config": diagnosis.model.to_dict(),
+    }  # fmt: skip
+    scores = evaluate_task(task, model, diagnosis.size, diagnosis.test_rows, diagnosis.seed)
+    notes = [f"guessing gives {settings['guessing']:.4f}", *_diverged(losses)]
+    return Results("diagnose", scores, settings, diagnosis.seed, notes, {"training_losses": losses})
+
+
+def evaluate_task(task: str, model: Gecko, size: TaskSize, rows: int, seed: int) -> list[Score]:
+    """Return the accuracy of a model on a task, over all answers and by distance in chunks."""
+    chunk = model.config.chunk_size
+    found: dict[int, list[bool]] = {}
+    for first in range(0, rows, 32):
+        batch = _batch(task, size, min(32, rows - first), seed + _TEST_SEED + first)
+        with inference(model):
+            logits, _ = model(batch.tokens.to(model.embedding.weight.device))
+        for distance, hits in hits_by_distance(batch, logits.argmax(-1).cpu(), chunk).items():
+            found.setdefault(distance, []).extend(hits)
+    every = [hit for hits in found.values() for hit in hits]
+    scores = [_score(every, "any")]
+    return scores + [_score(hits, distance) for distance, hits in sorted(found.items())]
+
+
+def _score(hits: list[bool], distance: int | str) -> Score:
+    value, interval = share(hits)
+    return Score("accuracy", value, len(hits), "answers", interval, {"chunks before the question": distance})
+
+
+def _train(
+    task: str, model: Gecko, diagnosis: Diagnosis, report: Report
+) -> list[dict[str, Any]]:  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=diagnosis.learning_rate, betas=(0.9, 0.95), weight_decay=diagnosis.weight_decay
+    )
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, diagnosis))
+    device, every, losses = model.embedding.weight.device, max(1, diagnosis.steps // 20), []
+    for step in range(diagnosis.steps):
+        # Seeds of different runs are far apart, so that no two runs see the same rows.
+        batch = _batch(task, diagnosis.size, diagnosis.batch_size, diagnosis.seed * 2**33 + step)
+        loss = model.loss(batch.tokens.to(device), batch.targets.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+        if (step + 1) % every == 0:
+            value = loss.item()
+            # JSON has no NaN. A diverged run is a result too.
+            losses.append({"step": step + 1, "loss": value if math.isfinite(value) else None})
+            report(f"step {step + 1}: loss {value:.4f}")
+    return losses
+
+
+def _diverged(losses: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a note on the first loss that is not finite."""
+    first = next((point["step"] for point in losses if point["loss"] is None), None)
+    if first is None:
+        return []
+    return [f"training diverged: the loss is not finite at step {first}; try a smaller learning_rate"]
+
+
+def _rate(step: int, diagnosis: Diagnosis) -> float:
+    rise = max(1, round(diagnosis.warmup * diagnosis.steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, diagnosis.steps - rise)))
+
+
+def _batch(task: str, size: TaskSize, rows: int, seed: int) -> SyntheticBatch:
+    return TASKS[task](size, rows, torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Texts that are scored: read from files as often as they are needed, never held."""
+"""Texts for evaluations, read from files in pieces as often as needed."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ import torch
 from torch import Tensor
 
 from gecko.data import ByteTokenizer, Tokenizer
-from gecko.data.compression import read_pieces
-from gecko.data.readers import decode_text
-from gecko.generation import encode_stream
+from gecko.data.readers import check_plain_text, decode_text, read_pieces
+from gecko.inference import encode_stream
 
 _CONTEXT_IDS = 8
-"""Ids before a piece that decide how it is written: SentencePiece drops the space before a text's first word."""
+"""Ids of context with which a piece is decoded: SentencePiece drops the space before a text's first word."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """The content of one file, or of several in order, as one text."""
+    """A text: the content of one file, or of several files in order."""
 
     name: str
     paths: tuple[Path, ...]
 
     def tokens(self, tokenizer: Tokenizer) -> Iterator[Tensor]:
-        """Ids as 1-D int64 tensors, without document borders; errors as for ``encode_stream``."""
+        """Yield the ids as 1-D int64 tensors, without document tokens; errors as for ``encode_stream``."""
         return encode_stream(tokenizer, self._pieces(), self.name)
 
     def whole(self) -> str:
-        """All of it, for evaluations that need a text as a whole; errors as for ``decode_text``."""
+        """Return the whole text as a string; errors as for ``decode_text``."""
         return decode_text(b"".join(self._pieces()), self.name)
 
     def _pieces(self) -> Iterator[bytes]:
@@ -38,29 +37,31 @@ class Text:
 
 
 def open_texts(sources: Sequence[str], *, joined: bool) -> list[Text]:
-    """A text for each file, or with ``joined`` one of all.
+    """Return one text per file, or with ``joined`` one text of all files.
 
     Raises:
-        FileNotFoundError: a source is no file; standard input cannot be read more than once.
+        FileNotFoundError: a source is not a file. Standard input is not supported, since texts are read repeatedly.
+        ValueError: a suffix names a format of records or another format that is not plain text.
     """
     paths = [Path(source).expanduser() for source in sources]
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"a text must be a file, since it is read more than once; there is no file {path}.")
+        check_plain_text(path)
     if joined:
         return [Text(" + ".join(path.name for path in paths), tuple(paths))]
     return [Text(str(path), (path,)) for path in paths]
 
 
 class Cursor:
-    """Takes runs of a stream of 1-D tensors, in order."""
+    """Reader of a stream of 1-D tensors that takes a given number of elements at a time."""
 
     def __init__(self, parts: Iterator[Tensor]) -> None:
         self._parts = parts
         self._held = torch.empty(0, dtype=torch.int64)
 
     def take(self, count: int) -> Iterator[Tensor]:
-        """The next ``count`` elements, or as many as are left; iterate to the end before taking more."""
+        """Yield the next ``count`` elements, or those that are left. Iterate to the end before the next call."""
         while count:
             if not len(self._held):
                 held = next(self._parts, None)
@@ -74,16 +75,16 @@ class Cursor:
 
 @dataclass
 class TextSize:
-    """How much text some tokens are."""
+    """Size of a text in tokens, bytes and words."""
 
     tokens: int = 0
     bytes: int = 0
     words: int = 0
-    """Runs of characters between white space, as PG-19 counts them."""
+    """Words separated by white space, as PG-19 counts them."""
 
 
 def measure(tokenizer: Tokenizer, parts: Iterator[Tensor]) -> TextSize:
-    """The size of a text that comes in pieces."""
+    """Return the size of a text that is given in pieces."""
     size, inside, context = TextSize(), False, torch.empty(0, dtype=torch.int64)
     for part in parts:
         content = _content(tokenizer, context, part)

@@ -1,4 +1,4 @@
-"""The config as transformers wants it: our fields, and the names under which it looks for some of them."""
+"""Config class for transformers: the fields of ``gecko.GeckoConfig``, also under the names of transformers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gecko.config import GeckoConfig as Architecture
 
 
 class GeckoConfig(PretrainedConfig):
-    """Takes the fields of ``gecko.GeckoConfig`` by keyword, and those of transformers.
+    """Config of a Gecko in transformers. It takes the fields of ``gecko.GeckoConfig`` and of transformers by keyword.
 
-    Fields that are not given are those of the preset ``tiny``: transformers makes configs without arguments to
-    compare with. Nothing is checked before ``architecture`` is called, which a model does when it is made.
+    Fields default to those of the preset ``tiny``, because transformers builds configs without arguments to compare
+    with. The fields are checked when ``architecture`` is called, which the constructor of a model does.
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = ("past_key_values",)
-    attribute_map = {  # noqa: RUF012 (transformers looks for a plain dictionary)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (Trainer appends to it, so it is a list)
+    attribute_map = {  # noqa: RUF012 (transformers expects a plain dictionary)
         "hidden_size": "model_dim",
         "intermediate_size": "ffn_dim",
         "num_attention_heads": "num_heads",
@@ -37,19 +37,19 @@ class GeckoConfig(PretrainedConfig):
         self.use_cache = use_cache
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             fields.setdefault(name, None)
-        fields.setdefault("auto_map", {})  # TRL looks for it
+        fields.setdefault("auto_map", {})  # TRL reads it
         fields["tie_word_embeddings"] = self.tie_embedding
         super().__init__(**fields)
 
     @classmethod
     def of(cls, architecture: Architecture, **fields: Any) -> GeckoConfig:
-        """The config of ``architecture``, with further fields of transformers."""
+        """Return the config of ``architecture`` with further fields of transformers."""
         return cls(**architecture.to_dict(), **fields)
 
     def architecture(self) -> Architecture:
-        """Our part of it.
+        """Return the architecture.
 
         Raises:
-            ValueError: fields that do not fit together.
+            ValueError: the fields contradict each other.
         """
         return Architecture(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Architecture)})

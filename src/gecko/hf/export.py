@@ -1,7 +1,7 @@
-"""A folder that works with ``trust_remote_code=True`` where gecko is not installed.
+"""Export of a model with its code, for ``trust_remote_code=True`` without gecko installed, and a bytes tokenizer.
 
-It holds the modules that the model needs as they are in this package, one file each, in which only the imports
-are changed: ``from gecko.ops.cema import cema`` becomes ``from .gecko_ops_cema import cema``.
+An exported folder contains a copy of every module of this package that the model imports, one file each. Only the
+imports change: ``from gecko.ops.cema import cema`` becomes ``from .gecko_ops_cema import cema``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,51 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gecko.files import whole_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.modeling import GeckoForCausalLM, GeckoModel
-from gecko.model import Gecko
-from gecko.version import __version__
+from gecko.io.files import whole_file
+from gecko.models.gecko import Gecko
+from gecko.runtime.process import __version__
+
+BORDER, PADDING = "<|endoftext|>", "<|pad|>"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of transformers with the ids of ``gecko.data.ByteTokenizer``.
+
+    Ids 0 to 255 are the bytes of UTF-8 text, 256 starts and ends a document, 257 pads on the left. Every text starts
+    with 256, as documents do in training, unless ``add_special_tokens=False``. No text encodes to 256 or 257.
+    """
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: byte for byte, character in bytes_to_unicode().items()}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BORDER, PADDING])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BORDER} $A", pair=f"{BORDER} $A $B", special_tokens=[(BORDER, 256)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BORDER, eos_token=BORDER, pad_token=PADDING, padding_side="left",
+        split_special_tokens=True, clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
+
 
 CONFIGURATION, MODELING = GeckoConfig.__module__, GeckoForCausalLM.__module__
 FILES = {CONFIGURATION: "configuration_gecko", MODELING: "modeling_gecko"}
-"""Modules whose files are named as it is usual on the hub."""
+"""File names of two modules, as usual on the hub."""
+
+AUTO_MAP = {
+    "AutoConfig": f"{FILES[CONFIGURATION]}.{GeckoConfig.__name__}",
+    "AutoModel": f"{FILES[MODELING]}.{GeckoModel.__name__}",
+    "AutoModelForCausalLM": f"{FILES[MODELING]}.{GeckoForCausalLM.__name__}",
+}
+"""``auto_map`` of an exported ``config.json``."""
 
 _COPIED = """
 
@@ -36,35 +72,37 @@ _IMPORT = re.compile(r"^(\s*)from (gecko[\w.]*) import ", re.MULTILINE)
 def export(model: Gecko, folder: str | Path, tokenizer: Any = None) -> None:
     """Write ``model`` with its code, and with ``tokenizer`` if one is given.
 
-    The folder opens with ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``, with gecko or
-    without, and with ``gecko.load``. Someone who opens it runs the code in it, which anyone may read there.
+    The folder opens with ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``, whether gecko is
+    installed or not, and with ``gecko.load``. ``trust_remote_code=True`` runs the code in the folder.
 
     Args:
-        tokenizer: of transformers, such as ``byte_tokenizer()``; its special ids go into the config.
+        tokenizer: tokenizer of transformers, such as ``byte_tokenizer()``; the config gets its special ids.
 
     Raises:
-        ValueError: the tokenizer has ids that the model does not know, or weights are quantised.
-        OSError: the disk refused.
+        ValueError: the tokenizer has ids beyond the model's vocabulary, or weights are quantised.
+        FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
+        OSError: writing failed.
     """
     config = GeckoConfig.of(model.config, **_special_ids(tokenizer, model.config.vocab_size))
-    config.auto_map = {
-        "AutoConfig": f"{FILES[CONFIGURATION]}.{GeckoConfig.__name__}",
-        "AutoModel": f"{FILES[MODELING]}.{GeckoModel.__name__}",
-        "AutoModelForCausalLM": f"{FILES[MODELING]}.{GeckoForCausalLM.__name__}",
-    }
+    config.auto_map = AUTO_MAP
     wrapped = GeckoForCausalLM(config)
     wrapped.model.gecko = model
     wrapped.save_pretrained(folder)
-    for name, source in remote_code().items():
-        with whole_file(Path(folder) / f"{name}.py") as temporary:
-            temporary.write_text(source, encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         _name_for_every_version(Path(folder) / "tokenizer_config.json")
 
 
+def write_code(folder: Path) -> dict[str, str]:
+    """Write every file of ``remote_code`` to ``folder``; return the ``auto_map`` for its config."""
+    for name, source in remote_code().items():
+        with whole_file(folder / f"{name}.py") as temporary:
+            temporary.write_text(source, encoding="utf-8")
+    return dict(AUTO_MAP)
+
+
 def remote_code() -> dict[str, str]:
-    """Every module that the model imports, by the name of its file: this package's source with other imports."""
+    """Return the source of every module that the model imports, with relative imports, by file name without .py."""
     configuration, modeling = _closure(CONFIGURATION), _closure(MODELING)
     code = {_file(module): _with_relative_imports(module, source) for module, source in modeling.items()}
     for module, needed in ((CONFIGURATION, configuration), (MODELING, modeling)):
@@ -75,7 +113,7 @@ def remote_code() -> dict[str, str]:
 
 
 def _closure(module: str) -> dict[str, str]:
-    """The sources of ``module`` and of all that it imports from this package."""
+    """Return the sources of ``module`` and of the modules of this package that it imports, directly or not."""
     wanted, found = [module], {}
     while wanted:
         name = wanted.pop()
@@ -118,7 +156,7 @@ def _special_ids(tokenizer: Any, vocab_size: int) -> dict[str, int]:
 
 
 def _name_for_every_version(path: Path) -> None:
-    """transformers 5 writes a class name that 4 does not know; both know the older one."""
+    """Replace a class name of transformers 5, which 4 does not know, by the older one, which both know."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -1,8 +1,9 @@
-"""``gecko.Gecko`` as models of transformers. No arithmetic of its own: arguments in, arguments out."""
+"""Model classes for transformers that wrap ``gecko.Gecko``: they translate arguments, checkpoints and outputs."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,27 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from gecko.files import whole_file
-from gecko.generation.reading import piece_length
-from gecko.hf.cache import GeckoCache
+from gecko.hf.cache import Batch, GeckoCache
 from gecko.hf.configuration import GeckoConfig
-from gecko.hf.padding import Batch
-from gecko.model import Gecko
+from gecko.inference.prefill import piece_length
+from gecko.io.files import whole_file
+from gecko.io.model_folder import CONFIG, TIED, save_model, stored_weight
+from gecko.io.quantization import is_quantized
+from gecko.models.gecko import Gecko
 from gecko.ops.loss import IGNORED, linear_cross_entropy
-from gecko.quantize import is_quantized
 from gecko.state import GeckoState
-from gecko.store import CONFIG, TIED, save_model
+
+_PARTS = ("embedding.", "blocks.", "final_norm.", "head.")
+"""Prefixes of the parameter names in a ``Gecko``."""
 
 _REPEATS_POSITIONS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx")
-"""Arguments that repeat what ``position_ids`` say of packed documents, for kernels that need it in another form."""
+"""Arguments that repeat the document borders of ``position_ids`` in the form that other attention kernels need."""
 
 
 class GeckoPreTrainedModel(PreTrainedModel):
-    """What both models share: loading, saving, gradient checkpointing."""
+    """Base class: loading, saving, gradient checkpointing."""
 
     config_class = GeckoConfig
     base_model_prefix = "model"
@@ -37,7 +41,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _to_gecko: str
-    """Where the ``Gecko`` stands in the model, as the beginning of its parameters' names."""
+    """Prefix of the ``Gecko``'s parameter names in this model."""
 
     @property
     def _gecko(self) -> Gecko:
@@ -45,11 +49,33 @@ class GeckoPreTrainedModel(PreTrainedModel):
         return found
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Gecko's modules initialise themselves when they are made."""
+        """Do nothing: the constructors of Gecko's modules initialise their weights."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load parameters whose names have this model's prefix, or are those of a ``Gecko``.
+
+        ``Trainer`` resumes with ``load_state_dict(strict=False)``, which ignores unknown names. Therefore this method
+        reports an error if a ``Gecko``'s parameter is not in this model, or if no name is known at all.
+        """
+        renamed = _add_prefix(state_dict, prefix, self._to_gecko)
+        if self._gecko.config.tie_embedding:
+            head, embedding = (f"{prefix}{self._to_gecko}{name}" for name in TIED)
+            if embedding in state_dict:
+                state_dict.setdefault(head, state_dict[embedding])
+        known = self.state_dict(prefix=prefix)
+        wrong = [name for name in renamed if name not in known]
+        if wrong or (state_dict and not any(name.startswith(prefix + self._to_gecko) for name in state_dict)):
+            found = sorted(wrong or state_dict)
+            errors: list[str] = args[-1]
+            errors.append(
+                f"weights must be those of this model, named {self._to_gecko}… or as in a Gecko; got {found[:3]}."
+                " Folders of quantised models open with gecko.load."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether blocks are computed again in backward; what ``gradient_checkpointing_enable`` sets."""
+        """Whether backward recomputes blocks; ``gradient_checkpointing_enable`` sets it."""
         return self._gecko.activation_checkpointing != "none"
 
     @gradient_checkpointing.setter
@@ -69,19 +95,20 @@ class GeckoPreTrainedModel(PreTrainedModel):
         self._gecko.head = new_embeddings  # type: ignore[assignment]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does; the architecture's ``vocab_size`` follows."""
+        """Resize the embedding and the head, and set the architecture's ``vocab_size``."""
         embedding = super().resize_token_embeddings(*args, **kwargs)
         self._gecko.config = self.config.architecture()
         return embedding
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As transformers does; a folder that lacks parameters is refused instead of filled with random ones.
+        """Load a model; unlike transformers, refuse a folder that lacks parameters instead of initialising them.
 
         Raises:
-            ValueError: parameters are missing, left over, or of another shape.
+            ValueError: parameters are missing, unexpected, or of another shape.
         """
-        kwargs.setdefault("key_mapping", {r"^(embedding|blocks|final_norm|head)\.": r"gecko.\1."})
+        parts = "|".join(part.removesuffix(".") for part in _PARTS)
+        kwargs.setdefault("key_mapping", {rf"^({parts})\.": r"gecko.\1."})
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -99,11 +126,12 @@ class GeckoPreTrainedModel(PreTrainedModel):
     ) -> None:  # fmt: skip
         """Write a folder that ``gecko.load`` and ``from_pretrained`` read, the weights in one file with a checksum.
 
-        ``max_shard_size`` is not looked at. With adapters of ``add_adapter``, transformers writes those only.
+        ``max_shard_size`` has no effect. With adapters of ``add_adapter``, only the adapters are written.
 
         Raises:
-            ValueError: uploading here, files that are no safetensors, weights that are another model's or quantised.
-            OSError: the disk refused; files that were there before survive.
+            ValueError: ``push_to_hub``, a format other than safetensors, or weights that are quantised or belong to
+                another model.
+            OSError: writing failed; existing files are unchanged.
         """
         if getattr(self, "_hf_peft_config_loaded", False):
             super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
@@ -117,13 +145,20 @@ class GeckoPreTrainedModel(PreTrainedModel):
         config = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
         config.dtype = str(self.dtype).removeprefix("torch.")
-        save_model(folder, config.architecture(), {n.removeprefix(self._to_gecko): w for n, w in weights.items()})
-        if self._auto_class is not None:  # made from remote code, which goes along
-            custom_object_save(self, folder, config=config)  # type: ignore[arg-type]
+        names = {name.removeprefix(self._to_gecko): weight for name, weight in weights.items()}
+        save_model(folder, config.architecture(), names, self._to_gecko)
+        self._save_code(folder, config)
         with whole_file(folder / CONFIG) as temporary:
             temporary.write_text(config.to_json_string(), encoding="utf-8")
         if self.can_generate():
             self.generation_config.save_pretrained(folder)
+
+    def _save_code(self, folder: Path, config: Any) -> None:
+        """Write the code that ``config.auto_map`` names, if any, and update ``config.auto_map``."""
+        if self._auto_class is not None:  # this class comes from remote code: copy that code
+            custom_object_save(self, folder, config=config)
+        elif config.auto_map:  # this class is the package's, loaded from an export
+            config.auto_map = importlib.import_module("gecko.hf.export").write_code(folder)
 
     def _check_weights(self, weights: dict[str, Tensor]) -> None:
         wrong = [name for name in weights if not name.startswith(self._to_gecko)]
@@ -132,13 +167,13 @@ class GeckoPreTrainedModel(PreTrainedModel):
         quantized = next((name for name, weight in weights.items() if is_quantized(weight)), None)
         if quantized is not None:
             raise ValueError(
-                f"weights in a folder for transformers must not be quantised; {quantized} is. Write the model that "
-                "this one was made from, or this one with Gecko.save for gecko.load."
+                f"weights in a folder for transformers must not be quantised; {quantized} is. Write the model before "
+                "quantisation, or write this one with Gecko.save for gecko.load."
             )
 
 
 class GeckoModel(GeckoPreTrainedModel):
-    """Tokens to what the head projects."""
+    """Gecko without the head: maps tokens to the last hidden states."""
 
     _to_gecko = "gecko."
     _tied_weights_keys = {f"gecko.{TIED[0]}": f"gecko.{TIED[1]}"}  # noqa: RUF012
@@ -161,7 +196,7 @@ class GeckoModel(GeckoPreTrainedModel):
         return_dict: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Hidden states (B, T, D), at padding as ``Batch.read`` says; arguments as for ``GeckoForCausalLM``."""
+        """Return hidden states (B, T, D), at padding as in ``Batch.read``; arguments as for ``GeckoForCausalLM``."""
         _refuse(inputs_embeds, output_attentions, output_hidden_states, others)
         _check_borders(position_ids, others)
         batch = self.batch(input_ids, attention_mask, position_ids, past_key_values)
@@ -179,7 +214,7 @@ class GeckoModel(GeckoPreTrainedModel):
     def batch(
         self, input_ids: Tensor | None, mask: Tensor | None, positions: Tensor | None, cache: GeckoCache | None
     ) -> Batch:
-        """The call's tokens, checked."""
+        """Check the arguments of a call and return its batch."""
         if input_ids is None:
             raise ValueError("input_ids must be given; got None.")
         if cache is None:
@@ -195,7 +230,7 @@ class GeckoModel(GeckoPreTrainedModel):
         return Batch.build(input_ids, mask, positions, cache.text)
 
     def _read(self, tokens: Tensor, ids: Tensor | None, state: GeckoState | None) -> tuple[Tensor, GeckoState]:
-        """In pieces if nothing is to be differentiated, so that a long prompt takes little memory."""
+        """Run the model; without gradients in pieces, so that a long prompt takes little memory."""
         size = tokens.shape[1] if torch.is_grad_enabled() else piece_length(self.gecko.config)
         parts = []
         for begin in range(0, tokens.shape[1], size):
@@ -207,7 +242,7 @@ class GeckoModel(GeckoPreTrainedModel):
 
 
 class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
-    """Tokens to logits, loss and text."""
+    """Gecko with its head: maps tokens to logits and the loss, and generates text."""
 
     _to_gecko = "model.gecko."
     _tied_weights_keys = {f"model.gecko.{TIED[0]}": f"model.gecko.{TIED[1]}"}  # noqa: RUF012
@@ -220,8 +255,22 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """No: the model makes its own cache at the first call."""
+        """Return False: the model makes a ``GeckoCache`` at the first call."""
         return False
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Prepare inputs without ``tokenizer``, an argument of ``generate`` that transformers passes on."""
+        kwargs.pop("tokenizer", None)
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        return prepared
+
+    def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
+        """Heal tokens, but keep the token that starts a document, which transformers replaces by padding."""
+        healed: Any = super().heal_tokens(input_ids, tokenizer)
+        start = (healed != tokenizer.pad_token_id).int().argmax(1) - 1
+        rows = ((input_ids == tokenizer.bos_token_id).any(1) & (start >= 0)).nonzero().flatten()
+        healed[rows, start[rows]] = tokenizer.bos_token_id
+        return healed
 
     def forward(
         self,
@@ -239,26 +288,26 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits, the loss if there are labels, and the cache.
+        """Return the logits, the loss if ``labels`` are given, and the cache.
 
         Args:
             input_ids: (B, T) integers.
             attention_mask: (B, T), or (B, columns before + T): 0 at padding, before or after a row's text. Every row
-                gets what it would get alone; after its text, the logits of its last token are repeated.
-            position_ids: (B, T). A document starts at every 0 but the first; positions themselves Gecko knows.
-            past_key_values: what an earlier call returned; it takes the new state.
-            labels: (B, T), the same tokens, −100 where they do not count; the model moves them one place. Padding
-                and the first token of a document never count.
-            use_cache: whether to return a cache; by default when the model is in evaluation mode.
-            logits_to_keep: of how many last columns, or of which; 0 is all. The loss is over all columns and does
-                not need the logits, so 1 saves their memory when only the loss is wanted.
-            num_items_in_batch: divide the sum of losses by this instead of the number of targets.
+                gets the result that it would get alone; after its text, the logits of its last token are repeated.
+            position_ids: (B, T). A document starts at every 0 but the first. They have no other effect.
+            past_key_values: the cache that an earlier call returned; this call updates it.
+            labels: (B, T), the input tokens, −100 to ignore one; the model shifts them. Padding and the first token of
+                a document are always ignored.
+            use_cache: whether to return a cache; the default is True in evaluation mode.
+            logits_to_keep: number of last columns, or indices of columns, whose logits are returned; 0 means all. The
+                loss is over all columns and does not need the logits, so 1 saves memory if only the loss is needed.
+            num_items_in_batch: divisor of the sum of losses, instead of the number of targets.
 
         Raises:
-            ValueError, TypeError: ``inputs_embeds``, attentions or hidden states are asked for, or see ``Batch``.
+            ValueError, TypeError: ``inputs_embeds``, attentions or hidden states are requested; or see ``Batch``.
         """
         targets = None
-        if labels is not None:  # before the cache goes on
+        if labels is not None:  # before the call updates the cache
             batch = self.model.batch(input_ids, attention_mask, position_ids, past_key_values)
             targets = batch.targets(labels, IGNORED)
         output = self.model(
@@ -278,12 +327,27 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         head = self.model.gecko.head
         if not isinstance(head, nn.Linear):
             raise ValueError("the loss uses the head's weight, so no adapter can be put on it; leave out 'head'.")
-        loss = linear_cross_entropy(hidden.flatten(0, 1), head.weight, targets.flatten())
+        loss = linear_cross_entropy(
+            hidden.flatten(0, 1), stored_weight(head, "weight").to(hidden.device), targets.flatten()
+        )
         return loss if num_items is None else loss * (targets != IGNORED).sum() / num_items
 
 
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[GeckoConfig.model_type] = GeckoForCausalLM.__name__
+"""``Trainer`` shifts the labels for ``label_smoothing_factor`` only if this table contains the class."""
+
+
+def _add_prefix(state_dict: dict[str, Any], prefix: str, to_gecko: str) -> list[str]:
+    """Add the model's prefix to parameters that have the names of a ``Gecko``, in place; return the new names."""
+    parts = tuple(prefix + part for part in _PARTS)
+    renamed = {name: f"{prefix}{to_gecko}{name.removeprefix(prefix)}" for name in state_dict if name.startswith(parts)}
+    for name, new in renamed.items():
+        state_dict[new] = state_dict.pop(name)
+    return list(renamed.values())
+
+
 def _state(cache: GeckoCache | None, device: torch.device) -> GeckoState | None:
-    """What the cache has read, on ``device`` where it is handed in; what calls put into it is where it belongs."""
+    """Return the state of a cache; an initial state is moved to ``device``, where states of calls already are."""
     if cache is None or cache.state is None:
         return None
     return cache.state if cache.get_seq_length() else cache.state.to(device)
@@ -293,7 +357,7 @@ def _check_borders(positions: Tensor | None, others: dict[str, Any]) -> None:
     given = [name for name in _REPEATS_POSITIONS if others.get(name) is not None]
     if given and positions is None:
         raise ValueError(
-            f"{', '.join(given)} must come with position_ids, which say where packed documents begin; got none."
+            f"{', '.join(given)} must come with position_ids, which mark where packed documents start; got none."
             " Try DataCollatorWithFlattening(return_position_ids=True)."
         )
 
@@ -302,10 +366,12 @@ def _refuse(embeds: object, attentions: bool | None, hidden_states: bool | None,
     if embeds is not None:
         raise ValueError("inputs_embeds cannot be given: a Gecko reads token ids. Pass input_ids.")
     if attentions:
-        raise ValueError("output_attentions must be off: a Gecko never holds attention weights of a whole text.")
+        raise ValueError("output_attentions must be off: a Gecko computes no attention weights of a whole text.")
     if hidden_states:
-        raise ValueError("output_hidden_states must be off; GeckoModel returns the last ones, hooks give others.")
-    known = (*_REPEATS_POSITIONS, "cache_position")  # transformers 4 repeats so what the cache knows
+        raise ValueError(
+            "output_hidden_states must be off; GeckoModel returns the last ones, forward hooks give the others."
+        )
+    known = (*_REPEATS_POSITIONS, "cache_position")  # transformers 4 passes what the cache already holds
     unknown = [name for name, value in others.items() if value is not None and name not in known]
     if unknown:
         raise TypeError(f"a Gecko takes no argument {', '.join(unknown)}.")

@@ -1,4 +1,4 @@
-"""Reading, scoring and continuing one text with a Llama, whose memory of it grows with every token."""
+"""Prefill, score and decode one sequence with a Llama, whose key-value cache grows with every token."""
 
 from __future__ import annotations
 
@@ -8,39 +8,43 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gecko.baselines.llama import KeyValues, Llama
-from gecko.generation.reading import checked, cut, inference
-from gecko.generation.sampling import Sampler, Sampling
-from gecko.generation.stream import NewToken
+from gecko.inference.decoder import NewToken
+from gecko.inference.prefill import checked, cut, inference
+from gecko.inference.sampling import Sampler, Sampling
+from gecko.models.llama import KeyValues, Llama
 from gecko.ops.loss import token_cross_entropy
 
 PIECE_TOKENS = 2048
-"""Tokens read in one call."""
+"""Tokens per model call."""
 
 
 @dataclass(frozen=True)
-class LlamaReading:
-    """Where one text stands."""
+class LlamaPrefill:
+    """Key-value cache of one sequence and the logits of its next token."""
 
     cache: KeyValues
-    """Of one row."""
+    """Has one row."""
     logits: Tensor
-    """(V,) of the token that follows."""
+    """(V,), of the next token."""
 
 
-def read_llama(model: Llama, tokens: Iterable[Tensor], after: LlamaReading | None = None) -> LlamaReading:
-    """Read one text, 1-D integers of any lengths, to its end; TypeError or ValueError for what are no ids, or none."""
+def prefill_llama(model: Llama, tokens: Iterable[Tensor], after: LlamaPrefill | None = None) -> LlamaPrefill:
+    """Read one sequence, given as 1-D integer tensors of any lengths.
+
+    Raises:
+        TypeError, ValueError: the tokens are not ids of the model, or there are none.
+    """
     before, reading = None if after is None else after.cache, None
     for hidden, cache, _ in _read(model, tokens, before):
         with inference(model):
-            reading = LlamaReading(cache, model.lm_head(hidden[-1]))
+            reading = LlamaPrefill(cache, model.lm_head(hidden[-1]))
     if reading is None:
-        raise ValueError("a prompt must hold at least one token; got none. Try the document start.")
+        raise ValueError("a prompt must have at least one token; got none. Try the document start.")
     return reading
 
 
 def score_llama(model: Llama, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Losses in nats of all tokens of one text but its first, piece by piece; all its keys and values are held."""
+    """Yield the losses in nats of all tokens after the first, piece by piece; the keys and values of all are kept."""
     last = None
     for hidden, _, part in _read(model, tokens, None):
         before = hidden[:-1] if last is None else torch.cat([last, hidden[:-1]])
@@ -53,13 +57,13 @@ def score_llama(model: Llama, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class LlamaStream:
-    """Continues a reading; iterate for the tokens, all of row 0. A stop token ends it and is not returned.
+    """Iterator over the tokens that continue a prefilled sequence, all of row 0; a stop token ends it.
 
-    The same logits and seed give the tokens of ``TokenStream``.
+    The same logits and seed give the same tokens as ``TokenStream``.
     """
 
     def __init__(
-        self, model: Llama, reading: LlamaReading, *, seed: int, temperature: float, max_new_tokens: int,
+        self, model: Llama, reading: LlamaPrefill, *, seed: int, temperature: float, max_new_tokens: int,
         stop_tokens: Collection[int] = (),
     ) -> None:  # fmt: skip
         self._model, self._reading, self._left = model, reading, max_new_tokens
@@ -75,17 +79,17 @@ class LlamaStream:
             self._left -= 1
             yield NewToken(0, token)
             if self._left:
-                self._reading = read_llama(self._model, [torch.tensor([token])], self._reading)
+                self._reading = prefill_llama(self._model, [torch.tensor([token])], self._reading)
 
     def stop(self, row: int) -> None:
-        """Make no more tokens."""
+        """Generate no more tokens."""
         self._left = 0
 
 
 def _read(
     model: Llama, tokens: Iterable[Tensor], cache: KeyValues | None
 ) -> Iterator[tuple[Tensor, KeyValues, Tensor]]:
-    """Of each piece what the head projects, (n, D), keys and values of all that was read, and the tokens."""
+    """Yield per piece: the input of the head (n, D), the cache after it, and its tokens."""
     device = model.lm_head.weight.device
     for part in cut(checked(tokens, model.config.vocab_size), PIECE_TOKENS, PIECE_TOKENS):
         part = part.to(device)

@@ -1,4 +1,4 @@
-"""States after beginnings of prompts, so that what many prompts share is read once."""
+"""Cache of states after prompt prefixes, so that shared prefixes are prefilled once."""
 
 from __future__ import annotations
 
@@ -12,51 +12,53 @@ from torch import Tensor
 
 from gecko.state import GeckoState
 
-_KNOWN_BEGINNINGS = 1 << 16
-"""Keys that are remembered without a state, about 150 bytes each."""
+_KNOWN_PREFIXES = 1 << 16
+"""Maximum number of keys that are remembered without a state, about 150 bytes each."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """What is known of a prompt before it is read."""
+    """Result of looking up a prompt in the cache."""
 
     length: int
-    """Tokens of its longest beginning that has a state."""
+    """Tokens of the longest cached prefix."""
     state: GeckoState | None
-    """After them; None if ``length`` is 0."""
+    """State after them; None if ``length`` is 0."""
     borders: Mapping[int, bytes]
-    """Lengths of beginnings after which the state is worth keeping, with its key."""
+    """Prefix lengths after which the state should be kept, with the key of each."""
 
 
 class PrefixCache:
-    """States after whole chunks of prompts, least recently used out first.
+    """Least-recently-used cache of states after whole chunks of prompts.
 
-    A state is constant in size but large, so it is not kept after every chunk. Of one prompt stay the states after
-    its last chunk, for those that go on from it; after its last whole piece, for those that end otherwise; and after
-    what it shares with earlier prompts, which shows that more will share it.
+    States have constant size but are large, so up to three are kept per prompt: after its last chunk, for prompts that
+    continue it; after its last whole piece, for prompts that end differently; and after the prefix that it shares with
+    an earlier prompt, which other prompts are likely to share.
 
     Args:
-        max_bytes: most memory of all states together.
+        max_bytes: maximum memory of all states.
     """
 
     def __init__(self, max_bytes: int) -> None:
         if max_bytes < 1:
-            raise ValueError(f"max_bytes must be at least 1; got {max_bytes}. Without a cache, give None instead.")
+            raise ValueError(
+                f"max_bytes must be at least 1; got {max_bytes}. Pass None instead of a cache to disable it."
+            )
         self.max_bytes = max_bytes
         self.hits = 0
-        """Prompts whose beginning had a state."""
+        """Prompts that had a cached prefix."""
         self.misses = 0
         self.bytes = 0
-        """Memory of the states now."""
+        """Memory of the cached states."""
         self._states: OrderedDict[bytes, GeckoState] = OrderedDict()
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     def find(self, model: str, prompt: Tensor, chunk_size: int, piece: int) -> Prefix:
-        """The longest beginning with a state. One token at least is left to read: it says what comes next.
+        """Find the longest cached prefix that leaves at least one token, which gives the next token's logits.
 
         Args:
-            model: name of the weights; states of others do not count.
-            prompt: 1-D int64, from the start of a text.
+            model: fingerprint of the weights; states of other weights do not match.
+            prompt: 1-D int64, from the start of a sequence.
         """
         keys = list(_keys(model, prompt[:-1], chunk_size))
         read = max((count for count, key in enumerate(keys, 1) if key in self._states), default=0)
@@ -72,10 +74,10 @@ class PrefixCache:
         return Prefix(read * chunk_size, self._states[keys[read - 1]], borders)
 
     def keep(self, key: bytes, state: GeckoState) -> None:
-        """Keep the state after the beginning with this key, one of ``Prefix.borders``."""
+        """Keep the state after the prefix with this key, one of ``Prefix.borders``."""
         if key in self._states or state.num_bytes > self.max_bytes:
             return
-        # What a call returns may be views of tensors much larger than themselves.
+        # The tensors of a returned state may be views of much larger tensors.
         self._states[key] = state.map(lambda x: x.clone(memory_format=torch.contiguous_format))
         self.bytes += state.num_bytes
         while self.bytes > self.max_bytes:
@@ -83,16 +85,16 @@ class PrefixCache:
             self.bytes -= oldest.num_bytes
 
     def _remember(self, keys: list[bytes]) -> None:
-        # The beginnings of long prompts come last, so that they are forgotten last.
+        # Short prefixes are added last, so that they are evicted last.
         for key in reversed(keys):
             self._known[key] = None
             self._known.move_to_end(key)
-        while len(self._known) > _KNOWN_BEGINNINGS:
+        while len(self._known) > _KNOWN_PREFIXES:
             self._known.popitem(last=False)
 
 
 def _keys(model: str, tokens: Tensor, chunk_size: int) -> Iterator[bytes]:
-    """A key for each whole chunk: a hash of all tokens up to its end, that of the chunk before included."""
+    """Yield a key per whole chunk: the hash of its tokens and of the previous key."""
     content = memoryview(tokens.numpy().tobytes())
     size = chunk_size * tokens.element_size()
     key = hashlib.sha256(model.encode()).digest()

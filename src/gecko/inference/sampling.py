@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Draw the next token from logits."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ import torch
 from torch import Tensor
 
 _FIRST_LOOK = 512
-"""Tokens in which a nucleus is searched first."""
+"""Number of most likely tokens that are searched for a nucleus first."""
 _ALL = 1 << 53
-"""A top-k beyond every vocabulary, the largest whole number that float64 counts up to."""
+"""Upper bound of top-k: the largest integer up to which float64 is exact, above any vocabulary size."""
 _PENALTIES = (0.01, 100.0)
-"""Far beyond what helps a text; further out, scores overflow, and two infinite ones have no difference."""
+"""Range of the repetition penalty; beyond it, scores may overflow to infinity, and inf − inf is NaN."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: logit bias, repetition penalty, temperature, then top-k, then top-p of what top-k left,
-    then min-p of what top-p left.
+    """Sampling parameters of one sequence.
+
+    They are applied in this order: logit bias, repetition penalty, temperature, top-k, top-p of the tokens that top-k
+    keeps, min-p of the tokens that top-p keeps.
 
     Raises:
         ValueError: a number is out of range.
     """
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the most likely token always."""
+    """Divides the logits; 0 always selects the most likely token."""
     top_k: int | None = None
-    """Keep the k most likely tokens, and those that are exactly as likely as the k-th."""
+    """Keep the k most likely tokens, and tokens exactly as likely as the k-th."""
     top_p: float | None = None
-    """Keep the fewest most likely tokens that have at least this probability together; of equals, lower ids."""
+    """Keep the smallest set of most likely tokens with at least this total probability; ties: lower ids first."""
     min_p: float | None = None
-    """Keep the tokens that are at least this share as likely as the most likely one."""
+    """Keep tokens with at least this fraction of the probability of the most likely one."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that the prompt or the text so far held are divided by it where positive, else multiplied;
-    0.01 to 100."""
+    """Divides positive logits, and multiplies negative ones, of tokens that the sequence contains; 0.01 to 100."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """By token id: what is added to its logit."""
+    """Added to the logits of these token ids."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -57,26 +58,32 @@ class Sampling:
             )
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
-                raise ValueError(f"logit_bias must be finite; got {bias} for token {token}. −100 rules a token out.")
+                raise ValueError(
+                    f"logit_bias must be finite; got {bias} for token {token}. Use −100 to exclude a token."
+                )
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises ValueError for a bias of a token that a vocabulary of this size does not have."""
+        """Check the ids of the logit bias.
+
+        Raises:
+            ValueError: an id is outside a vocabulary of this size.
+        """
         for token in self.logit_bias:
             if not 0 <= token < vocab_size:
-                raise ValueError(f"logit_bias must be of ids in 0..{vocab_size - 1}; got {token}.")
+                raise ValueError(f"logit_bias must have ids in 0..{vocab_size - 1}; got {token}. Check the tokenizer.")
 
 
 class Sampler:
-    """``Sampling`` for a batch of rows, each with settings of its own; a row's tokens do not depend on the others.
+    """Sampler of a batch in which every row has its own ``Sampling`` and does not depend on the other rows.
 
     Args:
-        samplings: one for each row.
+        samplings: one per row.
     """
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> None:
         self._device = device
         self._drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-        """Rows that are not greedy."""
+        """Rows with a temperature above 0."""
         self._index = None if len(self._drawn) == len(samplings) else self._integers(self._drawn)
         self._bias = self._biases(samplings)
         penalties = [sampling.repetition_penalty for sampling in samplings]
@@ -91,18 +98,18 @@ class Sampler:
         self._min_p = self._limits([sampling.min_p for sampling in drawn])
 
     @property
-    def looks_back(self) -> bool:
-        """Whether ``seen`` makes a difference."""
+    def uses_history(self) -> bool:
+        """Whether ``draw`` needs ``seen``."""
         return self._penalty is not None
 
     def draw(
         self, logits: Tensor, generators: Sequence[torch.Generator], seen: Tensor | None = None
     ) -> list[int]:  # fmt: skip
-        """One token for each row, which takes one number of the row's generator unless it is greedy.
+        """Draw one token per row; a row with a temperature above 0 draws one number from its generator.
 
         Args:
             logits: (B, V), finite.
-            seen: (B, V) bool, tokens that the row's text held; needed where ``looks_back``.
+            seen: (B, V) bool, the tokens that each sequence contains; required if ``uses_history``.
         """
         scores = self._adjusted(logits, seen)
         if not self._drawn:
@@ -121,31 +128,29 @@ class Sampler:
             scores = scores.double().index_put(*self._bias, accumulate=True)
         if self._penalty is None:
             return scores
-        assert seen is not None, "a repetition penalty needs to know what the text held"
+        assert seen is not None, "a repetition penalty needs the tokens of the sequence"
         penalised = torch.where(scores > 0, scores / self._penalty, scores * self._penalty)
         return torch.where(seen, penalised, scores)
 
     def _probabilities(self, scores: Tensor) -> Tensor:
-        """The distributions that tokens are drawn from, (rows that are not greedy, V) float64; sums are 1 but for
-        rounding.
-        """
+        """Return the distributions to draw from, (rows with a temperature above 0, V) float64."""
         scores = (scores if self._index is None else scores.index_select(0, self._index)).double()
         scores = (scores - scores.amax(-1, keepdim=True)) / self._temperature
         scores = _limited(scores, self._top_k, _only_top)
-        chances = _limited(scores.softmax(-1), self._top_p, _nucleus)
-        return _limited(chances, self._min_p, _likely)
+        probabilities = _limited(scores.softmax(-1), self._top_p, _nucleus)
+        return _limited(probabilities, self._min_p, _above_min_p)
 
     def _choose(self, scores: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
         cumulative = self._probabilities(scores).cumsum(-1)
         total = cumulative[:, -1:]
-        # One number a token from the host, so that a seed means the same on every device.
+        # The random numbers come from the host, so that a seed gives the same tokens on every device.
         uniform = torch.stack([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
-        # Rounding could bring it up to the total, behind the last token that has any probability.
+        # Rounding could give the total itself, which lies behind the last token with nonzero probability.
         point = torch.minimum(uniform.to(total.device) * total, total.nextafter(torch.zeros_like(total)))
         return torch.searchsorted(cumulative, point, right=True).squeeze(-1).tolist()
 
     def _biases(self, samplings: Sequence[Sampling]) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
-        """Rows and tokens, and what is added there."""
+        """Return the index (rows, tokens) of all biases and their values."""
         found = [(row, *item) for row, sampling in enumerate(samplings) for item in sampling.logit_bias.items()]
         if not found:
             return None
@@ -153,7 +158,7 @@ class Sampler:
         return (self._integers(rows), self._integers(tokens)), self._column(values).squeeze(1)
 
     def _limits(self, values: Sequence[float | None]) -> tuple[Tensor, Tensor] | None:
-        """The rows that have a limit, and the limits as a column."""
+        """Return the rows that have a limit and the limits as a column."""
         rows = [row for row, value in enumerate(values) if value is not None]
         return (self._integers(rows), self._column([values[row] for row in rows])) if rows else None
 
@@ -165,7 +170,7 @@ class Sampler:
 
 
 def _limited(x: Tensor, limits: tuple[Tensor, Tensor] | None, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """x (B, V) with ``function`` applied to the rows that have a limit; only they pay for it."""
+    """Return x (B, V) with ``function`` applied only to the rows that have a limit."""
     if limits is None:
         return x
     rows, values = limits
@@ -180,45 +185,45 @@ def _only_top(scores: Tensor, count: Tensor) -> Tensor:
     return scores.masked_fill(scores < least, -torch.inf)
 
 
-def _nucleus(chances: Tensor, share: Tensor) -> Tensor:
-    ordered, kept = _likeliest_with_share(chances, share)
+def _nucleus(probabilities: Tensor, mass: Tensor) -> Tensor:
+    ordered, kept = _most_likely(probabilities, mass)
     count = kept.sum(-1, keepdim=True)
     least = ordered.gather(-1, count - 1)
-    equal = chances == least
-    # Of the tokens as likely as the least likely one, as many as there is place for.
+    equal = probabilities == least
+    # Among tokens as likely as the last one kept, keep the lower ids.
     some = equal & (equal.cumsum(-1) <= count - (ordered > least).sum(-1, keepdim=True))
-    chosen = chances.masked_fill(~(some | (chances > least)), 0)
+    chosen = probabilities.masked_fill(~(some | (probabilities > least)), 0)
     return chosen / chosen.sum(-1, keepdim=True)
 
 
-def _likeliest_with_share(chances: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest chances of each row in order, enough to have ``share`` together, and which of them are needed.
+def _most_likely(probabilities: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest probabilities of each row in order, with total at least ``mass``, and which are needed.
 
-    Of a large vocabulary a nucleus is a small part, and to put all of it in order takes many times as long.
+    The nucleus is a small part of a large vocabulary, so sorting all of it would take many times longer.
     """
-    size, vocabulary = _FIRST_LOOK, chances.shape[-1]
+    size, vocabulary = _FIRST_LOOK, probabilities.shape[-1]
     while True:
-        ordered = chances.topk(min(size, vocabulary), dim=-1).values
-        kept = ordered.cumsum(-1) - ordered < share
+        ordered = probabilities.topk(min(size, vocabulary), dim=-1).values
+        kept = ordered.cumsum(-1) - ordered < mass
         if size >= vocabulary or not bool(kept[:, -1].any()):
             return ordered, kept
         size *= 8
 
 
-def _likely(chances: Tensor, share: Tensor) -> Tensor:
-    kept = chances.masked_fill(chances < share * chances.amax(-1, keepdim=True), 0)
+def _above_min_p(probabilities: Tensor, mass: Tensor) -> Tensor:
+    kept = probabilities.masked_fill(probabilities < mass * probabilities.amax(-1, keepdim=True), 0)
     return kept / kept.sum(-1, keepdim=True)
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """(B,) bool: rows of logits (B, V) that a token can be chosen from."""
+    """Return (B,) bool: whether all logits of a row of (B, V) are finite."""
     return logits.isfinite().all(-1)
 
 
 def not_finite(logits: Tensor) -> str:
-    """What is wrong with logits (V,) that are not finite."""
+    """Describe what is wrong with logits (V,) that are not finite."""
     return (
-        f"logits must be finite to choose a token from; got {int(logits.isnan().sum())} NaN and "
+        f"logits must be finite to draw a token; got {int(logits.isnan().sum())} NaN and "
         f"{int(logits.isinf().sum())} infinite of {len(logits)}. "
-        "The weights or the reading state hold such values, or 16-bit arithmetic overflows: try float32."
+        "The weights or the state have such values, or 16-bit arithmetic overflows: try float32."
     )

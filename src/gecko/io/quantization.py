@@ -1,7 +1,7 @@
-"""Weights in 8 or 4 bits: w ≈ s · q, with integers q and one scale s for a row (8), or for a group of a row (4).
+"""Weights in 8 or 4 bits: w ≈ s · q, with integers q and one scale s per row (8 bits) or per group of a row (4 bits).
 
-Only the matrices inside the blocks, which are nearly all of a large model: embedding, head, norms and the moving
-average stay as they are. torchao rounds and multiplies; what is here says which weights, and how a file holds them.
+Only the matrices in blocks, which are most of a large model, are quantised. Embedding, head, norms and moving average
+keep their dtype. torchao rounds and multiplies; this module selects the weights and defines their file format.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gecko.extras import require
+from gecko.runtime.extras import require
 
 GROUP = 32
-"""Neighbours in a row that share a scale in 4 bits."""
+"""Consecutive weights of a row that share a scale in 4 bits."""
 _KINDS = {8: "int8", 4: "int4"}
 
 
 def quantize(model: nn.Module, bits: int) -> None:
-    """Round the matrices of the model's blocks, in place; from then on it is for inference only.
+    """Quantise the matrices of the model's blocks in place; the model is then for inference only.
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: ``bits`` is neither 8 nor 4; the model has no such matrices; the weights are 64 bits wide or
-            quantised already; 4 bits, and the rows of a matrix are not made of whole groups of ``GROUP``.
+        ValueError: ``bits`` is neither 8 nor 4; the model has no such matrices; the weights are float64 or already
+            quantised; ``bits`` is 4, and ``GROUP`` does not divide the rows of a matrix.
     """
     if bits not in _KINDS:
         raise ValueError(f"bits must be 8 or 4; got {bits}.")
@@ -35,7 +35,7 @@ def quantize(model: nn.Module, bits: int) -> None:
     if not matrices:
         raise ValueError(
             f"the model must be a Gecko, with matrices in its blocks; got a {type(model).__name__} without them. "
-            "For a model of transformers try quantize(model.model.gecko, bits)."
+            "For a model of gecko.hf try quantize(model.model.gecko, bits)."
         )
     for name, module in matrices.items():
         _check(f"{name}.weight", module.get_parameter("weight"), bits)
@@ -45,18 +45,18 @@ def quantize(model: nn.Module, bits: int) -> None:
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Whether this is one of torchao's tensors; asked without importing it."""
+    """Return whether a weight is a tensor of torchao, without importing torchao."""
     return hasattr(weight, "qdata")
 
 
 def plain_tensors(weight: Tensor) -> list[Tensor]:
-    """What a weight consists of: itself, or its integers and scales."""
+    """Return the plain tensors of a weight: its integers and scales if it is quantised, otherwise itself."""
     quantized: Any = weight
     return [quantized.qdata, quantized.scale] if is_quantized(weight) else [weight]
 
 
 def pack(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights as a file holds them: a quantised one is NAME.int8, or NAME.int4 with two to a byte, and NAME.scale."""
+    """Return weights as files store them: a quantised one as NAME.int8, or NAME.int4 (two per byte), and NAME.scale."""
     packed: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if not is_quantized(weight):
@@ -71,15 +71,15 @@ def pack(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stored_bits(packed: Mapping[str, Tensor]) -> int | None:
-    """Bits of the quantised weights among those of a file; None where there are none."""
+    """Return the bits of the quantised weights in a file; None if none is quantised."""
     return next((bits for bits, kind in _KINDS.items() if any(name.endswith(f".{kind}") for name in packed)), None)
 
 
 def unpack(packed: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that ``pack`` took apart; those that ``like`` has quantised become such, the rest stays as it is.
+    """Return the weights that ``pack`` packed; those that are quantised in ``like`` become quantised tensors.
 
     Raises:
-        ValueError: integers are there without their scales.
+        ValueError: a scale is missing.
     """
     weights = dict(packed)
     for name, blank in like.items():
@@ -116,7 +116,7 @@ def _settings(library: Any, bits: int) -> Any:
 
 
 def _fill(blank: Tensor, integers: Tensor, scale: Tensor) -> Tensor:
-    """A quantised tensor like ``blank``, which may be without memory, with these numbers; zero points are all 0."""
+    """Return a quantised tensor like ``blank``, which may be on ``meta``, with these values; zero points are 0."""
     names, context = blank.__tensor_flatten__()  # type: ignore[attr-defined]
     zeros = {name: torch.zeros_like(getattr(blank, name), device=integers.device) for name in names}
     inner = zeros | {"qdata": integers, "scale": scale}
@@ -125,7 +125,7 @@ def _fill(blank: Tensor, integers: Tensor, scale: Tensor) -> Tensor:
 
 
 def _join_halves(integers: Tensor) -> Tensor:
-    """(N, K) of −8 … 7 to (N, K / 2) bytes, the even columns in the low halves."""
+    """Pack (N, K) integers of −8 … 7 into (N, K / 2) bytes, the even columns in the low halves."""
     shifted = (integers + 8).to(torch.uint8)
     return shifted[:, ::2] | shifted[:, 1::2] << 4
 
@@ -136,7 +136,7 @@ def _split_halves(joined: Tensor) -> Tensor:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """torchao logs warnings on import, of GPU libraries that a CPU has no use for."""
+    """Silence the warnings about GPU libraries that torchao logs on import."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""The moving average as a layer: its parameters, and the skip connection around it."""
+"""Layer of the complex moving average: its parameters and the skip connection around it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from gecko.config import CEMASkip
-from gecko.identity import identity
 from gecko.ops.cema import CEMACoefficients, cema
+from gecko.ops.common import identity
 from gecko.segments import Segments
 
 
 class CEMA(nn.Module):
     """CEMA(x) + x, or Megalodon's CEMA(x) + ω x with γ scaled by 1/√N (``skip="learned"``).
 
-    γ is stored as (real, imaginary) pairs: optimizers and sharding know real tensors.
+    γ is stored as (real, imaginary) pairs, since optimizers and sharding support real tensors only.
     """
 
     def __init__(self, model_dim: int, modes: int, skip: CEMASkip) -> None:
@@ -26,11 +26,11 @@ class CEMA(nn.Module):
         self.theta = nn.Parameter(torch.empty(model_dim))
         self.gamma = nn.Parameter(torch.empty(model_dim, modes, 2))
         self.omega = nn.Parameter(torch.empty(model_dim)) if skip == "learned" else None
-        self._kept: tuple[object, CEMACoefficients] | None = None
+        self._cached: tuple[object, CEMACoefficients] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """α, δ ~ N(0, 0.2²); σ(θ) the powers D^(−i/D) in random order; γ real, variance 1/N where it acts."""
+        """Draw α, δ ~ N(0, 0.2²); σ(θ) is D^(−i/D) in random order; γ is real, with variance 1/N after its scaling."""
         model_dim, modes = self.alpha.shape
         nn.init.normal_(self.alpha, std=0.2)
         nn.init.normal_(self.delta, std=0.2)
@@ -43,23 +43,23 @@ class CEMA(nn.Module):
             nn.init.trunc_normal_(self.omega, std=0.25, a=-1.0, b=1.0)
 
     def forward(self, x: Tensor, state: Tensor | None, segments: Segments) -> tuple[Tensor, Tensor]:
-        """x (B, T, D) to the same shape, and the state (B, D, N, 2)."""
-        coefficients = self._known() if segments.overwrites else self._coefficients()
+        """Return y of the shape of x, (B, T, D), and the state after the last token, (B, D, N, 2)."""
+        coefficients = self._cached_coefficients() if segments.overwrites else self._coefficients()
         skip = x.new_ones(x.shape[-1]) if self.omega is None else self.omega
         return cema(x, coefficients, state, segments=segments, skip=skip)
 
     def forget(self) -> None:
-        """Make anew what is kept from token to token."""
-        self._kept = None
+        """Discard the cached coefficients."""
+        self._cached = None
 
     def _coefficients(self) -> CEMACoefficients:
         gamma = self.gamma if self.omega is None else self.gamma / math.sqrt(self.gamma.shape[1])
         return CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)
 
-    def _known(self) -> CEMACoefficients:
-        """The same, kept from token to token while the parameters stay: to compute them takes longer than a token."""
+    def _cached_coefficients(self) -> CEMACoefficients:
+        """Return cached coefficients while the parameters are unchanged: computing them takes longer than a token."""
         parameters = (self.alpha, self.delta, self.theta, self.gamma)
         key = identity(parameters)
-        if self._kept is None or self._kept[0] != key:
-            self._kept = key, self._coefficients()
-        return self._kept[1]
+        if self._cached is None or self._cached[0] != key:
+            self._cached = key, self._coefficients()
+        return self._cached[1]

@@ -1,4 +1,4 @@
-"""The position-wise half of a block."""
+"""Feed-forward layer, the second half of a block."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.layers.initialise import linear
-from gecko.layers.norm import LayerNorm
-from gecko.layers.projection import is_bare
-from gecko.ops.feed_forward import feed_forward
-from gecko.ops.swiglu import swiglu
+from gecko.layers.linear import is_bare, linear
+from gecko.layers.norms import LayerNorm
+from gecko.ops.feed_forward import feed_forward, swiglu
 
 
 class FeedForward(nn.Module):
-    """onto + fc2(silu(fc1 u) · fc3 u) of u = LayerNorm(x), without fc3 if not ``swiglu``, times a learned vector
-    if ``ffn_scale``; ``onto`` is the block's residual."""
+    """onto + fc2(silu(fc1 u) · fc3 u) with u = LayerNorm(x).
+
+    There is no fc3 without ``swiglu``. With ``ffn_scale``, a learned vector multiplies the output of fc2. ``onto`` is
+    the residual of the block.
+    """
 
     def __init__(self, config: GeckoConfig, layer: int) -> None:
         super().__init__()
@@ -28,6 +29,7 @@ class FeedForward(nn.Module):
         self.scale = nn.Parameter(initial) if config.ffn_scale else None
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+        """Return the sum, of the shape of x and onto, (B, T, D)."""
         u = self.norm(x)
         if self.fc3 is not None and self.scale is None and all(map(is_bare, (self.fc1, self.fc2, self.fc3))):
             return feed_forward(u, self.fc1.weight, self.fc3.weight, self.fc2.weight, onto)

@@ -1,4 +1,4 @@
-"""The mixer: moving-average gated attention with a working memory (paper Eq. 5–8, 16)."""
+"""Mixer layer: moving-average gated attention with a working memory (paper Eq. 5–8, 16)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.handoff import Arriving
 from gecko.layers.cema import CEMA
-from gecko.layers.initialise import linear
-from gecko.layers.norm import RMSNorm, TimestepNorm
-from gecko.layers.projection import project
-from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
-from gecko.ops.chunk_attention.ranks import give_last_chunk, state_before
-from gecko.ops.fan_out import fan_out
+from gecko.layers.linear import linear, project
+from gecko.layers.norms import RMSNorm, TimestepNorm
+from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, give_last_chunk, state_before
 from gecko.ops.gates import gated, silu_by_head
+from gecko.ops.qk_scale_shift import qk_scale_shift
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory import WorkingMemoryState, working_memory
-from gecko.records import TensorRecord
-from gecko.segments import Segments
+from gecko.runtime.records import TensorRecord
+from gecko.segments import PendingTensor, Segments
 
 
 @dataclass(frozen=True)
 class MixerState(TensorRecord):
-    """What one mixer remembers of a text; ``memory`` is None in architectures that have none."""
+    """State of one mixer; ``memory`` is None in architectures without one."""
 
     norm: TimestepNormState
     cema: Tensor
@@ -58,7 +55,7 @@ class GatedAttention(nn.Module):
         self.offset = nn.Parameter(torch.zeros(rows, key_dim))
 
     def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
-        """x (B, T, D) to the same shape, and the state after the last token."""
+        """Return y of the shape of x, (B, T, D), and the state after the last token."""
         xn, norm = self.norm(x, None if state is None else state.norm, segments)
         averaged, moving = self.cema(xn, None if state is None else state.cema, segments)
         mx = self.cema_norm(averaged)
@@ -71,15 +68,15 @@ class GatedAttention(nn.Module):
         return y, MixerState(norm, moving, attention, memory)
 
     def _queries_and_keys(self, z: Tensor) -> tuple[Tensor, ...]:
-        """q, k (and qm, km), each (B, H, T, key_head_dim): (1 + γ_i) / √zh · z + β_i, z of unit RMS per head."""
+        """Return q, k (and qm, km), (B, H, T, key_head_dim) each: (1 + γ_i) / √zh · z + β_i, z of unit RMS per head."""
         config = self.config
-        return fan_out(z, self.scale, self.offset, config.num_heads, config.norm_eps)
+        return qk_scale_shift(z, self.scale, self.offset, config.num_heads, config.norm_eps)
 
     def _mix(
         self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor, state: MixerState | None, segments: Segments,
-        values_before: Arriving | None,
+        values_before: PendingTensor | None,
     ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:  # fmt: skip
-        """Gated attention plus memory, (B, T, value_dim), and their states."""
+        """Return gated attention plus memory, (B, T, value_dim), and their states."""
         config = self.config
         keys_before = give_last_chunk(projections[1], self.pattern, segments)
         recalled = memory = None

@@ -1,19 +1,19 @@
-"""Norms as layers. Weights are stored as offsets from 1: zero is identity, and decay pulls towards it."""
+"""Norm layers. Weights are stored as offsets from 1, so weight decay pulls towards the identity."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.layers.initialise import offsets
-from gecko.ops.dtypes import linear_dtype
+from gecko.layers.linear import offsets
+from gecko.ops.common import linear_dtype
 from gecko.ops.norms import group_layer_norm, group_rms_norm
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
 from gecko.segments import Segments
 
 
 class TimestepNorm(nn.Module):
-    """Normalise by statistics over the document so far, decaying or cumulative."""
+    """Normalisation by decaying or cumulative statistics over the document so far."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class TimestepNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / root mean square over each group of features, with a weight, for linear layers to read: in their dtype."""
+    """RMS norm over each group of features, with a weight. The output has the dtype that linear layers read."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
@@ -40,8 +40,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Mean zero, variance one over each group of features, with weight and bias, for linear layers to read: in their
-    dtype."""
+    """Layer norm over each group of features, with weight and bias. Its output has the dtype of linear layers."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()

@@ -1,32 +1,88 @@
-"""Gecko: embedding, blocks, head."""
+"""The Gecko language model (Ma et al., 2026): embedding, blocks, final norm, head.
+
+``models/llama.py`` shares the checks of tokens, the choice of targets and activation checkpointing.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from gecko.config import GeckoConfig
-from gecko.fingerprint import fingerprint
-from gecko.identity import identity
+from gecko.io.model_folder import TIED, fill, fingerprint, load_model, save_model
+from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, MixerState
-from gecko.layers.initialise import embedding_
-from gecko.layers.norm import LayerNorm, RMSNorm, TimestepNorm
-from gecko.layers.projection import project
+from gecko.layers.linear import embedding_, project
+from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
+from gecko.ops.common import identity
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
-from gecko.quantize import pack, plain_tensors, quantize, stored_bits, unpack
-from gecko.recomputation import ActivationCheckpointing, run_block
 from gecko.segments import Clock, Context, Segments
 from gecko.state import GeckoState
-from gecko.store import fill, load_model, save_model
-from gecko.tokens import check_tokens, trained_targets
+
+
+def check_tokens(name: str, tokens: Tensor, vocab_size: int, *, ignored: bool = False) -> None:
+    """Raise TypeError or ValueError unless ``tokens`` are ids (B, T) of a vocabulary; ``ignored`` also allows −100."""
+    if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        raise TypeError(f"{name} must be integers; got {tokens.dtype}. Use tokens.long() if they are token ids.")
+    if tokens.dim() != 2 or tokens.numel() == 0:
+        raise ValueError(f"{name} must have shape (batch, length), both at least 1; got {tuple(tokens.shape)}.")
+    if tokens.device.type == "cpu":
+        wrong = (tokens < 0) | (tokens >= vocab_size)
+        wrong &= (tokens != IGNORED) if ignored else True
+        if bool(wrong.any()):
+            raise ValueError(
+                f"{name} must be ids in 0..{vocab_size - 1}; got {int(tokens[wrong][0])}. "
+                "Check that the tokenizer is the one the model was trained with."
+            )
+
+
+def trained_targets(
+    tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, next_begins: Tensor | None = None
+) -> Tensor:
+    """Return ``targets`` (B, T) with −100 at the last token of every document.
+
+    A document is therefore never trained on the start of the next one.
+
+    Args:
+        next_begins: (B,) bool, whether a document starts after the last token. None: no document starts there.
+    """
+    if targets.shape != tokens.shape:
+        raise ValueError(f"targets must have the tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}.")
+    targets = targets.long()
+    if segment_ids is None:
+        return targets
+    next_document = segment_ids[:, 1:] != segment_ids[:, :-1]
+    last = next_document.new_zeros(len(targets), 1) if next_begins is None else next_begins.unsqueeze(1)
+    ends = torch.cat([next_document, last.to(next_document.device)], dim=1)
+    return targets.masked_fill(ends.to(targets.device), IGNORED)
+
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+"""Activations that backward recomputes: none; all but the outputs of linear layers; all."""
+
+
+def run_block(mode: ActivationCheckpointing, block: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """Return ``block(*inputs, **options)``; with gradients, backward recomputes activations as ``mode`` says."""
+    if mode == "none" or not torch.is_grad_enabled():
+        return block(*inputs, **options)
+    kept = _keep_projections if mode == "selective" else noop_context_fn
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=kept, **options)
+
+
+_keep_projections = partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+)
 
 
 class Block(nn.Module):
@@ -39,18 +95,20 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config, layer)
 
     def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
-        """x (B, T, D) to the same shape, and the state after the last token."""
+        """Map x (B, T, D) to the same shape; also return the state after the last token."""
         y, state = self.mixer(x, state, segments)
         return self.feed_forward(y, onto=x if self.two_hop_residual else y), state
 
 
 class Gecko(nn.Module):
-    """The language model: reads tokens of any number, in calls of any size, with a state of constant size.
+    """Gecko language model. It reads any number of tokens, in calls of any length, with a state of constant size.
 
-    ``activation_checkpointing`` ("none") says what backward recomputes of each block instead of keeping it:
-    "full" all of it, "selective" all but the outputs of linear layers. ``sharded`` (False) says that parameters
-    are divided among ranks, so that states cannot be tied to these weights. ``float32_layers`` are the kinds of
-    layers that stay float32 where the rest of a block computes in bfloat16.
+    Attributes:
+        activation_checkpointing: activations of each block that backward recomputes: "none" (the default), "full",
+            or "selective", all but the outputs of linear layers.
+        sharded: whether the parameters are divided among ranks. The fingerprint of the weights is then not computed,
+            so a state is not checked against them.
+        float32_layers: classes of layers that stay float32 when the rest of a block computes in bfloat16.
     """
 
     float32_layers: tuple[type[nn.Module], ...] = (CEMA, LayerNorm, RMSNorm, TimestepNorm)
@@ -70,7 +128,7 @@ class Gecko(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make head and embedding one weight, if the config wants them so."""
+        """Share the embedding's weight with the head if ``tie_embedding`` is set."""
         if self.config.tie_embedding:
             self.head.weight = self.embedding.weight
 
@@ -78,20 +136,20 @@ class Gecko(nn.Module):
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """Logits of every next token, and the state after the last one.
+        """Return the logits of every next token and the state after the last token.
 
         Args:
             tokens: (B, T) integers, any T ≥ 1.
-            segment_ids: (B, T) integers; a document starts wherever they change. None: one document goes on.
-            state: what an earlier call returned; None: nothing was read yet.
-            context: the ranks that share the rows, each of which gives its own T of their tokens, whole chunks, and
-                the same ``state``; None: the rows are here as a whole.
+            segment_ids: (B, T) integers; a document starts wherever they change. None: no document starts in the call.
+            state: the state that an earlier call returned. None: nothing was read before.
+            context: the ranks that share the rows. Each rank passes its own T tokens, whole chunks, and the same
+                ``state``. None: this process has the whole rows.
 
         Returns:
             logits (B, T, vocab_size), and the state after token T.
 
         Raises:
-            TypeError, ValueError: tokens that are none of the vocabulary's, a state of another model or batch.
+            TypeError, ValueError: tokens outside the vocabulary, a state of another model or batch size.
         """
         hidden, state, _ = self._read(tokens, segment_ids, state, context)
         return project(hidden, self.head)[0], state
@@ -99,11 +157,11 @@ class Gecko(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: Context | None = None
     ) -> Tensor:
-        """Mean cross-entropy in nats, a scalar, without ever holding all logits.
+        """Return the mean cross-entropy in nats, a scalar, without holding all logits in memory.
 
-        Targets (B, T) of −100 do not count, nor does the last token of a document whose successor in the
-        row belongs to another one: a document is never trained on the start of the next. With ``context`` it is the
-        mean over all ranks, and the gradients of all ranks add up to its gradient.
+        Targets (B, T) of −100 do not count. The last token of a document does not count either: a document is never
+        trained on the start of the next one. With ``context``, the mean is over all ranks, and its gradient is the sum
+        of the gradients of all ranks.
         """
         hidden, _, segments = self._read(tokens, segment_ids, None, context)
         targets = self._trained_targets(tokens, targets, segment_ids, segments)
@@ -115,7 +173,7 @@ class Gecko(nn.Module):
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """Cross-entropy of every token in nats (B, T), 0 where ``loss`` would not count it, and the state."""
+        """Return the cross-entropy of every token in nats (B, T), 0 for ignored targets, and the state."""
         hidden, state, segments = self._read(tokens, segment_ids, state, context)
         targets = self._trained_targets(tokens, targets, segment_ids, segments)
         losses = token_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
@@ -125,32 +183,33 @@ class Gecko(nn.Module):
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """What the head projects, (B, T, D), and the state; arguments as for ``forward``."""
+        """Return the input of the head, (B, T, D), and the state; arguments as for ``forward``."""
         return self._read(tokens, segment_ids, state, context)[:2]
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
-        """One token of every row, for decoding: tokens (B,) to the logits (B, V) of the next ones, and the state.
+        """Decode one token per row: map tokens (B,) to the logits (B, V) of the next tokens, and return the state.
 
-        The state that a step returns is given up to the next: what is large is written into its tensors, so that
-        nothing is copied that does not change. Any other ``state`` is copied first and stays what it is. Weights
-        must not change from one step to the next: a change of embedding or head is seen, and so of all weights at once,
-        others are not. Errors as for ``forward``.
+        A step writes into the large tensors of the state that the step before returned, so that unchanged parts are
+        not copied: do not use that state again. Any other ``state`` is copied first and does not change.
+
+        Weights must not change between steps. A change is detected if it includes the embedding or the head, as a
+        change of all weights does. Errors as for ``forward``.
         """
         tokens = tokens.unsqueeze(1)
         self._check_tokens("tokens", tokens)
-        # To look at all weights takes long beside a token: it is done for the first of a row of steps.
-        going_on = _may_be_overwritten(state) and (state.model == "" or self._was_named(state.model))
-        if not going_on or state.config is not self.config or state.batch_size != len(tokens):
+        # Checking all weights takes long compared with one token, so only the first of consecutive steps does it.
+        consecutive = _may_be_overwritten(state) and (state.model == "" or self._was_named(state.model))
+        if not consecutive or state.config is not self.config or state.batch_size != len(tokens):
             self.check_state(state, len(tokens))
-        if not going_on:
+        if not consecutive:
             state = self._begin_steps(state)
         segments = Segments.build(len(tokens), 1, clock=state.clock, device=tokens.device, overwrites=True)
         hidden, after = self._through_blocks(tokens, state, segments)
         return project(hidden[:, 0], self.head)[0], replace(after, exclusive=True)
 
     def _begin_steps(self, state: GeckoState) -> GeckoState:
-        # Writes through ``.data`` count no version, so what was kept before these steps may be of other weights.
+        # Writes through ``.data`` do not change a tensor's version, so cached coefficients may be of other weights.
         for module in self.modules():
             if isinstance(module, CEMA):
                 module.forget()
@@ -162,7 +221,7 @@ class Gecko(nn.Module):
         self._check_tokens("tokens", tokens)
         if state is not None:
             self.check_state(state, tokens.shape[0])
-            # The next step from this state would write into what the new state shares with it.
+            # The next step from this state would write into tensors that the new state shares with it.
             state = state.own() if state.exclusive else state
         segments = self._segments(tokens, segment_ids, None if state is None else state.clock, context)
         return *self._through_blocks(tokens, state, segments), segments
@@ -170,8 +229,8 @@ class Gecko(nn.Module):
     def _through_blocks(
         self, tokens: Tensor, state: GeckoState | None, segments: Segments
     ) -> tuple[Tensor, GeckoState]:
-        # What was read before the call is the first rank's to start from; the others get it from there.
-        before = state if segments.handoff is None or segments.handoff.first else None
+        # Only the first rank starts from the state; the others receive theirs through the exchange.
+        before = state if segments.exchange is None or segments.exchange.first else None
         x = self.embedding(tokens.long())
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.model_dim)
@@ -194,7 +253,7 @@ class Gecko(nn.Module):
         )
 
     def empty_state(self, batch: int = 1) -> GeckoState:
-        """The state before anything was read, for this model's weights."""
+        """Return the initial state for this model's weights."""
         weight = self.embedding.weight
         return GeckoState.empty(
             self.config, batch, model=self.fingerprint(), dtype=torch.promote_types(weight.dtype, torch.float32),
@@ -202,7 +261,7 @@ class Gecko(nn.Module):
         )  # fmt: skip
 
     def check_state(self, state: GeckoState, rows: int) -> None:
-        """Raises ValueError for a state that this model cannot go on from with ``rows`` rows."""
+        """Raise ValueError unless this model can continue from ``state`` with ``rows`` rows."""
         if state.config != self.config:
             raise ValueError("the state must come from a model of this config; it comes from a model of another one.")
         if state.model and not torch.is_grad_enabled() and state.model != self.fingerprint():
@@ -214,24 +273,30 @@ class Gecko(nn.Module):
             raise ValueError(f"the state must hold the tokens' {rows} rows; it holds {state.batch_size}.")
 
     def fingerprint(self) -> str:
-        """A short name of the weights, in which every number has its part."""
+        """Return a hash of the weights, 16 hexadecimal digits, that changes if any weight changes."""
         now = identity(tensor for parameter in self.parameters() for tensor in plain_tensors(parameter))
         cached = getattr(self, "_fingerprint", None)
         if cached is None or cached[0] != now:
-            cached = self._fingerprint = (now, fingerprint(self), self._ends())
+            tied = TIED[0] if self.config.tie_embedding else None
+            cached = self._fingerprint = (now, fingerprint(self, tied), self._ends())
         return cached[1]
 
     def _was_named(self, name: str) -> bool:
-        """Whether ``fingerprint`` said so last, and neither other weights were loaded since nor these trained."""
+        """Return whether ``name`` is the last ``fingerprint``, and embedding and head have not changed since."""
         return getattr(self, "_fingerprint", ())[1:] == (name, self._ends())
 
     def _ends(self) -> Hashable:
-        """Of the first and the last weights only: so much there is time for with every token."""
+        """Return the identity of the first and the last weights only, which is fast enough to check at every token."""
         ends = (self.embedding.weight, self.head.weight)
         return identity(tensor for weight in ends for tensor in plain_tensors(weight))
 
     def save(self, folder: str | Path) -> None:
-        """Write ``model.safetensors`` and ``config.json``, each whole or not at all."""
+        """Write ``model.safetensors`` and ``config.json``, each atomically.
+
+        Raises:
+            FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
+            OSError: writing failed; existing files are unchanged.
+        """
         save_model(folder, self.config, pack(self.state_dict()))
 
     def _state(
@@ -252,22 +317,26 @@ class Gecko(nn.Module):
 
 
 def _may_be_overwritten(state: GeckoState) -> bool:
-    """Nobody else has the state's tensors, and they may be written to: those of inference mode only there."""
+    """Return whether no other value shares the state's tensors, and this mode may write into them.
+
+    Tensors that were made in inference mode can be written to in inference mode only.
+    """
     return state.exclusive and (torch.is_inference_mode_enabled() or not state.final_norm.mean.is_inference())
 
 
 def load(folder: str | Path) -> Gecko:
-    """The model that ``Gecko.save`` wrote to ``folder``.
+    """Load the model that ``Gecko.save`` wrote to ``folder``.
 
     Raises:
-        FileNotFoundError, ValueError: nothing is there, a byte has changed, or weights and config do not fit.
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged, or weights and config do not fit.
     """
     config, weights = load_model(folder)
     return from_weights(config, weights)
 
 
 def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor]) -> Gecko:
-    """A model of ``config`` with copies of ``weights``, in the embedding's dtype, and quantised if they are."""
+    """Return a model of ``config`` with copies of ``weights`` in the embedding's dtype, quantised if they are."""
     with torch.device("meta"):
         model = Gecko(config)
     dtype, bits = weights["embedding.weight"].dtype, stored_bits(weights)

@@ -1,7 +1,9 @@
-"""Llama, of transformers' layers, with the face that trainer and evaluations know of Gecko."""
+"""Llama 2 (Touvron et al., 2023), the baseline: layers of transformers behind the interface of ``Gecko``."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,29 +14,137 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gecko.baselines.config import LlamaConfig
-from gecko.extras import require
+from gecko.config import check_above, check_counts, check_switches, checked_fields, named, read_fields
+from gecko.io.model_folder import Layout, fill, read_folder, write_folder
+from gecko.models.gecko import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
-from gecko.recomputation import ActivationCheckpointing, run_block
+from gecko.runtime.extras import require
 from gecko.segments import Segments
-from gecko.store import Layout, fill, read_folder, write_folder
-from gecko.tokens import check_tokens, trained_targets
+
+MODEL_TYPE = "llama"
+"""``model_type`` in a ``config.json``, as in transformers."""
+NAMES = {
+    "vocab_size": "vocab_size", "num_layers": "num_hidden_layers", "model_dim": "hidden_size",
+    "num_heads": "num_attention_heads", "key_value_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
+    "rope_base": "rope_theta", "norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings",
+}  # fmt: skip
+"""Name of every field in transformers."""
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Architecture of a Llama 2 (Touvron et al., 2023): RMS norms before each part, rotary embedding, SwiGLU, and
+    attention of every token to all before it."""
+
+    vocab_size: int
+    """Number of token ids."""
+    num_layers: int
+    """Number of blocks; each has attention and a feed-forward."""
+    model_dim: int
+    """Width of the residual stream."""
+    num_heads: int
+    """Number of query heads."""
+    ffn_dim: int
+    """Hidden width of the feed-forward."""
+    key_value_heads: int | None = None
+    """Number of key and value heads, each shared by equally many query heads. None: ``num_heads``."""
+    rope_base: float = 10_000.0
+    """Base of the angles of rotary embedding."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMS norms."""
+    tie_embedding: bool = False
+    """Whether the head shares the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("vocab_size", "num_layers", "model_dim", "num_heads", "ffn_dim", "num_key_value_heads"))
+        if self.model_dim % (2 * self.num_heads):
+            raise ValueError(
+                "rotary embedding turns pairs of features, so model_dim must be a multiple of 2 · num_heads; "
+                f"got {self.model_dim} and {self.num_heads}. Try model_dim={2 * self.num_heads * self.head_dim}."
+            )
+        if self.num_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"key_value_heads must divide num_heads; got {self.key_value_heads} and {self.num_heads}. "
+                f"Try key_value_heads={self.num_heads}."
+            )
+        check_above(self, {"norm_eps": 0, "rope_base": 1})
+        check_switches(self, ("tie_embedding",))
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.num_heads if self.key_value_heads is None else self.key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        return max(1, self.model_dim // self.num_heads)
+
+    @property
+    def key_value_dim(self) -> int:
+        """Width of the keys of all heads, and of the values."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def chunk_size(self) -> None:
+        """None: attention has no chunks."""
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> LlamaConfig:
+        """Return the named architecture, with single fields changed by keyword."""
+        return dataclasses.replace(named(PRESETS, name), **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> LlamaConfig:
+        return cls(**checked_fields(cls, fields))
+
+    def for_transformers(self) -> dict[str, Any]:
+        """Return the fields of the ``config.json`` that transformers reads."""
+        values = {**self.to_dict(), "key_value_heads": self.num_key_value_heads}
+        fields = {theirs: values[ours] for ours, theirs in NAMES.items()}
+        return {"model_type": MODEL_TYPE, "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **fields}
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.for_transformers(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> LlamaConfig:
+        """Load a ``config.json`` that ``save`` or transformers wrote; one of another model raises ValueError."""
+        fields = read_fields(path)
+        if fields.get("model_type") != MODEL_TYPE:
+            kind = fields.get("model_type", "no model_type")
+            raise ValueError(f"{path} must hold the config of a {MODEL_TYPE} model; it is of {kind!r}.")
+        # transformers 5 writes the base of the rotary embedding one level deeper.
+        fields = {**fields, **(fields.get("rope_parameters") or {})}
+        if fields.get("rope_type", "default") != "default" or fields.get("rope_scaling"):
+            raise ValueError(f"{path} must be of a Llama with plain rotary embedding; its positions are scaled.")
+        values = checked_fields(cls, {ours: fields[theirs] for ours, theirs in NAMES.items() if theirs in fields})
+        heads, shared = values["num_heads"], values.get("key_value_heads")
+        return cls(**{**values, "key_value_heads": None if shared == heads else shared})
+
+
+PRESETS: dict[str, LlamaConfig] = {
+    "llama2-7b": LlamaConfig(vocab_size=32_000, num_layers=32, model_dim=4096, num_heads=32, ffn_dim=11_008),
+    "llama-tiny": LlamaConfig(vocab_size=264, num_layers=5, model_dim=128, num_heads=4, ffn_dim=312),
+}
+
 
 LAYOUT = Layout("gecko-llama-1", ("lm_head.weight", "model.embed_tokens.weight"))
 _ATTENTION = "gecko_documents"
-"""The name of ``_attend`` among transformers' ways to compute attention."""
+"""Name of ``_attend`` in transformers' table of attention functions."""
 MASK_ELEMENTS = 2**22
-"""Pairs of a query and a key that are masked at a time."""
+"""Largest number of query-key pairs in one mask."""
 
 Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class KeyValues:
-    """What a Llama keeps of the texts it has read: it grows with every token."""
+    """Key-value cache of a Llama; it grows with every token."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
-    """Of each layer rotated keys and values, (B, key_value_heads, T, head_dim)."""
+    """Rotated keys and values of each layer, (B, key_value_heads, T, head_dim)."""
 
     @property
     def length(self) -> int:
@@ -43,12 +153,9 @@ class KeyValues:
 
 
 class Llama(nn.Module):
-    """The language model; parameters have the names that they have in transformers.
+    """Llama language model; its parameters have the names of transformers. It needs the extra ``hf``.
 
-    Args:
-        config: needs the extra ``hf``.
-
-    ``activation_checkpointing``, ``sharded`` and ``float32_layers`` are as in :class:`gecko.model.Gecko`.
+    ``activation_checkpointing``, ``sharded`` and ``float32_layers`` are as in :class:`gecko.models.gecko.Gecko`.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -64,11 +171,11 @@ class Llama(nn.Module):
         self.float32_layers: tuple[type[nn.Module], ...] = (LlamaRMSNorm,)
         self.model, self.lm_head = whole.model, whole.lm_head
         self.tie()
-        # It holds numbers that no checkpoint has and that a model made without memory would lack; made anew each call.
+        # Its buffers are in no checkpoint, and a model from ``meta`` would lack them; every call builds it again.
         del self.model.rotary_emb
 
     def tie(self) -> None:
-        """Make head and embedding one weight, if the config wants them so."""
+        """Share the embedding's weight with the head if ``tie_embedding`` is set."""
         if self.config.tie_embedding:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -77,7 +184,7 @@ class Llama(nn.Module):
         return self.model.layers
 
     def forward(self, tokens: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of every next token; a token sees those before it in its row and document.
+        """Return the logits (B, T, V) of every next token; a token attends to earlier tokens of its document.
 
         Args:
             tokens: (B, T) integers.
@@ -88,9 +195,9 @@ class Llama(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: object | None = None
     ) -> Tensor:
-        """Mean cross-entropy in nats, a scalar, of the targets (B, T) that ``Gecko.loss`` counts.
+        """Return the mean cross-entropy in nats, a scalar, of the targets (B, T) that ``Gecko.loss`` counts.
 
-        ValueError for a ``context``: no rank can do with a part of the keys.
+        A ``context`` raises ValueError: ranks cannot share rows, as attention needs all keys of a row.
         """
         hidden, targets = self._with_targets(tokens, targets, segment_ids, context)
         return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
@@ -99,13 +206,13 @@ class Llama(nn.Module):
     def token_losses(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: object | None = None
     ) -> tuple[Tensor, None]:
-        """Cross-entropy of every token in nats (B, T), 0 where ``loss`` would not count it; there is no state."""
+        """Return the cross-entropy of every token in nats (B, T), 0 for ignored targets, and no state."""
         hidden, targets = self._with_targets(tokens, targets, segment_ids, context)
         losses = token_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
         return losses.view(tokens.shape), None
 
     def hidden(self, tokens: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        """What the head projects, (B, T, D); arguments as for ``forward``."""
+        """Return the input of the head, (B, T, D); arguments as for ``forward``."""
         check_tokens("tokens", tokens, self.config.vocab_size)
         segments = Segments.build(*tokens.shape, segment_ids=segment_ids, device=tokens.device)
         positions = torch.arange(tokens.shape[1]) - segments.document_starts
@@ -113,19 +220,21 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def read(self, tokens: Tensor, before: KeyValues | None = None) -> tuple[Tensor, KeyValues]:
-        """What the head projects for tokens (B, T) that go on after ``before``, which stays as it is; and both's keys
-        and values."""
+        """Return the input of the head for tokens (B, T) that follow ``before``, and the keys and values of both.
+
+        ``before`` does not change.
+        """
         check_tokens("tokens", tokens, self.config.vocab_size)
         read, length = 0 if before is None else before.length, tokens.shape[1]
         positions = torch.arange(read, read + length).expand(tokens.shape)
         cache = _Appending(before)
-        # Keys are more in every call, and a compiled block would be compiled again for each.
+        # The number of keys grows with every call, and a compiled block would recompile for each.
         with torch.compiler.set_stance("force_eager"):
             hidden = self._through_blocks(tokens, positions, past_key_values=cache)
         return hidden, KeyValues(tuple(cache.after))
 
     def save(self, folder: str | Path) -> None:
-        """Write ``model.safetensors`` and ``config.json``, each whole or not at all; transformers reads them too."""
+        """Write ``model.safetensors`` and ``config.json``, each atomically; transformers reads them too."""
         write_folder(folder, self.config, self.state_dict(), LAYOUT)
 
     def _with_targets(
@@ -147,7 +256,7 @@ class Llama(nn.Module):
 
 
 def load_llama(folder: str | Path) -> Llama:
-    """The model that ``Llama.save`` wrote. FileNotFoundError or ValueError as for ``gecko.load``."""
+    """Load the model that ``Llama.save`` wrote. Errors as for ``gecko.load``."""
     config, weights = read_folder(folder, LlamaConfig, LAYOUT)
     with torch.device("meta"):
         model = Llama(config)
@@ -160,15 +269,15 @@ def _transformers_config(config: LlamaConfig) -> Any:
     from transformers import LlamaConfig as TransformersConfig
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # Likewise documents, which lie elsewhere in every batch.
+    # A compiled block would recompile for every batch, as the documents' boundaries differ.
     ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, torch.compiler.disable(_attend))
-    made = TransformersConfig.from_dict({**config.for_transformers(), "use_cache": False})
-    made._attn_implementation = _ATTENTION
-    return made
+    settings = TransformersConfig.from_dict({**config.for_transformers(), "use_cache": False})
+    settings._attn_implementation = _ATTENTION
+    return settings
 
 
 class _Appending:
-    """What transformers' layers take for a cache: gives each its keys and values of before with the new ones."""
+    """Cache for transformers' layers that appends new keys and values to those of ``before``, which stays as it is."""
 
     def __init__(self, before: KeyValues | None) -> None:
         self._before = before
@@ -183,9 +292,9 @@ class _Appending:
 
 
 class _Documents:
-    """Tokens of each document of a call, row after row; None where every row is one.
+    """Lengths of the documents of a call in tokens, row after row; None if every row is one document.
 
-    A class, because what a compiled block is given as a list it is compiled for.
+    It is a class, because a compiled block specialises on the contents of a list.
     """
 
     def __init__(self, segments: Segments) -> None:
@@ -201,15 +310,15 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *,
     documents: _Documents | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention, each document by itself; transformers calls it.
+    """Compute causal attention within each document; transformers calls this function.
 
     Args:
-        query: (B, H, T, d); key and value: (B, key_value_heads, S, d), the last T of them the queries' own.
-        mask: none, ever: what a query sees follows from its place.
-        documents: of the rows; None: they go on after earlier keys.
+        query: (B, H, T, d); key and value: (B, key_value_heads, S, d), of which the last T belong to the queries.
+        mask: always None; the position of a query determines its keys.
+        documents: documents of the rows. None: the rows follow earlier keys.
 
     Returns:
-        (B, T, H, d), and nothing in place of weights.
+        (B, T, H, d), and None instead of attention weights.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     attend = partial(F.scaled_dot_product_attention, enable_gqa=query.shape[1] != key.shape[1])
@@ -224,14 +333,14 @@ def _attend(
 
 def _by_document(attend: Attend, query: Tensor, key: Tensor, value: Tensor, documents: list[int]) -> Tensor:
     batch, heads, length, width = query.shape
-    # One split for all: its gradient is joined once, where single slices would each fill a whole tensor with zeros.
+    # The gradient of one split is one concatenation; each single slice would fill a whole tensor with zeros.
     rows = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(documents, dim=2) for x in (query, key, value)]
     outs = [attend(q, k, v, is_causal=True) for q, k, v in zip(*rows, strict=True)]
     return torch.cat(outs, dim=2).view(heads, batch, length, width).transpose(0, 1)
 
 
 def _after_earlier_keys(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """In blocks of queries, so that the masks stay small however many keys there are."""
+    """Attend in blocks of queries, so that masks have at most ``MASK_ELEMENTS`` elements for any number of keys."""
     length, total = query.shape[2], key.shape[2]
     outs, size = [], max(1, MASK_ELEMENTS // total)
     for begin in range(0, length, size):

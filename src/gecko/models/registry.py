@@ -1,4 +1,4 @@
-"""The architectures that a run may train, and which class makes a model of which config."""
+"""Architectures that a run can train: Gecko, and Llama 2, with which it is compared."""
 
 from __future__ import annotations
 
@@ -7,43 +7,47 @@ from pathlib import Path
 
 import torch
 
-from gecko.baselines.config import MODEL_TYPE as LLAMA
-from gecko.baselines.config import PRESETS as LLAMA_PRESETS
-from gecko.baselines.config import LlamaConfig
-from gecko.baselines.llama import Llama, load_llama
 from gecko.config import MODEL_TYPE as GECKO
 from gecko.config import PRESETS as GECKO_PRESETS
 from gecko.config import GeckoConfig, named, read_fields
-from gecko.model import Gecko, load
-from gecko.store import CONFIG
+from gecko.io.model_folder import CONFIG
+from gecko.models.gecko import Gecko, load
+from gecko.models.llama import MODEL_TYPE as LLAMA
+from gecko.models.llama import PRESETS as LLAMA_PRESETS
+from gecko.models.llama import Llama, LlamaConfig, load_llama
+
+__all__ = [
+    "LanguageModel", "Llama", "LlamaConfig", "ModelConfig", "build_model", "load_any", "load_config", "meta_model",
+]  # fmt: skip
+
 
 ModelConfig = GeckoConfig | LlamaConfig
 LanguageModel = Gecko | Llama
-"""What training asks of either: ``config``, ``blocks``, ``activation_checkpointing``, ``sharded``,
+"""Any architecture. Training uses ``config``, ``blocks``, ``activation_checkpointing``, ``sharded``,
 ``float32_layers``, ``loss``, ``token_losses`` and ``save``."""
 
 CONFIGS: dict[str, type[ModelConfig]] = {GECKO: GeckoConfig, LLAMA: LlamaConfig}
-"""By ``model_type``."""
+"""Config class by ``model_type``."""
 PRESETS: dict[str, ModelConfig] = {**GECKO_PRESETS, **LLAMA_PRESETS}
 _LOADERS: dict[type[ModelConfig], Callable[[Path], LanguageModel]] = {GeckoConfig: load, LlamaConfig: load_llama}
 
 
 def build_model(config: ModelConfig) -> LanguageModel:
-    """A new model, its weights drawn from PyTorch's generator. ImportError for a Llama without transformers."""
+    """Build a model with random weights from PyTorch's generator; a Llama raises ImportError without transformers."""
     return Llama(config) if isinstance(config, LlamaConfig) else Gecko(config)
 
 
 def meta_model(config: ModelConfig) -> LanguageModel:
-    """The model without memory for its weights."""
+    """Build a model on the device ``meta``."""
     with torch.device("meta"):
         return build_model(config)
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """From the ``config.json`` of either; without a ``model_type`` it is a Gecko's.
+    """Load the ``config.json`` of any architecture; one without ``model_type`` is a Gecko's.
 
     Raises:
-        ValueError: it is of another kind of model, or no config.
+        ValueError: the file is of another kind of model, or no config.
     """
     kind = read_fields(path).get("model_type", GECKO)
     if kind not in CONFIGS:
@@ -52,18 +56,18 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def load_any(folder: str | Path) -> LanguageModel:
-    """The model of a folder, whichever of the two it is. FileNotFoundError or ValueError as for ``gecko.load``."""
+    """Load a model folder of any architecture. Errors as for ``gecko.load``."""
     folder = Path(folder)
-    # Without a config it is Gecko's to say what is missing.
+    # Without a config, Gecko's loader reports what is missing.
     kind = type(load_config(folder / CONFIG)) if (folder / CONFIG).is_file() else GeckoConfig
     return _LOADERS[kind](folder)
 
 
 def find_preset(name: str) -> ModelConfig:
-    """ValueError for an unknown name, with the nearest."""
+    """Return the preset of any architecture; an unknown name raises ValueError with the nearest one."""
     return named(PRESETS, name)
 
 
 def model_type(config: ModelConfig) -> str:
-    """What a recipe calls the kind of model."""
+    """Return the name of a config's architecture, as recipes use it."""
     return next(name for name, kind in CONFIGS.items() if isinstance(config, kind))

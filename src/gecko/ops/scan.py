@@ -1,14 +1,194 @@
-"""Linear recurrences over the levels of a scan plan: what one chunk hands to the next."""
+"""Scan plans: calls cut into chunks of single documents, and linear recurrences from chunk to chunk."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.scan_plan import ScanPlan
+from gecko.segments import Segments
+
+SCAN_CHUNK = 64
+"""Steps taken in one matrix product (a tuning constant)."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the tokens of a call go when documents are cut into chunks; a chunk has ``chunk`` slots."""
+
+    token_of_slot: Tensor
+    """(slots,) flat token index of each slot; any, where the slot is empty."""
+    empty: Tensor
+    """Slots that hold no token."""
+    slot_of_token: Tensor
+    """(tokens,)"""
+
+
+@dataclass(frozen=True)
+class ScanPlan:
+    """Documents of a call cut into scan chunks of at most ``chunk`` steps, none holding two documents.
+
+    Chunks that are the j-th of their document form level j. A level depends only on the one
+    before, so documents advance side by side and the number of sequential steps is that of the
+    longest document. Documents are sorted by length: level j + 1 continues the first ones of level j.
+    """
+
+    chunk: int
+    batch: int
+    length: int
+    level_sizes: tuple[int, ...]
+    slots: Slots | None
+    """None where chunks lie row by row."""
+    row_of_run: Tensor
+    run_continues: Tensor
+    last_chunk: Tensor
+    """(batch,) index of the chunk that holds each row's last token."""
+    last_length: Tensor
+    """(batch,) tokens in that chunk."""
+
+    @classmethod
+    def of(cls, segments: Segments) -> ScanPlan:
+        """The plan of a call, made once for all layers."""
+        form = cls.of_rows if segments.starts is None else cls.of_documents
+        return segments.shared("scan", lambda: form(segments))
+
+    @classmethod
+    def of_rows(cls, segments: Segments) -> ScanPlan:
+        batch, length, device = segments.batch, segments.length, segments.device
+        chunk = min(SCAN_CHUNK, length)
+        levels = -(-length // chunk)
+        rows = torch.arange(batch, device=device)
+        last_length = length - (levels - 1) * chunk
+        return cls(
+            chunk, batch, length, (batch,) * levels, None, rows,
+            torch.ones(batch, dtype=torch.bool, device=device),
+            rows * levels + levels - 1,
+            torch.full((batch,), last_length, device=device),
+        )  # fmt: skip
+
+    @classmethod
+    def of_documents(cls, segments: Segments) -> ScanPlan:
+        batch, length, device = segments.batch, segments.length, segments.device
+        runs = sorted(segments.spans, key=lambda run: -run.length)
+        lengths = np.array([run.length for run in runs])
+        rows = np.array([run.row for run in runs])
+        begins = np.array([run.begin for run in runs])
+        chunk = int(min(SCAN_CHUNK, lengths.max()))
+        counts = -(-lengths // chunk)
+        level_sizes = tuple(int((counts > level).sum()) for level in range(counts[0]))
+        first_slot = np.concatenate([[0], np.cumsum(level_sizes)])
+
+        level = np.concatenate([np.full(size, j) for j, size in enumerate(level_sizes)])
+        run = np.concatenate([np.arange(size) for size in level_sizes])
+        step = level[:, None] * chunk + np.arange(chunk)
+        token = rows[run, None] * length + begins[run, None] + step
+        held = (step < lengths[run, None]).reshape(-1)
+        token = np.where(held, token.reshape(-1), 0)
+        slot_of_token = np.empty(batch * length, dtype=np.int64)
+        slot_of_token[token[held]] = np.flatnonzero(held)
+
+        is_last = begins + lengths == length
+        last_run = np.empty(batch, dtype=np.int64)
+        last_run[rows[is_last]] = np.flatnonzero(is_last)
+        last_level = counts[last_run] - 1
+        last_length = lengths[last_run] - last_level * chunk
+
+        def on_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        return cls(
+            chunk, batch, length, level_sizes,
+            Slots(on_device(token), on_device(np.flatnonzero(~held)), on_device(slot_of_token)),
+            on_device(rows), torch.tensor([run.continues for run in runs], device=device),
+            on_device(first_slot[last_level] + last_run), on_device(last_length),
+        )  # fmt: skip
+
+    def fold(self, x: Tensor) -> Tensor:
+        """(batch, length, features) to (features, chunks, chunk), empty slots zero."""
+        features = x.shape[-1]
+        if self.slots is not None:
+            flat = _ToSlots.apply(x.reshape(-1, features), self.slots)
+        else:
+            empty = len(self.level_sizes) * self.chunk - self.length
+            flat = (F.pad(x, (0, 0, 0, empty)) if empty else x).reshape(-1, features)
+        return _Transposed.apply(flat).view(features, -1, self.chunk)
+
+    def unfold(self, y: Tensor) -> Tensor:
+        """(features, chunks, chunk) back to (batch, length, features)."""
+        flat = _Transposed.apply(y.flatten(1))
+        if self.slots is not None:
+            return _FromSlots.apply(flat, self.slots).view(self.batch, self.length, -1)
+        whole = flat.view(self.batch, -1, y.shape[0])
+        return whole if whole.shape[1] == self.length else whole[:, : self.length]
+
+    def levels(self, h: Tensor) -> list[Tensor]:
+        """Views of (features, chunks, …), one for each level."""
+        if self.slots is None:
+            return list(h.unflatten(1, (self.batch, -1)).unbind(2))
+        return list(h.split(self.level_sizes, dim=1))
+
+    def tail(self, x: Tensor) -> Tensor:
+        """(batch, chunk, features) of x (batch, length, features): the tokens of each row's last chunk, aligned
+        to its end, zero before."""
+        slot = torch.arange(-self.chunk, 0, device=x.device)
+        held = (slot >= -self.last_length.unsqueeze(1)).unsqueeze(-1)
+        return x[:, self.length - self.chunk :] * held.to(x.dtype)
+
+    def initial(self, state: Tensor) -> Tensor:
+        """(batch, …) states before the call to (runs, …): a document that begins in it starts from zero."""
+        if self.slots is None:
+            return state
+        chosen = state.index_select(0, self.row_of_run)
+        return chosen * self.run_continues.view(-1, *[1] * (state.dim() - 1)).to(state.dtype)
+
+
+class _Transposed(torch.autograd.Function):
+    """A matrix transposed in memory, its gradient too: batched products take strided operands one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.t().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.t().contiguous()
+
+
+class _ToSlots(torch.autograd.Function):
+    """Rows (tokens, features) to (slots, features). A permutation both ways: nothing is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return _spread(x, slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.slots.slot_of_token), None
+
+
+class _FromSlots(torch.autograd.Function):
+    """The inverse of ``_ToSlots``."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return y.index_select(0, slots.slot_of_token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _spread(grad, ctx.slots), None
+
+
+def _spread(x: Tensor, slots: Slots) -> Tensor:
+    return x.index_select(0, slots.token_of_slot).index_fill_(0, slots.empty, 0)
 
 
 class _ChunkStates(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Pictures as inline SVG that needs no other file, readable in grey and at half width."""
+"""Figures as inline SVG, readable in greyscale and at half width."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gecko.extras import require
+from gecko.runtime.extras import require
 
 DARK, MIDDLE, LIGHT = "#1b1b1b", "#7a7a7a", "#9a9a9a"
 _COLORS = ("#1b4f72", "#c2570c", "#2e7d32", "#8e24aa", "#00838f", "#b71c1c", "#5d4037", "#424242")
@@ -21,7 +21,7 @@ _MAX_BORDERS = 40
 
 @dataclass(frozen=True)
 class LineStyle:
-    """Three signs that tell a line from others, two of them without colour."""
+    """Color, dashes and marker of a line; two of them distinguish lines without color."""
 
     color: str
     dashes: Any
@@ -29,13 +29,13 @@ class LineStyle:
 
     @classmethod
     def of(cls, number: int) -> LineStyle:
-        """The number-th style of a page; styles repeat only after hundreds."""
+        """Return the style of the line with this number. Styles repeat only after hundreds."""
         return cls(
             _COLORS[number % len(_COLORS)], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)]
         )  # fmt: skip
 
     def line(self, points: int) -> dict[str, Any]:
-        """Arguments of a line through so many points: about ten of them are marked."""
+        """Return matplotlib arguments for a line through ``points`` points, about ten of which are marked."""
         return {
             "color": self.color, "linestyle": self.dashes, "linewidth": 1.7, "marker": self.marker, "markersize": 5,
             "markevery": max(1, points // 10),
@@ -43,14 +43,14 @@ class LineStyle:
 
 
 def new_figure(xlabel: str, ylabel: str, *, height: float = 3.6, width: float = 6.6) -> tuple[Any, Any]:
-    """A figure as wide as a page, in inches, and its axes."""
+    """Return a figure of the width of a page (sizes in inches) and its axes."""
     figure, (axes,) = new_panels(xlabel, "", 1, height=height, width=width)
     axes.set_ylabel(ylabel, fontsize=12)
     return figure, axes
 
 
 def new_panels(xlabel: str, ylabel: str, rows: int, *, height: float, width: float = 6.6) -> tuple[Any, list[Any]]:
-    """A figure of axes below each other that share both scales."""
+    """Return a figure with ``rows`` axes below each other, which share both scales."""
     figure = require("matplotlib.figure", "train").Figure(figsize=(width, height), layout="constrained")
     panels = list(figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0])
     for axes in panels:
@@ -63,7 +63,7 @@ def new_panels(xlabel: str, ylabel: str, rows: int, *, height: float, width: flo
 
 
 def svg(figure: Any) -> str:
-    """The figure without the XML preamble, and scaled by its box: width and height are left to the page.
+    """Return the figure as SVG text without the XML preamble. The page sets width and height.
 
     The same figure gives the same text.
     """
@@ -75,10 +75,13 @@ def svg(figure: Any) -> str:
 
 
 def label_line_ends(axes: Any, ends: Sequence[tuple[float, LineStyle, str]]) -> None:
-    """Name lines at the right of the axes: (y of the line's end, its style, its name) each, with a piece of the line.
+    """Label lines at the right of the axes, each label with a piece of its line.
 
-    Where there is room a name stands at the end of its line, else names are apart in the order of the ends. To be
-    called when the scales are final.
+    A label is at the height of its line's end, or moved as little as needed to not overlap others. Call this after the
+    scales are final.
+
+    Args:
+        ends: (y of the line's end, style, name) of each line.
     """
     names = [textwrap.fill(name, _LABEL_WIDTH) for _, _, name in ends]
     heights = [_LINE_HEIGHT * (name.count("\n") + 1) for name in names]
@@ -93,9 +96,9 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, LineStyle, str]]) -> 
 
 
 def spread_apart(centers: Sequence[float], heights: Sequence[float]) -> list[float]:
-    """Centers moved as little as needed for intervals of these heights not to overlap, in 0..1 if they fit.
+    """Return centers moved as little as needed so that intervals of these heights do not overlap, in 0..1 if they fit.
 
-    Their order stays. Neighbours that would overlap become one block around the mean of where its members wanted it.
+    The order does not change. Overlapping neighbours become one block, centered on the mean of their wanted places.
     """
     order = sorted(range(len(centers)), key=lambda i: centers[i])
     blocks: list[tuple[float, list[int]]] = []
@@ -115,7 +118,7 @@ def spread_apart(centers: Sequence[float], heights: Sequence[float]) -> list[flo
 
 
 def _block_center(members: Sequence[int], centers: Sequence[float], heights: Sequence[float]) -> float:
-    """Where the block's middle must be for its members to be off by 0 on average."""
+    """Return the center of the block for which the mean displacement of its members is 0."""
     total = sum(heights[index] for index in members)
     below, wanted = 0.0, []
     for index in members:
@@ -129,12 +132,12 @@ def _bottom(block: tuple[float, list[int]], heights: Sequence[float]) -> float:
 
 
 def _top(block: tuple[float, list[int]], heights: Sequence[float]) -> float:
-    # Rounding must not merge blocks that only touch.
+    # Blocks that only touch must not be merged because of rounding.
     return block[0] + sum(heights[index] for index in block[1]) / 2 - 1e-9
 
 
 def chunk_borders(length: int, chunk_size: int) -> list[int]:
-    """The borders to mark: all of them, or every n-th where all would be too many to see."""
+    """Return the chunk borders to mark: all, or every n-th if there are more than can be seen."""
     return list(range(0, length, chunk_size * border_stride(length, chunk_size)))[1:]
 
 

@@ -1,1 +1,1 @@
-"""Many processes: who they are, how a model and a sequence are divided among them."""
+"""Parallel training: ranks and their mesh, FSDP, and context parallelism."""

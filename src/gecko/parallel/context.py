@@ -1,18 +1,20 @@
-"""Context parallelism: ranks hold consecutive parts of the same rows, whole attention chunks, as many each.
+"""Context parallelism: ranks hold consecutive parts of the same rows, an equal number of whole chunks each.
 
     group = ContextGroup(mesh["context"].get_group())
     columns = group.slice(sequence_length, config.chunk_size)
     loss = model.loss(tokens[:, columns], targets[:, columns], segment_ids[:, columns], context=group)
     loss.backward()    # gradients of the parameters: to be summed over the group
 
-The loss is the mean over all ranks' targets, the same number on each; its gradient on one rank is what that
-rank's tokens contribute, so the sum over the group is that of one device. An average over the group (FSDP's
-default) must be multiplied by the group's size. Every rank must make the same calls in the same order.
+The loss is the mean over the targets of all ranks and is equal on each. Its gradient on one rank is the contribution of
+that rank's tokens, so the sum over the group is the gradient of one device. Multiply an average over the group (FSDP's
+default) by the group's size. Every rank must make the same calls in the same order.
+
+``prefill_on_ranks`` reads one long text: each rank computes its own chunks, and all ranks get the same state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,27 +23,121 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.handoff import Arriving
-from gecko.parallel.exchange import Line, Transfer
-from gecko.parallel.layout import (
-    Part,
-    call_header,
-    check_headers,
-    document_record,
-    no_documents,
-    parts_of_call,
-    reaching_chunks,
-    reaching_counts,
-)
-from gecko.segments import Clock, Segments
+from gecko.inference.prefill import Prefill, inference, piece_length, pieces
+from gecko.models.gecko import Gecko
+from gecko.parallel.p2p import P2PGroup, Transfer
+from gecko.segments import Clock, PendingTensor, Segments
 from gecko.state import GeckoState
+
+_FIELDS = ("rows", "tokens", "chunk_size", "segment_ids or none", "state or none", "positions", "document starts")
+
+
+def call_header(batch: int, length: int, chunk_size: int, segment_ids: Tensor | None, clock: Clock | None) -> Tensor:
+    """(8,) int64: what must be the same on all ranks, by ``_FIELDS``, and whether the state stands inside a chunk."""
+    stand = Clock.start(batch) if clock is None else clock
+    inside = bool((stand.position % chunk_size).any())
+    given = (segment_ids is not None, clock is not None, _digest(stand.position), _digest(stand.document_start), inside)
+    return torch.tensor([batch, length, chunk_size, *map(int, given)], dtype=torch.int64)
+
+
+def check_headers(headers: Tensor) -> None:
+    """Raise ValueError, on every rank alike, where ``headers`` (R, 8) are not one call of whole chunks."""
+    for name, column in zip(_FIELDS, headers.T, strict=False):
+        if len(column.unique()) > 1:
+            raise ValueError(
+                f"all ranks of a context group must make the same call; their {name} are {column.tolist()}. "
+                "Rows must be a multiple of ranks × chunk_size long, and divided evenly."
+            )
+    length, chunk_size = int(headers[0, 1]), int(headers[0, 2])
+    if length % chunk_size or length < 2:
+        raise ValueError(
+            f"each rank of a context group must hold whole chunks of {chunk_size} tokens, and 2 tokens at least; got "
+            f"{length}. Rows must be a multiple of ranks × chunk_size = {len(headers)} × {chunk_size} long."
+        )
+    if bool(headers[:, -1].any()):
+        raise ValueError(
+            f"a state that ranks of a context group go on from must stand at a multiple of chunk_size = {chunk_size}; "
+            "this one stands inside a chunk. Read up to the chunk's end on one rank first."
+        )
+
+
+def _digest(numbers: Tensor) -> int:
+    return int((numbers * (torch.arange(len(numbers)) + 1)).sum())
+
+
+def document_record(segment_ids: Tensor, chunk_size: int) -> Tensor:
+    """(B, 4): the ids of a rank's first and last token, and the last place after the first at which a document
+    starts, among all tokens and among those before the last chunk; −1 where none does."""
+    ids = segment_ids.detach().to("cpu", torch.int64)
+    starts = torch.where(ids[:, 1:] != ids[:, :-1], torch.arange(1, ids.shape[1]), -1)
+    starts = torch.cat([torch.full_like(ids[:, :1], -1), starts], dim=1)
+    # One column more in front, so that a rank of one chunk has a column too.
+    earlier = starts[:, : max(1, ids.shape[1] - chunk_size)]
+    return torch.stack([ids[:, 0], ids[:, -1], starts.amax(1), earlier.amax(1)], dim=1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of the rows of a call; tensors of shape (B,)."""
+
+    clock: Clock
+    """Before its first token."""
+    begins: Tensor
+    """Whether a document starts at its first token."""
+    start_before_last: Tensor
+    """Where the document started that is there before its last chunk."""
+
+
+def parts_of_call(length: int, chunk_size: int, records: Tensor, clock: Clock | None) -> list[Part]:
+    """Every rank's part, from all ranks' records (R, B, 4); ``clock`` before the first, None where nothing was read."""
+    now = Clock.start(records.shape[1]) if clock is None else clock
+    parts: list[Part] = []
+    for first_id, last_id, last_start, early_start in (record.unbind(1) for record in records):
+        fresh = clock is None and not parts
+        begins = torch.zeros_like(first_id, dtype=torch.bool) if fresh else first_id != now.segment_id
+        start = torch.where(begins, now.position, now.document_start)
+        # The first token is before the last chunk only where there are two.
+        start_early = start if length > chunk_size else now.document_start
+        before_last = torch.where(early_start >= 0, now.position + early_start, start_early)
+        parts.append(Part(now, begins, before_last))
+        start = torch.where(last_start >= 0, now.position + last_start, start)
+        now = Clock(now.position + length, start, last_id)
+    return parts
+
+
+def no_documents(size: int, batch: int, clock: Clock | None) -> Tensor:
+    """The records of ranks whose rows go on without a document's start."""
+    ids = torch.zeros(batch, dtype=torch.int64) if clock is None else clock.segment_id
+    none = torch.full_like(ids, -1)
+    return torch.stack([ids, ids, none, none], dim=1).expand(size, -1, -1)
+
+
+def reaching_counts(parts: list[Part], rank: int) -> Tensor:
+    """``ContextExchange.counts`` of a rank."""
+    start = parts[rank].clock.document_start
+    counts = torch.zeros(len(parts) - 1, len(start), dtype=torch.int64)
+    for before in range(rank):
+        # What rank 0 had read in earlier calls counts as its own.
+        begin = parts[before].clock.position if before else torch.minimum(start, parts[0].clock.position)
+        held = parts[before + 1].clock.position - torch.maximum(start, begin)
+        counts[rank - 1 - before] = held.clamp(min=0)
+    return counts
+
+
+def reaching_chunks(parts: list[Part], rank: int, chunk_size: int) -> Tensor:
+    """``ContextExchange.chunks_reach`` of a rank."""
+    reach = torch.zeros(len(parts) - 1, len(parts[0].begins), 2, dtype=torch.bool)
+    for before in range(rank):
+        start, end = parts[rank - 1].start_before_last, parts[before + 1].clock.position
+        reach[rank - 1 - before] = torch.stack([start < end - chunk_size, start < end], dim=1)
+    return reach
 
 
 class ContextGroup:
     """The ranks that share rows, in the order of their parts."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.line = Line(process_group)
+        self.line = P2PGroup(process_group)
         types = {device.type for device in process_group._device_types}
         # Layouts are made on the host; a group without a host backend carries them over the device's.
         self._host = torch.device("cpu") if "cpu" in types else torch.device(next(iter(types)))
@@ -86,10 +182,10 @@ class ContextGroup:
             return Segments.build(batch, length, segment_ids=segment_ids, clock=clock, device=device)
         parts = parts_of_call(length, chunk_size, records, clock)
         counts, reach = reaching_counts(parts, self.rank), reaching_chunks(parts, self.rank, chunk_size)
-        handoff = _Handoff(self.line, self.rank == 0, counts.to(device), reach.to(device))
+        exchange = _ContextExchange(self.line, self.rank == 0, counts.to(device), reach.to(device))
         own = clock if self.rank == 0 else parts[self.rank].clock
         segments = Segments.build(batch, length, segment_ids=segment_ids, clock=own, device=device)
-        return replace(segments, handoff=handoff, next_begins=self._next_begins(parts))
+        return replace(segments, exchange=exchange, next_begins=self._next_begins(parts))
 
     def _next_begins(self, parts: list[Part]) -> Tensor:
         last = self.rank == self.size - 1
@@ -124,16 +220,16 @@ class ContextGroup:
 
 
 @dataclass(frozen=True)
-class _Handoff:
-    line: Line
+class _ContextExchange:
+    line: P2PGroup
     first: bool
     counts: Tensor
     chunks_reach: Tensor
 
-    def previous(self, x: Tensor) -> Arriving:
+    def previous(self, x: Tensor) -> PendingTensor:
         return _Only(Transfer(self.line, [1]).start(x))
 
-    def earlier(self, x: Tensor) -> Arriving:
+    def earlier(self, x: Tensor) -> PendingTensor:
         return Transfer(self.line, range(1, self.line.size)).start(x)
 
 
@@ -158,3 +254,59 @@ class _GroupMean(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad * ctx.share, None, None
+
+
+def prefill_on_ranks(
+    model: Gecko,
+    tokens: Iterable[Tensor],
+    group: ContextGroup,
+    state: GeckoState | None = None,
+    *,
+    piece: int | None = None,
+) -> Prefill:
+    """``gecko.inference.read`` shared by the ranks of a group: the same reading, on every rank.
+
+    All ranks give the same text and state. Tokens that do not fill a chunk on every rank, fewer than
+    ranks × chunk_size at each end, are read by all of them.
+
+    Args:
+        piece: tokens that a rank reads in one call, whole chunks; None: some whole windows. After ranks × piece
+            tokens the state goes round once.
+
+    Raises:
+        TypeError, ValueError: as ``read``; ``piece`` is no multiple of the chunk size.
+    """
+    size, chunk = piece_length(model.config) if piece is None else piece, model.config.chunk_size
+    if size < 1 or size % chunk:
+        raise ValueError(f"piece must be a multiple of chunk_size = {chunk}; got {size}.")
+    last, seen = None, torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    with inference(model):
+        for part in pieces(model.config, tokens, state, piece=group.size * size):
+            seen[part] = True
+            for shared, some in _shares(part, 0 if state is None else state.position[0], group.size * chunk, chunk):
+                last, state = _read_call(model, some, state, group if shared else None)
+        if last is None or state is None:
+            raise ValueError("a prompt must hold at least one token, also after a reading state.")
+        return Prefill(state, model.head(last)[0, 0], seen.to(last.device))
+
+
+def _shares(part: Tensor, position: int, unit: int, chunk: int) -> Iterable[tuple[bool, Tensor]]:
+    """``part`` up to the next chunk's start, then what divides into whole chunks on all ranks, then the rest; and
+    whether the ranks share it."""
+    before = min(-position % chunk, len(part))
+    whole = (len(part) - before) // unit * unit
+    sizes = [before, whole, len(part) - before - whole]
+    shares = zip((False, True, False), part.split(sizes), strict=True)
+    return [(shared, some) for shared, some in shares if len(some)]
+
+
+def _read_call(
+    model: Gecko, tokens: Tensor, state: GeckoState | None, group: ContextGroup | None
+) -> tuple[Tensor, GeckoState]:
+    """What the head projects for the last token, (1, 1, D), and the state after it."""
+    columns = slice(None) if group is None else group.slice(len(tokens), model.config.chunk_size)
+    part = tokens[columns].unsqueeze(0).to(model.embedding.weight.device)
+    hidden, state = model.hidden(part, state=state, context=group)
+    if group is None:
+        return hidden[:, -1:], state
+    return group.from_last([hidden[:, -1:]])[0], group.last_state(state)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gecko.baselines import LanguageModel
+from gecko.models.registry import LanguageModel
 
 _METHODS = ("loss", "token_losses")
 """What is called of a model besides ``forward``."""

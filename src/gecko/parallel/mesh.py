@@ -1,8 +1,15 @@
-"""The processes of one job: which one this is, and how they are arranged."""
+"""Ranks of a job: their device mesh, collectives on small values, and rendezvous.
+
+torchrun keeps one key-value store for all restarts of a job, and PyTorch uses the same keys each time. A fast rank
+could therefore read the address of a killed predecessor of another rank. To prevent this, the ranks first agree on an
+unused prefix of the store.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +21,59 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from gecko.parallel.context import ContextGroup
-from gecko.parallel.meeting import meet
+
+_PAUSE = 0.02
+"""Seconds between two looks."""
+
+
+def fresh_rendezvous(store: Store, rank: int, world: int, timeout: timedelta) -> Store:
+    """An empty part of ``store``, the same for all ranks of this start.
+
+    Each writes a random word; the first reads them out with a word of its own, until each has heard itself and
+    answered with the first one's: only processes that run at the same time can do that. RuntimeError at ``timeout``.
+    """
+    word = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+    meeting = _read_out(store, word, world, deadline) if rank == 0 else _listen(store, word, rank, deadline)
+    return PrefixStore(f"gecko/{meeting}", store)
+
+
+def _read_out(store: Store, word: str, world: int, deadline: float) -> str:
+    others = range(1, world)
+    while True:
+        words = _written(store, [f"gecko/word/{rank}" for rank in others])
+        if words:
+            store.set("gecko/read-out", " ".join([word, *words]))
+            if set(_written(store, [f"gecko/answer/{rank}" for rank in others])) == {word}:
+                return word
+        _pause(deadline)
+
+
+def _listen(store: Store, word: str, rank: int, deadline: float) -> str:
+    store.set(f"gecko/word/{rank}", word)
+    while True:
+        said = _written(store, ["gecko/read-out"])
+        heard = said[0].split() if said else []
+        if rank < len(heard) and heard[rank] == word:
+            store.set(f"gecko/answer/{rank}", heard[0])
+            return heard[0]
+        _pause(deadline)
+
+
+def _written(store: Store, keys: list[str]) -> list[str]:
+    """What is under ``keys``; nothing where one is missing, for which ``get`` would wait, and raise its own error."""
+    return [store.get(key).decode() for key in keys] if store.check(keys) else []
+
+
+def _pause(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise RuntimeError("all ranks of the job must start within the time limit; some did not. See their logs.")
+    time.sleep(_PAUSE)
+
 
 T = TypeVar("T")
 
@@ -71,7 +126,7 @@ class Ranks:
         return self.sizes.data_ranks * self.sizes.context
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the rank that speaks for all."""
         return self.rank == 0
 
@@ -115,7 +170,7 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def share(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The first rank's ``value``, on every rank."""
         if self.world == 1:
             return value
@@ -123,7 +178,7 @@ class Ranks:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def agree(self, work: Callable[[], T]) -> T:
+    def run_or_abort_all(self, work: Callable[[], T]) -> T:
         """``work()`` on every rank; if it fails on one it fails on all, and only the first rank says why.
 
         Raises:
@@ -140,7 +195,7 @@ class Ranks:
         messages = self.gather(None if error is None else f"{error}")
         if all(message is None for message in messages):
             return result
-        if not self.first:
+        if not self.is_main:
             raise SystemExit(FAILED) from error
         if error is not None:
             raise error
@@ -186,7 +241,7 @@ def connected(sizes: MeshSizes, device: torch.device, timeout: timedelta | None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timeout or default_pg_timeout
     store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
-    store = meet(store, rank, world, timeout)
+    store = fresh_rendezvous(store, rank, world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     try:
         shape = (sizes.replicate, sizes.shard, sizes.context)

@@ -1,8 +1,8 @@
-"""Tensors that travel between the ranks of a group, forward to later ranks and their gradients back.
+"""Point-to-point exchange between the ranks of a group: tensors to later ranks, gradients back to earlier ones.
 
-Starting and waiting are two nodes of the graph, so that what is computed between them overlaps with the
-transfer, in backward too: there the wait starts the gradient's way back and the start waits for it. Autograd runs
-nodes in the reverse of the order they were made in, hence all ranks meet the exchanges in one order.
+Starting and waiting are two nodes of the autograd graph, so computation between them overlaps with the transfer. In the
+backward pass the wait starts the transfer of the gradient, and the start waits for it. Autograd runs nodes in reverse
+order of creation, so all ranks run the exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Line:
+class P2PGroup:
     """The ranks of a process group in a row, and what travels along it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # A compiled block is cut at an exchange, because the compiler does not see the other ranks. The functions are
+        # wrapped here and not on import: ``torch.compiler.disable`` imports the compiler, which takes 2 s.
+        self.start: Callable[[Tensor, Transfer], Tensor] = torch.compiler.disable(_Start.apply)
+        self.wait: Callable[[Tensor, Transfer], Tensor] = torch.compiler.disable(_Wait.apply)
 
     def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], distances: Sequence[int]) -> list[dist.Work]:
         """Start sending ``outgoing[i]`` to the rank ``distances[i]`` places on and receiving ``incoming[i]`` from that
@@ -38,18 +42,18 @@ class Line:
 class Transfer:
     """One exchange, on its way: every rank's x to the ranks that are ``distances`` places on."""
 
-    def __init__(self, line: Line, distances: Sequence[int]) -> None:
+    def __init__(self, line: P2PGroup, distances: Sequence[int]) -> None:
         self.line, self.distances = line, list(distances)
         self._works: list[dist.Work] = []
         self._kept: tuple[Tensor, ...] = ()
 
     def start(self, x: Tensor) -> Transfer:
-        self._arriving = _start(x, self)
+        self._arriving = self.line.start(x, self)
         return self
 
     def wait(self) -> Tensor:
         """(distances, …): what the ranks as far behind sent, zero where there are none."""
-        return _wait(self._arriving, self)
+        return self.line.wait(self._arriving, self)
 
     def post(self, outgoing: Tensor, incoming: Tensor, *, back: bool) -> None:
         distances = [-distance for distance in self.distances] if back else self.distances
@@ -94,8 +98,3 @@ class _Wait(torch.autograd.Function):
         arriving = torch.zeros_like(grad, memory_format=torch.contiguous_format)
         ctx.transfer.post(grad.contiguous(), arriving, back=True)
         return arriving, None
-
-
-# A compiled block is cut where it exchanges: the compiler knows nothing of what other ranks send.
-_start: Callable[[Tensor, Transfer], Tensor] = torch.compiler.disable(_Start.apply)
-_wait: Callable[[Tensor, Transfer], Tensor] = torch.compiler.disable(_Wait.apply)

@@ -1,6 +1,6 @@
-"""What a training run takes before it is started: memory by kind, FLOPs, bytes sent, time."""
+"""Estimates of a training run's memory, FLOPs, communication and time, made without starting it."""
 
-from gecko.plan.cluster import GPU, GPUS, find_gpu
+from gecko.plan.communication import GPU, GPUS, find_gpu
 from gecko.plan.estimate import Assumptions, Plan, make_plan
 
 __all__ = ["GPU", "GPUS", "Assumptions", "Plan", "find_gpu", "make_plan"]

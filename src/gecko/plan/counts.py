@@ -1,43 +1,273 @@
-"""What plans ask of an architecture."""
+"""FLOPs, activations, state and exchanged bytes of a Gecko and of a Llama, counted on the code.
+
+``counts_of(config)`` returns a ``Counts``: ``GeckoCounts``, also for relatives such as Megalodon, or ``LlamaCounts``.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from gecko.baselines import LlamaConfig, ModelConfig
-from gecko.plan.gecko import GeckoCounts
-from gecko.plan.llama import LlamaCounts
-from gecko.plan.units import Flops
+import torch
+
+from gecko.config import GeckoConfig
+from gecko.inference import piece_length
+from gecko.inference.llama import PIECE_TOKENS
+from gecko.models.registry import LlamaConfig, ModelConfig
+from gecko.ops.scan import SCAN_CHUNK
+from gecko.state import GeckoState
+
+FLOAT, HALF = 4, 2
+"""Bytes of a float32 (states, gradients, optimizer moments) and of a bfloat16."""
+
+
+class Flops(NamedTuple):
+    """Floating-point operations; a multiply-add counts as two."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def twice_backward(forward: float) -> Flops:
+    """Return the FLOPs of an operation whose backward pass takes twice its forward pass."""
+    return Flops(forward, 2 * forward)
+
+
+STATE_PARTS = ("clock", "timestep norms", "CEMA", "attention window", "working memory")
+
+
+@dataclass(frozen=True)
+class GeckoCounts:
+    """``Counts`` of a Gecko."""
+
+    config: GeckoConfig
+
+    def flops(self, length: int) -> dict[str, Flops]:
+        """Return the FLOPs per token of the matrix products in the code, without element-wise operations.
+
+        For a layer, with D, Z, V, F the model, key, value and feed-forward widths, z = Z / heads, v = V / heads, G norm
+        groups, N modes, c the attention chunk, w the attention window and C = 64 the scan chunk:
+
+            part        forward                             backward
+            linear      2 (Z D + 2 V D + D² + V D + 3 F D)  twice (2 F D without the gate of SwiGLU)
+            attention   2 w (Z + V)                         2 w (3 Z + 2 V): scores are recomputed
+            memory      2 Z (z + 2 v + z v / c)             twice
+            CEMA        D (2 C + 8 N)                       twice
+            norms       4 G (C + 1)                         4 G (C + 1 + D)
+            head        2 D · vocabulary                    twice (once for the model)
+
+        Attention computes whole windows and masks half of one chunk, so it computes more than it needs. MFU counts
+        the FLOPs that are needed (``gecko.train.throughput``).
+        """
+        config = self.config
+        layers, model_dim = config.num_layers, config.model_dim
+        norm, window = 4.0 * config.timestep_groups * (SCAN_CHUNK + 1), self._windows * config.chunk_size
+        key_dim, value_dim = config.key_dim, config.value_dim
+        return {
+            "linear": twice_backward(layers * self._linear()),
+            "attention": Flops(
+                layers * 2.0 * window * (key_dim + value_dim), layers * 2.0 * window * (3 * key_dim + 2 * value_dim)
+            ),
+            "memory": twice_backward(layers * self._memory()),
+            "CEMA": twice_backward(layers * model_dim * (2.0 * SCAN_CHUNK + 8 * config.cema_modes)),
+            "norms": Flops((layers + 1) * norm, (layers + 1) * (norm + 4 * config.timestep_groups * model_dim)),
+            "head": twice_backward(2.0 * model_dim * config.vocab_size),
+        }
+
+    def keys(self, length: int) -> str:
+        return f"whole windows of {self._windows * self.config.chunk_size:,} keys"
+
+    def activations(self, itemsize: int) -> float:
+        """Return the bytes per token that a block keeps for backward.
+
+        The residual stream, norms, moving averages, queries, keys and the memory are always float32.
+        """
+        config, key_dim = self.config, self.config.key_dim
+        kept = float((4 * FLOAT + 3 * itemsize) * config.model_dim + 5 * itemsize * config.value_dim)
+        kept += FLOAT * ((2 + self._windows) * key_dim + 9 * config.timestep_groups)
+        kept += (4 if config.swiglu else 2) * itemsize * config.ffn_dim
+        kept += 2 * FLOAT * config.model_dim * config.cema_modes / SCAN_CHUNK
+        return kept if config.memory == "none" else kept + self._memory_activations(itemsize)
+
+    def _memory_activations(self, itemsize: int) -> float:
+        config, adaptive = self.config, self.config.memory == "adaptive"
+        # In float32 the memory and attention share the tensors of queries and keys; other dtypes need a copy.
+        rows = (5 if adaptive else 7) + (0 if itemsize < FLOAT else 3 if adaptive else 2)
+        products = (3 if adaptive else 1) * (config.key_head_dim + config.value_head_dim)
+        return FLOAT * (rows * config.key_dim + config.value_dim + config.key_dim * products / config.chunk_size)
+
+    def tables(self) -> int:
+        """Return the bytes of the CEMA tables: powers, maps into and out of the state, and Toeplitz matrices."""
+        return self.config.model_dim * SCAN_CHUNK * (6 * FLOAT * self.config.cema_modes + FLOAT * SCAN_CHUNK)
+
+    def projections(self) -> int:
+        config, branches = self.config, 2 if self.config.swiglu else 1
+        return config.key_dim + 2 * config.value_dim + 3 * config.model_dim + branches * config.ffn_dim
+
+    def state(self, length: int, itemsize: int) -> dict[str, int]:
+        """Return the bytes of the state, which do not depend on ``length``.
+
+        The state is float32, except the values in the attention window.
+        """
+        sizes = dict.fromkeys(STATE_PARTS, 0)
+        value_dtype = torch.bfloat16 if itemsize < FLOAT else torch.float32
+        empty = GeckoState.empty(self.config, value_dtype=value_dtype, device="meta")
+        for name, tensor in empty.tensors().items():
+            sizes[state_part(name)] += tensor.nbytes
+        return sizes
+
+    def piece(self) -> int:
+        return piece_length(self.config)
+
+    def context_bytes(self, itemsize: int, ranks: int) -> int:
+        """Return the bytes that the busiest context rank sends in a layer's forward pass, per row.
+
+        To the next rank it sends the last attention chunk's keys (float32) and values, and the memory's summary of that
+        chunk. To every later rank it sends the states of CEMA and of the norm, the memory's affine map A, B, and two
+        weights. ``benchmarks/context_exchange.py`` measures them.
+        """
+        config = self.config
+        window = (self._windows - 1) * config.chunk_size * (FLOAT * config.key_dim + itemsize * config.value_dim)
+        later = FLOAT * (2 * config.model_dim * config.cema_modes + 2 * config.timestep_groups)
+        affine = 0
+        if config.memory != "none":
+            affine = FLOAT * config.key_dim * (config.key_head_dim + config.value_head_dim)
+            later += affine + 2 * FLOAT * config.key_dim
+        return window + affine + (ranks - 1) * later
+
+    @property
+    def _windows(self) -> int:
+        """Number of key chunks that each query chunk is multiplied with."""
+        return 1 if self.config.attention == "chunk" else 2
+
+    def _linear(self) -> float:
+        config = self.config
+        maps = config.key_dim + 3 * config.value_dim + config.model_dim + (3 if config.swiglu else 2) * config.ffn_dim
+        return 2.0 * config.model_dim * maps
+
+    def _memory(self) -> float:
+        config = self.config
+        if config.memory == "none":
+            return 0.0
+        key, value = config.key_head_dim, config.value_head_dim
+        products = key + 2 * value + key * value / config.chunk_size
+        if config.memory == "linear":
+            products += 2  # the normaliser of keys and of queries
+        return 2.0 * config.key_dim * products
+
+
+def state_part(name: str) -> str:
+    """Return the one of ``STATE_PARTS`` to which a tensor of a reading state belongs."""
+    parts = name.split(".")
+    if parts[0] == "clock":
+        return "clock"
+    if "attention" in parts:
+        return "attention window"
+    if "memory" in parts:
+        return "working memory"
+    return "CEMA" if "cema" in parts else "timestep norms"
+
+
+@dataclass(frozen=True)
+class LlamaCounts:
+    """``Counts`` of a Llama."""
+
+    config: LlamaConfig
+
+    def flops(self, length: int) -> dict[str, Flops]:
+        """Return the FLOPs per token of matrix products.
+
+        For a layer, with D, K, F the widths of the model, of all keys and of the feed-forward network, and T the tokens
+        of a row, which is one document:
+
+            part        forward                    backward
+            linear      2 (2 D² + 2 K D + 3 F D)   twice
+            attention   2 T D                      5 T D: scores are recomputed
+            head        2 D · vocabulary           twice (once for the model)
+
+        Attention is assumed to be a kernel that skips the keys after each query, which are half of all keys.
+        """
+        config, width = self.config, self.config.model_dim
+        maps = 2 * width + 2 * config.key_value_dim + 3 * config.ffn_dim
+        attention = 1.0 * config.num_layers * length * width
+        return {
+            "linear": twice_backward(config.num_layers * 2.0 * width * maps),
+            "attention": Flops(2 * attention, 5 * attention),
+            "head": twice_backward(2.0 * width * config.vocab_size),
+        }
+
+    def keys(self, length: int) -> str:
+        return f"{length // 2:,} keys on average"
+
+    def activations(self, itemsize: int) -> float:
+        """Return the bytes per token that a block keeps for backward; the residual stream and norms are float32."""
+        config = self.config
+        # Other tensors: queries, the output of attention, and the inputs of the other projections. In float32 an input
+        # is kept once for all projections; autocast makes one copy for each.
+        others = 4 if itemsize == FLOAT else 7
+        kept = (4 * FLOAT + others * itemsize) * config.model_dim
+        kept += 2 * itemsize * config.key_value_dim + 4 * itemsize * config.ffn_dim
+        return float(kept + FLOAT * (config.num_heads + 2))
+
+    def tables(self) -> int:
+        return 0
+
+    def projections(self) -> int:
+        return 3 * self.config.model_dim + 2 * self.config.key_value_dim + 2 * self.config.ffn_dim
+
+    def state(self, length: int, itemsize: int) -> dict[str, int]:
+        one = self.config.num_layers * self.config.key_value_dim * length * itemsize
+        return {"keys": one, "values": one}
+
+    def piece(self) -> int:
+        return PIECE_TOKENS
+
+    def context_bytes(self, itemsize: int, ranks: int) -> int:
+        """Return 0: context ranks are not supported."""
+        return 0
 
 
 class Counts(Protocol):
-    """Numbers of a config, counted on the code."""
+    """Numbers of an architecture, counted on the code."""
 
     def flops(self, length: int) -> dict[str, Flops]:
-        """FLOPs a token of a row of ``length``, which is long against a chunk, by part, all layers together."""
+        """Return the FLOPs per token of all layers, by part, for rows of ``length`` tokens (many chunks)."""
 
     def keys(self, length: int) -> str:
-        """In words, how many keys attention computes for a token of such a row."""
+        """Describe the number of keys that attention computes per token of such a row."""
 
     def activations(self, itemsize: int) -> float:
-        """Bytes that one block keeps for its backward pass, a token; ``itemsize`` of the dtype that products have.
-        Besides there are ``tables`` a call."""
+        """Return the bytes per token that one block keeps for backward, without ``tables``.
+
+        ``itemsize`` is that of the dtype of matrix products.
+        """
 
     def tables(self) -> int:
-        """Bytes that one block keeps for its backward pass whatever the tokens are, a call."""
+        """Return the bytes per call that one block keeps for backward, which do not depend on the tokens."""
 
     def projections(self) -> int:
-        """Numbers that the linear layers of a block put out, a token."""
+        """Return the numbers per token that the linear layers of a block output."""
 
     def state(self, length: int, itemsize: int) -> dict[str, int]:
-        """Bytes of what is kept of one row of ``length`` tokens, by part; ``itemsize`` of the weights' dtype."""
+        """Return the bytes of the state after one row of ``length`` tokens, by part.
+
+        ``itemsize`` is that of the weights' dtype.
+        """
 
     def piece(self) -> int:
-        """Tokens of a prompt that are read at once."""
+        """Return the number of tokens per piece in which a prompt is read."""
 
     def context_bytes(self, itemsize: int, ranks: int) -> int:
-        """Bytes that the busiest of so many context ranks sends in a layer's forward pass, a row; backward, as many."""
+        """Return the bytes that the busiest of ``ranks`` context ranks sends in a layer's forward pass, per row.
+
+        The backward pass sends as many.
+        """
 
 
 def counts_of(config: ModelConfig) -> Counts:
+    """Return the counts of a model of this config."""
     return LlamaCounts(config) if isinstance(config, LlamaConfig) else GeckoCounts(config)

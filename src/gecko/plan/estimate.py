@@ -1,34 +1,32 @@
-"""What a run will take on a cluster: memory, work, traffic and time, before anyone pays."""
+"""Estimate of a training run on a cluster: memory, FLOPs, communication and time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from gecko.parallel.mesh import MeshSizes
-from gecko.plan.cluster import GPU
-from gecko.plan.communication import Traffic, traffic
-from gecko.plan.counts import counts_of
+from gecko.plan.communication import GPU, Traffic, traffic
+from gecko.plan.counts import Flops, counts_of
 from gecko.plan.memory import Share, group_sizes, step_memory
-from gecko.plan.units import Flops
 from gecko.train import Run
-from gecko.train.utilisation import flops_per_token
+from gecko.train.throughput import flops_per_token
 
 DAY = 86_400
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no formula says. Measure a hundred steps, and put in what they took."""
+    """Numbers that cannot be computed. Measure a hundred steps, and set the values that they had."""
 
     efficiency: float = 0.5
-    """Part of the peak that the products reach, all kernels together."""
+    """Fraction of peak FLOP/s that all kernels together reach."""
     overlap: float = 0.8
-    """Part of the computing time that communication can hide behind."""
+    """Fraction of compute time that can hide communication."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on a number of GPUs. Sizes in bytes, times in seconds; of one GPU and one step unless it says otherwise."""
+    """Estimate of a run: sizes in bytes and times in seconds, for one GPU and one step unless stated otherwise."""
 
     run: Run
     gpu: GPU
@@ -36,9 +34,9 @@ class Plan:
     share: Share
     memory: dict[str, int]
     flops: dict[str, Flops]
-    """A token, by part."""
+    """FLOPs per token, by part."""
     recomputed: float
-    """FLOPs a token of the second forward pass."""
+    """FLOPs per token of the second forward pass."""
     traffic: dict[str, Traffic]
     assumptions: Assumptions
 
@@ -52,7 +50,7 @@ class Plan:
 
     @property
     def tokens(self) -> float:
-        """Of one GPU."""
+        """Tokens per GPU and step."""
         return self.run.tokens_per_step / self.gpus
 
     @property
@@ -70,7 +68,7 @@ class Plan:
 
     @property
     def utilisation(self) -> float:
-        """MFU, as a run would report it."""
+        """Model FLOPs utilization (MFU), as training reports it."""
         return (
             self.tokens
             * flops_per_token(self.run.model, self.run.sequence_length)
@@ -79,15 +77,15 @@ class Plan:
 
     @property
     def days(self) -> float | None:
-        """For all steps; None where the run has no number of steps."""
+        """Days for all steps; None if the run has no number of steps."""
         return None if self.run.steps is None else self.run.steps * self.step_seconds / DAY
 
 
 def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
-    """The plan of ``run`` on so many GPUs.
+    """Estimate ``run`` on ``gpus`` GPUs.
 
     Raises:
-        ValueError: ``run.parallel`` does not multiply to ``gpus``, or the batch does not divide among them.
+        ValueError: the product of ``run.parallel`` is not ``gpus``, or the batch cannot be divided among them.
     """
     for name, value in (("efficiency", assumptions.efficiency), ("overlap", assumptions.overlap)):
         if not 0 < value <= 1:
@@ -96,22 +94,23 @@ def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
     rows = run.rows_per_rank(sizes.replicate * sizes.shard)
     half = run.precision != "float32"
     share = Share(
-        sizes.shard * sizes.context, rows // run.accumulation, run.sequence_length // sizes.context,
+        sizes.shard * sizes.context, rows // run.gradient_accumulation_steps, run.sequence_length // sizes.context,
         sizes.context, half,
     )  # fmt: skip
     parts = counts_of(run.model).flops(run.sequence_length)
     return Plan(
         run, gpu, sizes, share, step_memory(run, share), parts, _recomputed(run, parts),
         traffic(
-            run.model, group_sizes(run.model, bfloat16=half), sizes, gpu, parts=run.accumulation, rows=rows,
-            itemsize=share.itemsize, forwards=1 if run.activation_checkpointing == "none" else 2,
+            run.model, group_sizes(run.model, bfloat16=half), sizes, gpu,
+            parts=run.gradient_accumulation_steps, rows=rows, itemsize=share.itemsize,
+            forwards=1 if run.activation_checkpointing == "none" else 2,
         ),
         assumptions,
     )  # fmt: skip
 
 
 def _recomputed(run: Run, parts: dict[str, Flops]) -> float:
-    """Of all blocks with ``full``; with ``selective`` all but the linear layers."""
+    """Return the recomputed FLOPs per token: whole blocks with ``full``, all but linear layers with ``selective``."""
     kept = {"none": set(parts), "selective": {"linear", "head"}, "full": {"head"}}[run.activation_checkpointing]
     flops = sum(part.forward for name, part in parts.items() if name not in kept)
     if run.activation_checkpointing == "full":

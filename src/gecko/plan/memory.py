@@ -1,40 +1,110 @@
-"""Memory of one GPU in a step of training, by kind."""
+"""Parameters by component, and the memory of inference and training.
+
+The first part is for a model on one device (``gecko info``), the second for one GPU of many (``gecko plan``).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import nn
 
-from gecko.baselines import LanguageModel, ModelConfig, meta_model
+from gecko.models.gecko import ActivationCheckpointing
+from gecko.models.registry import LanguageModel, LlamaConfig, ModelConfig, meta_model
 from gecko.ops.loss import GPU_BLOCK_ELEMENTS
 from gecko.plan.communication import GroupSizes
-from gecko.plan.counts import counts_of
-from gecko.plan.footprint import WORK_FACTOR, kept_by_model, tables_of_model
-from gecko.plan.units import FLOAT, HALF
+from gecko.plan.counts import FLOAT, HALF, counts_of
 from gecko.train import Run
-from gecko.train.optimizer import matrix_names
+from gecko.train.step import matrix_names
+
+WORK_FACTOR = 2
+"""Memory in use during one block's forward pass, relative to its activations for backward; measured on the CPU."""
+COMPONENTS = ("embedding", "CEMA", "norms", "attention projections", "feed-forward", "head")
+
+
+def parameters_by_component(config: ModelConfig) -> dict[str, int]:
+    """Count the parameters of each component without allocating them. A tied head counts as zero."""
+    counts = dict.fromkeys(COMPONENTS, 0)
+    for name, parameter in meta_model(config).named_parameters():
+        counts[_component(name)] += parameter.numel()
+    if isinstance(config, LlamaConfig):
+        del counts["CEMA"]
+    return counts
+
+
+def inference_memory(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -> dict[str, int]:
+    """Return the bytes for prefill and decoding of ``batch`` sequences, by kind.
+
+    For a Gecko they do not depend on ``length`` once it is longer than one piece.
+    """
+    counts = counts_of(config)
+    piece = min(length, counts.piece())
+    return {
+        "weights": sum(parameters_by_component(config).values()) * dtype.itemsize,
+        "states": batch * sum(counts.state(length, dtype.itemsize).values()),
+        "work on a piece of the prompt": WORK_FACTOR * int(piece * counts.activations(dtype.itemsize)),
+    }
+
+
+def training_memory(config: ModelConfig, batch: int, length: int, *, recompute: bool) -> dict[str, int]:
+    """Return the bytes of one training step in float32 with AdamW; ``recompute``: with activation checkpointing."""
+    weights = sum(parameters_by_component(config).values()) * FLOAT
+    mode: ActivationCheckpointing = "full" if recompute else "none"
+    kept = batch * length * kept_by_model(config, FLOAT, mode) + tables_of_model(config, mode)
+    if recompute:
+        kept += batch * length * counts_of(config).activations(FLOAT)
+    return {"weights": weights, "gradients": weights, "optimizer": 2 * weights, "activations": int(kept)}
+
+
+def kept_by_model(config: ModelConfig, itemsize: int, recompute: ActivationCheckpointing) -> float:
+    """Return the bytes per token that all blocks keep for backward with this activation checkpointing."""
+    if recompute == "none":
+        return config.num_layers * counts_of(config).activations(itemsize)
+    kept = config.model_dim * FLOAT
+    if recompute == "selective":
+        kept += counts_of(config).projections() * itemsize
+    return config.num_layers * kept
+
+
+def tables_of_model(config: ModelConfig, recompute: ActivationCheckpointing) -> int:
+    """Return the bytes of the tables of all blocks, or of the one block that is recomputed."""
+    return counts_of(config).tables() * (config.num_layers if recompute == "none" else 1)
+
+
+def _component(name: str) -> str:
+    parts = name.split(".")
+    if "embedding" in parts or "embed_tokens" in parts:
+        return "embedding"
+    if parts[0] in ("head", "lm_head"):
+        return "head"
+    if any("norm" in part for part in parts):
+        return "norms"
+    if "cema" in parts:
+        return "CEMA"
+    return "feed-forward" if "feed_forward" in parts or "mlp" in parts else "attention projections"
+
 
 ADAM_MOMENTS = 2
 RESERVE = 4 * 10**9
-"""What CUDA, cuBLAS and NCCL take before a model is there; an assumption."""
+"""Bytes that CUDA, cuBLAS and NCCL take before a model is loaded; an assumption."""
 SLACK = 0.05
-"""Part of all else that the allocator cannot use, because it lies in pieces; an assumption."""
+"""Fraction of the other memory that is lost to fragmentation; an assumption."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one GPU does in a step."""
+    """Share of a step that one GPU computes."""
 
     divided: int
     """GPUs among which parameters, gradients and optimizer state are divided."""
     rows: int
-    """Rows computed at once."""
+    """Rows per forward pass."""
     length: int
-    """Tokens of each of them here."""
+    """Tokens of each row on this GPU."""
     context: int
-    """GPUs that hold one row together."""
+    """GPUs among which the tokens of a row are divided."""
     bfloat16: bool
 
     @property
@@ -47,20 +117,20 @@ class Share:
 
 
 def state_memory(config: ModelConfig, divided: int) -> dict[str, int]:
-    """Bytes of parameters, gradients and AdamW's moments that one GPU keeps: exact, of the GPU that has most.
+    """Return the bytes of parameters, gradients and AdamW's moments on the GPU that has most of them.
 
-    FSDP cuts every parameter along its first dimension.
+    They are exact: FSDP splits every parameter along its first dimension.
     """
     parameters = list(_meta_model(config).parameters())
     numbers = sum(-(-len(p) // divided) * (p.numel() // len(p)) for p in parameters)
     weights = numbers * FLOAT
-    # AdamW counts the steps of every parameter by itself.
+    # AdamW has a step counter per parameter.
     moments = ADAM_MOMENTS * weights + len(parameters) * FLOAT
     return {"parameters": weights, "gradients": weights, "optimizer": moments}
 
 
 def group_sizes(config: ModelConfig, *, bfloat16: bool) -> GroupSizes:
-    """What is gathered together: with bfloat16 the blocks' matrices in it, all else in float32."""
+    """Return the sizes of the groups that are gathered. With ``bfloat16`` the blocks' matrices are in that dtype."""
     model = _meta_model(config)
     blocks = sum(_gathered(block, bfloat16) for block in model.blocks)
     in_blocks = sum(p.numel() for p in model.blocks.parameters())
@@ -69,11 +139,11 @@ def group_sizes(config: ModelConfig, *, bfloat16: bool) -> GroupSizes:
 
 
 def step_memory(run: Run, share: Share) -> dict[str, int]:
-    """Bytes of one GPU at the fullest moment of a step, by kind; what is not in ``state_memory`` is an estimate."""
+    """Return the peak bytes of one GPU in a step, by kind. Those that are not in ``state_memory`` are estimates."""
     config, groups = run.model, group_sizes(run.model, bfloat16=share.bfloat16)
     counts = counts_of(config)
     kept = share.tokens * kept_by_model(config, share.itemsize, run.activation_checkpointing)
-    # Recomputed or not, one block at a time has what it keeps, and as much again for the gradients.
+    # The block that is differentiated has its activations, and as many bytes of gradients.
     work = (
         share.tokens
         * counts.activations(share.itemsize)
@@ -98,13 +168,13 @@ def _buffers(run: Run, groups: GroupSizes, share: Share) -> int:
         # Autocast's copies of the weights in hand, which stay where nothing is recomputed.
         held = 1 if run.activation_checkpointing == "full" else run.model.num_layers
         return held * block if share.bfloat16 else 0
-    # Two blocks, the one in hand and the next; its gradients, and the float32 ones that are being sent.
+    # Two gathered blocks (the current and the next), one block of gradients, and float32 gradients being reduced.
     in_blocks = (groups.gradients - groups.rest) // run.model.num_layers
     buffers = 2 * block + block + in_blocks
-    # Embedding and head stay gathered, and so do their gradients till the end.
+    # Embedding, head and their gradients stay gathered until the end of the step.
     buffers += 3 * groups.rest
-    if run.accumulation > 1:
-        # They are exchanged once a step, so until then every GPU has all of them.
+    if run.gradient_accumulation_steps > 1:
+        # Gradients are reduced once per step; until then every GPU has all of them.
         buffers += in_blocks * run.model.num_layers
     if share.context > 1:
         buffers += 2 * share.rows * counts_of(run.model).context_bytes(share.itemsize, share.context)

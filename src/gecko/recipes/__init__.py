@@ -1,22 +1,55 @@
-"""Runs by name. A recipe is a function that returns a complete :class:`gecko.train.Run`."""
+"""Recipes: named functions that return a complete :class:`gecko.train.Run`, and ``key=value`` overrides of a run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from gecko.config import unknown_name
 from gecko.recipes.comparison import COMPARISON
-from gecko.recipes.gecko_1b import gecko_1b
-from gecko.recipes.gecko_7b import gecko_7b
-from gecko.recipes.gecko_15m import gecko_15m
-from gecko.recipes.gecko_125m import gecko_125m
-from gecko.recipes.llama2_7b import llama2_7b
-from gecko.recipes.megalodon_7b import megalodon_7b
-from gecko.recipes.overrides import apply_overrides, shown
-from gecko.recipes.tiny import tiny
+from gecko.recipes.pretraining import gecko_1b, gecko_7b, gecko_15m, gecko_125m, llama2_7b, megalodon_7b, tiny
 from gecko.train import Run
+from gecko.train.overrides import current_override, set_fields, settings_help
+
+_FIXED = ("recipe", "overrides", "model.model_type")
+
+
+def apply_overrides(run: Run, overrides: Sequence[str]) -> Run:
+    """``run`` with each ``key=value`` applied, as ``optimizer.learning_rate=3e-3``; the last of two wins.
+
+    Values are read as the field's annotation asks. The changes apply together, so that fields which must
+    agree can change in any order. ValueError for an unknown key (with the nearest), a value that does not fit, or
+    minutes for a run whose steps are fixed.
+    """
+    overrides = [current_override(override) for override in overrides]
+    values = run.to_dict()
+    set_fields(values, overrides, _FIXED)
+    changed = Run.from_dict(values)
+    # Of two values for a key the command needs the last one only.
+    latest = {override.partition("=")[0]: override for override in (*run.overrides, *overrides)}
+    _check_minutes(run, changed, overrides)
+    return dataclasses.replace(changed, overrides=tuple(latest.values()))
+
+
+def shown(run: Run) -> Iterator[str]:
+    """A line for each setting that an override can change: the one that sets it to what it is, and what it means."""
+    for name, value, meaning in settings_help(run):
+        if name not in _FIXED:
+            yield f"{f'{name}={value}':<34} {meaning}"
+
+
+def _check_minutes(run: Run, changed: Run, overrides: Sequence[str]) -> None:
+    """ValueError where ``overrides`` change the minutes alone, and the run has steps, which go before them."""
+    steps_given = any(override.startswith("steps=") for override in overrides)
+    if changed.steps is None or steps_given or changed.minutes in (None, run.minutes):
+        return
+    raise ValueError(
+        f"minutes are used only where steps is none, and steps are fixed at {changed.steps}; "
+        f"got minutes={changed.minutes:g}. Set steps= for another length, or steps=none beside minutes= "
+        "to measure how many fit into them."
+    )
+
 
 RECIPES: dict[str, Callable[[], Run]] = {
     "tiny": tiny,

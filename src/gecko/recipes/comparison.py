@@ -1,10 +1,10 @@
-"""The paper's comparison at a million parameters, on bytes: Gecko, Megalodon, Llama 2, and Gecko without its parts.
+"""Recipes of the paper's comparison at one million parameters on bytes: Gecko, its ablations, Megalodon and Llama 2.
 
-Everything but the model is the same in all, and parameters are equal within 2 %. Set ``data.source``. A query sees at
-most 128 tokens by attention in each, itself among them, but for the Llama, which sees its whole row: Gecko's sliding
-chunks are of 64, so that a query sees 65 to 128; ``compare_chunk`` has chunks of 128, of which it sees 1 to 128; and
-``chunk_size`` of ``compare_window`` is the window itself, so that it always sees 128. The memory takes what leaves the
-window, so its chunks are of 128 in these two as well.
+All recipes differ in the model alone, and their numbers of parameters agree within 2 %. Set ``data.source``. In each, a
+query attends to at most 128 tokens, itself included; only the Llama attends to its whole row. Gecko's sliding chunks
+have 64 tokens, so a query sees 65 to 128. ``compare_chunk`` has chunks of 128, so a query sees 1 to 128. In
+``compare_window`` the window is ``chunk_size``, so a query always sees 128. The memory takes the tokens that leave the
+window, so its chunks have 128 tokens in these two.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from gecko.baselines import LlamaConfig, ModelConfig
 from gecko.config import GeckoConfig
+from gecko.models.registry import LlamaConfig, ModelConfig
 from gecko.train import (
     CheckpointSettings,
     EvaluationSettings,

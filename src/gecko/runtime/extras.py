@@ -1,4 +1,4 @@
-"""Optional dependencies, imported where they are needed."""
+"""Import of optional dependencies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # A module that is there but lacks one of its own dependencies must say so itself.
+        # A module that is installed but lacks one of its own dependencies must report that itself.
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise
         raise ImportError(

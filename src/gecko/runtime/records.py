@@ -1,4 +1,4 @@
-"""Nested records of tensors, the stuff that states are made of: values that are returned and never mutated."""
+"""Nested, immutable records of tensors, of which states are made."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class TensorRecord:
     """Frozen dataclass whose fields are tensors, other records, tuples of records, or None."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with ``function`` applied to every tensor."""
+        """Return a copy with ``function`` applied to every tensor."""
         changes = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             changes[field.name] = _map_value(getattr(self, field.name), function)
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def where(self, condition: Tensor, other: Self) -> Self:
-        """This one in the rows where ``condition`` (B,) holds, else the other; all tensors are batch first."""
+        """Return this record in rows where ``condition`` (B,) holds, else ``other``. All tensors are batch first."""
         others = iter(other.tensors().values())
         return self.map(lambda x: torch.where(condition.view(-1, *[1] * (x.dim() - 1)), x, next(others)))
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Every tensor by its dotted path."""
+        """Return every tensor by its dotted path."""
         found: dict[str, Tensor] = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             found.update(_collect(getattr(self, field.name), f"{prefix}{field.name}"))

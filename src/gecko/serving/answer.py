@@ -1,4 +1,4 @@
-"""What one request gets: the pieces of all its continuations, as they are made."""
+"""Answer to one request: the pieces of all its choices as they are generated."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from gecko.serving.errors import ApiError
+from gecko.inference.request import Event, Token
+from gecko.inference.text import ChoiceText, Piece, TokenText
+from gecko.serving.limits import ApiError
 from gecko.serving.metrics import Metrics
-from gecko.serving.replies import Usage
-from gecko.serving.request import Event, Token
-from gecko.serving.text import ChoiceText, Piece
-from gecko.serving.worker import Running
+from gecko.serving.protocol import Usage
+from gecko.serving.worker import RequestGroup
 
 
 class Answer:
-    """Iterate over ``pieces`` once, or take ``whole``; then ``close``, whatever happened.
+    """Answer to a request. Iterate over ``pieces`` once or await ``whole``; always ``close`` it.
 
     Args:
-        release: called once by ``close``.
+        release: called once, by ``close``.
     """
 
     def __init__(
-        self, running: Running, choices: Sequence[ChoiceText], metrics: Metrics, usage: Usage,
+        self, running: RequestGroup, choices: Sequence[ChoiceText], metrics: Metrics, usage: Usage,
         release: Callable[[], None],
     ) -> None:  # fmt: skip
         self._running, self._choices, self._metrics, self._usage = running, choices, metrics, usage
@@ -38,46 +38,47 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """So far."""
+        """Token counts so far."""
         return replace(self._usage, completion_tokens=sum(choice.num_tokens for choice in self._choices))
 
     @property
     def seconds_left(self) -> float:
-        """Until the time of the request is up; below 0 after that."""
+        """Seconds until the time limit of the request; negative after it."""
         return self._running.deadline - time.monotonic()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """New text of any of the continuations, until all are finished or the time is up.
+        """Yield new text of any choice until all choices are finished or the time limit is reached.
 
         Raises:
-            ApiError: 504 if there is no token when the time is up, 500 if the model fails, 503 if the server ends.
+            ApiError: 504 if no token was generated within the time limit, 500 if the model fails, 503 if the server
+                stops.
         """
         while self._open:
-            arrived = await self._running.next()
-            if arrived is None:
-                for last in self._time_is_up():
+            event = await self._running.next()
+            if event is None:
+                for last in self._end_all():
                     yield last
                 return
-            piece = self._take(*arrived) if arrived[0] in self._open else None
+            piece = self._take(*event) if event[0] in self._open else None
             if piece is not None:
                 yield piece
 
     async def whole(self) -> list[Piece]:
-        """One piece for each continuation."""
-        parts: list[list[Piece]] = [[] for _ in self._choices]
+        """Return one piece per choice."""
+        texts: list[list[str]] = [[] for _ in self._choices]
+        tokens: list[list[TokenText]] = [[] for _ in self._choices]
+        last: dict[int, Piece] = {}
         async for piece in self.pieces():
-            parts[piece.choice].append(piece)
+            texts[piece.choice].append(piece.text)
+            tokens[piece.choice] += piece.tokens
+            last[piece.choice] = piece
         return [
-            replace(
-                pieces[-1],
-                text="".join(piece.text for piece in pieces),
-                tokens=tuple(token for piece in pieces for token in piece.tokens),
-            )
-            for pieces in parts
+            replace(last[index], text="".join(texts[index]), tokens=tuple(tokens[index]))
+            for index in range(len(self._choices))
         ]
 
     def close(self) -> None:
-        """Frees what is still running. May be called again."""
+        """Cancel the choices that are still running and release the places; idempotent."""
         self._metrics.finished.labels("cancelled").inc(len(self._open))
         self._open.clear()
         self._cleanup.close()
@@ -91,7 +92,7 @@ class Answer:
         elif event.reason == "error":
             raise self._failed(event.error)
         elif event.reason == "cancelled":
-            raise ApiError(503, "the server ended before the answer was complete", code="shutting_down")
+            raise ApiError(503, "the server stopped before the answer was complete", code="shutting_down")
         else:
             piece = choice.finish(event.reason)
         if piece is not None and piece.finish_reason is not None:
@@ -101,11 +102,11 @@ class Answer:
     def _failed(self, reason: str | None) -> ApiError:
         self._metrics.finished.labels("error").inc(len(self._open))
         self._open.clear()
-        return ApiError(500, f"the model failed at this text: {reason}", code="model_failed")
+        return ApiError(500, f"the model failed on this request: {reason}", code="model_failed")
 
-    def _time_is_up(self) -> list[Piece]:
+    def _end_all(self) -> list[Piece]:
         if not self.usage.completion_tokens:
-            raise ApiError(504, "no token was made within the time for a request; try later", code="timeout")
+            raise ApiError(504, "no token was generated within the time limit of a request; try later", code="timeout")
         pieces = [self._choices[index].finish("length") for index in sorted(self._open)]
         for piece in pieces:
             self._end(piece.choice, "time")

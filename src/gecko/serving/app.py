@@ -1,46 +1,51 @@
-"""The HTTP routes."""
+"""HTTP routes of the server."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.datastructures import Headers
+from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gecko.serving import errors
+from gecko.inference.text import Piece
+from gecko.runtime.process import __version__
+from gecko.serving import limits as errors
+from gecko.serving.access import Gate, Hosts
 from gecko.serving.answer import Answer
-from gecko.serving.errors import ApiError, ClientGoneError
-from gecko.serving.limits import LimitBodies
+from gecko.serving.bodies import BODY, ReadBodies
+from gecko.serving.limits import ApiError, ClientGoneError
 from gecko.serving.metrics import CountResponses
-from gecko.serving.replies import Reply
-from gecko.serving.schemas import ChatRequest, CompletionRequest
-from gecko.serving.service import Asked, Service
-from gecko.serving.text import Piece
-from gecko.version import __version__
+from gecko.serving.protocol import ChatRequest, CompletionRequest, Reply, encode_json
+from gecko.serving.service import Service
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_RULES = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_SLICE_BYTES = 1 << 16
+"""Maximum number of bytes of an answer that are handed to the connection at once."""
 _SENDING_SECONDS = 5
-"""For a stream to be sent to its end, once the time of its request is up."""
+"""Seconds to send the rest of a stream after the time limit of its request."""
+_REQUEST_TYPES: Mapping[str, type[CompletionRequest] | type[ChatRequest]] = {
+    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
+}  # fmt: skip
+"""Routes that take a body, and the model that validates it."""
 T = TypeVar("T")
 
 
-def create_app(service: Service, api_key: str | None = None) -> ASGIApp:
-    """The application; it starts and ends the service's worker.
+def create_app(service: Service, api_key: str | None = None, hosts: Hosts | None = None) -> ASGIApp:
+    """Create the ASGI application, which starts and closes the worker of the service.
 
     Args:
-        api_key: what ``/v1/`` asks for as a bearer token; None: nothing.
+        api_key: bearer token required for ``/v1/``; None: no key.
+        hosts: names that clients may use; None: the names of a local server.
     """
 
     @asynccontextmanager
@@ -48,27 +53,38 @@ def create_app(service: Service, api_key: str | None = None) -> ASGIApp:
         service.worker.start()
         yield
         await service.worker.close()
+        service.threads.close()
 
-    # The pages that FastAPI draws of an API load scripts from elsewhere.
+    # The documentation pages of FastAPI load scripts from other sites.
     app = FastAPI(title="Gecko", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     errors.install(app)
     _add_generation(app, service)
     _add_models(app, service)
     _add_operation(app, service)
-    limited: ASGIApp = LimitBodies(app, service.limits)
-    if api_key is not None:
-        limited = RequireKey(limited, api_key)
-    return CountResponses(limited, service.metrics)
+    reading = ReadBodies(app, service.limits, service.memory, _REQUEST_TYPES)
+    return CountResponses(Gate(reading, Hosts() if hosts is None else hosts, api_key), service.metrics)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
-    async def complete(asked: CompletionRequest, request: Request) -> Response:
-        return await _respond(request, service, asked)
+    """Add the routes for generation. They take no body from FastAPI, which would validate it on the event loop."""
 
-    @app.post("/v1/chat/completions")
-    async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await _respond(request, service, asked)
+    async def respond(request: Request) -> Response:
+        return await _respond(request, service, _REQUEST_TYPES[request.url.path])
+
+    names, definitions = models_json_schema(
+        [(kind, "validation") for kind in _REQUEST_TYPES.values()], ref_template="#/components/schemas/{model}"
+    )
+    for path, kind in _REQUEST_TYPES.items():
+        content = {"application/json": {"schema": names[kind, "validation"]}}
+        app.post(path, openapi_extra={"requestBody": {"required": True, "content": content}})(respond)
+    describe = app.openapi
+
+    def describe_all() -> dict[str, Any]:
+        described = describe()
+        described.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        return described
+
+    app.openapi = describe_all  # type: ignore[method-assign]
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -81,13 +97,18 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [describe()]})
+        return JSONResponse({"object": "list", "data": [await asyncio.to_thread(describe)]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         if name != service.model.name:
-            raise ApiError(404, f"the model here is {service.model.name!r}", code="model_not_found", param="model")
-        return JSONResponse(describe())
+            raise ApiError(
+                404,
+                f"the model must be {service.model.name!r}; got {name[:100]!r}",
+                code="model_not_found",
+                param="model",
+            )
+        return JSONResponse(await asyncio.to_thread(describe))
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:
@@ -107,27 +128,29 @@ def _add_operation(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.page(), media_type=METRICS_TYPE)
 
 
-async def _respond(request: Request, service: Service, asked: Asked) -> Response:
-    answer = await _unless_gone(request.receive, service.begin(asked))
+async def _respond(request: Request, service: Service, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
+    started = await _unless_gone(request.receive, service.begin(kind, request.scope[BODY]))
+    answer, reply = started.answer, started.reply
     try:
-        reply: Reply = service.reply(asked)
-        if asked.stream:
-            # What goes wrong before the first piece still gets its status.
+        if started.stream:
+            # An error before the first piece is answered with its HTTP status.
             pieces = answer.pieces()
             first = await _unless_gone(request.receive, anext(pieces))
-            return EventStream(answer, _chunks(answer, reply, first, pieces, asked.include_usage))
-        whole = await _unless_gone(request.receive, answer.whole())
+            return EventStream(answer, _chunks(answer, reply, first, pieces, started.include_usage))
+        pieces_of_choices = await _unless_gone(request.receive, answer.whole())
+        content = await _unless_gone(request.receive, service.encode(reply, pieces_of_choices, answer.usage))
     except BaseException:
         answer.close()
         raise
     answer.close()
-    return JSONResponse(reply.whole(whole, answer.usage))
+    headers = {"Content-Length": str(len(content))}
+    return StreamingResponse(_slices(content), headers=headers, media_type="application/json")
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of an answer, which is closed when they end or when the client goes away.
+    """Server-sent events of an answer, which is closed at their end or when the client disconnects.
 
-    So is the answer to a client that stays and does not read, soon after the time of its request.
+    If the client does not read, the response ends ``_SENDING_SECONDS`` after the time limit of the request.
     """
 
     media_type = "text/event-stream"
@@ -141,28 +164,16 @@ class EventStream(StreamingResponse):
             async with asyncio.timeout(self._answer.seconds_left + _SENDING_SECONDS):
                 await _unless_gone(receive, self.stream_response(send))
         except (ClientGoneError, TimeoutError):
-            # The server closes the connection of a response that is left unfinished.
+            # uvicorn closes the connection of an unfinished response.
             pass
         finally:
             self._answer.close()
 
 
-class RequireKey:
-    """Lets requests to ``/v1/`` through that carry the key."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._expected = app, f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not secrets.compare_digest(given, self._expected):
-                error = ApiError(
-                    401, "the API key must be given as 'Authorization: Bearer KEY'", code="invalid_api_key"
-                )
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+async def _slices(content: bytes) -> AsyncIterator[bytes]:
+    """Yield ``content`` in slices, so that the memory of the request counts until the client has read its answer."""
+    for begin in range(0, len(content), _SLICE_BYTES):
+        yield content[begin : begin + _SLICE_BYTES]
 
 
 async def _chunks(
@@ -183,12 +194,12 @@ async def _chunks(
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {encode_json(data)}\n\n".encode()
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled with ClientGoneError if the client closes its connection first."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    """Await ``work``; cancel it and raise ClientGoneError if the client disconnects first."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -200,6 +211,6 @@ async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,49 +1,60 @@
-"""Conversations to prompts: by the tokenizer's own chat template, or by a plain default."""
+"""Convert conversations to prompts with the chat template of the tokenizer, or with a plain format."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from gecko.data import Tokenizer
-from gecko.extras import require
-from gecko.json_file import read_object
-from gecko.serving.schemas import Message
+from gecko.data.tokenizers import TokenIds
+from gecko.io.json_files import read_object
+from gecko.runtime.extras import require
+from gecko.serving.protocol import Message
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _MARK = "\ue000"
-"""Keeps the text of a special token apart from the token while a template is filled in."""
+"""Marks the text of a special token inside a message while the template is rendered."""
 _STAND_INS = 0xF0000
-"""Private characters from here on stand in for special tokens of one character, which no mark can break."""
+"""First of the private characters that replace one-character special tokens, which no mark can split."""
+
+_PART = 1 << 16
+"""Characters of a message that are processed in one call, which holds the GIL until it returns."""
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> TokenIds:
+    """Encode one text with ``encode_batch``: ``encode`` of the library holds the GIL, for seconds with long texts."""
+    return tokenizer.encode_batch([text])[0]
 
 
 class ChatFormat(Protocol):
-    """How a conversation becomes ids."""
+    """Format of conversations."""
 
     @property
     def source(self) -> str:
-        """Where it is from, for people."""
+        """Description of its origin, for the log."""
 
     @property
     def stops(self) -> Sequence[str]:
-        """Texts that end an answer."""
+        """Stop strings of an answer."""
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer."""
+        """Stop tokens of an answer."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Ids up to where the assistant's answer begins. ValueError if the conversation does not fit the format."""
+        """Return the ids of the prompt for the answer; ValueError if the conversation does not fit the format."""
 
 
 class PlainChat:
-    """For models without a template: who speaks, a colon, the text; an empty line between two.
+    """Format for models without a template: role, colon and text per message, separated by empty lines.
 
-    The answer ends where the model would go on as the user.
+    The answer ends where the model starts the next message.
     """
 
     source = "the plain format, as no chat template lies beside the tokenizer or the model"
@@ -57,21 +68,21 @@ class PlainChat:
     def encode(self, messages: Sequence[Message]) -> list[int]:
         said = (f"{self._names[message.role]}: {message.content.strip()}\n\n" for message in messages)
         text = "".join(said) + "Assistant:"
-        return [self._tokenizer.document_start, *self._tokenizer.encode(text).tolist()]
+        return [self._tokenizer.document_start, *encode_text(self._tokenizer, text).tolist()]
 
 
 class TemplateChat:
-    """A Jinja template, as Hugging Face tokenizers carry it.
+    """Jinja template of a Hugging Face tokenizer.
 
-    Special tokens that the template writes become their ids. The same characters in a message stay text, so
-    that no message can end its turn or speak for another. Any of them ends an answer: they stand for no text, and the
-    one that closes a turn is often not the one that ends a document.
+    Special tokens of the template become their ids. The same characters in a message stay text, so a message cannot end
+    its turn or imitate another role. Every special token ends an answer, because the token that closes a turn often
+    differs from the one that ends a document.
 
     Args:
-        source: the file that the template is from.
+        source: file of the template.
 
     Raises:
-        ValueError: the template is none.
+        ValueError: the template is not valid Jinja.
     """
 
     stops: Sequence[str] = ()
@@ -93,63 +104,82 @@ class TemplateChat:
         spoken = [{"role": message.role, "content": self._specials.protect(message.content)} for message in messages]
         try:
             text = self._template.render(messages=spoken, add_generation_prompt=True, **self._names)
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
+        parts = list(self._specials.split(text))
+        encoded = iter(self._tokenizer.encode_batch([part for part in parts if isinstance(part, str)]))
         ids: list[int] = []
-        for part in self._specials.split(text):
-            ids += [part] if isinstance(part, int) else self._tokenizer.encode(part).tolist()
+        for part in parts:
+            ids += [part] if isinstance(part, int) else next(encoded).tolist()
         return ids
 
 
 class _Specials:
-    """Special tokens in a text, told apart from the same characters in a message.
+    """Finds the special tokens of a rendered template, but not the same characters inside messages.
 
     Args:
-        ids: by their texts.
+        ids: id of each special token, by its text.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = dict(ids)
         any_of_them = "|".join(sorted(map(re.escape, ids), key=len, reverse=True)) or r"(?!)"
         self._whole = re.compile(any_of_them)
-        # By where they begin: they may overlap, and one may hold another.
-        self._first = re.compile(f"(?=(?:{any_of_them}))(.)", re.DOTALL)
+        # A lookahead finds all starts: special tokens may overlap or contain one another.
+        self._first = re.compile(f"(?={any_of_them})")
+        self._longest = max(map(len, ids), default=1)
         letters = [ord(text) for text in ids if len(text) == 1]
         self._hidden = {letter: _STAND_INS + index for index, letter in enumerate(letters)}
         self._shown: dict[int, int | None] = {private: letter for letter, private in self._hidden.items()}
         self._shown[ord(_MARK)] = None
 
     def protect(self, text: str) -> str:
-        """A message in which ``split`` finds none; it gives the message back, without what is used as a mark here."""
-        clean = text.translate(dict.fromkeys(self._shown))
-        return self._first.sub(rf"\1{_MARK}", clean).translate(self._hidden)
+        """Mark a message so that ``split`` finds no special token in it; ``split`` removes the marks."""
+        clean = _translate(text, dict.fromkeys(self._shown))
+        borders = [0, *(start + 1 for start in self._starts(clean)), len(clean)]
+        return _translate(_MARK.join(clean[begin:end] for begin, end in pairwise(borders)), self._hidden)
 
     def split(self, text: str) -> Iterator[str | int]:
-        """The ids of special tokens, and the texts between them."""
-        begin = 0
-        for found in self._whole.finditer(text):
+        """Yield the ids of special tokens and the texts between them, without marks."""
+        begin = at = 0
+        while at < len(text):
+            found = self._whole.search(text, at, at + _PART + self._longest)
+            if found is None or found.start() > at + _PART:
+                # A match beyond this part may be cut short; the next part finds it in full.
+                at += _PART
+                continue
             yield from self._plain(text[begin : found.start()])
             yield self._ids[found[0]]
-            begin = found.end()
+            begin = at = found.end()
         yield from self._plain(text[begin:])
 
+    def _starts(self, text: str) -> Iterator[int]:
+        for begin in range(0, len(text), _PART):
+            for found in self._first.finditer(text, begin, begin + _PART + self._longest):
+                if found.start() < begin + _PART:
+                    yield found.start()
+
     def _plain(self, text: str) -> list[str]:
-        return [text.translate(self._shown)] if text else []
+        return [_translate(text, self._shown)] if text else []
+
+
+def _translate(text: str, table: Mapping[int, int | None]) -> str:
+    return "".join(text[begin : begin + _PART].translate(table) for begin in range(0, len(text), _PART))
 
 
 def find_format(tokenizer: Tokenizer, model_folder: Path) -> ChatFormat:
-    """The template beside the tokenizer's files, else beside the model's, else the plain default.
+    """Return the template in the folder of the tokenizer, else of the model, else the plain format.
 
     Raises:
-        ValueError: a file that should hold it is damaged, or holds several and none is the default.
+        ValueError: a file is damaged, or has several templates and none is named ``default``.
     """
     for folder in (tokenizer.folder, model_folder):
         found = None if folder is None else _read_template(folder)
         if folder is not None and found is not None:
-            # A folder knows some that a SentencePiece model does not. Where both know one, the ids are the tokenizer's.
+            # The folder may have special tokens that a SentencePiece model lacks; the ids of the tokenizer win.
             specials = {**_special_tokens(folder), **tokenizer.special_texts}
             return TemplateChat(tokenizer, found.text, specials, f"the template in {found.path}")
     return PlainChat(tokenizer)
@@ -162,28 +192,47 @@ class _Template(NamedTuple):
 
 def _read_template(folder: Path) -> _Template | None:
     if (folder / TEMPLATE).is_file():
-        return _Template((folder / TEMPLATE).read_text(encoding="utf-8"), folder / TEMPLATE)
+        return _Template(_read_text(folder / TEMPLATE), folder / TEMPLATE)
     template = _read_json(folder / CONFIG).get("chat_template")
     if isinstance(template, list):
-        template = _default_template({entry["name"]: entry["template"] for entry in template}, folder)
+        with _naming(folder / CONFIG):
+            named = {entry["name"]: entry["template"] for entry in template}
+        template = _default_template(named, folder)
     return None if template is None else _Template(template, folder / CONFIG)
 
 
 def _default_template(named: Mapping[str, str], folder: Path) -> str:
     if "default" not in named:
         raise ValueError(
-            f"of several chat templates one must be named 'default'; {folder / CONFIG} has {sorted(named)}. "
-            f"Write the one to use to {folder / TEMPLATE}."
+            f"one of several chat templates must be named 'default'; {folder / CONFIG} has {sorted(named)}. "
+            f"Save the template to use as {folder / TEMPLATE}."
         )
     return named["default"]
 
 
 def _special_tokens(folder: Path) -> dict[str, int]:
-    """Text and id of the tokens that stand for no text."""
+    """Return text and id of the special tokens."""
     added = _read_json(folder / "tokenizer.json").get("added_tokens", [])
     decoder = _read_json(folder / CONFIG).get("added_tokens_decoder", {})
-    every = [*added, *({"id": int(index), **token} for index, token in decoder.items())]
-    return {token["content"]: token["id"] for token in every if token.get("special", True)}
+    with _naming(folder):
+        every = [*added, *({"id": int(index), **token} for index, token in decoder.items())]
+        return {token["content"]: token["id"] for token in every if token.get("special", True)}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn the errors of missing and unsuitable fields into one that names ``path``."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must hold a tokenizer; a field is missing or of another type: {error}.") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must hold a chat template as UTF-8 text; {error}.") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -193,7 +242,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _environment() -> Any:
-    """Jinja as transformers sets it up for its templates, shut off from Python."""
+    """Return the Jinja environment that transformers uses for templates, sandboxed."""
     require("jinja2", "serve")
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -211,13 +260,13 @@ def _environment() -> Any:
 
 
 def _generation_blocks() -> Any:
-    """The extension for ``{% generation %}``, in which templates write an assistant's turn: its text as it is."""
+    """Return the extension for ``{% generation %}`` blocks around assistant turns, which are rendered unchanged."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
     class GenerationBlocks(Extension):
-        tags = {"generation"}  # noqa: RUF012 (so that Jinja finds it)
+        tags = {"generation"}  # noqa: RUF012 (a class attribute for Jinja)
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
@@ -233,5 +282,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape what is special in HTML."""
+    """Encode as JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

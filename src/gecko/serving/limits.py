@@ -1,133 +1,162 @@
-"""What one server takes on, and how it refuses more."""
+"""Limits of the server, and errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
-from gecko.serving.errors import ApiError
+RETRY_AFTER = "2"
+"""Seconds after which a refused client should retry."""
+_LONGEST_NAME = 100
+"""Maximum number of characters of a name or address that an error quotes."""
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """Error that is answered with HTTP ``status``. The message states the rule and the value given.
+
+    Args:
+        code: identifier for programs.
+        param: the wrong field of the request.
+        close: close the connection after the answer.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, close: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.close = status, code, param, close
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        # Quoted parts of a request may contain lone surrogates, which UTF-8 cannot encode.
+        message, param = (text and text.encode(errors="backslashreplace").decode() for text in (str(self), self.param))
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers = {"Retry-After": RETRY_AFTER} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.close:
+            headers["Connection"] = "close"
+        return JSONResponse(self.body, self.status, headers)
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection."""
+
+
+def install(app: FastAPI) -> None:
+    """Register handlers that convert all exceptions of routes to errors in this format."""
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        asked = f"{request.method} {request.url.path}"[:_LONGEST_NAME]
+        response = ApiError(error.status_code, f"{asked}: {error.detail}").response()
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ClientGoneError)
+    async def on_client_gone(request: Request, error: ClientGoneError) -> JSONResponse:
+        return ApiError(499, "the client closed the connection").response()
+
+    @app.exception_handler(Exception)
+    async def on_fault(request: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, "the server failed on this request; see its log").response()
+
+
+def first_wrong_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Convert the first error of pydantic to an ApiError."""
+    first = errors[0]
+    field = ".".join(str(part) for part in first["loc"])[:_LONGEST_NAME]
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{field}: unknown field", code="unknown_field", param=field)
+    if first["type"] == "string_unicode" and not field:
+        name = repr(first["input"])[:_LONGEST_NAME]
+        return ApiError(400, f"field names must be valid Unicode; got {name}", code="unknown_field")
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if field:
+        return ApiError(400, f"{field}: {message[:1].lower()}{message[1:]}", code="invalid_value", param=field)
+    if first["type"] == "value_error":
+        return ApiError(400, message, code="invalid_value")
+    return ApiError(400, "the body must be a JSON object, with Content-Type: application/json", code="invalid_json")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Beyond these, a request is refused.
+    """Limits beyond which the server refuses requests.
 
     Raises:
         ValueError: a number is out of range.
     """
 
     rows: int = 16
-    """Texts that are continued side by side."""
+    """Maximum number of requests in prefill or decoding."""
     queue: int = 256
-    """Requests that wait for a row; 429 for more."""
+    """Maximum number of requests that wait for a row; 429 beyond it."""
     body_bytes: int = 16 << 20
-    """Of one HTTP request; 413 for more."""
+    """Maximum size of the body of one request; 413 beyond it."""
+    memory_bytes: int = 256 << 20
+    """Maximum memory of all requests: their bodies, then their tokens and answers; 503 beyond it."""
+    header_seconds: float = 10
+    """Seconds for the header of a request to arrive; 408 after that."""
     body_seconds: float = 30
-    """For the body of a request to arrive, once its header has; 408 after that."""
+    """Seconds for the body to arrive after the header; 408 after that."""
     prompt_tokens: int = 4_000_000
-    """400 for more."""
+    """Maximum length of a prompt; 400 beyond it."""
     new_tokens: int = 4096
-    """400 for more; what chats get that ask for no number."""
+    """Maximum of ``max_tokens``, and its default in chats; 400 beyond it."""
     seconds: float = 600
-    """For one request: then it ends with what there is, and with 504 if there is nothing."""
+    """Seconds for one request; then its answer ends, with 504 if it has no token."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "body_bytes", "body_seconds", "prompt_tokens", "new_tokens", "seconds"):
+        for name in (
+            "rows", "body_bytes", "memory_bytes", "header_seconds", "body_seconds", "prompt_tokens", "new_tokens",
+            "seconds",
+        ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0; got {getattr(self, name)}.")
+        if self.memory_bytes < self.body_bytes:
+            raise ValueError(
+                f"memory_bytes must be at least body_bytes, {self.body_bytes}; got {self.memory_bytes}. "
+                "Raise --request-memory, or lower --max-body."
+            )
         if self.queue < 0:
-            raise ValueError(f"queue must be 0 (nobody waits) or more; got {self.queue}.")
+            raise ValueError(f"queue must be at least 0 (no request waits); got {self.queue}.")
 
 
 class Admission:
-    """Counts the continuations that are under way, so that what is too much is refused before any work."""
+    """Counter of choices in progress, which refuses requests before any work is done."""
 
     def __init__(self, limits: Limits) -> None:
         self._places = limits.rows + limits.queue
         self.taken = 0
         self.draining = False
-        """No new ones: the server is about to stop."""
+        """Whether the server is stopping and refuses new requests."""
 
-    def take(self, places: int) -> None:
-        """Raises ApiError 503 while draining, 429 when there are not as many places, 400 if there never are."""
+    def take(self, places: int, of: int) -> None:
+        """Take ``places`` more for a request that then has ``of`` places.
+
+        Raises:
+            ApiError: 503 while draining, 429 if too few places are free, 400 if the server has fewer than ``of``.
+        """
         if self.draining:
-            raise ApiError(503, "the server is shutting down; ask another one, or later", code="shutting_down")
-        if places > self._places:
-            raise ApiError(400, f"a request must have at most {self._places} prompts × n; got {places}")
+            raise ApiError(503, "the server is shutting down; try another one, or later", code="shutting_down")
+        if of > self._places:
+            raise ApiError(400, f"a request must have at most {self._places} prompts × n; got {of}")
         if self.taken + places > self._places:
             raise ApiError(429, f"all {self._places} places of the queue are taken; try later", code="queue_full")
         self.taken += places
 
     def release(self, places: int) -> None:
         self.taken -= places
-
-
-class LimitBodies:
-    """Reads the whole body of a request before ``app`` sees it; 413 if it is too large, 408 if it is too slow."""
-
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self._app, self._limits = app, limits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
-            await self._app(scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                body = await self._read(scope, receive)
-        except TimeoutError:
-            error = ApiError(408, f"the body must arrive within {self._limits.body_seconds:g} seconds; it did not")
-            await _close(error, scope, receive, send)
-        except ApiError as error:
-            await _close(error, scope, receive, send)
-        else:
-            if body is not None:
-                await self._app(scope, _replay(body, receive), send)
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None if the client went away. A body that is too large is let through to nowhere.
-
-        A client reads the answer only after it has sent all.
-        """
-        declared = Headers(scope=scope).get("content-length", "0")
-        size, parts = 0, list[bytes]()
-        kept = not declared.isdecimal() or int(declared) <= self._limits.body_bytes
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            part = message.get("body", b"")
-            size += len(part)
-            kept = kept and size <= self._limits.body_bytes
-            if kept:
-                parts.append(part)
-            else:
-                parts.clear()
-            if not message.get("more_body", False):
-                break
-        if not kept:
-            raise ApiError(
-                413,
-                f"the body must have at most {self._limits.body_bytes:,} bytes; got {size:,}",
-                code="body_too_large",
-            )
-        return b"".join(parts)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Gives the body once, then whatever comes."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return left.pop() if left else await receive()
-
-    return replay
-
-
-async def _close(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    response = error.response()
-    response.headers["Connection"] = "close"
-    await response(scope, receive, send)

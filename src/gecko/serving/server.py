@@ -1,13 +1,16 @@
-"""A model behind a socket, until a signal ends it."""
+"""Serve a model on a socket until a signal arrives."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
 import socket
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -15,49 +18,57 @@ from types import FrameType
 import uvicorn
 
 from gecko.data import Tokenizer
-from gecko.model import Gecko
+from gecko.inference.prefix_cache import PrefixCache
+from gecko.inference.scheduler import Engine
+from gecko.models.gecko import Gecko
+from gecko.serving.access import Hosts
 from gecko.serving.app import create_app
 from gecko.serving.chat import find_format
-from gecko.serving.engine import Engine
+from gecko.serving.connection import connection_class
 from gecko.serving.limits import Limits
 from gecko.serving.metrics import Metrics
-from gecko.serving.prefix_cache import PrefixCache
-from gecko.serving.service import ServedModel, Service
-from gecko.serving.states import SavedStates
+from gecko.serving.prepare import SavedStates, ServedModel
+from gecko.serving.service import Service
 from gecko.serving.worker import Worker
 
 _FLUSH_SECONDS = 5
-"""For connections to send what they hold, once their requests have ended."""
+"""Seconds for connections to flush their buffers after the last request."""
 _FILES = 1 << 16
-"""Open files to ask for; macOS refuses to be asked for any number."""
+"""Limit of open files to request; macOS rejects an unlimited number."""
+_SWITCH_SECONDS = 0.0005
+"""Interval in seconds after which a thread must release the GIL; the default of Python is 0.005."""
 _LOG = logging.getLogger("gecko.serving")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is served."""
+    """Options of the server."""
 
     name: str
     limits: Limits = field(default_factory=Limits)
     prefix_cache_bytes: int = 0
-    """For the states of beginnings of prompts; 0: none are kept."""
+    """Memory of the prefix cache; 0: no cache."""
     states: Path | None = None
-    """Folder of saved reading states that requests may name."""
+    """Folder of saved states that requests may name."""
     api_key: str | None = None
+    host: str = "127.0.0.1"
+    """Address or name that the server listens on."""
+    allowed_hosts: Sequence[str] = ()
+    """Additional names that clients and pages may use for the server."""
     grace_seconds: float = 30
-    """For running requests to finish, after the signal to stop."""
+    """Seconds for running requests to finish after the stop signal."""
 
 
 def build_service(model: Gecko, tokenizer: Tokenizer, folder: Path, options: Options) -> Service:
-    """All parts, put together.
+    """Build the service from its parts.
 
     Args:
-        folder: the model's, where a chat template may lie.
+        folder: folder of the model, which may contain a chat template.
     """
     cache = PrefixCache(options.prefix_cache_bytes) if options.prefix_cache_bytes else None
     limits = options.limits
-    # Requests are counted before they reach the engine, and what leaves is taken out of it before what comes later
-    # gets in: so it has room for all that are let through.
+    # Admission counts requests before they reach the engine, and the engine executes cancellations before later
+    # submissions, so the queue of the engine has room for all admitted requests.
     engine = Engine(model, rows=limits.rows, max_queued=limits.rows + limits.queue, prefix_cache=cache)
     metrics = Metrics(engine, cache)
     served = ServedModel(
@@ -67,10 +78,10 @@ def build_service(model: Gecko, tokenizer: Tokenizer, folder: Path, options: Opt
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+    """Open a listening socket; port 0 selects a free port.
 
     Raises:
-        OSError: the address is not of this machine, or taken.
+        OSError: the address does not belong to this machine, or is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -80,14 +91,14 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """At SIGTERM or Ctrl-C, running requests get time to finish, and new ones 503; a second signal ends at once."""
+    """uvicorn server that lets running requests finish on SIGTERM or Ctrl-C; a second signal ends it at once."""
 
     def __init__(self, service: Service, options: Options) -> None:
-        app = create_app(service, options.api_key)
+        app = create_app(service, options.api_key, Hosts(options.host, options.allowed_hosts))
         super().__init__(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="on", server_header=False,
-                timeout_graceful_shutdown=_FLUSH_SECONDS,
+                app, log_level="warning", access_log=False, lifespan="on", server_header=False, ws="none",
+                http=connection_class(service.limits), timeout_graceful_shutdown=_FLUSH_SECONDS,
             )
         )  # fmt: skip
         self._service, self._grace = service, options.grace_seconds
@@ -99,14 +110,14 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn at a signal, wherever the main thread is."""
+        """Handle a signal; uvicorn calls this from the signal handler."""
         if self._loop is None or self._service.admission.draining:
             self.should_exit = self.force_exit = True
             return
         self._service.admission.draining = True
-        self._loop.call_soon_threadsafe(self._begin_draining, sig)
+        self._loop.call_soon_threadsafe(self._start_draining, sig)
 
-    def _begin_draining(self, sig: int) -> None:
+    def _start_draining(self, sig: int) -> None:
         _LOG.warning("%s: finishing %d requests", signal.Signals(sig).name, self._service.admission.taken)
         self._draining = asyncio.ensure_future(self._drain())
 
@@ -120,17 +131,29 @@ class Server(uvicorn.Server):
 
 
 def serve(service: Service, options: Options, listening: socket.socket) -> None:
-    """Answer requests until a signal comes and all is done."""
+    """Serve requests until a signal arrives and the running requests are finished."""
     _allow_many_connections()
+    _limit_gil_waits()
     Server(service, options).run(sockets=[listening])
 
 
+def _limit_gil_waits() -> None:
+    """Reduce the time for which the event loop waits for the GIL.
+
+    The event loop takes the GIL after every system call and waits up to the switch interval for a busy thread. Frozen
+    objects, here all imported modules, are skipped by the garbage collector, which holds the GIL.
+    """
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
+
+
 def _allow_many_connections() -> None:
-    """Every connection is an open file; the usual limit of 1,024 is meant for other programs."""
+    """Raise the limit of open files, usually 1,024: every connection is an open file."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if most == resource.RLIM_INFINITY else min(most, _FILES)
     if limit == resource.RLIM_INFINITY or limit >= wanted:
         return
-    # A system may allow a process less than its own limit says.
+    # A system may allow less than its reported limit.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

@@ -1,174 +1,106 @@
-"""From what a client asks to requests of the engine."""
+"""Validate a request, prepare it and submit it to the engine."""
 
 from __future__ import annotations
 
-import asyncio
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
-from torch import Tensor
-
-from gecko.data import Tokenizer
-from gecko.generation import Sampling
+from gecko.inference.request import QueueFullError
+from gecko.inference.text import Piece
 from gecko.serving.answer import Answer
-from gecko.serving.chat import ChatFormat
-from gecko.serving.errors import ApiError
-from gecko.serving.limits import Admission, Limits
+from gecko.serving.bodies import Body, RequestMemory
+from gecko.serving.limits import Admission, ApiError, Limits
 from gecko.serving.metrics import Metrics
-from gecko.serving.replies import ChatReply, CompletionReply, Usage
-from gecko.serving.request import QueueFullError, Request
-from gecko.serving.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, Ids
-from gecko.serving.states import SavedStates
-from gecko.serving.text import ChoiceText
-from gecko.serving.worker import Worker, WorkerClosedError
-from gecko.state import GeckoState
-
-DEFAULT_TOKENS = 16
-"""New tokens of a completion that asks for no number, as OpenAI has it."""
-_SEEDS = 1 << 63
-Asked = CompletionRequest | ChatRequest
+from gecko.serving.prepare import Preparation, SavedStates, ServedModel, Threads, num_choices
+from gecko.serving.protocol import (
+    ChatReply,
+    ChatRequest,
+    CompletionReply,
+    CompletionRequest,
+    Reply,
+    Usage,
+    encode_answer,
+)
+from gecko.serving.worker import RequestGroup, Worker, WorkerClosedError
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """What clients see of the model."""
+class StartedRequest:
+    """A request that the engine has accepted; the caller must close ``answer``."""
 
-    name: str
-    vocab_size: int
-    state_bytes: int
-    """Size of the reading state of one text, at any position."""
-    tokenizer: Tokenizer
-    chat: ChatFormat
+    answer: Answer
+    reply: CompletionReply | ChatReply
+    """Format of the answer."""
+    stream: bool
+    include_usage: bool
 
 
 class Service:
-    """Takes requests in and begins their answers; for the event loop."""
+    """Entry point of requests, for the event loop."""
 
     def __init__(
         self, model: ServedModel, worker: Worker, metrics: Metrics, limits: Limits, states: SavedStates
     ) -> None:
         self.model, self.worker, self.metrics, self.limits, self.states = model, worker, metrics, limits, states
-        self.admission = Admission(limits)
+        self.admission, self.memory = Admission(limits), RequestMemory(limits.memory_bytes)
+        self.threads, self._preparation = Threads(), Preparation(model, limits, states)
 
-    def reply(self, asked: Asked) -> CompletionReply | ChatReply:
-        """How the answer is written."""
-        if isinstance(asked, ChatRequest):
-            return ChatReply(self.model.name)
-        prompts = _prompts(asked)
-        echoes = [self._text(prompt) if asked.echo else "" for prompt in prompts for _ in range(asked.n)]
-        return CompletionReply(self.model.name, echoes)
-
-    async def begin(self, asked: Asked) -> Answer:
-        """Hand the request to the engine; whoever gets the answer closes it.
+    async def begin(self, kind: type[CompletionRequest] | type[ChatRequest], body: Body) -> StartedRequest:
+        """Submit the request in ``body`` to the engine.
 
         Raises:
-            ApiError: it cannot be had as asked for, or not now.
+            ApiError: the request is invalid, or the server has no capacity for it now.
         """
-        begun = time.monotonic()
-        self._check(asked)
-        places = asked.n * (1 if isinstance(asked, ChatRequest) else len(_prompts(asked)))
-        self.admission.take(places)
+        arrival = time.monotonic()
+        places = _Places(self.admission)
         try:
-            requests = await asyncio.to_thread(self._requests, asked)
-            running = await self.worker.submit(requests, begun, begun + self.limits.seconds)
+            return await self._begin(kind, body, places, arrival)
         except BaseException as error:
-            self.admission.release(places)
-            told = _told(error)
-            if told is None:
+            places.release()
+            api_error = _to_api_error(error)
+            if api_error is None:
                 raise
-            raise told from error
-        choices = [self._choice(index, asked, request) for index, request in enumerate(requests)]
-        usage = Usage(sum(len(request.prompt) for request in requests[:: asked.n]), 0, self.model.state_bytes)
-        return Answer(running, choices, self.metrics, usage, partial(self.admission.release, places))
+            raise api_error from error
 
-    def _check(self, asked: Asked) -> None:
-        if asked.model not in (None, self.model.name):
-            raise ApiError(
-                404, f"the model here is {self.model.name!r}; got {asked.model[:100]!r}",
-                code="model_not_found", param="model",
-            )  # fmt: skip
-        if self._new_tokens(asked) > self.limits.new_tokens:
-            raise ApiError(
-                400, f"max_tokens must be at most {self.limits.new_tokens}; got {self._new_tokens(asked)}",
-                code="invalid_value", param="max_tokens",
-            )  # fmt: skip
-        if isinstance(asked, CompletionRequest) and asked.n * len(_prompts(asked)) > MAX_CHOICES:
-            raise ApiError(400, f"prompts × n must be at most {MAX_CHOICES}", code="invalid_value", param="n")
+    async def _begin(
+        self, kind: type[CompletionRequest] | type[ChatRequest], body: Body, places: _Places, arrival: float
+    ) -> StartedRequest:
+        # One place before any work; the rest when the number of choices is known.
+        places.take(1)
+        size = len(body)
+        asked = await self.threads.run(size, self._preparation.parse, kind, body.take)
+        places.take(num_choices(asked))
+        stream, include_usage = asked.stream, asked.include_usage
+        prepared = await self.threads.run(size, self._preparation.prepare, asked)
+        body.resize(prepared.num_bytes)
+        running: RequestGroup = await self.worker.submit(prepared.requests, arrival, arrival + self.limits.seconds)
+        answer = Answer(running, prepared.choices, self.metrics, prepared.usage, places.release)
+        return StartedRequest(answer, prepared.reply, stream, include_usage)
 
-    def _new_tokens(self, asked: Asked) -> int:
-        if isinstance(asked, CompletionRequest):
-            return min(DEFAULT_TOKENS, self.limits.new_tokens) if asked.max_tokens is None else asked.max_tokens
-        wanted = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-        return self.limits.new_tokens if wanted is None else wanted
-
-    def _requests(self, asked: Asked) -> list[Request]:
-        """One for each continuation. Texts may be long: for a thread of its own."""
-        state = None if asked.state is None else self.states.load(asked.state)
-        sampling = asked.sampling()
-        seed = random.getrandbits(53) if asked.seed is None else asked.seed
-        prompts = [prompt for prompt in self._ids(asked, state) for _ in range(asked.n)]
-        return [
-            self._request(asked, prompt, sampling, (seed + index) % _SEEDS, state)
-            for index, prompt in enumerate(prompts)
-        ]
-
-    def _request(
-        self, asked: Asked, prompt: Tensor, sampling: Sampling, seed: int, state: GeckoState | None
-    ) -> Request:
-        chat = isinstance(asked, ChatRequest)
-        stop_tokens = self.model.chat.stop_ids if chat else frozenset({self.model.tokenizer.document_end})
-        return Request(prompt, self._new_tokens(asked), sampling, seed, stop_tokens, asked.likeliest, state)
-
-    def _ids(self, asked: Asked, state: GeckoState | None) -> list[Tensor]:
-        if isinstance(asked, ChatRequest):
-            ids = self.model.chat.encode(asked.messages)
-            begins = ids[:1] == [self.model.tokenizer.document_start]
-            # A state stands inside of a document already.
-            return [self._checked(ids[1:] if state is not None and begins else ids)]
-        return [self._checked(self._encode(prompt, state)) for prompt in _prompts(asked)]
-
-    def _encode(self, prompt: str | Ids, state: GeckoState | None) -> Ids:
-        if not isinstance(prompt, str):
-            return prompt
-        start = [] if state is not None else [self.model.tokenizer.document_start]
-        return [*start, *self.model.tokenizer.encode(prompt).tolist()]
-
-    def _checked(self, ids: Ids) -> Tensor:
-        if not 0 < len(ids) <= self.limits.prompt_tokens:
-            code = "context_length_exceeded" if ids else "invalid_value"
-            limit = f"1 to {self.limits.prompt_tokens:,}"
-            raise ApiError(400, f"a prompt must have {limit} tokens; got {len(ids):,}", code=code, param="prompt")
-        if min(ids) < 0 or max(ids) >= self.model.vocab_size:
-            wrong = next(index for index in ids if not 0 <= index < self.model.vocab_size)
-            raise ApiError(
-                400, f"token ids must be in 0..{self.model.vocab_size - 1}; got {str(wrong)[:40]}",
-                code="invalid_value", param="prompt",
-            )  # fmt: skip
-        return torch.tensor(ids)
-
-    def _choice(self, index: int, asked: Asked, request: Request) -> ChoiceText:
-        chat, position = isinstance(asked, ChatRequest), request.begins_at + len(request.prompt)
-        # A turn of a conversation is a text of its own.
-        goes_on = not chat and self._follows_text(request)
-        stops = [*asked.stop, *(self.model.chat.stops if chat else ())]
-        return ChoiceText(index, self.model.tokenizer, stops, position, goes_on=goes_on)
-
-    def _follows_text(self, request: Request) -> bool:
-        """Whether anything but document borders stands before the new text."""
-        special = self.model.tokenizer.special_ids
-        # From the end: a prompt may be long, and most end in text.
-        return request.begins_at > 0 or any(int(index) not in special for index in reversed(request.prompt.numpy()))
-
-    def _text(self, prompt: str | Ids) -> str:
-        return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt)
+    async def encode(self, reply: Reply, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        """Encode an answer that is not streamed, outside the event loop: with log-probabilities it may be large."""
+        return await self.threads.encode(lambda: encode_answer(reply.whole(pieces, usage)))
 
 
-def _told(error: BaseException) -> ApiError | None:
-    """What a client is told of what the engine or its thread refused; None for anything else."""
+class _Places:
+    """Places of one request in the queue."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self._taken = admission, 0
+
+    def take(self, places: int) -> None:
+        """Hold ``places`` in total; on ApiError, the number held is unchanged."""
+        self._admission.take(places - self._taken, places)
+        self._taken = places
+
+    def release(self) -> None:
+        self._admission.release(self._taken)
+        self._taken = 0
+
+
+def _to_api_error(error: BaseException) -> ApiError | None:
+    """Convert an error of the engine or of preparation to an answer; None for any other error."""
     if isinstance(error, ValueError | TypeError):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, QueueFullError):
@@ -176,11 +108,3 @@ def _told(error: BaseException) -> ApiError | None:
     if isinstance(error, WorkerClosedError):
         return ApiError(503, "the server is shutting down", code="shutting_down")
     return None
-
-
-def _prompts(asked: CompletionRequest) -> Sequence[str | Ids]:
-    """One or several, as one list."""
-    prompt = asked.prompt
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return prompt

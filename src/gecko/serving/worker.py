@@ -1,4 +1,4 @@
-"""The engine on a thread of its own, and how the event loop talks to it."""
+"""The engine in its thread, and its interface to the event loop."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from gecko.serving.engine import Engine
+from gecko.inference.request import Event, Finished, Request, Token
+from gecko.inference.scheduler import Engine
 from gecko.serving.metrics import Metrics
-from gecko.serving.request import Event, Finished, Request, Token
 
 _LOG = logging.getLogger("gecko.serving")
 Command = Callable[[], None]
 
 
 class WorkerClosedError(RuntimeError):
-    """The engine's thread takes no more requests."""
+    """The engine thread has stopped or is stopping."""
 
 
-class Running:
-    """Requests that were submitted together, as the event loop sees them; made by ``Worker.submit``."""
+class RequestGroup:
+    """Handle of requests that were submitted together, for the event loop; created by ``Worker.submit``."""
 
-    def __init__(self, worker: Worker, ids: Sequence[int], begun: float, deadline: float) -> None:
-        self._worker, self._begun, self.deadline = worker, begun, deadline
+    def __init__(self, worker: Worker, ids: Sequence[int], arrival: float, deadline: float) -> None:
+        self._worker, self._arrival, self.deadline = worker, arrival, deadline
         self._indices = {request_id: index for index, request_id in enumerate(ids)}
         self._last: dict[int, float] = {}
         self._events: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
@@ -32,24 +32,24 @@ class Running:
         self._alarm = loop.call_later(deadline - time.monotonic(), self._events.put_nowait, None)
 
     async def next(self) -> tuple[int, Event] | None:
-        """The next event and the index of its request; None once the time is up."""
+        """Return the index of a request and its next event; None after the deadline."""
         return await self._events.get()
 
     def cancel(self, index: int) -> None:
-        """Free a request's place at once; no more of its events come."""
+        """Cancel one request; no events of it follow."""
         self._worker.cancel([request_id for request_id, known in self._indices.items() if known == index])
 
     def close(self) -> None:
-        """Free the places of all that are not finished."""
+        """Cancel all requests that are not finished."""
         self._alarm.cancel()
         self._worker.cancel(list(self._indices))
 
     def take(self, event: Event, now: float, metrics: Metrics) -> None:
-        """Called by the worker, on the event loop, for each of its events."""
+        """Handle an event; the worker calls this on the event loop."""
         if isinstance(event, Token):
             before = self._last.get(event.request_id)
             if before is None:
-                metrics.first_token.observe(now - self._begun)
+                metrics.first_token.observe(now - self._arrival)
             else:
                 metrics.between_tokens.observe(now - before)
             self._last[event.request_id] = now
@@ -59,15 +59,15 @@ class Running:
         self._events.put_nowait((index, event))
 
     def forget(self, request_id: int) -> None:
-        """Called by the worker: this request was cancelled."""
+        """Drop a cancelled request; called by the worker."""
         self._indices.pop(request_id, None)
 
 
 class Worker:
-    """Runs the engine's steps while there is something to do.
+    """Thread that runs the steps of the engine while it has requests.
 
-    All methods are for the event loop; only the thread touches the engine. What the loop wants is done
-    between two steps, in order.
+    The methods are for the event loop; only the thread accesses the engine. Commands of the event loop are executed in
+    order between two steps.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
@@ -75,13 +75,13 @@ class Worker:
         self._commands: list[Command] = []
         self._closing = False
         self._changed = threading.Condition()
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RequestGroup] = {}
         self._alive: set[int] = set()
         self._thread = threading.Thread(target=self._work, name="gecko-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Call it on the event loop that will submit."""
+        """Start the thread; call this on the event loop that will submit."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -89,22 +89,23 @@ class Worker:
     def healthy(self) -> bool:
         return self._thread.is_alive() and not self._closing
 
-    async def submit(self, requests: Sequence[Request], begun: float, deadline: float) -> Running:
-        """Hand requests to the engine, all or none.
+    async def submit(self, requests: Sequence[Request], arrival: float, deadline: float) -> RequestGroup:
+        """Submit requests to the engine, all or none.
 
         Args:
-            begun, deadline: in seconds of ``time.monotonic``; when the client asked, and until when events come.
+            arrival: when the client sent the request, in seconds of ``time.monotonic``.
+            deadline: when events of the requests end, in the same clock.
 
         Raises:
-            ValueError, TypeError, QueueFullError: the engine refuses one of them.
-            WorkerClosedError: it is too late.
+            ValueError, TypeError, QueueFullError: the engine refuses one of the requests.
+            WorkerClosedError: the worker is closed.
         """
-        accepted: asyncio.Future[Running] = asyncio.get_running_loop().create_future()
-        ids: list[int] = []  # the thread fills it
+        accepted: asyncio.Future[RequestGroup] = asyncio.get_running_loop().create_future()
+        ids: list[int] = []  # filled by the thread
 
         def accept(ids: Sequence[int]) -> None:
             if not accepted.cancelled():
-                running = Running(self, ids, begun, deadline)
+                running = RequestGroup(self, ids, arrival, deadline)
                 self._running.update(dict.fromkeys(ids, running))
                 accepted.set_result(running)
 
@@ -118,15 +119,15 @@ class Worker:
             return await accepted
         except asyncio.CancelledError:
             if accepted.cancelled():
-                # At once: in the engine too, their room must be free before it takes what comes next.
+                # Cancel in the engine now: the places must be free there before later requests are submitted.
                 self._post(lambda: self._cancel(ids))
             elif accepted.exception() is None:
-                # Both at once: the engine has taken them, and nobody wants them any more.
+                # The engine accepted the requests at the same moment as the caller was cancelled.
                 accepted.result().close()
             raise
 
     def cancel(self, ids: Sequence[int]) -> None:
-        """Free places before the next step; ids of finished requests have no effect."""
+        """Cancel requests before the next step; ids of finished requests have no effect."""
         known = [request_id for request_id in ids if request_id in self._running]
         for request_id in known:
             self._running.pop(request_id).forget(request_id)
@@ -134,43 +135,43 @@ class Worker:
             self._post(lambda: self._cancel(known))
 
     async def close(self) -> None:
-        """End all requests, and the thread with the step that it is at."""
+        """Stop the thread after its current step; all requests end."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         await asyncio.to_thread(self._thread.join)
 
     def _post(self, command: Command) -> bool:
-        """False if it will never be done."""
+        """Queue a command for the thread; return False if the worker is closed."""
         with self._changed:
             if not self._closing:
                 self._commands.append(command)
                 self._changed.notify()
             return not self._closing
 
-    # From here on: the thread.
+    # Methods of the thread.
 
     def _work(self) -> None:
         try:
             while self._wait():
-                self._obey()
+                self._run_commands()
                 if not self._engine.idle:
                     self._publish(self._step())
         finally:
-            # However the thread ends, nobody is left waiting.
+            # Whatever ended the thread, end the requests that still wait for events.
             with self._changed:
                 self._closing = True
-            self._obey()
+            self._run_commands()
             self._engine.abandon()
             self._publish([Finished(request_id, "cancelled", None, 0) for request_id in self._alive])
 
     def _wait(self) -> bool:
-        """Until there is something to do; False when that is to end."""
+        """Wait for work; return False when the worker is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self._closing or not self._engine.idle)
             return not self._closing
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         with self._changed:
             commands, self._commands = self._commands, []
         for command in commands:
@@ -180,9 +181,9 @@ class Worker:
         try:
             events = self._engine.step()
         except Exception as error:
-            _LOG.exception("the engine failed at a step; all requests in it end")
+            _LOG.exception("a step of the engine failed; all of its requests end")
             events = [Finished(request_id, "error", type(error).__name__, 0) for request_id in self._alive]
-            # Row by row it could fail again: what broke the step may still be there.
+            # The cause of the failure may persist, so the engine drops all requests.
             self._engine.abandon()
         self._alive -= {event.request_id for event in events if isinstance(event, Finished)}
         return events
@@ -215,7 +216,7 @@ class Worker:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, argument)
 
-    # On the event loop again.
+    # Called on the event loop.
 
     def _dispatch(self, events: list[Event]) -> None:
         now = time.monotonic()

@@ -1,20 +1,20 @@
-"""Training: a :class:`Run` says everything, :func:`train` does it, on one device or as one of many ranks."""
+"""Training: a :class:`Run` holds all settings, :func:`train` runs it on one device or as one of several ranks."""
 
 from gecko.train.checkpoint import latest_checkpoint
-from gecko.train.nonfinite import NonFiniteError
-from gecko.train.replay import replayed
-from gecko.train.run import Run
-from gecko.train.session import TrainResult, train
-from gecko.train.settings import (
+from gecko.train.data import replayed
+from gecko.train.health import NonFiniteError
+from gecko.train.run import (
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
     OptimizerSettings,
     ParallelSettings,
+    Run,
     SampleSettings,
     ScheduleSettings,
     SkipSettings,
 )
+from gecko.train.session import TrainResult, train
 
 __all__ = [
     "CheckpointSettings",

@@ -1,24 +1,30 @@
-"""Checkpoints: folders that are there whole or not at all, read without pickle, verified by checksum."""
+"""Checkpoint folders: written atomically, verified by checksum, read without pickle."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from gecko.files import whole_file
+from gecko.io.files import whole_file
+from gecko.io.json_files import Record, parse_object
 from gecko.parallel.mesh import Ranks
 
 MANIFEST = "manifest.json"
 _PREFIX = "step-"
 _UNFINISHED = ".partial-"
+_DIVERGED = "diverged-"
 _ALONE = Ranks()
+_NOT_FOR_SPACE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a path, which room on the disk does not mend."""
 
 Entries = dict[str, dict[str, str | int]]
 """Size and sha256 of files, by their path in the checkpoint."""
@@ -91,19 +97,60 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def keep_newest(folder: Path, step: int, keep: int, keep_every: int | None = None) -> None:
-    """Delete all but ``keep`` checkpoints, the newest of which is that of ``step``, and those of steps that
-    ``keep_every`` divides.
+def keep_newest(
+    folder: Path, step: int, keep: int, keep_every: int | None = None, best: Callable[[list[Path]], Path] | None = None
+) -> None:
+    """Delete old checkpoints, but not the ``keep`` newest up to ``step``, nor those whose step ``keep_every`` divides.
 
-    Later ones go too: a run that writes ``step`` after them found them damaged, and went on from one before.
+    Checkpoints after ``step`` are deleted too: the run that writes ``step`` found them damaged and resumed from an
+    earlier one. So are checkpoints that were set aside before ``step``.
+
+    Args:
+        best: returns one of the checkpoints up to ``step``, which is kept too.
     """
     written = list_checkpoints(folder)
     later = [path for path in written if checkpoint_step(path) > step]
-    earlier = [path for path in written if checkpoint_step(path) <= step][keep:]
-    for path in [*later, *(path for path in earlier if keep_every is None or checkpoint_step(path) % keep_every)]:
+    candidates = [path for path in written if checkpoint_step(path) <= step]
+    chosen = best(candidates) if best is not None and candidates else None
+    earlier = [path for path in candidates[keep:] if path != chosen]
+    diverged = [path for path in folder.glob(f"{_DIVERGED}*") if path.name.removeprefix(_DIVERGED).isdigit()]
+    passed = [path for path in diverged if int(path.name.removeprefix(_DIVERGED)) < step]
+    for path in [
+        *later,
+        *passed,
+        *(path for path in earlier if keep_every is None or checkpoint_step(path) % keep_every),
+    ]:
         # Renamed first: a removal cut short must not leave a checkpoint that looks whole.
         doomed = path.rename(folder / f"{_UNFINISHED}{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """The checkpoint that the next session finds, after one ended in skipped steps."""
+
+    newest: Path | None
+    """None where there is none."""
+    aside: tuple[Path, ...]
+    """Checkpoints that have the weights that gave the skipped steps, under their new names."""
+    usable: bool = True
+    """False: ``newest`` has those weights too."""
+
+
+def set_aside(folder: Path, step: int) -> GoingOn:
+    """Rename the checkpoints of ``step`` and later, so that a run goes on from the one before; it must be sound."""
+    written = list_checkpoints(folder)
+    bad = [path for path in written if checkpoint_step(path) >= step]
+    good = next((path for path in written if path not in bad and _fault(path, _ALONE) is None), None)
+    if good is None:
+        return GoingOn(bad[0] if bad else None, (), usable=not bad)
+    return GoingOn(good, tuple(path.rename(_free(folder / path.name.replace(_PREFIX, _DIVERGED))) for path in bad))
+
+
+def _free(path: Path) -> Path:
+    """``path``, after what an earlier divergence at this step left there is removed."""
+    shutil.rmtree(path, ignore_errors=True)
+    return path
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -133,11 +180,12 @@ def read_manifest(path: Path) -> Entries:
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise FileNotFoundError(f"{manifest} must be there; {path} is no finished checkpoint. {_REMEDY}")
-    try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{manifest} must list the checkpoint's files with size and sha256; {error!r}.") from error
+
+    def parse(content: Record) -> Entries:
+        files = content["files"].items()
+        return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in files}
+
+    return parse_object(manifest, "the checkpoint's files with size and sha256", parse)
 
 
 def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
@@ -147,14 +195,14 @@ def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
     All ``ranks`` call it together and get the same, or fail together: ValueError where there are checkpoints and all
     are damaged, OSError where the first rank cannot look for them.
     """
-    candidates = ranks.share(ranks.agree(lambda: list_checkpoints(folder) if ranks.first else []))
+    candidates = ranks.broadcast(ranks.run_or_abort_all(lambda: list_checkpoints(folder) if ranks.is_main else []))
     for path in candidates:
         faults = [fault for fault in ranks.gather(_fault(path, ranks)) if fault is not None]
         if not faults:
             return path
-        if ranks.first:
+        if ranks.is_main:
             warnings.warn(f"skipping the checkpoint {path.name}: {faults[0]}", stacklevel=2)
-    ranks.agree(lambda: _check_none(folder, candidates))
+    ranks.run_or_abort_all(lambda: _check_none(folder, candidates))
     return None
 
 
@@ -200,11 +248,16 @@ def write_failure(folder: Path, step: int, error: BaseException) -> OSError:
     remove_unfinished(folder)
     previous = next((path.name for path in list_checkpoints(folder) if checkpoint_step(path) < step), None)
     kept = f"The previous one, {previous}, is intact." if previous else "There is no earlier one."
-    try:
-        room = f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there, and it takes more. "
-    except OSError:
-        room = ""
     return OSError(
-        f"the checkpoint of step {step} could not be written to {folder}: {error}. {room}{kept} "
-        "Free some space (checkpoint.keep=1 keeps fewer) and continue with --resume."
+        f"the checkpoint of step {step} could not be written to {folder}: {error}. {kept} {_advice(folder, error)}"
     )
+
+
+def _advice(folder: Path, error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno in _NOT_FOR_SPACE:
+        return f"Make {folder} a folder that can be written to, and continue with --resume."
+    try:
+        room = f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there; if it takes more, free"
+    except OSError:
+        room = "Free"
+    return f"{room} some space (checkpoint.keep=1 keeps fewer), and continue with --resume."

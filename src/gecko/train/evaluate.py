@@ -1,19 +1,21 @@
-"""Held-out loss, in total and by position in the row."""
+"""Evaluation of a model: held-out loss, in total and by position in the row, and a sample of its text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
 import torch
 from torch import Tensor, nn
 
-from gecko.baselines import LanguageModel
-from gecko.data import IGNORED, Batch, TokenizedCorpus, validation_batches
+from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, validation_batches
+from gecko.inference import NewToken, stream
+from gecko.inference.llama import LlamaStream, prefill_llama
+from gecko.models.registry import LanguageModel, Llama
 from gecko.parallel.fsdp import release
 from gecko.parallel.mesh import Ranks
-from gecko.train.run import Precision
+from gecko.train.run import Precision, Run
 from gecko.train.step import autocast
 
 _ALONE = Ranks()
@@ -125,3 +127,19 @@ def _summary(by_position: Tensor, by_row: Tensor, bytes_per_token: float) -> Eva
 
 def _binned(values: Tensor, width: int) -> Tensor:
     return nn.functional.pad(values, (0, -len(values) % width)).view(-1, width).sum(dim=1)
+
+
+def sample_text(run: Run, model: LanguageModel, tokenizer: Tokenizer) -> str:
+    """The model's continuation of the run's prompt."""
+    prompt = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)])
+    return tokenizer.decode([token for _, token in _tokens(run, model, prompt, {tokenizer.document_end})])
+
+
+def _tokens(run: Run, model: LanguageModel, prompt: Tensor, stops: set[int]) -> Iterable[NewToken]:
+    count, temperature = run.sample.tokens, run.sample.temperature
+    if isinstance(model, Llama):
+        reading = prefill_llama(model, [prompt])
+        return LlamaStream(
+            model, reading, seed=run.seed, temperature=temperature, max_new_tokens=count, stop_tokens=stops
+        )
+    return stream(model, prompt, max_new_tokens=count, temperature=temperature, seed=run.seed, stop_tokens=stops)

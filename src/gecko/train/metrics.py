@@ -1,6 +1,8 @@
-"""The numbers of a run: one JSON object a line, each step once, and the same to TensorBoard where it is installed.
+"""Records of a run: ``metrics.jsonl``, its copies in TensorBoard and Weights & Biases, and ``sessions.jsonl``.
 
-To Weights & Biases too where a run names a project.
+``metrics.jsonl`` has one JSON object per line, and each step once. ``sessions.jsonl`` has one line for each time the
+run was started or resumed: code version, hardware and data. Every checkpoint holds a ``DataRecord``, so that a run can
+be resumed without its sessions.
 """
 
 from __future__ import annotations
@@ -8,18 +10,27 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import uuid
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from gecko.extras import require
-from gecko.files import whole_file
+from gecko.data.loader import ROW_LAYOUT
+from gecko.io.files import mend_lines, whole_file
+from gecko.io.json_files import Record, as_lines, parse_object, read_lines
+from gecko.runtime.extras import require
+from gecko.runtime.process import code_version
+from gecko.train.overrides import build
 
 METRICS = "metrics.jsonl"
+_FIELDS = ("kind", "step", "loss")
 Kind = Literal["train", "validation"]
-Record = dict[str, Any]
 
 
 class MetricsWriter:
@@ -35,32 +46,48 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
         truncate_metrics(path, -1 if step is None else step)
-        self._file = path.open("a", encoding="utf-8")
-        self._board = _tensorboard(folder / "tensorboard", 0 if step is None else step + 1)
+        self._path = path
+        # Unbuffered: what the disk refuses must not be written again when the file is closed.
+        self._file = path.open("ab", buffering=0)
+        self._board = Board(folder / "tensorboard", 0 if step is None else step + 1)
         self._wandb = None if wandb is None else _weights_and_biases(folder, wandb, settings)
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """One record. ``step`` counts finished optimizer steps."""
+        """One record. ``step`` counts finished optimizer steps.
+
+        Raises:
+            OSError: the disk refused it; the message says what to do.
+        """
         record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in values.items()}}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
         scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
-        if self._board is not None:
-            for name, value in scalars.items():
-                self._board.add_scalar(name, value, step)
+        with self._explained(f"the numbers of step {step}"):
+            line = (json.dumps(record, allow_nan=False) + "\n").encode()
+            while line:
+                line = line[self._file.write(line) :]
+        self._board.add(scalars, step)
         if self._wandb is not None:
             self._wandb.log({"step": step, **scalars})
 
     def flush(self) -> None:
         """Until the disk has all records: a checkpoint must not outlive those of the steps before it."""
-        os.fsync(self._file.fileno())
+        with self._explained("the numbers of the last steps"):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"{what} could not be written to {self._path}: {error.strerror or error}. The last checkpoint is "
+                "intact. Free some space and continue with --resume."
+            ) from error
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -70,16 +97,17 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records, in order. A last line cut short by a killed process is left out."""
-    records: list[Record] = []
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}, must be a JSON object; {error}.") from error
-    return records
+    """All records, in order. A last line cut short by a killed process is left out.
+
+    Raises:
+        ValueError: another line is damaged; the message names it.
+    """
+    return read_lines(path, _FIELDS)
+
+
+def mend_metrics(path: Path) -> None:
+    """``mend_lines`` of a metrics file."""
+    mend_lines(path, _FIELDS)
 
 
 def seconds_by_step(records: Iterable[Record], tokens_per_step: int) -> dict[int, float]:
@@ -93,26 +121,25 @@ def seconds_by_step(records: Iterable[Record], tokens_per_step: int) -> dict[int
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Drop the records after ``step``."""
+    """Drop the records after ``step``; a warning where some of the steps before it have none."""
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["step"] <= step]
+    missing = sorted(set(range(1, step + 1)) - {record["step"] for record in kept if record["kind"] == "train"})
+    if missing:
+        warnings.warn(
+            f"{path} has no numbers of {len(missing)} of the {step} steps so far, {missing[0]} to {missing[-1]}: its "
+            "curve has a hole there",
+            stacklevel=2,
+        )
     with whole_file(path) as replacement:
-        replacement.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        replacement.write_text(as_lines(kept), encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return [_finite(item) for item in value] if isinstance(value, list) else value
-
-
-def _tensorboard(folder: Path, first_step: int) -> Any | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=first_step)
 
 
 def _weights_and_biases(folder: Path, project: str, settings: Mapping[str, Any] | None) -> Any:
@@ -128,3 +155,127 @@ def _weights_and_biases(folder: Path, project: str, settings: Mapping[str, Any] 
     )  # fmt: skip
     run.define_metric("*", step_metric="step")
     return run
+
+
+class Board:
+    """Scalars by step in a folder for TensorBoard; nothing where it is not installed.
+
+    Where the disk refuses the file, one warning says so and the rest of the session's numbers are left out: they are in
+    ``metrics.jsonl``.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self._folder, self._step = folder, first_step
+        self._writer: Any = None
+        self._hook = threading.excepthook
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        # TensorBoard's thread raises what its next call raises too.
+        threading.excepthook = self._without_traceback
+        self._guarded(lambda: setattr(self, "_writer", SummaryWriter(str(folder), purge_step=first_step)))
+
+    def add(self, scalars: Mapping[str, float], step: int) -> None:
+        self._step = step
+        for name, value in scalars.items():
+            if self._writer is not None:
+                self._guarded(lambda name=name, value=value: self._writer.add_scalar(name, value, step))  # type: ignore[misc]
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._guarded(lambda: self._writer.close())
+        threading.excepthook = self._hook
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            self._writer = None
+            warnings.warn(
+                f"{self._folder} could not be written at step {self._step} ({error.strerror or error}): TensorBoard "
+                "gets no more numbers in this session; metrics.jsonl has them",
+                stacklevel=2,
+            )
+
+    def _without_traceback(self, failure: threading.ExceptHookArgs) -> None:
+        of_writer = type(failure.thread).__name__ == "_AsyncWriterThread"
+        if not (of_writer and isinstance(failure.exc_value, OSError)):
+            self._hook(failure)
+
+
+SESSIONS = "sessions.jsonl"
+DATA = "data.json"
+_FIRST_LAYOUT = 1
+"""Of the rows of checkpoints without a ``DataRecord``."""
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """What a checkpoint says of the data that its run trains on."""
+
+    digest: str
+    """Of all documents as ids."""
+    row_layout: int
+    """How the documents become rows; see ``gecko.data.loader.ROW_LAYOUT``."""
+
+    def save(self, folder: Path) -> None:
+        (folder / DATA).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, checkpoint: Path) -> DataRecord | None:
+        """None where the version of Gecko that wrote the checkpoint did not write one."""
+        path = checkpoint / DATA
+        what = "the digest and the row layout of the training data"
+        return parse_object(path, what, partial(build, cls)) if path.is_file() else None
+
+
+def row_layout(checkpoint: Path | None) -> int:
+    """The layout of the rows of the run that ``checkpoint`` is of; without one, that of a new run.
+
+    ValueError where this version does not know the layout.
+    """
+    if checkpoint is None:
+        return ROW_LAYOUT
+    record = DataRecord.load(checkpoint)
+    layout = _FIRST_LAYOUT if record is None else record.row_layout
+    if not _FIRST_LAYOUT <= layout <= ROW_LAYOUT:
+        raise ValueError(
+            f"{checkpoint} must have a row layout from {_FIRST_LAYOUT} to {ROW_LAYOUT}; got {layout}. A newer version "
+            "of Gecko wrote it: install that version to continue the run."
+        )
+    return layout
+
+
+def record_session(folder: Path, step: int | None, parameters: int, hardware: Mapping[str, str], data: str) -> None:
+    """Add a line; ``step`` is the one the session goes on after, None where the run starts, and the file with it.
+
+    Args:
+        data: the digest of what it reads.
+    """
+    line = {"step": step or 0, **code_version(), "parameters": parameters, "hardware": dict(hardware), "data": data}
+    with whole_file(folder / SESSIONS) as temporary:
+        temporary.write_text(as_lines([*([] if step is None else read_sessions(folder)), line]), encoding="utf-8")
+
+
+def check_same_data(folder: Path, checkpoint: Path, data: str) -> bool:
+    """ValueError where the run was trained on something else than what has the digest ``data``.
+
+    The checkpoint says what that was; for checkpoints of earlier versions, the run's sessions do. False where neither
+    does. Row i is a function of all documents: with others a run would read some twice, and train on what was held out.
+    """
+    record = DataRecord.load(checkpoint)
+    sessions = read_sessions(folder) if record is None else []
+    known = {session["data"] for session in sessions if "data" in session} if record is None else {record.digest}
+    if known - {data}:
+        raise ValueError(
+            f"the texts and the tokenizer must be those that the run in {folder} was begun with; the names are the "
+            "same, but what they hold has changed since. Put back what was there, or start a new run with another "
+            "output=; its init_from= takes this one's weights."
+        )
+    return bool(known)
+
+
+def read_sessions(folder: Path) -> list[dict[str, Any]]:
+    """All lines, in order; none of runs of versions that did not write them."""
+    return read_lines(folder / SESSIONS)

@@ -1,20 +1,40 @@
-"""Build a dataclass from text or JSON values, each converted to what the field's annotation asks for."""
+"""Conversion between dataclasses and text: fields from JSON values and ``key=value`` overrides, and help for each."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import shlex
+import textwrap
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce
+from itertools import pairwise
 from operator import getitem
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gecko.baselines.models import CONFIGS, ModelConfig
 from gecko.config import MODEL_TYPE, unknown_name
+from gecko.models.registry import CONFIGS, ModelConfig
 
 T = TypeVar("T")
 
 _WORDS: dict[str, bool] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+OLD_NAMES = {"accumulation": "gradient_accumulation_steps"}
+"""Names that fields of a run had in earlier versions, and their names now; recipes and overrides take both."""
+
+
+def current_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with the names that fields have now."""
+    return {OLD_NAMES.get(name, name): value for name, value in values.items()}
+
+
+def current_override(override: str) -> str:
+    """Return ``key=value`` with the name that the field has now."""
+    key, separator, value = override.partition("=")
+    return OLD_NAMES.get(key, key) + separator + value
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
@@ -143,3 +163,35 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
+
+
+def settings_help(settings: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Of each field: its dotted name, its value as an override takes it, and the first line of its docstring.
+
+    Fields of nested dataclasses stand in their place. The docstring is the text below the field in the source.
+    """
+    meanings = _first_lines(type(settings))
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings_help(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, shlex.quote(_as_text(value)), meanings.get(field.name, "")
+
+
+def _first_lines(cls: type) -> dict[str, str]:
+    """Python keeps no docstrings of fields, so they are read where they were written."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: text.value.value.strip().splitlines()[0].replace("``", "")
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_as_text, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,22 +1,69 @@
-"""The report of a finished run: one self-contained HTML file beside its metrics."""
+"""HTML report of a finished run: one self-contained file beside its metrics."""
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gecko.baselines import LlamaConfig
-from gecko.pages.drawing import border_stride
-from gecko.pages.html import write_html
+from gecko.io.json_files import Record
+from gecko.models.registry import LlamaConfig
+from gecko.pages import write_html
+from gecko.pages.plots import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, new_figure, svg
+from gecko.runtime.process import code_name, code_version
 from gecko.train.evaluate import Evaluation
-from gecko.train.fields import flatten
-from gecko.train.figures import loss_by_position, loss_curve
-from gecko.train.metrics import METRICS, Record, read_metrics
+from gecko.train.metrics import METRICS, read_metrics
+from gecko.train.overrides import flatten
 from gecko.train.run import Run
-from gecko.version import code_name, code_version
+
+_BLUE = "#2a6f97"
+
+
+def loss_curve(training: Sequence[Record], validation: Sequence[Record]) -> str:
+    """Training loss (thin, and smoothed) and held-out loss (dots) over steps."""
+    figure, axes = new_figure("optimizer step", "loss, nats per token")
+    points = [(r["step"], r["loss"]) for r in training if r["loss"] is not None]
+    axes.plot(*_columns(points), color=LIGHT, linewidth=0.7, alpha=0.7, label="training, each step")
+    axes.plot(*_columns(smoothed(points)), color=_BLUE, linewidth=1.6, label="training, smoothed")
+    held_out = [(r["step"], r["loss"]) for r in validation if r["loss"] is not None]
+    axes.plot(*_columns(held_out), color=DARK, linewidth=1.2, linestyle="--", marker="o", markersize=4,
+              label="held out")  # fmt: skip
+    tail = [loss for _, loss in points[len(points) // 20 :]] + [loss for _, loss in held_out[-1:]]
+    if tail:
+        axes.set_ylim(min(tail) - 0.1, max(tail) + 0.1)
+    axes.legend(frameon=False)
+    return svg(figure)
+
+
+def loss_by_position(losses: Sequence[float | None], bin_width: int, chunk_size: int | None) -> str:
+    """Held-out loss over the position in the row, with a vertical line at chunk borders if there are any."""
+    figure, axes = new_figure("position in the row, tokens", "held-out loss, nats per token")
+    length = len(losses) * bin_width
+    for border in [] if chunk_size is None else chunk_borders(length, chunk_size):
+        axes.axvline(border, color=MIDDLE, linewidth=0.8, linestyle=":")
+    values = [math.nan if loss is None else loss for loss in losses]
+    axes.plot([(i + 0.5) * bin_width for i in range(len(values))], values, color=_BLUE, linewidth=1.6)
+    settled = [value for value in values[len(values) // 20 :] if math.isfinite(value)]
+    if settled:
+        # The first few positions have no context to go by; their loss would flatten all the rest.
+        axes.set_ylim(min(settled) - 0.05, max(settled) + 0.05)
+    axes.set_xlim(0, length)
+    return svg(figure)
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Means of about fifty equal groups of points, each at the middle of its group."""
+    width = max(1, len(points) // 50)
+    groups = [points[start : start + width] for start in range(0, len(points) - width + 1, width)]
+    return [(group[len(group) // 2][0], sum(loss for _, loss in group) / width) for group in groups]
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
 
 REPORT = "report.html"
 
@@ -54,7 +101,7 @@ def write_report(run: Run, facts: RunFacts) -> Path:
     path = run.folder / REPORT
     write_html(
         path,
-        "gecko.train/report.html.j2",
+        "gecko.pages/training.html.j2",
         title=f"Training report: {run.folder.name}",
         summary=_summary(run, facts),
         pictures=_pictures(run, facts, training, validation),
@@ -82,7 +129,7 @@ def _generate_command(run: Run) -> str | None:
 def _summary(run: Run, facts: RunFacts) -> str:
     return (
         f"{facts.parameters:,} parameters, {run.steps:,} steps on {', '.join(run.data.sources) or run.data.source}: "
-        f"held-out loss {facts.evaluation.nats_per_byte:.3f} nats a byte of text."
+        f"held-out loss {facts.evaluation.nats_per_byte:.3f} nats per byte of text."
     )
 
 
@@ -92,7 +139,7 @@ def _pictures(run: Run, facts: RunFacts, training: Sequence[Record], validation:
         Picture(
             "Loss",
             loss_curve(training, validation),
-            "Loss in nats a token. Smoothed: means over a fiftieth of the run. "
+            "Loss in nats per token. Smoothed: means over a fiftieth of the run. "
             f"Held out: the same {_rows_of(validation)} rows each time, of documents not trained on.",
         ),
         Picture(
@@ -115,13 +162,15 @@ def _borders(result: Evaluation, chunk: int | None) -> str:
         return ""
     stride = border_stride(len(result.loss_by_position) * result.bin_width, chunk)
     which = "chunk borders" if stride == 1 else f"every {stride}th chunk border"
-    return f"Dotted lines: {which}, {chunk} tokens a chunk. "
+    return f"Dotted lines: {which}, {chunk} tokens per chunk. "
 
 
 def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str, str]:
     taken = [record for record in training if "skipped" not in record]
     numbers = {
-        "Held-out loss": f"{facts.evaluation.nats_per_byte:.4f} nats a byte, {facts.evaluation.loss:.4f} a token",
+        "Held-out loss": (
+            f"{facts.evaluation.nats_per_byte:.4f} nats per byte, {facts.evaluation.loss:.4f} nats per token"
+        ),
         "Held-out tokens": f"{facts.evaluation.tokens:,}",
         "Parameters": f"{facts.parameters:,}",
         "Steps": f"{len(training):,}, of which skipped: {len(training) - len(taken)}",
@@ -130,8 +179,8 @@ def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str,
     if taken:
         speed = statistics.median(record["tokens_per_second"] for record in taken)
         numbers["Training time, with evaluations"] = f"{training[-1]['seconds'] / 60:.1f} minutes"
-        numbers["Tokens a second, median"] = f"{speed:,.0f}"
-        numbers["Last training loss"] = f"{taken[-1]['loss']:.4f} nats a token"
+        numbers["Tokens/s, median"] = f"{speed:,.0f}"
+        numbers["Last training loss"] = f"{taken[-1]['loss']:.4f} nats per token"
     return numbers
 
 

@@ -1,8 +1,15 @@
-"""``train(run)``: from a recipe to a trained model, its metrics and its report."""
+"""The training session: from a :class:`Run` to a trained model, its metrics and its report.
+
+``train`` locks the run's folder, finds the checkpoint to resume from, loads data and model, runs the training loop, and
+evaluates the finished model.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -12,50 +19,61 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gecko.allocator import keep_freed_memory
-from gecko.baselines import LanguageModel, load_any
-from gecko.data.tokenizer_files import copy_tokenizer
-from gecko.denormals import flushed_denormals
-from gecko.files import whole_file
-from gecko.lock import locked
+from gecko.data.tokenizers import copy_tokenizer
+from gecko.io.files import locked, mend_lines, whole_file
+from gecko.io.model_folder import CONFIG, WEIGHTS
+from gecko.models.registry import LanguageModel, load_any
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
-from gecko.train.batches import Batches
-from gecko.train.budget import steps_in_budget
+from gecko.runtime.process import flushed_denormals, keep_freed_memory
 from gecko.train.checkpoint import checkpoint_path, checkpoint_step, latest_checkpoint, list_checkpoints
-from gecko.train.evaluate import Evaluation, evaluate
-from gecko.train.fields import flatten
-from gecko.train.hardware import describe_hardware, multiplies_bfloat16, select_device
-from gecko.train.loop import Outlets, Trainer
-from gecko.train.metrics import METRICS, MetricsWriter, read_metrics
-from gecko.train.optimizer import build_optimizer
-from gecko.train.progress import TrainingProgress
-from gecko.train.provenance import check_same_data, record_session
+from gecko.train.checkpointer import (
+    RECIPE,
+    Checkpointer,
+    TrainerState,
+    checkpoints_folder,
+    restore_snapshot,
+    tokenizer_folder,
+    write_model,
+)
+from gecko.train.data import Prefetcher, RunData, load_data
+from gecko.train.evaluate import Evaluation, evaluate, sample_text
+from gecko.train.health import LauncherWatch, StopSignal, Watchdog, reported_hangs
+from gecko.train.metrics import (
+    METRICS,
+    SESSIONS,
+    MetricsWriter,
+    check_same_data,
+    mend_metrics,
+    read_metrics,
+    record_session,
+    row_layout,
+)
+from gecko.train.overrides import flatten
 from gecko.train.report import REPORT, RunFacts, write_report
 from gecko.train.run import Run
-from gecko.train.sample import sample_text
-from gecko.train.saver import Saver
-from gecko.train.signals import StopSignal
-from gecko.train.snapshot import RECIPE, Position, checkpoints_folder, restore_snapshot, tokenizer_folder, write_model
-from gecko.train.start import starting_model
-from gecko.train.texts import RunData, load_data
-from gecko.train.watchdog import Watchdog, reported_hangs
+from gecko.train.setup import Budget, starting_model, steps_in_budget
+from gecko.train.step import build_optimizer
+from gecko.train.throughput import describe_hardware, multiplies_bfloat16, select_device
+from gecko.train.trainer import Sinks, Trainer, TrainingProgress
 
 RESULTS, SAMPLE = "results.json", "sample.txt"
 _LOCK = ".training"
+_STDERR = 2
+"""Its number: the object may be another program's, with a lock."""
 _SAME_ON_RESUME = ("model", "data", "batch_size", "sequence_length", "seed")
 
 
 @dataclass(frozen=True)
 class TrainResult:
     run: Run
-    """As it was trained: with its number of steps."""
+    """The run with its number of steps fixed."""
     checkpoint: Path
-    """The newest checkpoint, a folder for ``gecko.load``; for ``gecko.baselines.load_any`` if it may be a Llama's."""
+    """Folder of the newest checkpoint, for ``gecko.load`` (a Llama's for ``gecko.models.registry.load_any``)."""
     step: int
     evaluation: Evaluation | None
-    """Of the finished model; None where the run was stopped early, by Ctrl-C or SIGTERM."""
+    """Held-out loss of the finished model; None if Ctrl-C or SIGTERM stopped the run."""
     report: Path | None
-    """The HTML report of a finished run; None where matplotlib is not installed, and on all ranks but the first."""
+    """HTML report of a finished run; None without matplotlib, and on all ranks but the first."""
 
     @property
     def finished(self) -> bool:
@@ -63,41 +81,51 @@ class TrainResult:
 
 
 def train(run: Run, resume: bool = False) -> TrainResult:
-    """Train ``run`` to its end, or until Ctrl-C or SIGTERM, which save a checkpoint and return.
+    """Train ``run`` to its last step, or until Ctrl-C or SIGTERM, which save a checkpoint and return.
 
-    In a process started by torchrun, as one of its ranks. ``resume`` continues from the newest sound checkpoint in
-    ``run.output``, and starts where there is none. Raises FileExistsError where the folder holds a run and ``resume``
-    is not set, or a finished one without checkpoints, ValueError where it holds another run than this, another session
-    trains there or the ranks do not suit it, NonFiniteError after too many skipped steps, OSError where a checkpoint
-    cannot be written; the last checkpoint stays in each case. Where one rank fails so, all do: the first raises, the
-    others raise SystemExit.
+    A process that torchrun started trains as one of its ranks. If one rank fails, all do: the first rank raises the
+    error and the others raise SystemExit. The last checkpoint is kept after every error.
+
+    Args:
+        resume: continue from the newest sound checkpoint in ``run.output``; start the run if there is none.
+
+    Raises:
+        FileExistsError: the folder holds a run and ``resume`` is not set, a finished run without checkpoints, or a
+        model. ValueError: the folder holds another run, another session trains in it, or the run does not fit the
+        ranks. NonFiniteError: too many steps in a row were skipped.
+        OSError: a checkpoint or the metrics cannot be written.
     """
+    begin = time.perf_counter()
     _, world, local = launched()
     with only_first_rank_reports():
         sizes = MeshSizes.of(world, run.parallel.replicate, run.parallel.shard, run.parallel.context)
         run.rows_per_rank(sizes.data_ranks)
-    # Each rank says what it lacks: on the first one's GPU all may be well.
+    # Each rank reports its own device error, because the first rank may have none.
     device = select_device(run.device, local if world > 1 else None)
-    # The watchdog, which writes stacks, comes before a collective's own time limit.
+    # The watchdog must act before a collective times out, because it writes the stacks.
     timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
-    with flushed_denormals(), connected(sizes, device, timeout) as ranks, ExitStack() as stack:
-        ranks.agree(lambda: stack.enter_context(_lock(run, ranks)))
-        return _train(run, resume, ranks, device)
+    with LauncherWatch(), flushed_denormals(), connected(sizes, device, timeout) as ranks, ExitStack() as stack:
+        # Before the lock, which is a file in the folder: a model's folder must stay as it is.
+        ranks.run_or_abort_all(lambda: _check_no_model(run) if ranks.is_main else None)
+        ranks.run_or_abort_all(lambda: stack.enter_context(_lock(run, ranks)))
+        return _train(run, resume, ranks, device, begin)
 
 
-def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device) -> TrainResult:
-    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not ranks.first)
+def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: float) -> TrainResult:
+    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not ranks.is_main)
     run, checkpoint = _start(run, resume, ranks)
     if run.precision == "auto":
-        run = run.with_precision(ranks.share("bfloat16" if multiplies_bfloat16(device) else "float32"))
+        run = run.with_precision(ranks.broadcast("bfloat16" if multiplies_bfloat16(device) else "float32"))
     _set_up(run, ranks, console)
-    data = ranks.agree(lambda: _load_data(run, checkpoint, ranks, console))
+    data = ranks.run_or_abort_all(lambda: _load_data(run, checkpoint, ranks, console))
     model = starting_model(run, ranks, device, fresh=checkpoint is None)
-    batches = Batches(data.rows, ranks)
-    with StopSignal() as stop:
+    batches = Prefetcher(data.rows, ranks)
+    with StopSignal(_notice if ranks.is_main else None) as stop:
         if run.steps is None:
             console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
-            run = run.with_steps(steps_in_budget(run, model, batches, data.held_out, ranks))
+            budget = steps_in_budget(run, model, batches, data, ranks, begin)
+            _print_budget(run, budget, console)
+            run = run.with_steps(budget.steps)
         position = _fit(run, model, data, batches, checkpoint, stop, ranks, console)
         newest = checkpoint_path(checkpoints_folder(run), position.step)
         if position.step == run.steps:
@@ -109,23 +137,60 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device) -> TrainR
     return TrainResult(run, newest, position.step, None, None)
 
 
+def _print_budget(run: Run, budget: Budget, console: Console) -> None:
+    console.print(
+        f"{budget.steps} steps fit; the run ends in about {budget.seconds / 60:.1f} minutes"
+        if budget.seconds <= budget.left
+        else f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
+        f"sample and report takes about {budget.seconds / 60:.1f} more minutes. It is trained for that one; try "
+        "more minutes, or fewer evaluation.rows, evaluation.final_rows and sample.tokens"
+    )
+
+
+def _notice(signal: str, again: bool) -> None:
+    """Write to stderr what the signal does. The console is not used, because the training thread may hold its lock."""
+    said = (
+        "stopping now: the steps since the last checkpoint are lost"
+        if again
+        else "the step in progress is finished, then saved; a second Ctrl-C stops at once and loses the steps since "
+        "the last checkpoint"
+    )
+    with contextlib.suppress(OSError):
+        os.write(_STDERR, f"\n{signal}: {said}\n".encode())
+
+
 def _lock(run: Run, ranks: Ranks) -> AbstractContextManager[None]:
-    """Two sessions in one folder would mix their numbers and remove each other's checkpoints."""
-    return locked(run.folder / _LOCK, wait=False) if ranks.first else nullcontext()
+    """Return the lock of the run's folder: two sessions would mix metrics and remove each other's checkpoints."""
+    return locked(run.folder / _LOCK, wait=False) if ranks.is_main else nullcontext()
 
 
 def _start(run: Run, resume: bool, ranks: Ranks) -> tuple[Run, Path | None]:
-    """The run, with what was fixed before, and its newest sound checkpoint; None where there is none."""
-    ranks.agree(lambda: _check_overwrites_nothing(run, resume) if ranks.first else None)
+    """Return the run with the settings that earlier sessions fixed, and its newest sound checkpoint or None."""
+    ranks.run_or_abort_all(lambda: _check_overwrites_nothing(run, resume) if ranks.is_main else None)
+    if resume:
+        ranks.run_or_abort_all(lambda: _mend_records(run) if ranks.is_main else None)
     checkpoint = latest_checkpoint(checkpoints_folder(run), ranks)
     if checkpoint is None:
-        return ranks.agree(lambda: _begun_run(run)) if resume else run, None
-    return ranks.agree(lambda: _resumed_run(run, checkpoint)), checkpoint
+        return ranks.run_or_abort_all(lambda: _begun_run(run)) if resume else run, None
+    return ranks.run_or_abort_all(lambda: _resumed_run(run, checkpoint)), checkpoint
+
+
+def _check_no_model(run: Run) -> None:
+    if (run.folder / CONFIG).exists():
+        raise FileExistsError(
+            f"a run must have a folder without a model; {run.folder} has a {CONFIG}, and no command could tell that "
+            f"model from the run's. Choose another folder with output=, or move {CONFIG} and {WEIGHTS} away."
+        )
 
 
 def _check_overwrites_nothing(run: Run, resume: bool) -> None:
-    """FileExistsError where the folder holds a run that is not gone on with."""
-    saved = bool(list_checkpoints(checkpoints_folder(run)))
+    """Raise FileExistsError if the folder holds a run that this session would overwrite."""
+    if (folder := checkpoints_folder(run)).exists() and not folder.is_dir():
+        raise FileExistsError(
+            f"{folder} must be a folder, or the name of a new one; it is a file. Move it away, or choose another "
+            "folder with output=."
+        )
+    saved = bool(list_checkpoints(folder))
     begun, finished = (run.folder / METRICS).exists(), (run.folder / RESULTS).exists()
     if finished and not saved:
         raise FileExistsError(
@@ -139,8 +204,14 @@ def _check_overwrites_nothing(run: Run, resume: bool) -> None:
         )
 
 
+def _mend_records(run: Run) -> None:
+    """Remove torn and damaged lines from the metrics and sessions, so that lines can be appended."""
+    mend_metrics(run.folder / METRICS)
+    mend_lines(run.folder / SESSIONS)
+
+
 def _begun_run(run: Run) -> Run:
-    """``run``, if its folder holds no steps of another, with the number of steps that was measured there."""
+    """Return ``run`` with the number of steps measured in its folder. ValueError if another run trained there."""
     recipe = run.folder / RECIPE
     if not recipe.is_file():
         return run
@@ -151,7 +222,7 @@ def _begun_run(run: Run) -> Run:
 
 
 def _measured_run(run: Run, begun: Run) -> Run:
-    """``run`` with the steps that were found to fit into its minutes, if it was killed before its first checkpoint."""
+    """Return ``run`` with the measured number of steps of a session that was killed before its first checkpoint."""
     if run.steps is not None or begun.steps is None:
         return run
     measured = (run.with_precision(begun.precision) if run.precision == "auto" else run).with_steps(begun.steps)
@@ -159,12 +230,12 @@ def _measured_run(run: Run, begun: Run) -> Run:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Without how they were given."""
+    """Return the settings without ``overrides``, which only say how they were given."""
     return {**run.to_dict(), "overrides": None}
 
 
 def _resumed_run(run: Run, checkpoint: Path) -> Run:
-    """``run`` with the steps its checkpoint fixed; ValueError where the two are different runs."""
+    """Return ``run`` with the number of steps of its checkpoint. ValueError if the checkpoint is of another run."""
     saved = Run.load(checkpoint / RECIPE)
     _check_same_run(run, saved, "the checkpoint was trained with")
     if run.precision == "auto":
@@ -181,7 +252,7 @@ def _resumed_run(run: Run, checkpoint: Path) -> Run:
 
 
 def _check_same_minutes(run: Run, saved: Run) -> None:
-    """ValueError where ``run`` has minutes of its own, which nothing would come of: steps were fixed by others."""
+    """Raise ValueError if ``minutes`` changed: it has no effect on a resumed run, whose number of steps is fixed."""
     if run.minutes != saved.minutes:
         raise ValueError(
             f"minutes become steps once, when a run starts, and this one's are fixed at {saved.steps}; "
@@ -190,7 +261,7 @@ def _check_same_minutes(run: Run, saved: Run) -> None:
 
 
 def _check_same_run(run: Run, earlier: Run, what: str) -> None:
-    """ValueError where ``run`` cannot go on with ``earlier``, or in its place; ``what`` names that in the message."""
+    """Raise ValueError if ``run`` cannot continue or replace ``earlier``, which ``what`` names in the message."""
     given = flatten(run.to_dict())
     for name, value in flatten(earlier.to_dict()).items():
         if name.partition(".")[0] in _SAME_ON_RESUME and value != given.get(name):
@@ -201,9 +272,12 @@ def _check_same_run(run: Run, earlier: Run, what: str) -> None:
 
 
 def _load_data(run: Run, checkpoint: Path | None, ranks: Ranks, console: Console) -> RunData:
-    data = load_data(run, ranks, console)
-    if checkpoint is not None and ranks.first:
-        check_same_data(run.folder, data.digest)
+    data = load_data(run, ranks, console, row_layout(checkpoint))
+    if checkpoint is not None and ranks.is_main and not check_same_data(run.folder, checkpoint, data.record.digest):
+        console.print(
+            f"cannot check that the texts are those that the run started with: neither {checkpoint} nor "
+            f"{run.folder / SESSIONS} has their digest"
+        )
     return data
 
 
@@ -225,37 +299,37 @@ def _fit(
     run: Run,
     model: LanguageModel,
     data: RunData,
-    batches: Batches,
+    batches: Prefetcher,
     checkpoint: Path | None,
     stop: StopSignal,
     ranks: Ranks,
     console: Console,
-) -> Position:
+) -> TrainerState:
     optimizer = build_optimizer(model, run.optimizer)
-    position = Position() if checkpoint is None else restore_snapshot(checkpoint, model, optimizer)
+    position = TrainerState() if checkpoint is None else restore_snapshot(checkpoint, model, optimizer)
     if checkpoint is not None:
         console.print(f"continuing after step {position.step}, from {checkpoint}")
         if run.profile is not None and run.profile[1] <= position.step:
             console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
     went_on = None if checkpoint is None else position.step
-    ranks.agree(lambda: _save_recipe(run, model, data, went_on, ranks))
+    ranks.run_or_abort_all(lambda: _save_recipe(run, model, data, went_on, ranks))
     assert run.steps is not None
     with ExitStack() as stack:
         display = stack.enter_context(TrainingProgress(console, position.step, run.steps))
-        metrics = stack.enter_context(ranks.agree(lambda: _metrics(run, went_on, ranks)))
-        # The saver waits for the disk at its end, after an error too, and that is watched.
+        metrics = stack.enter_context(ranks.run_or_abort_all(lambda: _metrics(run, went_on, ranks)))
+        # The checkpointer waits for the disk when it exits, also after an error; the watchdog covers this wait.
         watchdog = stack.enter_context(_watchdog(run, ranks))
         beat = _nothing if watchdog is None else watchdog.beat
-        saver = stack.enter_context(Saver(run, ranks, beat))
-        outlets = Outlets(saver, display, metrics, beat)
-        trainer = Trainer(run, model, optimizer, batches, data.held_out, position, outlets, ranks)
+        saver = stack.enter_context(Checkpointer(run, ranks, beat, data.record))
+        sinks = Sinks(saver, display, metrics, beat)
+        trainer = Trainer(run, model, optimizer, batches, data.held_out, position, sinks, ranks)
         trainer.fit(stop)
     return trainer.position
 
 
 def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None, ranks: Ranks) -> None:
-    """The recipe, its tokenizer, and what this session runs on; ``step`` is the one it goes on after."""
-    if ranks.first:
+    """Write recipe, tokenizer and a line about this session, which resumes after ``step`` (None: starts)."""
+    if ranks.is_main:
         with whole_file(run.folder / RECIPE) as temporary:
             run.save(temporary)
         copy_tokenizer(run.data.tokenizer, tokenizer_folder(run))
@@ -263,29 +337,31 @@ def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None
             _remove_results(run)
         parameters = list(model.parameters())
         hardware = describe_hardware(parameters[0].device, ranks.world)
-        record_session(run.folder, step, sum(parameter.numel() for parameter in parameters), hardware, data.digest)
+        record_session(
+            run.folder, step, sum(parameter.numel() for parameter in parameters), hardware, data.record.digest
+        )
 
 
 def _remove_results(run: Run) -> None:
-    """Those of the length that a longer run had before, if it was finished: they would be taken for its own."""
+    """Remove the results of an earlier, shorter length of the run: they are not those of the longer run."""
     if (run.folder / RESULTS).is_file():
         for name in (SAMPLE, REPORT, RESULTS):
             (run.folder / name).unlink(missing_ok=True)
 
 
 def _metrics(run: Run, step: int | None, ranks: Ranks) -> MetricsWriter | nullcontext[None]:
-    return MetricsWriter(run.folder, step, run.wandb, run.to_dict()) if ranks.first else nullcontext()
+    return MetricsWriter(run.folder, step, run.wandb, run.to_dict()) if ranks.is_main else nullcontext()
 
 
 def _watchdog(run: Run, ranks: Ranks) -> Watchdog | nullcontext[None]:
-    """None for one process: a laptop that sleeps over a run must find it again."""
+    """Return the watchdog; no watchdog for one process, because a laptop may sleep during a run."""
     if ranks.world == 1 or run.hang_minutes is None:
         return nullcontext()
     return Watchdog(_stacks(run), ranks.rank, run.hang_minutes)
 
 
 def _nothing() -> None:
-    """The beat of ranks that nobody watches."""
+    """Do nothing: the ``beat`` of a process without a watchdog."""
 
 
 def _stacks(run: Run) -> Path:
@@ -295,10 +371,10 @@ def _stacks(run: Run) -> Path:
 def _finish(
     run: Run, model: LanguageModel, data: RunData, checkpoint: Path, ranks: Ranks, console: Console
 ) -> TrainResult:
-    """Final loss, and on the first rank the model in one file, a sample and the report."""
+    """Evaluate the finished model; the first rank also writes it to one file, with a sample and the report."""
     with console.status("final held-out loss, sample and report"):
         result = evaluate(model, data.final, run.precision, ranks)
-        if not ranks.first:
+        if not ranks.is_main:
             return TrainResult(run, checkpoint, run.steps or 0, result, None)
         with whole_file(run.folder / RESULTS) as temporary:
             temporary.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
@@ -310,7 +386,7 @@ def _finish(
         (run.folder / SAMPLE).write_text(run.sample.prompt + sample, encoding="utf-8")
     console.print(
         f"final held-out loss over {result.tokens:,} tokens: "
-        f"{result.nats_per_byte:.4f} nats a byte, {result.loss:.4f} a token"
+        f"{result.nats_per_byte:.4f} nats per byte, {result.loss:.4f} nats per token"
     )
     facts = RunFacts(
         parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -1,22 +1,130 @@
-"""One optimizer step: gradients of a batch computed in parts, clipped, applied."""
+"""One optimizer step: gradients of a batch in parts, clipping, the rule for spikes, AdamW and its learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from gecko.baselines import LanguageModel
 from gecko.data import IGNORED, Batch
+from gecko.models.registry import LanguageModel
 from gecko.parallel.fsdp import synchronise_gradients, whole
 from gecko.parallel.mesh import Ranks
-from gecko.train.optimizer import set_learning_rate
-from gecko.train.run import Precision
-from gecko.train.spikes import SpikeRule
+from gecko.train.run import OptimizerSettings, Precision, ScheduleSettings, SkipSettings
+
+
+def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    """Fused AdamW, its state allocated. ``decay="matrices"`` spares all but the weights of linear maps and tables."""
+    matrices = matrix_names(model)
+    decays = {name: settings.decay == "all" or name in matrices for name, _ in named_parameters(model)}
+    groups = [
+        {
+            "params": [parameter for name, parameter in named_parameters(model) if decays[name] is decayed],
+            "weight_decay": settings.weight_decay if decayed else 0.0,
+        }
+        for decayed in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+    for _, parameter in named_parameters(model):
+        # As AdamW makes it in its first step; a checkpoint is loaded into it.
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+    return optimizer
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The trained parameters, tied ones once."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def matrix_names(model: nn.Module) -> set[str]:
+    """Names of the weights of linear layers and embeddings."""
+    return {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+    }
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state, keyed ``parameter name/state name``."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in named_parameters(model)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int) -> float:
+    """What the peak rate is multiplied with in step ``step`` of ``0 .. steps - 1``; in ``[final, 1]`` after warm-up.
+
+    Warm-up climbs in a straight line from ``1 / warmup_steps`` to 1. Then with p from 0 towards 1 over
+    the decaying part: ``cosine`` is ``final + (1 - final) (1 + cos πp) / 2``, ``wsd`` stays at 1
+    and ends with ``1 - (1 - final) p``.
+    """
+    if not 0 <= step < steps:
+        raise ValueError(f"step must lie in 0..{steps - 1}; got {step}.")
+    warmup = round(schedule.warmup * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule.kind == "cosine":
+        progress = (step - warmup) / (steps - warmup)
+        return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * progress)) / 2
+    decay = round(schedule.decay * steps)
+    progress = max(0, step - (steps - decay)) / max(1, decay)
+    return 1 - (1 - schedule.final) * progress
+
+
+class SpikeRule:
+    """A step is a spike whose loss, or gradient norm, is far above the mean of the last steps.
+
+    Spikes are remembered like other steps: where the loss has moved for good, they soon stop being spikes.
+    """
+
+    def __init__(self, settings: SkipSettings, losses: Iterable[float] = (), grad_norms: Iterable[float] = ()) -> None:
+        self.settings = settings
+        self.losses = deque(losses, maxlen=settings.window)
+        self.grad_norms = deque(grad_norms, maxlen=settings.window)
+
+    def judge(self, loss: float, grad_norm: float) -> str | None:
+        """Why this step, of finite numbers, is a spike; None where it is none. It is remembered either way."""
+        found = self._compare("loss", loss, self.losses) or self._compare("gradient norm", grad_norm, self.grad_norms)
+        self.losses.append(loss)
+        self.grad_norms.append(grad_norm)
+        return found
+
+    def _compare(self, name: str, value: float, before: deque[float]) -> str | None:
+        limit = self.settings.deviations
+        if limit is None or len(before) < max(2, self.settings.window // 2):
+            return None
+        mean, deviation = statistics.fmean(before), statistics.stdev(before)
+        if value - mean <= limit * deviation:
+            return None
+        return (
+            f"the {name} {value:.4g} is more than {limit:g} standard deviations of {deviation:.3g} "
+            f"above the mean {mean:.4g} of the last {len(before)} steps"
+        )
+
 
 _ALONE = Ranks()
 
@@ -87,7 +195,7 @@ def _clip(model: nn.Module, clip: float, ranks: Ranks) -> float:
     """Scale gradients of a norm above ``clip``; their norm before, the same bits on all ranks."""
     norm = whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
     # Each replica adds up by itself, and NCCL need not round alike in all: with factors of their own they would drift.
-    shared = ranks.share(float(norm))
+    shared = ranks.broadcast(float(norm))
     nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm.new_tensor(shared))
     return shared
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import BYTE_MODEL, write_corpus
 from rich.console import Console
+from support.corpora import BYTE_MODEL, write_corpus
 
-from gecko.compare import Outcome, Plan, compare
-from gecko.compare.worker import DIVERGED
+from gecko.experiments.compare import Outcome, Plan, compare
+from gecko.experiments.compare.worker import DIVERGED
 from gecko.train import (
     CheckpointSettings,
     DataSettings,
@@ -103,9 +103,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> type[TrainsHere]:
         after = staticmethod(lambda: None)
 
     Here.started = []
-    monkeypatch.setattr("gecko.compare.pool.Popen", Here)
+    monkeypatch.setattr("gecko.experiments.compare.runs.Popen", Here)
     monkeypatch.setattr("gecko.train.session.write_report", lambda *_: None)
-    monkeypatch.setattr("gecko.compare.comparison._POLL_SECONDS", 0)
+    monkeypatch.setattr("gecko.experiments.compare.comparison._POLL_SECONDS", 0)
     return Here
 
 
@@ -117,7 +117,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, str]]:
         console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
         with monkeypatch.context() as patch:
             if not page:
-                patch.setattr("gecko.compare.comparison.write_page", lambda _: None)
+                patch.setattr("gecko.experiments.compare.comparison.write_page", lambda _: None)
             outcome = compare(plan, jobs=jobs, command="gecko compare …", console=console)
         return outcome, console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gecko.compare import Outcome, Plan, Tuning
+from gecko.experiments.compare import Outcome, Plan, Tuning
 from gecko.train import Run
 
 Call = Callable[..., tuple[Outcome, str]]
@@ -128,16 +128,16 @@ def test_stopped_while_more_rates_are_tuned_it_keeps_what_it_found(
 def test_a_failing_run_does_not_stop_the_others(
     here: Any, call: Call, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import gecko.compare.folder
-    import gecko.compare.pool
+    import gecko.experiments.compare.plan
+    import gecko.experiments.compare.runs
 
     def claim(one: Any) -> Path:
-        path = gecko.compare.folder.claim(one)
+        path = gecko.experiments.compare.plan.claim(one)
         if one.label == "whole seed-0":
             (one.run.folder / "metrics.jsonl").mkdir(exist_ok=True)
         return path
 
-    monkeypatch.setattr("gecko.compare.pool.claim", claim)
+    monkeypatch.setattr("gecko.experiments.compare.runs.claim", claim)
     outcome, printed = call(planned("out", tuning=None), page=True)
     assert outcome.failed and outcome.stopped is None
     assert [(run.recipe, run.seed) for run in outcome.comparison.runs] == [("bare", 0), ("whole", 1), ("bare", 1)]
@@ -182,6 +182,18 @@ def test_what_is_not_of_this_comparison_is_left_alone(
         with pytest.raises(ValueError, match=r"comparison\.json must have been written by gecko compare"):
             call(planned("out", seeds=(0,), tuning=None))
     assert len(here.started) == started
+
+
+@pytest.mark.parametrize("name", ["comparison.html", "loss-by-tokens.png", "loss-by-time.png"])
+def test_a_page_that_is_not_gecko_s_is_left_alone(
+    here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("<!doctype html><p>mine")
+    with pytest.raises(ValueError, match=f"{name} must have been written by gecko compare.*Move it away"):
+        call(planned("out", seeds=(0,), tuning=None), page=True)
+    assert not here.started
+    assert (tmp_path / "out" / name).read_text() == "<!doctype html><p>mine"
 
 
 def test_damaged_files_of_a_run(here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path) -> None:

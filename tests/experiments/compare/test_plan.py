@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gecko.compare import Plan, Tuning
-from gecko.compare.plan import rate_name
+from gecko.experiments.compare import Plan, Tuning
+from gecko.experiments.compare.plan import rate_name
 from gecko.train import Run
-from gecko.train.fields import flatten
+from gecko.train.overrides import flatten
 
 
 @pytest.fixture

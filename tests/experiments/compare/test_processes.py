@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupts import take_interrupts
 from rich.console import Console
+from support.interrupts import take_interrupts
 
-from gecko.compare import Plan
-from gecko.compare.board import Board
-from gecko.compare.folder import LOCK
-from gecko.compare.pool import Pool
-from gecko.compare.progress import Progress, progress_of
-from gecko.lock import locked
+from gecko.experiments.compare import Plan
+from gecko.experiments.compare.plan import LOCK
+from gecko.experiments.compare.runs import Board, Pool, Progress, progress_of
+from gecko.io.files import locked
 from gecko.train import Run, latest_checkpoint
 from gecko.train.metrics import MetricsWriter, read_metrics
 

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from gecko.compare import Plan, Tuning
-from gecko.compare.folder import RESULTS
-from gecko.compare.plan import Planned
-from gecko.compare.results import RunResult, summarise
-from gecko.compare.tuning import Trial, edge_notes, trials_of, tuned_rates
+from gecko.experiments.compare import Plan, Tuning
+from gecko.experiments.compare.plan import RESULTS, Planned
+from gecko.experiments.compare.results import RunResult, summarise
+from gecko.experiments.compare.runs import Trial, edge_notes, trials_of, tuned_rates
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import MetricsWriter
@@ -103,7 +102,8 @@ def test_seconds_are_those_of_training_steps(base: Run, tmp_path: Path) -> None:
             skipped = {"skipped": "a spike"} if step == 2 else {}
             metrics.write("train", step, {"tokens_per_second": speed, "seconds": 100.0 * step, "loss": 1.0, **skipped})
             if step % 2 == 0:
-                metrics.write("validation", step, {"nats_per_byte": 4.0 - step if step < 4 else float("nan")})
+                loss = 4.0 - step if step < 4 else float("nan")
+                metrics.write("validation", step, {"nats_per_byte": loss, "loss": loss})
     assert RunResult.of(Planned("a", "seed-0", run), 7) is None
     (run.folder / RESULTS).write_text(json.dumps(vars(Evaluation(2.0, 1.0, [], 1, 9, [18.0], [9]))))
     found = RunResult.of(Planned("a", "seed-0", run), 7)

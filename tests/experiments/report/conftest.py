@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import words, write_corpus
+from support.corpora import words, write_corpus
 from typer.testing import CliRunner
 
 from gecko.cli import app
 from gecko.config import GeckoConfig
 from gecko.data import ByteTokenizer
 from gecko.eval import Results, Score
-from gecko.eval.intervals import wilson
-from gecko.eval.scrolls import scrolls
-from gecko.eval.scrolls_data import Question, QuestionSet
+from gecko.eval.results import wilson
+from gecko.eval.scrolls import Question, QuestionSet, scrolls
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
 from gecko.train import train as run_training
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gecko.compare import Plan, Tuning
-from gecko.compare.plan import Planned
-from gecko.compare.record import Comparison
-from gecko.compare.results import RunResult, summarise
-from gecko.compare.tuning import Trial
-from gecko.report.page import build_sections
-from gecko.report.reading import gather
+from gecko.experiments.compare import Plan, Tuning
+from gecko.experiments.compare.plan import Planned
+from gecko.experiments.compare.results import Comparison, RunResult, summarise
+from gecko.experiments.compare.runs import Trial
+from gecko.experiments.report.material import gather
+from gecko.experiments.report.page import build_sections
 from gecko.train import Run
 
 NAMES = ("small_gecko", "small_chunk")
@@ -51,11 +50,11 @@ def test_losses_differences_and_rates(comparison: Path) -> None:
     assert losses.notes[1:] == ["a note", "Not finished: small_chunk seed-2 (failed)."]
     assert [cell.value for cell in tuning.rows[0]] == ["small_gecko", "4.2500", "diverged"]
     assert [cell.value for cell in tuning.rows[1]] == ["small_chunk", "4.2500", ""]
-    assert tuning.rows[0][1].detail == "taken" and tuning.rows[0][2].detail == ""
+    assert tuning.rows[0][1].detail == "chosen" and tuning.rows[0][2].detail == ""
 
 
 def test_its_command_is_told(comparison: Path) -> None:
-    from gecko.report.reproduction import reproduction
+    from gecko.experiments.report.page import reproduction
 
     made = reproduction(gather([comparison]))
     assert any("gecko compare" in one.commands and one.hardware == "Memory: 1" for one in made)

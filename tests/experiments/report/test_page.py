@@ -13,8 +13,8 @@ from markupsafe import escape
 from typer.testing import CliRunner
 
 from gecko.cli import app
-from gecko.report import write_page
-from gecko.report.published import TABLES, published
+from gecko.experiments.report import write_page
+from gecko.experiments.report.tables import TABLES, published
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -6,7 +6,7 @@ import pytest
 
 from gecko.eval.academic import TASKS as ACADEMIC
 from gecko.eval.scrolls import TASKS as SCROLLS
-from gecko.report.published import TABLES, published, published_table
+from gecko.experiments.report.tables import TABLES, published, published_table
 
 SUMS = {
     "academic": [404.1, 767.8, 826.1, 869.5, 391.0, 756.6, 808.1, 516.7, 194.3, 443.7],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gecko.report.reading import gather
+from gecko.experiments.report.material import gather
 
 Copy = Callable[[str, int], Path]
 

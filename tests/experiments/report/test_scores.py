@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gecko.report.page import build_sections
-from gecko.report.reading import EvaluationFile, Material, gather
-from gecko.report.sections import Section
+from gecko.experiments.report.material import EvaluationFile, Material, gather
+from gecko.experiments.report.page import build_sections
+from gecko.experiments.report.tables import Section
 
 
 def sections(material: Material) -> dict[str, Section]:
@@ -63,7 +63,7 @@ def test_other_tokenizers_and_texts_are_drawn_apart(perplexity: EvaluationFile) 
     for change in ({"tokenizer": "olmo.json"}, {"texts": ["another.txt"]}):
         apart = sections(only([perplexity, changed(perplexity, "b", **change)]))["Perplexity by context length"]
         assert len(apart.pictures) == len(apart.tables) == 2
-        assert "are drawn apart" in apart.intro
+        assert "have their own pictures" in apart.intro
     elsewhere = changed(perplexity, "b", texts=["elsewhere/book.txt"])
     assert len(sections(only([perplexity, elsewhere]))["Perplexity by context length"].pictures) == 1
 

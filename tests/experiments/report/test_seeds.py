@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gecko.eval.intervals import over_seeds
-from gecko.report.seeds import error_bars, estimate
+from gecko.eval.results import over_seeds
+from gecko.experiments.report.tables import error_bars, estimate
 
 
 def score(value: float, low: float | None = None, high: float | None = None, n: int = 10) -> dict[str, Any]:

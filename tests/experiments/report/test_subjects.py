@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gecko.report.reading import EvaluationFile, gather
-from gecko.report.subjects import Identity, identity_of_evaluation, identity_of_run, name_subjects
+from gecko.experiments.report.material import EvaluationFile, gather
+from gecko.experiments.report.models import Identity, identity_of_evaluation, identity_of_run, name_subjects
 
 Copy = Callable[[str, int], Path]
 

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from gecko.report.reading import RunFolder
-from gecko.report.training import (
+from gecko.experiments.report.material import RunFolder
+from gecko.experiments.report.training import (
     Point,
     Trained,
     _finished_row,

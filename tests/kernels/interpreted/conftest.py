@@ -30,23 +30,43 @@ def _scan(self: Any, inputs: Any) -> list[Any]:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, _: int) -> Any:
-    """The interpreter's own ignores ``input_precision``; this one rounds float32 factors as tensor cores do."""
+    """The interpreter's own ignores ``input_precision``. Tensor cores drop the low bits of float32 factors, and do not
+    round; "tf32x3" is three products of parts that Triton rounds."""
     from triton.runtime.interpreter import TensorHandle
 
     total = d.data.dtype
     left, right = a.data, b.data
     product = np.matmul(left, right, dtype=total)
-    if left.dtype == np.float32 and "TF32" in str(input_precision):
-        high, low = _tf32(left), _tf32(left - _tf32(left))
-        product = np.matmul(high, _tf32(right))
-        if "TF32x3" in str(input_precision):
-            product += np.matmul(low, _tf32(right)) + np.matmul(high, _tf32(right - _tf32(right)))
+    if left.dtype == np.float32 and "TF32x3" in str(input_precision):
+        high, low = _rounded(left), _rounded(left - _rounded(left))
+        product = np.matmul(high, _rounded(right)) + np.matmul(low, _rounded(right))
+        product += np.matmul(high, _rounded(right - _rounded(right)))
+    elif left.dtype == np.float32 and "TF32" in str(input_precision):
+        product = np.matmul(_truncated(left), _truncated(right))
     return TensorHandle(product + d.data, d.dtype.scalar)
 
 
-def _tf32(x: np.ndarray) -> np.ndarray:
-    """float32 rounded to 10 bits of mantissa."""
-    return ((x.view(np.uint32) + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """float32 rounded to 10 bits of mantissa, as by cvt.rna.tf32."""
+    return _truncated((x.view(np.uint32) + np.uint32(1 << 12)).view(np.float32))
+
+
+def _truncated(x: np.ndarray) -> np.ndarray:
+    """The 10 bits of mantissa that a tensor core reads."""
+    return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _inline_assembly(self: Any, assembly: str, _constraints: str, values: list[Any], *_: Any) -> Any:
+    """The interpreter's own knows none; this one the one instruction that kernels use."""
+    from triton.runtime.interpreter import TensorHandle
+
+    assert assembly == "cvt.rna.tf32.f32 $0, $1;"
+    return _Results([TensorHandle(_rounded(np.ascontiguousarray(values[0].data)), values[0].dtype)])
+
+
+class _Results(list):
+    def get_result(self, i: int) -> Any:
+        return self[i]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -56,4 +76,5 @@ def _as_the_card_does() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScanOps, "generic_scan", _scan)
         patch.setattr(InterpreterBuilder, "create_dot", _dot)
+        patch.setattr(InterpreterBuilder, "create_inline_asm", _inline_assembly)
         yield

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import cases
-import laws
 import pytest
 import torch
+from kernels.recording import take_kernels
+from support import cases, laws
 
 from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton
-from gecko.ops.cema.items import ItemPlan
+from gecko.ops.cema.varlen_tiles import VarlenTilePlan
 from gecko.segments import Segments
 
 CEMA = cases.CEMA
@@ -21,7 +21,7 @@ CEMA = cases.CEMA
 def _kernels_run() -> Iterator[None]:
     """Operators take their kernels for tensors of the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gecko.ops.cema.kernels_run_on", lambda x: True)
+        take_kernels(patch)
         yield
 
 
@@ -57,7 +57,7 @@ def test_tokens_without_gradients(case):
     reference = laws.read(CEMA.reference, exact)
     with torch.no_grad():
         output, state = laws._call(CEMA.fast, given, list(range(case.length + 1)))
-    found = laws.Reading(output, {"state": state}, {})
+    found = laws.Prefill(output, {"state": state}, {})
     laws.assert_same(found.values, reference.values, laws.TOLERANCE[torch.float32])
 
 
@@ -120,7 +120,7 @@ def test_cema_refuses_more_modes_than_fit_by_taking_the_chunked_form():
 
 def _op_arguments(length: int = 40) -> tuple[object, ...]:
     x, coefficients, state, segments = _call(5, 3, length, torch.float32)
-    plan = ItemPlan.build(segments)
+    plan = VarlenTilePlan.build(segments)
     parts = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
     given = x[:, plan.head :], *parts, torch.randn(5), state
     leaves = [tensor.detach().clone().requires_grad_() for tensor in given]

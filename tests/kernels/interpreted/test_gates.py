@@ -6,10 +6,10 @@ import pytest
 import torch
 from kernels.agreement import agree, is_well_registered, normal
 
+from gecko.ops.feed_forward import swiglu
+from gecko.ops.feed_forward import triton as product
 from gecko.ops.gates import gated, silu_by_head
 from gecko.ops.gates import triton as gates
-from gecko.ops.swiglu import swiglu
-from gecko.ops.swiglu import triton as product
 
 SHAPES = [(1, 1, 1, 5), (2, 3, 7, 4), (3, 2, 20, 6)]
 
@@ -26,7 +26,7 @@ def tiles(request, monkeypatch):
 def test_silu_by_head(shape, dtype, tiles):
     batch, heads, length, size = shape
     agree(
-        lambda x: gates.silu_by_head_kernels(x, heads),
+        lambda x: gates.silu_by_head_triton(x, heads),
         lambda x: silu_by_head(x, heads),
         (normal(batch, length, heads * size, dtype=dtype),),
     )
@@ -39,13 +39,13 @@ def test_gated(shape, dtype, recalls, tiles):
     batch, heads, length, size = shape
     attended, recalled = (normal(*shape, seed=seed, dtype=dtype) for seed in (1, 2))
     gate = normal(batch, length, heads * size, dtype=dtype)
-    agree(gates.gated_kernels, gated, (attended, gate, recalled if recalls else None))
+    agree(gates.gated_triton, gated, (attended, gate, recalled if recalls else None))
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 17), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu(shape, dtype, tiles):
-    agree(product.swiglu_kernels, swiglu, [normal(*shape, seed=seed, dtype=dtype) for seed in (1, 2)])
+    agree(product.swiglu_triton, swiglu, [normal(*shape, seed=seed, dtype=dtype) for seed in (1, 2)])
 
 
 def test_gates_are_well_registered():

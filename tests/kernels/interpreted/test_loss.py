@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernels.agreement import is_well_registered, normal
+from kernels.recording import take_kernels
 
 from gecko.ops import loss
 from gecko.ops.loss import IGNORED
@@ -39,7 +40,7 @@ def test_blocked_loss_with_the_kernel(monkeypatch):
     hidden, weight, targets = normal(30, 6), normal(11, 6), _targets(30, 11, 0.3)
     monkeypatch.setattr(loss, "_block_size", lambda *_: 7)
     expected = loss.linear_cross_entropy(hidden, weight, targets)
-    monkeypatch.setattr(loss, "kernels_run_on", lambda x: True)
+    take_kernels(monkeypatch)
     value = loss.linear_cross_entropy(hidden, weight, targets)
     torch.testing.assert_close(value, expected)
     for got, wanted in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (value, expected)), strict=True):

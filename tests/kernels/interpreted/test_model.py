@@ -1,15 +1,18 @@
-"""A model whose operators all take their kernels agrees with itself in float64, with what it recomputes as without."""
+"""A model whose operators all take their kernels agrees with itself in float64: in training, with what it recomputes as
+without, and in reading and decoding."""
 
 from __future__ import annotations
 
 import copy
-import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from kernels.recording import take_kernels
+from support.cases import VARIANTS
 
 from gecko import Gecko, GeckoConfig
-from gecko.ops import kernels
+from gecko.train.step import autocast
 
 SMALL = GeckoConfig(
     vocab_size=32, num_layers=1, model_dim=16, key_dim=16, value_dim=32, num_heads=1, ffn_dim=16, chunk_size=8,
@@ -17,41 +20,61 @@ SMALL = GeckoConfig(
 )  # fmt: skip
 
 
-@pytest.fixture
+SOME = ("gecko", "window-linear")
+"""Both rules of the memory and of the timestep norm, and attention over chunks and over a window."""
+
+DOCUMENTS = (torch.arange(36) >= torch.tensor([[19], [33]])).long()
+
+
+@pytest.fixture(autouse=True)
 def _on_kernels(monkeypatch):
     """As for tensors on a GPU; float64 stays with the eager forms."""
-    before = kernels.kernels_run_on
-    for name, module in list(sys.modules.items()):
-        if name.startswith("gecko.") and getattr(module, "kernels_run_on", None) is before:
-            monkeypatch.setattr(module, "kernels_run_on", lambda x: x.dtype in kernels.DTYPES)
+    take_kernels(monkeypatch)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective"])
-@pytest.mark.usefixtures("_on_kernels")
-def test_loss_and_gradients(checkpointing):
+def _model(variant: str) -> Gecko:
     torch.manual_seed(0)
-    model = Gecko(SMALL)
-    exact = copy.deepcopy(model).double()
-    tokens = torch.randint(32, (1, 36))
-    documents = (torch.arange(35) >= 19).long().unsqueeze(0)
-    losses = []
-    for each in (model, exact):
-        each.activation_checkpointing = checkpointing
-        losses.append(each.loss(tokens[:, :-1], tokens[:, 1:], documents))
-        losses[-1].backward()
-    torch.testing.assert_close(losses[0].double(), losses[1], rtol=1e-5, atol=0)
-    for (name, found), wanted in zip(model.named_parameters(), exact.parameters(), strict=True):
-        error = (found.grad - wanted.grad).norm() / wanted.grad.norm().clamp(min=1e-9)
-        assert error < 2e-5, name
+    return Gecko(replace(SMALL, **VARIANTS[variant]))
 
 
-@pytest.mark.usefixtures("_on_kernels")
+def _gradients(model: Gecko, precision: str) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(32, (2, 37), generator=torch.Generator().manual_seed(0))
+    with autocast(precision, tokens.device):
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:], DOCUMENTS)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: x.grad for name, x in model.named_parameters()}}
+
+
+def _worst(model: Gecko, precision: str) -> float:
+    exact = _gradients(copy.deepcopy(model).double(), "float32")
+    found = _gradients(model, precision)
+    return max(float((found[name] - x).norm() / x.norm().clamp(min=1e-9)) for name, x in exact.items())
+
+
+@pytest.mark.parametrize(("variant", "checkpointing"), [("gecko", "selective"), ("window-linear", "none")])
+def test_loss_and_gradients(variant, checkpointing):
+    model = _model(variant)
+    model.activation_checkpointing = checkpointing
+    assert _worst(model, "float32") < 2e-5
+
+
+def test_gradients_in_bfloat16_are_near():
+    assert _worst(_model("gecko"), "bfloat16") < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", SOME)
 @torch.no_grad()
-def test_reading_goes_on_from_the_state():
-    torch.manual_seed(1)
-    model = Gecko(SMALL)
-    tokens = torch.randint(32, (1, 36))
-    expected, _ = copy.deepcopy(model).double()(tokens)
-    first, state = model(tokens[:, :21])
-    second, _ = model(tokens[:, 21:], state=state)
-    torch.testing.assert_close(torch.cat([first, second], dim=1).double(), expected, rtol=1e-4, atol=1e-5)
+def test_reading_in_parts_and_token_by_token(variant, dtype):
+    model = _model(variant)
+    tokens = torch.randint(32, (2, 36), generator=torch.Generator().manual_seed(1))
+    expected, _ = copy.deepcopy(model).double()(tokens, DOCUMENTS)
+    model, logits, state = model.to(dtype), [], None
+    for begin, end in ((0, 21), (21, 34)):
+        part, state = model(tokens[:, begin:end], DOCUMENTS[:, begin:end], state)
+        logits.append(part)
+    for i in (34, 35):
+        part, state = model.step(tokens[:, i], state)
+        logits.append(part.unsqueeze(1))
+    error = (torch.cat(logits, dim=1) - expected).abs().max() / expected.abs().max()
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]

@@ -1,4 +1,4 @@
-"""The fan-out's kernels are its eager form."""
+"""The Triton kernels of ``qk_scale_shift`` equal its eager form."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from kernels.agreement import agree, is_well_registered, normal
 
-from gecko.ops.fan_out import fan_out
-from gecko.ops.fan_out import triton as kernels
+from gecko.ops.qk_scale_shift import qk_scale_shift
+from gecko.ops.qk_scale_shift import triton as kernels
 
 EPS = 1e-3
 
@@ -16,25 +16,27 @@ EPS = 1e-3
 @pytest.mark.parametrize("length", [1, 11])
 @pytest.mark.parametrize(("heads", "size", "rows"), [(2, 6, 4), (1, 5, 2), (3, 4, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fan_out(batch, length, heads, size, rows, dtype, monkeypatch):
+def test_qk_scale_shift(batch, length, heads, size, rows, dtype, monkeypatch):
     """Few programs of small tiles: each walks over several, and the last one is not whole."""
     monkeypatch.setattr(kernels, "PROGRAMS", 2)
     sizes = kernels._sizes
     monkeypatch.setattr(kernels, "_sizes", lambda *shape: {**sizes(*shape), "steps": 4})
     agree(
-        lambda *leaves: torch.stack(kernels.fan_out_kernels(*leaves, heads, EPS)),
-        lambda *leaves: torch.stack(fan_out(*leaves, heads, EPS)),
+        lambda *leaves: torch.stack(kernels.qk_scale_shift_triton(*leaves, heads, EPS)),
+        lambda *leaves: torch.stack(qk_scale_shift(*leaves, heads, EPS)),
         (normal(batch, length, heads * size, dtype=dtype), normal(rows, heads * size), normal(rows, heads * size)),
     )
 
 
-def test_fan_out_in_tiles_as_launched():
+def test_qk_scale_shift_in_tiles_as_launched():
     agree(
-        lambda *leaves: torch.stack(kernels.fan_out_kernels(*leaves, 2, EPS)),
-        lambda *leaves: torch.stack(fan_out(*leaves, 2, EPS)),
+        lambda *leaves: torch.stack(kernels.qk_scale_shift_triton(*leaves, 2, EPS)),
+        lambda *leaves: torch.stack(qk_scale_shift(*leaves, 2, EPS)),
         (normal(2, 40, 48), normal(4, 48), normal(4, 48)),
     )
 
 
-def test_fan_out_is_well_registered():
-    is_well_registered(kernels._fan_out, normal(2, 3, 8, dtype=torch.bfloat16), normal(4, 8), normal(4, 8), 2, EPS)
+def test_qk_scale_shift_is_well_registered():
+    is_well_registered(
+        kernels._qk_scale_shift, normal(2, 3, 8, dtype=torch.bfloat16), normal(4, 8), normal(4, 8), 2, EPS
+    )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import cases
-import laws
 import pytest
 import torch
 from kernels.agreement import is_well_registered, normal
+from support import cases, laws
 
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
 from gecko.ops.timestep_norm import triton as kernels
@@ -20,7 +19,7 @@ BETAS = (0.999, 0.9999)
 def _kernel_form(operator: cases.Operator, betas: tuple[float, float] | None) -> cases.Operator:
     def fast(parameters, inputs, state, segments):
         state = operator.empty(segments.batch, torch.float32) if state is None else state
-        return kernels.normalise(inputs[0], *parameters, 2, betas, 1e-3, state, segments)
+        return kernels.timestep_norm_triton(inputs[0], *parameters, 2, betas, 1e-3, state, segments)
 
     return replace(operator, fast=fast)
 
@@ -73,7 +72,7 @@ def test_timestep_norm_in_tiles_as_launched(operator, case):
 def test_statistics_survive_a_large_offset(betas, small_tiles):
     x = (100 + normal(1, 30, 12)).detach()
     state = TimestepNormState.empty(1, 3)
-    y, _ = kernels.normalise(x, None, None, 3, betas, 1e-5, state, Segments.build(1, 30))
+    y, _ = kernels.timestep_norm_triton(x, None, None, 3, betas, 1e-5, state, Segments.build(1, 30))
     exact, _ = timestep_norm(x.double(), None, None, 3, betas, 1e-5)
     assert (y - exact).abs().max() < 2e-3 * exact.abs().max()
 
@@ -82,7 +81,7 @@ def test_statistics_survive_a_large_offset(betas, small_tiles):
 def test_sixteen_bit_activations_keep_float32_statistics(betas):
     x, weight = normal(1, 6, 12, dtype=torch.bfloat16).detach(), normal(12).detach()
     state = TimestepNormState.empty(1, 3)
-    y, after = kernels.normalise(x, weight, weight, 3, betas, 1e-5, state, Segments.build(1, 6))
+    y, after = kernels.timestep_norm_triton(x, weight, weight, 3, betas, 1e-5, state, Segments.build(1, 6))
     exact, expected = timestep_norm(x.double(), weight.double(), weight.double(), 3, betas, 1e-5)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-7)
@@ -92,7 +91,9 @@ def test_sixteen_bit_activations_keep_float32_statistics(betas):
 def test_counts_near_one_keep_their_digits():
     """1 − β₂ⁿ at n = 1 is 1e-4: in float32 by way of 1 − exp it would have three digits."""
     x = normal(1, 1, 64).detach()
-    y, _ = kernels.normalise(x, None, None, 1, BETAS, 0.0, TimestepNormState.empty(1, 1), Segments.build(1, 1))
+    y, _ = kernels.timestep_norm_triton(
+        x, None, None, 1, BETAS, 0.0, TimestepNormState.empty(1, 1), Segments.build(1, 1)
+    )
     torch.testing.assert_close(y, (x - x.mean()) / x.std(correction=0), rtol=1e-5, atol=1e-5)
 
 

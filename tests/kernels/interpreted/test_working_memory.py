@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
-import cases
-import laws
 import pytest
 import torch
-from cases import CHUNK, Case
 from kernels.agreement import is_well_registered, normal
+from kernels.recording import take_kernels
+from support import cases, laws
+from support.cases import CHUNK, Case
 
 from gecko.ops.working_memory import WorkingMemoryState, triton_chain, triton_factors, triton_features
 from gecko.ops.working_memory import triton as kernels
-from gecko.ops.working_memory.chunked import remember_chunks
+from gecko.ops.working_memory.chunked import working_memory_chunked
 from gecko.ops.working_memory.rules import RULES
 from gecko.segments import Segments
 
@@ -31,7 +30,7 @@ ONE = [replace(Case(35, "packed", (21,)), dtype=torch.float32)]
 @pytest.fixture(autouse=True)
 def _on_kernels(monkeypatch):
     """As for tensors on a GPU."""
-    monkeypatch.setattr(sys.modules["gecko.ops.working_memory"], "kernels_run_on", lambda x: True)
+    take_kernels(monkeypatch)
 
 
 @pytest.mark.parametrize("case", SINGLE, ids=str)
@@ -61,7 +60,7 @@ def test_memories_of_many_tiles(rule, dtype, monkeypatch):
     exact = [x.detach().double().requires_grad_() for x in inputs]
     segments = Segments.build(1, 100, segment_ids=(torch.arange(100) >= 13).long().unsqueeze(0))
     outputs = []
-    for form, x in ((kernels.remember_on_kernels, inputs), (remember_chunks, exact)):
+    for form, x in ((kernels.working_memory_triton, inputs), (working_memory_chunked, exact)):
         empty = WorkingMemoryState.empty(rule, 1, 2, 18, 35, torch.promote_types(x[0].dtype, torch.float32))
         out, state = form(RULES[rule], 20, tuple(x), empty, Segments.select(segments, [0]))
         weights = normal(*out.shape, seed=9).detach()
@@ -81,7 +80,7 @@ def test_adaptive_memory_is_bounded_however_large_the_keys(shift, packed):
     ids = (torch.arange(61) >= 13).long().unsqueeze(0) if packed else None
     state = WorkingMemoryState.empty("adaptive", 1, 2, 3, 3)
     segments = Segments.build(1, 61, segment_ids=ids)
-    out, state = kernels.remember_on_kernels(RULES["adaptive"], CHUNK, (q, 200 * k + shift, v), state, segments)
+    out, state = kernels.working_memory_triton(RULES["adaptive"], CHUNK, (q, 200 * k + shift, v), state, segments)
     (out.sum() + sum(x.sum() for x in state.tensors().values() if x.is_floating_point())).backward()
     assert out.isfinite().all() and state.memory.isfinite().all()
     assert all(x.grad.isfinite().all() for x in (q, k, v))

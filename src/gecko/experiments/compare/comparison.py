@@ -1,4 +1,4 @@
-"""``compare(plan)``: from a plan to trained models, and what they say together."""
+"""``compare(plan)``: tune, train and compare the runs of a plan."""
 
 from __future__ import annotations
 
@@ -9,46 +9,44 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gecko.compare.board import Board
-from gecko.compare.folder import LOCK
-from gecko.compare.page import write_page
-from gecko.compare.plan import Plan, Planned
-from gecko.compare.pool import Pool, State
-from gecko.compare.record import Comparison, check_folder
-from gecko.compare.results import RunResult, summarise
-from gecko.compare.tables import print_tables
-from gecko.compare.tuning import Trial, edge_notes, trials_of, tuned_rates
-from gecko.extras import require
-from gecko.lock import locked
-from gecko.train.hardware import describe_hardware, select_device
-from gecko.train.signals import StopSignal
+from gecko.experiments.compare.page import print_tables, write_page
+from gecko.experiments.compare.plan import LOCK, Plan, Planned
+from gecko.experiments.compare.results import Comparison, RunResult, check_folder, summarise
+from gecko.experiments.compare.runs import Board, Pool, State, Trial, edge_notes, trials_of, tuned_rates
+from gecko.io.files import locked
+from gecko.runtime.extras import require
+from gecko.train.health import StopSignal
+from gecko.train.throughput import describe_hardware, select_device
 
 _POLL_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """Result of a call of ``compare``."""
+
     comparison: Comparison
     stopped: str | None
-    """The signal that ended it early."""
+    """Name of the signal that stopped the comparison; None if it was not stopped."""
     failed: bool
-    """Some run failed, or a recipe has no learning rate it can be trained with."""
+    """Whether a run failed, or no learning rate was found for a recipe."""
     page: Path | None
-    """The HTML page; None while no run is finished."""
+    """HTML page; None if no run is finished."""
 
 
 def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Outcome:
-    """Tune, train and compare; what is there already is used, what was begun goes on.
+    """Tune learning rates, train all runs and compare them. Finished runs are kept; unfinished runs are continued.
 
-    Ctrl-C and SIGTERM have the running processes save, and return. Runs that fail are reported, and the others go on.
+    On Ctrl-C and SIGTERM the running processes save a checkpoint before this returns. A failed run is reported and does
+    not stop the others.
 
     Args:
-        jobs: runs at a time, each a process of its own.
-        command: what the user called, for the record.
+        jobs: number of runs trained at the same time, each in its own process.
+        command: command line of the user, for the record.
 
     Raises:
-        ValueError: the folder holds something else, or another comparison is at work there.
-        ImportError: a package for pictures, the page or intervals is missing.
+        ValueError: the folder holds something else, or another comparison is running in it.
+        ImportError: a package for pictures, the page or intervals is not installed.
     """
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1; got {jobs}.")
@@ -62,7 +60,7 @@ def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Out
 
 
 class _Session:
-    """One call of ``compare``."""
+    """State of one call of ``compare``."""
 
     def __init__(self, plan: Plan, jobs: int, command: str, console: Console, stop: StopSignal) -> None:
         self.plan, self.jobs, self.command, self.console, self.stop = plan, jobs, command, console, stop
@@ -71,7 +69,7 @@ class _Session:
         self.trials: list[Trial] = []
         self.rates: dict[str, float] = {}
         self.main: list[Planned] | None = None
-        """None until the learning rates are known."""
+        """Runs with the chosen learning rates; None until these are known."""
         self.states: dict[str, State] = {}
 
     def run(self) -> None:
@@ -85,11 +83,11 @@ class _Session:
 
     def conclude(self) -> Outcome:
         comparison = self._comparison()
-        if self.main is not None:  # else what earlier calls found is still there, and nothing new
+        if self.main is not None:  # otherwise the results of earlier calls stay
             comparison.save()
         page = write_page(comparison) if comparison.runs else None
         print_tables(comparison, self.console)
-        # A rate with which tuning diverges is a finding, not a failure.
+        # A learning rate with which tuning diverges is a result, not a failure.
         failed = any(self.states.get(one.label) in ("failed", "diverged") for one in self.main or ())
         untuned = not self.stop.requested and len(self.rates) < len(self.plan.recipes)
         return Outcome(comparison, self.stop.requested, failed or untuned, page)

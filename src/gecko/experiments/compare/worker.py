@@ -1,7 +1,7 @@
-"""One run in a process of its own: ``python -m gecko.compare.worker FOLDER/planned.json``.
+"""Process that trains one run: ``python -m gecko.experiments.compare.worker FOLDER/planned.json``.
 
-It does what ``gecko train FOLDER/planned.json --resume`` does, and stops, saving, when the process that holds the
-other end of its standard input is no more.
+It does the same as ``gecko train FOLDER/planned.json --resume``. When its parent ends, which closes the pipe of its
+standard input, it saves a checkpoint and stops.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import sys
 import threading
 from pathlib import Path
 
-from gecko.compare.folder import LOCK
-from gecko.lock import locked
+from gecko.experiments.compare.plan import LOCK
+from gecko.io.files import locked
 from gecko.train import NonFiniteError, Run, train
 
 DIVERGED = 3
-"""Exit code of a run that gave up after too many skipped steps."""
+"""Exit code of a run that stopped after too many skipped steps."""
 
 
 def main(path: Path) -> int:
+    """Train the run described by the file ``path``; return the exit code."""
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     # A worker whose parent was killed may still be saving.
     with locked(path.parent / LOCK, wait=True):
@@ -33,7 +34,7 @@ def main(path: Path) -> int:
 
 
 def _stop_with_parent() -> None:
-    # Not through sys.stdin, whose lock this thread would still hold when Python ends.
+    # With sys.stdin this thread would still hold its lock when Python exits.
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""What a report is made of: run folders, folders of comparisons, and results of evaluations."""
+"""Inputs of a report: folders of runs and comparisons, and result files of evaluations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gecko.eval.results import FORMAT
-from gecko.json_file import read_object
-from gecko.train.metrics import METRICS, Record, read_metrics
-from gecko.train.provenance import read_sessions
+from gecko.io.json_files import Record, read_object
+from gecko.train.metrics import METRICS, read_metrics, read_sessions
 from gecko.train.session import RESULTS
 
 RECIPE, COMPARISON, COMPARISON_FORMAT = "recipe.json", "comparison.json", "gecko-comparison-1"
@@ -24,15 +23,15 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What training left in a folder."""
+    """Files of a training run."""
 
     folder: Path
     recipe: Mapping[str, Any]
     metrics: list[Record]
     results: Mapping[str, Any] | None
-    """Of the finished model; None where the run is not finished."""
+    """Results of the finished model; None if the run is not finished."""
     sessions: list[Record]
-    """Code and machine of each time it was started or went on."""
+    """Code and machine of each start and resumption."""
 
     @property
     def parameters(self) -> int | None:
@@ -49,10 +48,12 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class EvaluationFile:
+    """Result file of an evaluation."""
+
     path: Path
     record: Mapping[str, Any]
     run: RunFolder | None = None
-    """The run in whose folder the file lies."""
+    """Run in whose folder the file is."""
 
     @property
     def kind(self) -> str:
@@ -61,15 +62,15 @@ class EvaluationFile:
 
 @dataclass
 class Material:
-    """All that was found, and an account of it."""
+    """Everything that was found, and a record of what is shown and left out."""
 
     runs: list[RunFolder] = field(default_factory=list)
     evaluations: list[EvaluationFile] = field(default_factory=list)
     comparisons: list[tuple[Path, Mapping[str, Any]]] = field(default_factory=list)
     given: list[tuple[str, str]] = field(default_factory=list)
-    """Each path as it was given, and what it is."""
+    """Given paths with a description of each."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    """What the page does not show, and why."""
+    """Items that the page does not show, with the reason."""
 
     def leave_out(self, what: Path | str, why: str) -> None:
         if (str(what), why) not in self.left_out:
@@ -77,11 +78,11 @@ class Material:
 
 
 def gather(paths: Sequence[Path]) -> Material:
-    """Read everything that ``paths`` lead to, each file once.
+    """Read all runs, comparisons and result files at ``paths``, each file once.
 
     Raises:
-        FileNotFoundError: a path leads nowhere.
-        ValueError: no paths; a path is something else; nothing of it all can be shown.
+        FileNotFoundError: a path does not exist.
+        ValueError: there are no paths, a path is something else, or there is nothing to show.
     """
     if not paths:
         raise ValueError(f"{_EXPECTED}; got none. For example: gecko report runs/demo perplexity.json")
@@ -97,7 +98,11 @@ def gather(paths: Sequence[Path]) -> Material:
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """The record of a result file; ValueError where it is none, or none that a report shows."""
+    """Return the record of a result file.
+
+    Raises:
+        ValueError: the file is not a result file, or a report does not show this evaluation.
+    """
     record = read_object(path, "a result of `gecko eval`")
     if record.get("format") != FORMAT:
         raise ValueError(f'{path} must be a result file of `gecko eval`, with "format": "{FORMAT}"; it is not one.')
@@ -113,6 +118,8 @@ def _read_comparison(path: Path) -> dict[str, Any]:
     record = read_object(path, "a comparison")
     if record.get("format") != COMPARISON_FORMAT:
         raise ValueError(f'{path} must be of `gecko compare`, with "format": "{COMPARISON_FORMAT}"; it is not.')
+    if not isinstance(record.get("recipes"), list):
+        raise ValueError(f"{path} must be a whole comparison of `gecko compare`; it lacks recipes.")
     return record
 
 
@@ -168,7 +175,7 @@ def _state(run: RunFolder) -> str:
 
 
 def _add_found(path: Path, run: RunFolder, material: Material) -> bool:
-    """A file that nobody named: what is wrong with it is stated, and the rest is shown."""
+    """Add a file found in a run's folder. If it is invalid, the reason is recorded and the rest is shown."""
     try:
         record = read_evaluation(path)
     except ValueError as error:

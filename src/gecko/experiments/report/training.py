@@ -1,4 +1,4 @@
-"""Losses of runs by tokens and by time, and what came out at the end."""
+"""Sections on training: losses by tokens and by time, final losses, and the results of ``gecko compare``."""
 
 from __future__ import annotations
 
@@ -8,39 +8,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gecko.eval.intervals import over_rows, over_seeds
-from gecko.eval.results import readable
-from gecko.extras import require
-from gecko.pages.drawing import label_line_ends, new_figure, svg
-from gecko.report.published import published_table
-from gecko.report.reading import Material, RunFolder
-from gecko.report.sections import Picture, Section
-from gecko.report.subjects import Identity, Subject
-from gecko.report.tables import PLAIN, Cell, Table, span
+from gecko.eval.results import Interval, over_rows, over_seeds, readable
+from gecko.experiments.report.material import Material, RunFolder
+from gecko.experiments.report.models import Identity, Subject
+from gecko.experiments.report.tables import PLAIN, Cell, Picture, Section, Table, published_table, span
+from gecko.pages.plots import label_line_ends, new_figure, svg
+from gecko.runtime.extras import require
 from gecko.train.metrics import seconds_by_step
 
 _TOKENS = "tokens read"
 _SETTLED = 0.25
-"""Part of a run after which its loss decides the picture's frame."""
+"""Fraction of a run after which its loss determines the picture's frame."""
 _TRAINING_POINTS = 50
 
 
 class Point(NamedTuple):
-    """A loss on the way."""
+    """Loss at a step."""
 
     step: int
     place: float
-    """On the picture's axis."""
+    """Position on the x axis."""
     loss: float
 
 
 Line = tuple[Subject, Sequence[Sequence[Point]]]
-"""A model, and the points of each of its seeds."""
+"""A model with the points of each of its seeds."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The runs of one model, by seed."""
+    """Runs of one model by seed."""
 
     subject: Subject
     runs: Mapping[int, RunFolder]
@@ -49,7 +46,7 @@ class Trained:
 def trained(
     runs: Sequence[RunFolder], identities: Mapping[Path, Identity], subjects: Mapping[Any, Subject], material: Material
 ) -> list[Trained]:
-    """Runs by model; of two runs with the same seed the first is shown, the other left out."""
+    """Group runs by model. If two runs have the same seed, the second is left out."""
     found: dict[Any, dict[int, RunFolder]] = {}
     for run in runs:
         identity = identities[run.folder]
@@ -60,7 +57,7 @@ def trained(
 
 
 def training_sections(models: Sequence[Trained], material: Material) -> list[Section]:
-    """Pictures for each held-out text apart: losses on different texts say nothing of each other."""
+    """Return the training section, with separate pictures per held-out text, because only their losses compare."""
     if not models:
         return []
     groups: dict[str, list[Trained]] = {}
@@ -68,15 +65,15 @@ def training_sections(models: Sequence[Trained], material: Material) -> list[Sec
         data = next(iter(model.runs.values())).recipe["data"]
         groups.setdefault(str(sorted((key, str(value)) for key, value in data.items())), []).append(model)
     pictures = [picture for group in groups.values() for picture in _pictures(group, material)]
-    intro = "Thick: the mean over seeds at the steps that all have; thin: each seed." if _several_seeds(models) else ""
+    intro = "Thick lines: means over seeds at common steps; thin lines: seeds." if _several_seeds(models) else ""
     if len(groups) > 1:
-        intro += " Runs with other texts or another tokenizer are drawn apart."
+        intro += " Runs with other texts or tokenizers have their own pictures."
     tables = [_final_table(models), _models_table(models), published_table("training_loss")]
     return [Section("Training", intro.strip(), pictures, tables)]
 
 
 def held_out_points(run: RunFolder, clock: Mapping[int, float]) -> list[Point]:
-    """In nats a byte, where ``clock`` gives the places of steps."""
+    """Return held-out losses in nats per byte. ``clock`` gives the place of each step."""
     return [
         Point(record["step"], clock[record["step"]], record["nats_per_byte"]) for record in run.metrics
         if record["kind"] == "validation" and record.get("nats_per_byte") is not None and record["step"] in clock
@@ -84,9 +81,9 @@ def held_out_points(run: RunFolder, clock: Mapping[int, float]) -> list[Point]:
 
 
 def training_points(run: RunFolder, clock: Mapping[int, float]) -> list[Point]:
-    """In nats a token: means over each fiftieth of the run that was trained to its end, at its middle step.
+    """Return training losses in nats per token: means over each complete fiftieth of the run, at its middle step.
 
-    Which steps these are follows from the run's length alone, so that seeds have them in common.
+    The steps depend only on the run's length, so all seeds have the same steps.
     """
     steps = [record for record in run.metrics if record["kind"] == "train"]
     last = max((record["step"] for record in steps), default=0)
@@ -100,13 +97,13 @@ def training_points(run: RunFolder, clock: Mapping[int, float]) -> list[Point]:
 
 
 def token_clock(run: RunFolder) -> dict[int, float]:
-    """Tokens read by the end of each step."""
+    """Return the tokens read until the end of each step."""
     steps = {0, *(int(record["step"]) for record in run.metrics)}
     return {step: step * run.tokens_per_step for step in steps}
 
 
 def minute_clock(run: RunFolder) -> dict[int, float]:
-    """Minutes of training steps by the end of each, without evaluations and checkpoints."""
+    """Return the minutes in training steps until the end of each step, without evaluations and checkpoints."""
     return {step: seconds / 60 for step, seconds in seconds_by_step(run.metrics, run.tokens_per_step).items()}
 
 
@@ -115,9 +112,9 @@ def _several_seeds(models: Sequence[Trained]) -> bool:
 
 
 _AXES: Sequence[tuple[str, Callable[[RunFolder], dict[int, float]], Any, str]] = (
-    (_TOKENS, token_clock, held_out_points, "held-out loss, nats a byte"),
-    ("minutes in training steps", minute_clock, held_out_points, "held-out loss, nats a byte"),
-    (_TOKENS, token_clock, training_points, "training loss, nats a token"),
+    (_TOKENS, token_clock, held_out_points, "held-out loss, nats per byte"),
+    ("minutes in training steps", minute_clock, held_out_points, "held-out loss, nats per byte"),
+    (_TOKENS, token_clock, training_points, "training loss, nats per token"),
 )
 
 
@@ -129,12 +126,12 @@ def _pictures(models: Sequence[Trained], material: Material) -> list[Picture]:
         shown = list(_shown(measured, what, material))
         if shown:
             about = f"{what.capitalize()} by {xlabel}, on {_texts(data)}."
-            pictures.append(Picture(_curves(shown, xlabel, ylabel), f"{about} The start may leave the frame."))
+            pictures.append(Picture(_curves(shown, xlabel, ylabel), f"{about} The start may lie outside the frame."))
     return pictures
 
 
 def _shown(measured: Sequence[Line], what: str, material: Material) -> Iterator[Line]:
-    """What of each model can be drawn: the seeds that were measured, if their mean exists."""
+    """Yield each model with its measured seeds, if their mean exists."""
     for subject, seeds in measured:
         found = [seed for seed in seeds if seed]
         if len(found) < len(seeds):
@@ -177,7 +174,7 @@ def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def mean_over_seeds(seeds: Sequence[Sequence[Point]]) -> list[Point]:
-    """Place and loss averaged over seeds, at the steps that all of them have."""
+    """Return the means of place and loss over seeds, at common steps."""
     by_step = [{point.step: point for point in seed} for seed in seeds]
     return [
         Point(step, *map(statistics.fmean, _columns([seed[step] for seed in by_step])))
@@ -187,11 +184,11 @@ def mean_over_seeds(seeds: Sequence[Sequence[Point]]) -> list[Point]:
 
 
 def _final_table(models: Sequence[Trained]) -> Table:
-    columns = [("model", ""), ("seeds", ""), ("nats a byte", "of held-out text"), ("nats a token", ""), ("n", "")]
+    columns = [("model", ""), ("seeds", ""), ("nats per byte", "of held-out text"), ("nats per token", ""), ("n", "")]
     rows = [row for model in models for row in (_finished_row(model), _unfinished_row(model)) if row is not None]
     note = (
-        "Intervals, 95 %: Student's t over seeds; of one seed a bootstrap over held-out rows, which does not say how "
-        "much another seed would differ. Between tokenizers compare by byte."
+        "Intervals, 95 %: Student's t over seeds; for one seed a bootstrap over held-out rows, which does not include "
+        "the variance between seeds. Between tokenizers compare nats per byte."
     )
     return Table("Held-out loss of the finished models", columns, rows, 1, [note])
 
@@ -212,7 +209,7 @@ def _mean_cell(results: Sequence[Mapping[str, Any]], name: str) -> Cell:
         interval = over_seeds(values)
     else:
         (one,) = results
-        # Older results lack the losses of rows.
+        # Older results do not have losses by row.
         interval = over_rows(one.get("row_losses") or [], one.get("row_targets") or [], values[0] / one["loss"])
     return Cell(readable(statistics.fmean(values)), span(interval, PLAIN))
 
@@ -226,9 +223,11 @@ def _unfinished_row(model: Trained) -> list[Cell] | None:
 
 def _models_table(models: Sequence[Trained]) -> Table:
     columns = [("model", ""), ("differs in", ""), ("parameters", ""), ("steps", ""), ("tokens", ""),
-               ("learning rate", ""), ("tokens a second", "median of steps")]  # fmt: skip
+               ("learning rate", ""), ("tokens/s", "median of steps")]  # fmt: skip
     rows = [[Cell(text) for text in _model_row(model)] for model in models]
-    return Table("Models", columns, rows, 1, ["Speed is of the machines named under Reproduction, as loaded then."])
+    return Table(
+        "Models", columns, rows, 1, ["Speeds are those of the machines under Reproduction, with the load they had."]
+    )
 
 
 def _model_row(model: Trained) -> list[str]:
@@ -243,3 +242,69 @@ def _model_row(model: Trained) -> list[str]:
         f"{steps:,}" if steps else "not fixed", f"{steps * run.tokens_per_step:,}" if steps else "–",
         "–" if rate is None else f"{rate:g}", f"{statistics.median(speeds):,.0f}" if speeds else "–",
     ]  # fmt: skip
+
+
+def comparison_sections(comparisons: Sequence[tuple[Path, Mapping[str, Any]]]) -> list[Section]:
+    """Return the section on ``gecko compare``: losses, differences paired by seed, and tuning."""
+    tables = [table for folder, record in comparisons for table in (_losses(folder, record), _tuning(folder, record))]
+    if not tables:
+        return []
+    intro = "Models trained on the same texts in the same order, with the same optimizer."
+    return [Section("Comparison", intro, [], [table for table in tables if table is not None])]
+
+
+def _losses(folder: Path, record: Mapping[str, Any]) -> Table:
+    first = record["first"]
+    columns = [("model", ""), ("parameters", ""), ("seeds", ""), (record["unit"], ""), (f"minus {first}", "paired"),
+               ("n", "of each seed")]  # fmt: skip
+    methods: dict[str, None] = {}
+    rows = []
+    for one in record["recipes"]:
+        of = _interval(one["interval"], methods)
+        difference = Cell("–")
+        if one["difference"] is not None:
+            difference = Cell(f"{one['difference']:+.4f}", _signed(_interval(one["difference_interval"], methods)))
+        counts = {f"{run['held_out_tokens']:,} tokens" for run in record["runs"] if run["recipe"] == one["recipe"]}
+        rows.append([
+            Cell(one["recipe"]), Cell(f"{one['parameters']:,}"), Cell(", ".join(map(str, one["seeds"]))),
+            Cell(readable(one["nats_per_byte"]), span(of, PLAIN)), difference, Cell(" or ".join(sorted(counts))),
+        ])  # fmt: skip
+    notes = [f"Intervals: {'; '.join(methods) or 'none'}.", *record["notes"]]
+    notes += [f"Not finished: {run} ({state})." for run, state in record["unfinished"].items()]
+    return Table(f"Losses of {folder.name}, compared", columns, rows, 1, notes)
+
+
+def _tuning(folder: Path, record: Mapping[str, Any]) -> Table | None:
+    tuning = record["tuning"]
+    if tuning is None:
+        return None
+    rates, chosen = tuning["learning_rates"], tuning["chosen"]
+    trials = {(trial["recipe"], trial["learning_rate"]): trial for trial in tuning["trials"]}
+    names = list(dict.fromkeys(trial["recipe"] for trial in tuning["trials"]))
+    rows = [[Cell(name), *(_trial(trials.get((name, rate)), chosen.get(name) == rate) for rate in rates)]
+            for name in names]  # fmt: skip
+    counts = sorted({f"{trial['tokens']:,}" for trial in tuning["trials"] if trial.get("tokens")})
+    note = (
+        f"{record['unit'].capitalize()} after {tuning['steps']:,} steps, one seed, over {' or '.join(counts) or 'no'} "
+        "tokens; no intervals."
+    )
+    return Table(f"Learning rates of {folder.name}", [("model", ""), *((f"{rate:g}", "") for rate in rates)], rows, 1,
+                 [note])  # fmt: skip
+
+
+def _trial(trial: Mapping[str, Any] | None, chosen: bool) -> Cell:
+    if trial is None:
+        return Cell("")
+    value = trial["nats_per_byte"]
+    return Cell(trial["state"] if value is None else readable(value), "chosen" if chosen else "")
+
+
+def _interval(found: Mapping[str, Any] | None, methods: dict[str, None]) -> Interval | None:
+    if found is None:
+        return None
+    methods.setdefault(found["method"])
+    return Interval(**found)
+
+
+def _signed(interval: Interval | None) -> str:
+    return "no interval" if interval is None else f"{interval.low:+.4f} to {interval.high:+.4f}"

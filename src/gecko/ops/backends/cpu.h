@@ -3,7 +3,6 @@
 
 #include <math.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #ifdef __AVX512F__
@@ -41,13 +40,12 @@ static inline void store_some(float *to, vec x, int count) {
 
 static inline int64_t blocks_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
-// Room for so many numbers, aligned to whole registers; the caller frees it.
-static inline float *room_for(int64_t floats) {
-    float *room = aligned_alloc(64, blocks_of(floats, 16) * 64);
-    if (!room) {
-        fprintf(stderr, "gecko: no memory for the %lld bytes that a kernel works in.\n", (long long)floats * 4);
-        abort();
-    }
+// Room for so many numbers, aligned to whole registers; the caller frees it. Null where there is no memory, and then
+// ``refused`` is how many bytes were asked for: any thread may call this with the same ``refused``.
+static inline float *room_for(int64_t floats, int64_t *refused) {
+    int64_t bytes = floats < INT64_MAX / 8 ? (blocks_of(floats, 16) + !floats) * 64 : INT64_MAX;
+    float *room = bytes < INT64_MAX ? aligned_alloc(64, bytes) : 0;
+    if (!room) __atomic_store_n(refused, bytes, __ATOMIC_RELAXED);
     return room;
 }
 

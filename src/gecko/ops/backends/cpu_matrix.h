@@ -1,7 +1,7 @@
 // Matrix products of sizes that stay in a core's cache, with one operand in the lanes of registers, and transposing.
 #pragma once
 
-#include "native.h"
+#include "cpu.h"
 
 // Six rows of so many registers, with the operands of a step beside them, fill the registers there are: 32, or 16.
 #if defined __AVX512F__ || defined __aarch64__

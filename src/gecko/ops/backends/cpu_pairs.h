@@ -1,8 +1,8 @@
 // Operands of products in bfloat16: numbers rounded to the nearest, in pairs that lie one after the other along the sum.
-// A pair takes the place of one number, so that panels and tiles are laid out alike (``native_matrix.h``).
+// A pair takes the place of one number, so that panels and tiles are laid out alike (``cpu_matrix.h``).
 #pragma once
 
-#include "native_matrix.h"
+#include "cpu_matrix.h"
 
 #ifdef __AVX512BF16__
 

@@ -3,7 +3,7 @@
 // on.
 #pragma once
 
-#include "native_pairs.h"
+#include "cpu_pairs.h"
 
 enum {
     BLOCK = 96,   // tokens at a time
@@ -45,9 +45,11 @@ static void lay_out(float *panels, const float *b, int64_t depth, int64_t column
     }
 }
 
-// Panels of b^T, for b (columns, depth).
-static inline void lay_out_turned(float *panels, const float *b, int64_t depth, int64_t columns, int pairs) {
-    float *scratch = pairs ? room_for(columns * depth / 2) : 0;
+// Panels of b^T, for b (columns, depth), unless memory is refused.
+static inline void lay_out_turned(float *panels, const float *b, int64_t depth, int64_t columns, int pairs,
+                                  int64_t *refused) {
+    float *scratch = pairs ? room_for(columns * depth / 2, refused) : 0;
+    if (pairs && !scratch) return;
     matrix from = rows_of(b, columns, depth, pairs, scratch);
     for (int64_t at = 0, width; at < columns; at += width) {
         width = tile_width(columns - at);

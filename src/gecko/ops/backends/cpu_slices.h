@@ -1,7 +1,7 @@
 // Slices, the features of one group of one step, that the norms read LANES at a time.
 #pragma once
 
-#include "native.h"
+#include "cpu.h"
 
 // Tensors in row-major order; slices are the pieces of x in order.
 typedef struct {

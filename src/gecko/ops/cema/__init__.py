@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gecko.ops.backends.dispatch import Backend, choose_backend, kernels_of
 from gecko.ops.cema.chunked import cema_chunked, cema_step
-from gecko.ops.cema.coefficients import CEMACoefficients
-from gecko.ops.cema.items import CHUNK, MOST_MODES
-from gecko.ops.cema.reference import cema_reference
-from gecko.ops.dtypes import check_segments, check_shape, compute_dtype, full_precision
-from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
+from gecko.ops.cema.reference import CEMACoefficients, cema_reference
+from gecko.ops.cema.varlen_tiles import CHUNK, MOST_MODES
+from gecko.ops.common import check_segments, check_shape, compute_dtype, full_precision
 from gecko.segments import Segments
 
 __all__ = ["CEMACoefficients", "cema", "cema_chunked", "cema_reference", "cema_step", "empty_cema_state"]
 
 
-MOST_NATIVE_MODES = 256
-"""Of a channel, whose states the kernel in C keeps on its stack."""
+MOST_CPU_MODES = 256
+"""Most modes per channel for the C kernel, which keeps their states on its stack."""
 
 
 def cema(
@@ -50,10 +49,11 @@ def cema(
     if skip is not None:
         check_shape("skip", skip, (channels,))
     with full_precision(x):
-        if kernels_run_on(x) and length >= CHUNK and modes <= MOST_MODES and segments.handoff is None:
-            return kernels_of("cema").cema_kernels(x, coefficients, state, segments, skip)
-        if length > 1 and segments.handoff is None and _native_takes(x, coefficients, state, skip):
-            return kernels_of("cema", "native").cema_native(x, coefficients, state, segments, skip)
+        match _backend(x, coefficients, state, segments, skip):
+            case "triton":
+                return kernels_of("cema", "triton").cema_triton(x, coefficients, state, segments, skip)
+            case "cpu":
+                return kernels_of("cema", "cpu").cema_cpu(x, coefficients, state, segments, skip)
         if length > 1:
             y, state = cema_chunked(x.to(dtype), coefficients, state, segments, skip)
             return y.to(x.dtype), state
@@ -62,15 +62,21 @@ def cema(
     return (y if skip is None else torch.addcmul(y, x, skip.to(x.dtype))), state
 
 
-def _native_takes(x: Tensor, coefficients: CEMACoefficients, state: Tensor, skip: Tensor | None) -> bool:
-    numbers = (coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output)
-    modes = coefficients.input.shape[1]
-    return modes <= MOST_NATIVE_MODES and native_runs_on(x, *numbers, state, *(() if skip is None else (skip,)))
+def _backend(
+    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None
+) -> Backend:
+    """Return the backend for a call of several tokens; a call of one token is always "eager" here."""
+    length, modes, alone = x.shape[1], coefficients.input.shape[1], segments.exchange is None
+    return choose_backend(
+        x, coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output, state, skip,
+        triton=alone and length >= CHUNK and modes <= MOST_MODES,
+        cpu=alone and length > 1 and modes <= MOST_CPU_MODES,
+    )  # fmt: skip
 
 
 def _step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    if kernels_run_on(x) and not _wants_gradients(x, coefficients, state):
-        return kernels_of("cema", "triton_step").cema_step_kernel(x, coefficients, state, segments)
+    if choose_backend(x, triton=not _wants_gradients(x, coefficients, state), cpu=False) == "triton":
+        return kernels_of("cema", "triton_forward").cema_step_triton(x, coefficients, state, segments)
     return cema_step(x.to(compute_dtype(x)), coefficients, state, segments)
 
 

@@ -8,7 +8,7 @@
 //     dp = sum of x_t Re(a_t),   dq = sum of a_t conj(h_{t-1}),   dgamma = sum of dy_t conj(h_t).
 //
 // A tile falls into runs at the starts of documents; before such a run h is zero, and nothing goes back past it.
-#include "../native.h"
+#include "../backends/cpu.h"
 
 enum {
     TILE = 64,
@@ -142,13 +142,14 @@ static void block_forward(const problem *a, int64_t row, int64_t block, float *y
 }
 
 // kept: the states before every tile, (rows, blocks, tiles, padded modes, 2, LANES), or null.
-void cema_forward(const float *x, const float *p, const float *q, const float *gamma, const float *skip,
-                  const float *initial, const uint8_t *starts, float *y, float *kept, float *final, int64_t rows,
-                  int64_t length, int64_t channels, int64_t modes, int64_t threads) {
+int64_t cema_forward(const float *x, const float *p, const float *q, const float *gamma, const float *skip,
+                     const float *initial, const uint8_t *starts, float *y, float *kept, float *final, int64_t rows,
+                     int64_t length, int64_t channels, int64_t modes, int64_t threads) {
     problem a = problem_of(x, p, q, gamma, skip, initial, starts, rows, length, channels, modes);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (rows * length * channels > ALONE)
     for (int64_t row = 0; row < a.rows; row++)
         for (int64_t block = 0; block < a.blocks; block++) block_forward(&a, row, block, y, kept, final);
+    return 0;
 }
 
 typedef struct { vec p; complex_vec q, gamma; } sums;
@@ -260,14 +261,15 @@ static void block_backward(const problem *a, const float *grad_y, const float *g
 }
 
 // Gradients of coefficients are (groups, ...), to be summed. ``grad_final`` may be null.
-void cema_backward(const float *x, const float *p, const float *q, const float *gamma, const float *skip,
-                   const uint8_t *starts, float *kept, const float *grad_y, const float *grad_final, float *grad_x,
-                   float *grad_p, float *grad_q, float *grad_gamma, float *grad_skip, float *grad_initial,
-                   int64_t groups, int64_t rows, int64_t length, int64_t channels, int64_t modes, int64_t threads) {
+int64_t cema_backward(const float *x, const float *p, const float *q, const float *gamma, const float *skip,
+                      const uint8_t *starts, float *kept, const float *grad_y, const float *grad_final, float *grad_x,
+                      float *grad_p, float *grad_q, float *grad_gamma, float *grad_skip, float *grad_initial,
+                      int64_t groups, int64_t rows, int64_t length, int64_t channels, int64_t modes, int64_t threads) {
     problem a = problem_of(x, p, q, gamma, skip, 0, starts, rows, length, channels, modes);
     gradients to = {grad_x, grad_p, grad_q, grad_gamma, grad_skip, grad_initial};
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (rows * length * channels > ALONE)
     for (int64_t group = 0; group < groups; group++)
         for (int64_t block = 0; block < a.blocks; block++)
             block_backward(&a, grad_y, grad_final, kept, to, group, groups, block);
+    return 0;
 }

@@ -1,4 +1,4 @@
-"""CEMA by the C kernels: the recurrence itself, which needs no tables, no transposing and one pass over x."""
+"""C kernels of CEMA. They run the recurrence itself: no tables, no transposes and one pass over x."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.cema.coefficients import CEMACoefficients
-from gecko.ops.dtypes import check_shape
-from gecko.ops.native import call
+from gecko.ops.backends.cpu import call
+from gecko.ops.cema.reference import CEMACoefficients
+from gecko.ops.common import check_shape
 from gecko.segments import Segments
 
 _LANES, _TILE, _TOGETHER = 16, 64, 4
-"""As in native.c."""
+"""Same as in cpu.c."""
 _GROUPS = 8
-"""Of rows whose gradients of coefficients are summed by one thread: a number of its own, so that sums are the same on
-any number of threads."""
+"""Groups of rows whose coefficient gradients are summed separately. The number does not depend on that of threads, so
+neither do the sums."""
 
 
-def cema_native(
+def cema_cpu(
     x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as ``cema_chunked``, for float32 without a handoff."""
+    """Same contract as ``cema_chunked``, for float32 without context exchange."""
     skip = x.new_zeros(x.shape[-1]) if skip is None else skip
     factor = torch.view_as_real(coefficients.decay())
     check_shape("coefficients' decay", factor, (*coefficients.input.shape, 2))
     check_shape("coefficients.output", coefficients.output, (*coefficients.input.shape, 2))
     given = (x, coefficients.input, factor, coefficients.output, skip, state)
     inputs = (*(tensor.contiguous() for tensor in given), segments.start_flags)
-    return NativeCEMA.apply(*inputs) if torch.is_grad_enabled() else _forward(inputs, None)
+    return CEMACPU.apply(*inputs) if torch.is_grad_enabled() else _forward(inputs, None)
 
 
 def _forward(given: tuple[Tensor | None, ...], kept: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -41,8 +41,8 @@ def _forward(given: tuple[Tensor | None, ...], kept: Tensor | None) -> tuple[Ten
     return y, final
 
 
-class NativeCEMA(torch.autograd.Function):
-    """Takes x, p (D, N), q and γ (D, N, 2), ω, the state and where documents start, all contiguous."""
+class CEMACPU(torch.autograd.Function):
+    """CEMA of x, p (D, N), q and γ (D, N, 2), ω, the state and the document starts, all contiguous."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class NativeCEMA(torch.autograd.Function):
 
 
 def _kept(x: Tensor, p: Tensor) -> Tensor:
-    """Room for the states before every tile."""
+    """Return an empty tensor for the states before every tile."""
     batch, length, channels = x.shape
     modes = -(-p.shape[1] // _TOGETHER) * _TOGETHER
     return x.new_empty(batch, -(-channels // _LANES), -(-length // _TILE), modes, 2, _LANES)

@@ -1,12 +1,70 @@
-"""CEMA step by step, as the equation reads."""
+"""Coefficients of CEMA from its parameters, and the step-by-step reference of its equation."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from gecko.ops.cema.coefficients import CEMACoefficients
+from gecko.ops.common import compute_dtype
 from gecko.segments import Segments
+
+
+@dataclass(frozen=True)
+class CEMACoefficients:
+    """One complex filter of N modes per channel; float32 or wider.
+
+    input: p = σ(α), shape (D, N).
+    log_damping: log |q| = log(1 − σ(α) σ(δ)), shape (D, N).
+    angle: arg q, shape (D, N), radians.
+    output: γ as (real, imaginary) pairs, shape (D, N, 2).
+    """
+
+    input: Tensor
+    log_damping: Tensor
+    angle: Tensor
+    output: Tensor
+
+    @classmethod
+    def from_parameters(cls, alpha: Tensor, delta: Tensor, theta: Tensor, gamma: Tensor) -> CEMACoefficients:
+        """P = σ(α), |q| = 1 − σ(α) σ(δ), arg q = k · (2π/N) · σ(θ) for k = 1..N.
+
+        Args:
+            alpha, delta: (D, N); theta: (D,); gamma: (D, N, 2). Any float dtype; the filters of long memory, with
+                q close to 1, want parameters in float32.
+        """
+        alpha, delta, theta, gamma = (x.to(compute_dtype(x)) for x in (alpha, delta, theta, gamma))
+        modes = torch.arange(1, alpha.shape[1] + 1, device=alpha.device, dtype=alpha.dtype)
+        p = alpha.sigmoid()
+        angle = (2 * math.pi / alpha.shape[1]) * theta.sigmoid().unsqueeze(1) * modes
+        return cls(p, torch.log1p(-p * delta.sigmoid()), angle, gamma)
+
+    def decay(self, steps: int | Tensor = 1) -> Tensor:
+        """q^steps, complex; ``steps`` broadcasts against (D, N)."""
+        return torch.polar(torch.exp(self.log_damping * steps), self.angle * steps)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """q, complex (D, N): what one step leaves of the state."""
+        return self.decay()
+
+    @cached_property
+    def readout(self) -> Tensor:
+        """(D, 2N) whose product with (real, imaginary) neighbours is Re Σ γ h."""
+        return torch.view_as_real(torch.view_as_complex(self.output).conj().resolve_conj()).flatten(1)
+
+    def powers(self, count: int) -> Tensor:
+        """q^0 … q^(count − 1) as (D, N, count), by doubling: rounding grows with log(count), where the
+        exponential of count · arg q would lose as many digits as the product has before the point."""
+        q = self.factor
+        table, square = torch.ones_like(q).unsqueeze(-1), q.unsqueeze(-1)
+        while table.shape[-1] < count:
+            table = torch.cat([table, table * square], dim=-1)
+            square = square * square
+        return table[..., :count]
 
 
 def cema_reference(

@@ -1,12 +1,12 @@
-"""CEMA on a GPU: the filter, its gradients, and what surrounds the kernels.
+"""Triton backend of CEMA: launches of the filter and of its gradients, and the custom operator.
 
-A program takes a few channels of one row and walks through its items (``gecko.ops.cema.items``), sixteen at a time. For
+A program takes a few channels of one row and walks through its items (``varlen_tiles.py``), sixteen at a time. For
 each channel these are rows of matrix products with the tables of a chunk of C = 16 steps, which stay in registers:
 first what each item adds to the state, by x G; then the states that enter the items, by one scan of sixteen; then, with
 x read again from the cache, y = x T + h W and h ← q^C h + x G. The gradient of x is the same filter run backwards in
 time with γ and p exchanged. A skip connection ω x is a part of k[0], so that it takes no pass of its own. Gradients of
-the coefficients come from one more pass forwards with ∂h / ∂ log q (``triton_gradients``). Nothing is kept for backward
-but x, the state before the call and that after it.
+the coefficients come from one more pass forwards with ∂h / ∂ log q (``triton_backward.py``). Nothing is kept for
+backward but x, the state before the call and that after it.
 
 **Counts** for B = 1, T = 32,768, D = 4,096, N = 16, bfloat16 (x is 268 MB), multiply-adds in matrix products and
 instructions of a thread per token and channel, the latter from the code compiled for sm_90:
@@ -22,8 +22,9 @@ the limit, above all those of the coefficients' gradients. No time was measured.
 of at most 256 tokens, 8 or 16 channels: at most 128 KiB) is from the L2 cache, and so is that of the second block of
 8 modes. One row gives D / 16 programs: fewer than 132 · 16 channels in all rows leave a part of such a card idle.
 
-Matrix products are tf32 for 16-bit x: tf32 holds x exactly, and tables and states are rounded to 11 bits, so that a
-number is off by less than the rounding of the tensor's largest one to 16 bits. Of float32 they are three tf32 products.
+Matrix products are tf32 for 16-bit x: tf32 holds x exactly, and tables and states are rounded to 11 bits by one
+instruction each (tensor cores would drop the bits below): tables once, states once a chunk. So a number is off by less
+than the rounding of the tensor's largest one to 16 bits. Of float32 they are three tf32 products.
 """
 
 from __future__ import annotations
@@ -34,28 +35,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op
 from gecko.ops.cema.chunked import cema_chunked
-from gecko.ops.cema.coefficients import CEMACoefficients
-from gecko.ops.cema.items import CHUNK, ITEMS, MOST_MODES, ItemPlan
-from gecko.ops.cema.triton_filter import filter_kernel
-from gecko.ops.cema.triton_gradients import gradients_kernel
-from gecko.ops.cema.triton_tables import coefficient_gradients_kernel, response_kernel
-from gecko.ops.custom_op import custom_op
-from gecko.ops.kernels import Launch, blocks
+from gecko.ops.cema.reference import CEMACoefficients
+from gecko.ops.cema.triton_backward import coefficient_gradients_kernel, gradients_kernel, response_kernel
+from gecko.ops.cema.triton_forward import filter_kernel
+from gecko.ops.cema.varlen_tiles import CHUNK, ITEMS, MOST_MODES, VarlenTilePlan
 from gecko.segments import Segments
 
 _CHANNELS = 16
-"""That a program over coefficients takes."""
+"""Channels of one program over coefficients."""
 
 
-def cema_kernels(
+def cema_triton(
     x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Same contract as ``cema`` for at least ``CHUNK`` tokens.
 
     The T mod unit tokens at the start, if there are any, take the chunked form.
     """
-    plan = ItemPlan.of(segments)
+    plan = VarlenTilePlan.of(segments)
     head = x[:, : plan.head]
     if plan.head_segments is not None:
         y_head, state = cema_chunked(head.float(), coefficients, state, plan.head_segments)

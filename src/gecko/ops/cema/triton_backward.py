@@ -1,10 +1,12 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The kernel of the gradients of CEMA's coefficients: one pass forwards in time, with the states' derivatives.
+"""Triton kernels for the gradients of CEMA's coefficients: one pass forwards in time, with the derivatives of states.
 
 With h̃ = ∂h / ∂ log q, that is h̃ ← q (h̃ + h) beside h ← q h + p x, the sums over all steps
     a = Σ_t g_t h_t    and    b = Σ_t g_t h̃_t,    g the gradient of the outputs,
 give those by γ (the conjugate of a) and by log q (that of γ b). Of a chunk's own inputs only the correlations
 c[s, t] = Σ x_s g_t are kept: a and b follow from them by powers of q, outside.
+
+The coefficient tensors are small, so launch overhead dominates the work before and after this pass. One kernel makes
+the tables from the coefficients and one their gradients from the sums.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gecko.ops.cema.triton_tiles import (
+from gecko.ops.cema.triton_forward import (
     add_product,
     complex_product,
     into_state,
@@ -23,8 +25,11 @@ from gecko.ops.cema.triton_tiles import (
     places,
     power,
     power_for_items,
+    rounded,
     store_pair,
 )
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
 @triton.jit
@@ -51,7 +56,7 @@ def _advance(h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, q_real, q_imag
     """h and h̃ after one more chunk of inputs (channels, items, chunk)."""
     d_real, d_imag = complex_product(d_real + chunk * h_real, d_imag + chunk * h_imag, q_real, q_imag)
     h_real, h_imag = complex_product(h_real, h_imag, q_real, q_imag)
-    b_late = b_x * (chunk - 1 - tl.arange(0, chunk)).to(tl.float32)[None, None, :]
+    b_late = rounded(b_x * (chunk - 1 - tl.arange(0, chunk)).to(tl.float32)[None, None, :], precision)
     h_real = tl.dot(b_x, g_real, h_real, input_precision=precision)
     h_imag = tl.dot(b_x, g_imag, h_imag, input_precision=precision)
     d_real = tl.dot(b_late, g_real, d_real, input_precision=precision)
@@ -111,7 +116,7 @@ def _add_chunk(
     v_imag = tl.dot(b_g, w_imag, input_precision=precision)
     sum_real, sum_imag = add_product(sum_real, sum_imag, v_real, v_imag, h_real, h_imag)
     der_real, der_imag = add_product(der_real, der_imag, v_real, v_imag, d_real, d_imag)
-    b_late = b_g * (tl.arange(0, chunk) + 1).to(tl.float32)[None, None, :]
+    b_late = rounded(b_g * (tl.arange(0, chunk) + 1).to(tl.float32)[None, None, :], precision)
     v_real = tl.dot(b_late, w_real, input_precision=precision)
     v_imag = tl.dot(b_late, w_imag, input_precision=precision)
     der_real, der_imag = add_product(der_real, der_imag, v_real, v_imag, h_real, h_imag)
@@ -139,8 +144,9 @@ def gradients_kernel(
     q_real, q_imag = load_pair(p_decay, i_mode, m_mode)
     in_real, in_imag = load_pair(p_in, i_mode, m_mode)
     i_t = tl.arange(0, chunk)
-    g_real, g_imag = into_state(in_real, in_imag, q_real, q_imag, chunk - 1 - i_t)
+    g_real, g_imag = into_state(in_real, in_imag, q_real, q_imag, chunk - 1 - i_t, precision)
     w_real, w_imag = power(q_real[:, None, :], q_imag[:, None, :], (i_t + 1)[None, :, None], 5)
+    w_real, w_imag = rounded(w_real, precision), rounded(w_imag, precision)
     step_real, step_imag = power_for_items(q_real, q_imag, chunk, 5)
     unit_real, unit_imag = power_for_items(q_real, q_imag, unit, 9)
 
@@ -188,3 +194,95 @@ def gradients_kernel(
     i_s = (row * channels + i_d)[:, None, None] * (chunk * chunk) + i_t[None, :, None] * chunk + i_t[None, None, :]
     own = (i_d < channels) & (tl.program_id(1) % mode_blocks == 0)
     tl.store(p_correlation + i_s, correlation, mask=own[:, None, None])
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+
+@triton.jit
+def _modes_of(channels, modes, b_d: tl.constexpr, b_n: tl.constexpr):
+    """Channels of this program and which there are; offsets (channels, modes) and which of these there are."""
+    i_d = tl.program_id(0) * b_d + tl.arange(0, b_d)
+    i_n = tl.arange(0, b_n)
+    m_d = i_d < channels
+    return i_d, m_d, i_d[:, None] * modes + i_n[None, :], m_d[:, None] & (i_n < modes)[None, :]
+
+
+@triton.jit
+def response_kernel(
+    p_in, p_out, p_decay, p_skip, p_response, p_pair, channels, modes, chunk: tl.constexpr, b_d: tl.constexpr,
+    b_n: tl.constexpr,
+):  # fmt: skip
+    """k[j] = Re Σ γ p q^j + (ω where j = 0) for lags j of one chunk, (channels, chunk); and p as complex numbers."""
+    i_d, m_d, i_k, m_k = _modes_of(channels, modes, b_d, b_n)
+    b_p = tl.load(p_in + i_k, mask=m_k, other=0.0)
+    store_pair(p_pair, i_k, b_p, tl.zeros_like(b_p), m_k)
+    gamma_real, gamma_imag = load_pair(p_out, i_k, m_k)
+    q_real, q_imag = load_pair(p_decay, i_k, m_k)
+    b_skip = tl.load(p_skip + i_d, mask=m_d, other=0.0)
+    for lag in range(0, chunk):
+        real, imag = power(q_real, q_imag, tl.zeros((1, 1), tl.int32) + lag, 5)
+        b_k = tl.sum(b_p * (gamma_real * real - gamma_imag * imag), 1)
+        if lag == 0:
+            b_k += b_skip
+        tl.store(p_response + i_d * chunk + lag, b_k, mask=m_d)
+
+
+@triton.jit
+def _sums_of_rows(
+    p_sums, p_derivatives, p_last, p_after, p_grad_after, p_before, p_grad_before, batch, size, i_k, m_k, zero
+):
+    """Over rows: Σ g h and Σ g ∂h/∂log q of whole chunks, conj(∂h/∂log q) · dh after the last step, and what the state
+    after the last step has to do with its gradient less what that before the first has."""
+    sum_real, sum_imag, by_real, by_imag, end_real, end_imag, linear = zero, zero, zero, zero, zero, zero, zero
+    i_at = i_k.to(tl.int64)
+    for _ in range(0, batch):
+        real, imag = load_pair(p_sums, i_at, m_k)
+        sum_real, sum_imag = sum_real + real, sum_imag + imag
+        real, imag = load_pair(p_derivatives, i_at, m_k)
+        by_real, by_imag = by_real + real, by_imag + imag
+        given_real, given_imag = load_pair(p_grad_after, i_at, m_k)
+        real, imag = load_pair(p_last, i_at, m_k)
+        end_real, end_imag = add_product(end_real, end_imag, real, -imag, given_real, given_imag)
+        real, imag = load_pair(p_after, i_at, m_k)
+        linear += given_real * real + given_imag * imag
+        given_real, given_imag = load_pair(p_grad_before, i_at, m_k)
+        real, imag = load_pair(p_before, i_at, m_k)
+        linear -= given_real * real + given_imag * imag
+        i_at += size
+    return sum_real, sum_imag, by_real, by_imag, end_real, end_imag, linear
+
+
+@triton.jit(do_not_specialize=["batch"])
+def coefficient_gradients_kernel(
+    p_in, p_out, p_decay, p_correlation, p_sums, p_derivatives, p_last, p_after, p_grad_after, p_before, p_grad_before,
+    p_grad_in, p_grad_log, p_grad_angle, p_grad_out, p_grad_skip, batch, channels, modes, chunk: tl.constexpr,
+    b_d: tl.constexpr, b_n: tl.constexpr,
+):  # fmt: skip
+    """From sums over time, (rows, channels, modes), and the correlation of inputs with gradients within chunks,
+    (channels, chunk, chunk): Σ g y, and the same for the last state, is linear in p and in the state before, so what is
+    not by that is by p."""
+    i_d, m_d, i_k, m_k = _modes_of(channels, modes, b_d, b_n)
+    b_p = tl.load(p_in + i_k, mask=m_k, other=1.0)
+    q_real, q_imag = load_pair(p_decay, i_k, m_k)
+    sum_real, sum_imag, by_real, by_imag, end_real, end_imag, linear = _sums_of_rows(
+        p_sums, p_derivatives, p_last, p_after, p_grad_after, p_before, p_grad_before, batch, channels * modes, i_k,
+        m_k, tl.zeros((b_d, b_n), tl.float32),
+    )  # fmt: skip
+    i_s = tl.arange(0, chunk)
+    for lag in range(0, chunk):
+        i_pair = i_d[:, None] * (chunk * chunk) + (i_s * (chunk + 1) + lag)[None, :]
+        m_pair = m_d[:, None] & (i_s + lag < chunk)[None, :]
+        b_lag = tl.sum(tl.load(p_correlation + i_pair, mask=m_pair, other=0.0), 1)
+        if lag == 0:
+            tl.store(p_grad_skip + i_d, b_lag, mask=m_d)
+        real, imag = power(q_real, q_imag, tl.zeros((1, 1), tl.int32) + lag, 5)
+        real, imag = b_p * real * b_lag[:, None], b_p * imag * b_lag[:, None]
+        sum_real, sum_imag = sum_real + real, sum_imag + imag
+        by_real, by_imag = by_real + lag * real, by_imag + lag * imag
+    gamma_real, gamma_imag = load_pair(p_out, i_k, m_k)
+    by_real, by_imag = complex_product(gamma_real, gamma_imag, by_real, by_imag)
+    tl.store(p_grad_log + i_k, by_real + end_real, mask=m_k)
+    tl.store(p_grad_angle + i_k, end_imag - by_imag, mask=m_k)
+    tl.store(p_grad_in + i_k, (linear + gamma_real * sum_real - gamma_imag * sum_imag) / b_p, mask=m_k)
+    store_pair(p_grad_out, i_k, sum_real, -sum_imag, m_k)

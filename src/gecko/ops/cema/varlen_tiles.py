@@ -31,7 +31,7 @@ FRESH, CONTINUES, PASSES = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Items:
+class VarlenTiles:
     """Items of all rows in the order in which a kernel takes them, each row's filled up in front to whole tiles."""
 
     first: Tensor
@@ -50,7 +50,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class ItemPlan:
+class VarlenTilePlan:
     """A call of T tokens a row as a head of T mod unit tokens, which is left to the chunked form, and items."""
 
     head: int
@@ -58,16 +58,16 @@ class ItemPlan:
     unit: int
     continues: Tensor
     """(rows,) bool: the state before the items enters the first of them."""
-    forwards: Items
-    backwards: Items
+    forwards: VarlenTiles
+    backwards: VarlenTiles
 
     @classmethod
-    def of(cls, segments: Segments) -> ItemPlan:
+    def of(cls, segments: Segments) -> VarlenTilePlan:
         """The plan of a call of at least ``CHUNK`` tokens, made once for all layers."""
         return segments.shared("cema items", lambda: cls.build(segments))
 
     @classmethod
-    def build(cls, segments: Segments) -> ItemPlan:
+    def build(cls, segments: Segments) -> VarlenTilePlan:
         unit = unit_of(segments.length)
         head = segments.length % unit
         length = segments.length - head
@@ -115,7 +115,7 @@ def _reversed(row: np.ndarray) -> np.ndarray:
     return np.stack([first, begin, end, handed])
 
 
-def _items(rows: list[np.ndarray], device: torch.device) -> Items:
+def _items(rows: list[np.ndarray], device: torch.device) -> VarlenTiles:
     filled = []
     for row in rows:
         nothing = np.zeros((4, -row.shape[1] % ITEMS), dtype=row.dtype)
@@ -127,6 +127,6 @@ def _items(rows: list[np.ndarray], device: torch.device) -> Items:
     def on_device(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(dtype).to(device)
 
-    return Items(
+    return VarlenTiles(
         on_device(first, torch.int64), *(on_device(x, torch.int32) for x in (begin, end, kind, tiles)),
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Attention over the current and the previous chunk (SCA, paper Eq. 8) and its relatives."""
+"""Attention over the current and the previous chunk (SCA, paper Eq. 8) and its variants, with its context exchange.
+
+With the context split over ranks, the first queries of a rank may see the last chunk of the previous rank.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,20 @@ import torch
 from torch import Tensor
 
 from gecko.config import Attention
-from gecko.ops.chunk_attention.chunked import attend_chunks
-from gecko.ops.chunk_attention.decode import attend_token
-from gecko.ops.chunk_attention.pattern import Pattern
+from gecko.ops.backends.dispatch import choose_backend, kernels_of, products_are_rounded
+from gecko.ops.chunk_attention.chunked import chunk_attention_chunked, chunk_attention_step
 from gecko.ops.chunk_attention.reference import chunk_attention_reference
-from gecko.ops.dtypes import check_segments, check_shape, compute_dtype, full_precision
-from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on, products_are_rounded
-from gecko.ops.phases import common_phase, run_by_phase
-from gecko.records import TensorRecord
-from gecko.segments import Segments
+from gecko.ops.chunk_attention.ring import Pattern
+from gecko.ops.common import (
+    check_segments,
+    check_shape,
+    common_chunk_offset,
+    compute_dtype,
+    full_precision,
+    run_by_chunk_offset,
+)
+from gecko.runtime.records import TensorRecord
+from gecko.segments import PendingTensor, Segments
 
 __all__ = ["AttentionState", "Pattern", "chunk_attention", "chunk_attention_reference"]
 
@@ -85,17 +93,17 @@ def chunk_attention(
     check_segments(segments, batch, length)
     rounded = products_are_rounded()
     with full_precision(q):
-        if length > 1 and kernels_run_on(v):
-            from gecko.ops.chunk_attention.triton import attend_on_kernels
+        if choose_backend(v, triton=length > 1, cpu=False) == "triton":
+            from gecko.ops.chunk_attention.triton import chunk_attention_triton
 
-            return attend_on_kernels((q, k, v), pattern, state, segments)
+            return chunk_attention_triton((q, k, v), pattern, state, segments)
         dtype = compute_dtype(q)
         inputs = (q.to(dtype), k.to(dtype), v)
         if length == 1:
-            return attend_token(inputs, pattern, state, segments)
+            return chunk_attention_step(inputs, pattern, state, segments)
         form = partial(_attend, pattern, rounded)
-        if common_phase(segments, 2 * chunk_size) is None:
-            return run_by_phase(form, inputs, state, segments, 2 * chunk_size)
+        if common_chunk_offset(segments, 2 * chunk_size) is None:
+            return run_by_chunk_offset(form, inputs, state, segments, 2 * chunk_size)
         return form(inputs, state, segments)
 
 
@@ -103,9 +111,39 @@ def _attend(
     pattern: Pattern, rounded: bool, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
 ) -> tuple[Tensor, AttentionState]:
     """Rows that agree on their phase; products with values ``rounded`` where kernels in C take them."""
-    if native_runs_on(*inputs, state.keys, state.values):
-        native = kernels_of("chunk_attention", "native")
-        start = common_phase(segments, 2 * pattern.chunk_size)
-        if native.takes(inputs, pattern, start):
-            return native.attend_native(pattern, inputs, state, segments, start, rounded)
-    return attend_chunks(pattern, inputs, state, segments)
+    if choose_backend(*inputs, state.keys, state.values, triton=False) == "cpu":
+        cpu = kernels_of("chunk_attention", "cpu")
+        start = common_chunk_offset(segments, 2 * pattern.chunk_size)
+        if cpu.takes(inputs, pattern, start):
+            return cpu.chunk_attention_cpu(pattern, inputs, state, segments, start, rounded)
+    return chunk_attention_chunked(pattern, inputs, state, segments)
+
+
+def give_last_chunk(x: Tensor, pattern: Pattern, segments: Segments) -> PendingTensor | None:
+    """Send the last chunk of x (B, H, T, d) to the next rank; None where no rank needs it.
+
+    Where windows do not look back, only the state does, and only that of a rank of one chunk: it keeps two.
+    """
+    needed = pattern.lookback > 0 or segments.length == pattern.chunk_size
+    if segments.exchange is None or not needed:
+        return None
+    return segments.exchange.previous(x[:, :, -pattern.chunk_size :])
+
+
+def state_before(
+    state: AttentionState | None, keys: PendingTensor, values: PendingTensor, pattern: Pattern, segments: Segments
+) -> AttentionState:
+    """The state before this rank's first token, from the chunk that arrives; keys are not rotated yet."""
+    key, value = keys.wait(), values.wait()
+    key = pattern.rotate(key.to(compute_dtype(key)), torch.arange(pattern.chunk_size))
+    half = (segments.clock.position // pattern.chunk_size + 1).to(value.device) % 2
+    arrived = AttentionState(_ring(key, half), _ring(value, half))
+    if state is None:
+        return arrived
+    return AttentionState(state.keys + arrived.keys, state.values + arrived.values)
+
+
+def _ring(chunk: Tensor, half: Tensor) -> Tensor:
+    """(B, H, 2c, d): each row's chunk in its half of the ring, zero in the other."""
+    first = (half == 0).view(-1, 1, 1, 1)
+    return torch.cat([chunk * first, chunk * ~first], dim=2)

@@ -1,11 +1,12 @@
-"""Chunk attention over whole chunks, rows in step.
+"""Eager forms of chunk attention: over whole chunks for rows with the same chunk offset, and for one token per row.
 
-Scores and softmax of one head at a time in a scratch that is reused, then one product with the values.
-The weights are computed again in backward: keeping them would cost T · 2c · H numbers a layer.
+Over whole chunks, scores and softmax of one head at a time are in a reused scratch buffer, followed by one product with
+the values. The backward pass computes the weights again: keeping them would cost T · 2c · H numbers per layer.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.chunk_attention.pattern import Pattern
-from gecko.ops.chunk_attention.ring import in_order, ring_after
-from gecko.ops.phases import common_phase, padded
-from gecko.ops.rotary import rotate
+from gecko.ops.chunk_attention.ring import Pattern, in_order, ring_after
+from gecko.ops.common import common_chunk_offset, padded
+from gecko.ops.rotary import rotary_phases, rotate
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
     from gecko.ops.chunk_attention import AttentionState
 
 
-def attend_chunks(
+def chunk_attention_chunked(
     pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
 ) -> tuple[Tensor, AttentionState]:
     """``chunk_attention`` for rows that agree on position mod 2c.
@@ -32,7 +32,7 @@ def attend_chunks(
     """
     q, k, v = inputs
     chunk, length = pattern.chunk_size, q.shape[2]
-    ring_start = common_phase(segments, 2 * chunk)
+    ring_start = common_chunk_offset(segments, 2 * chunk)
     assert ring_start is not None, "rows must agree on their phase"
     phase = ring_start % chunk
     chunks = -(-(phase + length) // chunk)
@@ -174,3 +174,65 @@ def _value_grad(weights: Tensor, grad_out: Tensor, grad_v: Tensor, first: int) -
     for part in range(lookback):
         seen = weights[:, :, part * chunk : (part + 1) * chunk]
         grad_v[first + part : first + part + count].baddbmm_(seen.mT, grad_out)
+
+
+if TYPE_CHECKING:
+    from gecko.ops.chunk_attention import AttentionState
+
+
+def chunk_attention_step(
+    inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, state: AttentionState, segments: Segments
+) -> tuple[Tensor, AttentionState]:
+    """Write the token into the ring, then one query against the ring's two halves.
+
+    The half that holds the query's own chunk sees it turned by its place, the other one turned by c more.
+    """
+    q, k, v = inputs
+    token = segments.shared(("token", pattern, q.dtype, q.shape[-1]), lambda: _Token.of(pattern, segments, q))
+    write = Tensor.scatter_ if segments.overwrites else Tensor.scatter
+    keys = write(state.keys.to(q.dtype), 2, token.slot.expand_as(k), rotate(k, token.key_phases, pattern.rope_heads))
+    values = write(state.values.to(v.dtype), 2, token.slot.expand_as(v), v)
+    turned = rotate(q.expand(-1, -1, 2, -1), token.query_phases, pattern.rope_heads)
+    # One row times a matrix: on CPUs, a matrix times one column takes several times as long.
+    scores = (turned.unsqueeze(-2) @ keys.unflatten(2, (2, -1)).mT).flatten(2)
+    weights = (scores + token.bias).softmax(-1)
+    return weights.to(v.dtype).unsqueeze(2) @ values, type(state)(keys, values)
+
+
+@dataclass(frozen=True)
+class _Token:
+    """What the token's place in the stream comes to, for each row; the same in all layers."""
+
+    slot: Tensor
+    """(B, 1, 1, 1): where the ring takes the token."""
+    key_phases: Tensor
+    """(B, 1, 1, d / 2)"""
+    query_phases: Tensor
+    """(B, 1, 2, d / 2), by half of the ring."""
+    bias: Tensor
+    """(B, 1, 2c): 0 for the ring's slots whose tokens the query sees, else −∞."""
+
+    @classmethod
+    def of(cls, pattern: Pattern, segments: Segments, q: Tensor) -> _Token:
+        chunk, position = pattern.chunk_size, segments.clock.position.unsqueeze(1)
+        place, own_half = position % chunk, position // chunk % 2
+        turns = place + chunk * (torch.arange(2) != own_half)
+        key_phases, query_phases = (
+            rotary_phases(positions, q.shape[-1], pattern.rope_base, q.dtype, q.device)[:, None]
+            for positions in (place, turns)
+        )
+        slot = (position % (2 * chunk)).to(q.device).view(-1, 1, 1, 1)
+        unseen = ~_visible(pattern, segments)
+        bias = torch.zeros(unseen.shape, dtype=q.dtype).masked_fill_(unseen, -torch.inf)
+        return cls(slot, key_phases, query_phases, bias.to(q.device).unsqueeze(1))
+
+
+def _visible(pattern: Pattern, segments: Segments) -> Tensor:
+    """(B, 2c) bool on the CPU: the ring slots whose tokens the query sees."""
+    chunk, position = pattern.chunk_size, segments.clock.position.unsqueeze(1)
+    held = position - (position - torch.arange(2 * chunk)) % (2 * chunk)
+    if pattern.attention == "sliding_window":
+        first = position - chunk + 1
+    else:
+        first = (position // chunk - pattern.lookback) * chunk
+    return held >= torch.maximum(first, segments.document_starts)

@@ -8,7 +8,7 @@
 //
 // With ``pairs`` the operands of products with V and dO are rounded to bfloat16; scores are float32.
 
-#include "../native_pairs.h"
+#include "../backends/cpu_pairs.h"
 
 enum { QUERIES = 32, GROUPS = QUERIES / LANES };
 
@@ -38,12 +38,14 @@ typedef struct {
 
 typedef struct { const float *before, *own; } halves;
 
-static scratch scratch_of(const problem *a, int with_gradients) {
+// Without memory, ``keys`` is null.
+static scratch scratch_of(const problem *a, int with_gradients, int64_t *refused) {
     int64_t keys = 2 * a->chunk * a->key, queries = QUERIES * a->key, weights = 2 * a->chunk * QUERIES;
     int64_t values = a->chunk * a->value, given = QUERIES * a->value, total = keys + 2 * queries + weights;
     if (with_gradients) total += keys + queries + given + weights;
     if (a->pairs) total += values + weights / 2 + given / 2;
-    float *at = room_for(total);
+    float *at = room_for(total, refused);
+    if (!at) return (scratch){0};
     scratch s = {at, at + keys, at + keys + queries, at + keys + 2 * queries, 0, 0, 0, 0, 0, 0, 0};
     s.values = s.weights + weights;
     if (with_gradients) {
@@ -202,16 +204,18 @@ static problem problem_of(const float *q, const float *k, const float *v, const 
 }
 
 // lse (lists, length) may be null.
-void chunk_attention_forward(const float *q, const float *k, const float *v, const float *k_before,
-                             const float *v_before, const float *turns, const int32_t *first, float *out, float *lse,
-                             int64_t lists, int64_t heads, int64_t turned_heads, int64_t length, int64_t chunk,
-                             int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
+int64_t chunk_attention_forward(const float *q, const float *k, const float *v, const float *k_before,
+                                const float *v_before, const float *turns, const int32_t *first, float *out, float *lse,
+                                int64_t lists, int64_t heads, int64_t turned_heads, int64_t length, int64_t chunk,
+                                int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
     problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length, chunk, key,
                            value, span, pairs);
+    int64_t refused = 0;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
         for (int64_t range = 0; range < a.ranges; range++) {
-            scratch s = scratch_of(&a, 0);
+            scratch s = scratch_of(&a, 0, &refused);
+            if (!s.keys) continue;
             first_keys(s.keys, &a, list, range * span);
             for (int64_t u = range * span; u < least(a.chunks, (range + 1) * span); u++) {
                 next_keys(s.keys, &a, list, u);
@@ -223,6 +227,7 @@ void chunk_attention_forward(const float *q, const float *k, const float *v, con
             }
             free(s.keys);
         }
+    return refused;
 }
 
 // Weights again, from the scores and the log of their sums, and divided by what they sum to: of large scores the log is
@@ -332,8 +337,9 @@ static void keys_backward(scratch *s, const problem *a, int64_t list, int64_t ch
 typedef struct { float *q, *k, *v, *k_before, *v_before; } gradients;
 
 static void range_backward(const problem *a, const float *lse, const float *grad, gradients to, int64_t list,
-                           int64_t range) {
-    scratch s = scratch_of(a, 1);
+                           int64_t range, int64_t *refused) {
+    scratch s = scratch_of(a, 1, refused);
+    if (!s.keys) return;
     int64_t begin = range * a->span, border = (list * a->ranges + range) * a->chunk;
     // What the first chunk gives to the chunk before the range is added to it at the end.
     grad_halves k = {to.k_before + border * a->key, 0}, v = {to.v_before + border * a->value, 0};
@@ -362,17 +368,18 @@ static void add_to(float *to, const float *from, int64_t count) {
 }
 
 // grad_k_before, grad_v_before: (lists, ranges, chunk, .); those of range 0 are what the chunk before the call gets.
-void chunk_attention_backward(const float *q, const float *k, const float *v, const float *k_before,
-                              const float *v_before, const float *turns, const int32_t *first, const float *lse,
-                              const float *grad, float *grad_q, float *grad_k, float *grad_v, float *grad_k_before,
-                              float *grad_v_before, int64_t lists, int64_t heads, int64_t turned_heads, int64_t length,
-                              int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
+int64_t chunk_attention_backward(const float *q, const float *k, const float *v, const float *k_before,
+                                 const float *v_before, const float *turns, const int32_t *first, const float *lse,
+                                 const float *grad, float *grad_q, float *grad_k, float *grad_v, float *grad_k_before,
+                                 float *grad_v_before, int64_t lists, int64_t heads, int64_t turned_heads, int64_t length,
+                                 int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
     problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length, chunk, key,
                            value, span, pairs);
     gradients to = {grad_q, grad_k, grad_v, grad_k_before, grad_v_before};
+    int64_t refused = 0;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
-        for (int64_t range = 0; range < a.ranges; range++) range_backward(&a, lse, grad, to, list, range);
+        for (int64_t range = 0; range < a.ranges; range++) range_backward(&a, lse, grad, to, list, range, &refused);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
         for (int64_t range = 1; range < a.ranges; range++) {
@@ -380,4 +387,5 @@ void chunk_attention_backward(const float *q, const float *k, const float *v, co
             add_to(grad_k + at * key, grad_k_before + border * key, chunk * key);
             add_to(grad_v + at * value, grad_v_before + border * value, chunk * value);
         }
+    return refused;
 }

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.chunk_attention.pattern import Pattern
-from gecko.ops.chunk_attention.ring import in_order, ring_after
-from gecko.ops.kernels import NATIVE_WIDTH
-from gecko.ops.native import call
+from gecko.ops.backends.cpu import call
+from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH
+from gecko.ops.chunk_attention.ring import Pattern, in_order, ring_after
 from gecko.ops.rotary import rotate
 from gecko.segments import Segments
 
@@ -25,16 +24,15 @@ _SPAN = 512
 def takes(inputs: tuple[Tensor, ...], pattern: Pattern, ring_start: int | None) -> bool:
     """Whether the kernels know calls of these sizes that begin at this slot: where a chunk does."""
     q, _, v = inputs
-    sizes = q.shape[-1] % NATIVE_WIDTH == 0 and v.shape[-1] % NATIVE_WIDTH == 0
+    sizes = q.shape[-1] % CPU_KERNEL_WIDTH == 0 and v.shape[-1] % CPU_KERNEL_WIDTH == 0
     return sizes and ring_start is not None and ring_start % pattern.chunk_size == 0
 
 
-def attend_native(
+def chunk_attention_cpu(
     pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments, ring_start: int,
     rounded: bool,
 ) -> tuple[Tensor, AttentionState]:  # fmt: skip
-    """``attend_chunks`` for calls that ``takes`` says yes to; products with values are ``rounded`` to bfloat16, or
-    float32."""
+    """``chunk_attention_chunked`` for calls that ``takes`` accepts; ``rounded``: bfloat16 products with values."""
     q, k, v = inputs
     size, length = 2 * pattern.chunk_size, q.shape[2]
     keys, values = (in_order(x, ring_start, size) for x in (state.keys, state.values))
@@ -42,8 +40,8 @@ def attend_native(
     turns = segments.shared(("turns", pattern, q.shape[-1]), lambda: _turns(pattern, q))
     first = segments.shared(("first", pattern), lambda: _first(pattern, segments))
     given = (*(x.contiguous() for x in (q, k, v, *before)), turns, first)
-    rounded = rounded and pattern.chunk_size % 2 == 0 and v.shape[-1] % (2 * NATIVE_WIDTH) == 0
-    form = NativeAttention.apply if torch.is_grad_enabled() else _forward
+    rounded = rounded and pattern.chunk_size % 2 == 0 and v.shape[-1] % (2 * CPU_KERNEL_WIDTH) == 0
+    form = ChunkAttentionCPU.apply if torch.is_grad_enabled() else _forward
     out: Tensor = form(pattern, rounded, *given)
 
     kept = slice(max(0, length - size), length)
@@ -78,8 +76,8 @@ def _forward(pattern: Pattern, rounded: bool, *given: Tensor, log_sums: Tensor |
     return out
 
 
-class NativeAttention(torch.autograd.Function):
-    """Takes q, k, v and the keys and values of the chunk before the call, all contiguous; see native.c."""
+class ChunkAttentionCPU(torch.autograd.Function):
+    """Takes q, k, v and the keys and values of the chunk before the call, all contiguous; see cpu.c."""
 
     @staticmethod
     def forward(ctx: Any, pattern: Pattern, rounded: bool, *given: Tensor) -> Tensor:

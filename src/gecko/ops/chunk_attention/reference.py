@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gecko.ops.chunk_attention.pattern import Pattern
+from gecko.ops.chunk_attention.ring import Pattern
 from gecko.segments import Segments
 
 if TYPE_CHECKING:

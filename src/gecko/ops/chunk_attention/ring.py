@@ -1,9 +1,48 @@
-"""The ring of the last 2c tokens: position j lies at slot j mod 2c."""
+"""Ring of the last 2c tokens, with position j in slot j mod 2c: the keys that a query sees, and rotary embedding."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from gecko.config import Attention
+from gecko.ops.rotary import rotary_phases, rotate
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One attention pattern. The window of a chunk of queries is that chunk and ``lookback`` before it."""
+
+    chunk_size: int
+    attention: Attention
+    rope_base: float
+    rope_heads: int
+
+    @property
+    def lookback(self) -> int:
+        return 0 if self.attention == "chunk" else 1
+
+    @property
+    def window(self) -> int:
+        return (1 + self.lookback) * self.chunk_size
+
+    def first_slot(self, place: Tensor) -> Tensor:
+        """First window slot that the pattern lets a query at ``place`` (0..c−1) of its chunk see."""
+        return place + 1 if self.attention == "sliding_window" else torch.zeros_like(place)
+
+    def last_slot(self, place: Tensor) -> Tensor:
+        """The query's own slot in its window."""
+        return place + self.lookback * self.chunk_size
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Turn x (B, H, T, d) by ``positions`` that broadcast against (B, H, T)."""
+        return x if self.rope_heads == 0 else rotate(x, self.phases(x, positions), self.rope_heads)
+
+    def phases(self, x: Tensor, positions: Tensor) -> Tensor:
+        """What ``rotary.rotate`` turns x (B, H, T, d) by."""
+        return rotary_phases(positions, x.shape[-1], self.rope_base, x.dtype, x.device)
 
 
 def in_order(ring: Tensor, start: int, size: int) -> Tensor:

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Chunk attention by kernels: the call laid on a grid of chunks, attention there, and the state after it.
 
 Rows may stand at any place of their chunks, each at its own.
@@ -12,13 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gecko.ops.chunk_attention.pattern import Pattern
+from gecko.ops.backends.dispatch import custom_op
+from gecko.ops.chunk_attention.ring import Pattern
 from gecko.ops.chunk_attention.triton_layout import lay, rotary_table
 from gecko.ops.chunk_attention.triton_narrow import WIDEST, narrow_backward, narrow_forward
 from gecko.ops.chunk_attention.triton_wide import wide_backward, wide_forward
-from gecko.ops.custom_op import custom_op
-from gecko.ops.dtypes import compute_dtype
+from gecko.ops.common import compute_dtype
 from gecko.segments import Segments
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 
 if TYPE_CHECKING:
     from gecko.ops.chunk_attention import AttentionState
@@ -58,13 +60,13 @@ class Layout:
         return cls(chunks, before, reads, phase.tolist(), offset, shift, ring_offset, first)
 
     @property
-    def common_phase(self) -> int | None:
+    def common_chunk_offset(self) -> int | None:
         return self.phases[0] if len(set(self.phases)) == 1 else None
 
     def taken(self, out: Tensor, length: int) -> Tensor:
         """The call's tokens, (B, H, T, d), from the grid (B, H, n · c, d)."""
-        if self.common_phase is not None:
-            return out[:, :, self.common_phase : self.common_phase + length]
+        if self.common_chunk_offset is not None:
+            return out[:, :, self.common_chunk_offset : self.common_chunk_offset + length]
         return torch.stack([row[:, p : p + length] for row, p in zip(out.unbind(0), self.phases, strict=True)])
 
 
@@ -82,7 +84,7 @@ def _first(pattern: Pattern, segments: Segments, chunks: int, offset: Tensor) ->
     return torch.where((token >= 0) & (token < length), first, own)
 
 
-def attend_on_kernels(
+def chunk_attention_triton(
     inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, state: AttentionState, segments: Segments
 ) -> tuple[Tensor, AttentionState]:
     """``chunk_attention`` for several tokens a row. Products are of the dtype of v, sums and softmax float32."""
@@ -102,7 +104,7 @@ def attend_on_kernels(
     ring_keys, ring_values = (state.keys, state.values) if layout.reads else (None, None)
     keys = lay(k, ring_keys, table, layout.offset, layout.shift, key_rows, False, *turn, 0, dtype)
     values = v.contiguous()
-    if layout.reads or layout.common_phase != 0 or v.shape[2] != key_rows:
+    if layout.reads or layout.common_chunk_offset != 0 or v.shape[2] != key_rows:
         values = lay(v, ring_values, None, layout.offset, layout.shift, key_rows, False, chunk, 0, 0, dtype)
     laid = (None if x is None else x.flatten(0, 1) for x in (near, far, keys, values))
     out, _ = attend_grid(*laid, layout.first, q.shape[1], chunk)
@@ -122,7 +124,7 @@ def _is_narrow(v: Tensor) -> bool:
 def attend_grid(
     near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention on the grid of chunks that ``triton_tiles`` describes.
+    """Attention on the grid of chunks that ``triton_layout`` describes.
 
     Returns:
         (R, n · c, value width) in the dtype of v, and log₂ Σ exp(score), (R, n · c) float32.

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Attention for values that fit a tile: one kernel forward, in the manner of flash attention, and two backward.
 
 FlexAttention with a block mask would do the same work; but it needs one mask a layout of documents, compiles anew for
@@ -16,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.chunk_attention.triton_tiles import (
+from gecko.ops.backends.dispatch import Launch, blocks, tile
+from gecko.ops.chunk_attention.triton_layout import (
     load_rows,
     log_weights,
     log_weights_by_key,
@@ -24,7 +24,9 @@ from gecko.ops.chunk_attention.triton_tiles import (
     query_tile,
     row_dot,
 )
-from gecko.ops.kernels import Launch, blocks, tile
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 
 WIDEST = 256
 """Values of up to so many features are attended to by these kernels."""
@@ -240,7 +242,7 @@ def _grid(x: Tensor, chunk_size: int, block: object) -> tuple[int, int]:
 def narrow_forward(
     near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (R, n · c, value width) and log₂ of the sums (R, n · c); see ``triton_tiles`` for the inputs."""
+    """Outputs (R, n · c, value width) and log₂ of the sums (R, n · c); see ``triton_layout`` for the inputs."""
     out = v.new_empty(*near.shape[:2], v.shape[2])
     log_sum = near.new_empty(near.shape[:2], dtype=torch.float32)
     common = _common(near, far, k, v, first, heads, chunk_size, False)

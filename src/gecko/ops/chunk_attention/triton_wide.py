@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Attention for values wider than a fused kernel can hold: normalised weights of a few chunks in a scratch that is
 reused, then library products (cuBLAS) with the values. Nothing of size T · 2c · H is kept: backward makes the weights
 again from the logarithm of their sum.
@@ -32,8 +31,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.chunk_attention.triton_tiles import log_weights, operand, product_of_rows, query_tile, row_dot
-from gecko.ops.kernels import Launch, blocks, tile
+from gecko.ops.backends.dispatch import Launch, blocks, tile
+from gecko.ops.chunk_attention.triton_layout import log_weights, operand, product_of_rows, query_tile, row_dot
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 
 _SCRATCH = 2**26
 """Bytes of weights held at a time."""
@@ -290,7 +292,7 @@ def _room(scratch: Tensor, piece: _Piece, chunk: int) -> Tensor:
 def wide_forward(
     near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (R, n · c, value width) and log₂ of the sums (R, n · c); see ``triton_tiles`` for the inputs."""
+    """Outputs (R, n · c, value width) and log₂ of the sums (R, n · c); see ``triton_layout`` for the inputs."""
     shape = _Shape.of(near, far, k, heads, chunk_size)
     log_sum = _log_sums(near, far, k, first, shape)
     out = v.new_empty(*near.shape[:2], v.shape[2])

@@ -7,7 +7,7 @@
 // With ``pairs`` the operands of products are rounded to bfloat16; all else is float32.
 //
 // Of what is as wide as h, only a and b leave the cache: h and all gradients are of one block of tokens at a time.
-#include "../native_panels.h"
+#include "../backends/cpu_panels.h"
 
 typedef struct {
     const float *u, *onto, *gate, *up, *down;  // the last three as panels
@@ -40,23 +40,31 @@ static void block_forward(const problem *p, float *y, int64_t begin, float *scra
 }
 
 // a and b (tokens, hidden) are what backward needs, or null.
-void feed_forward_forward(const float *u, const float *gate, const float *up, const float *down, const float *onto,
-                          float *a, float *b, float *y, int64_t pairs, int64_t tokens, int64_t inputs,
-                          int64_t hidden, int64_t threads) {
+int64_t feed_forward_forward(const float *u, const float *gate, const float *up, const float *down, const float *onto,
+                             float *a, float *b, float *y, int64_t pairs, int64_t tokens, int64_t inputs,
+                             int64_t hidden, int64_t threads) {
     int64_t size = inputs * hidden;
-    float *panels = room_for(3 * size);
+    int64_t refused = 0;
+    float *panels = room_for(3 * size, &refused);
+    if (!panels) return refused;
     problem p = {u, onto, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden, pairs};
-    lay_out_turned(panels, gate, inputs, hidden, pairs);
-    lay_out_turned(panels + size, up, inputs, hidden, pairs);
-    lay_out_turned(panels + 2 * size, down, hidden, inputs, pairs);
+    lay_out_turned(panels, gate, inputs, hidden, pairs, &refused);
+    lay_out_turned(panels + size, up, inputs, hidden, pairs, &refused);
+    lay_out_turned(panels + 2 * size, down, hidden, inputs, pairs, &refused);
+    if (refused) {
+        free(panels);
+        return refused;
+    }
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = room_for(BLOCK * (3 * hidden + wider(&p)));
+        float *scratch = room_for(BLOCK * (3 * hidden + wider(&p)), &refused);
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < tokens; t += BLOCK) block_forward(&p, y, t, scratch);
+        for (int64_t t = 0; t < tokens; t += BLOCK)
+            if (scratch) block_forward(&p, y, t, scratch);
         free(scratch);
     }
     free(panels);
+    return refused;
 }
 
 // What backward has of one block of tokens.
@@ -102,9 +110,10 @@ static void block_backward(const problem *p, const scratch *s, const float *all_
 }
 
 static void group_backward(const problem *p, const float *grad, float *grad_u, float *part, int64_t begin,
-                           int64_t end) {
+                           int64_t end, int64_t *refused) {
     int64_t room = BLOCK * p->hidden, widest = BLOCK * wider(p);
-    float *at = room_for(3 * room + 2 * widest);
+    float *at = room_for(3 * room + 2 * widest, refused);
+    if (!at) return;
     scratch s = {at, at + room, at + 2 * room, at + 3 * room, at + 3 * room + widest};
     for (int64_t block = begin; block < end; block++)
         block_backward(p, &s, grad, grad_u, part, block * BLOCK, block > begin);
@@ -112,11 +121,17 @@ static void group_backward(const problem *p, const float *grad, float *grad_u, f
 }
 
 // Gradients of the weights are all null where they are not wanted.
-void feed_forward_backward(const float *grad, const float *u, const float *gate, const float *up, const float *down,
-                           float *a, float *b, float *grad_u, float *grad_gate, float *grad_up, float *grad_down,
-                           int64_t pairs, int64_t tokens, int64_t inputs, int64_t hidden, int64_t threads) {
+int64_t feed_forward_backward(const float *grad, const float *u, const float *gate, const float *up, const float *down,
+                              float *a, float *b, float *grad_u, float *grad_gate, float *grad_up, float *grad_down,
+                              int64_t pairs, int64_t tokens, int64_t inputs, int64_t hidden, int64_t threads) {
     int64_t size = inputs * hidden, blocks = blocks_of(tokens, BLOCK), groups = groups_of(tokens);
-    float *panels = room_for(3 * size), *parts = grad_gate ? room_for(groups * 3 * size) : 0;
+    int64_t refused = 0;
+    float *panels = room_for(3 * size, &refused), *parts = grad_gate ? room_for(groups * 3 * size, &refused) : 0;
+    if (refused) {
+        free(panels);
+        free(parts);
+        return refused;
+    }
     problem p = {u, 0, panels, panels + size, panels + 2 * size, a, b, tokens, inputs, hidden, pairs};
     lay_out(panels, gate, hidden, inputs, pairs);
     lay_out(panels + size, up, hidden, inputs, pairs);
@@ -124,9 +139,10 @@ void feed_forward_backward(const float *grad, const float *u, const float *gate,
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t group = 0; group < groups; group++)
         group_backward(&p, grad, grad_u, parts ? parts + 3 * size * group : 0, group * blocks / groups,
-                       (group + 1) * blocks / groups);
+                       (group + 1) * blocks / groups, &refused);
     float *grads[] = {grad_gate, grad_up, grad_down};
     for (int i = 0; parts && i < 3; i++) add_parts(grads[i], parts + i * size, size, groups, 3 * size, threads);
     free(panels);
     free(parts);
+    return refused;
 }

@@ -1,19 +1,20 @@
 // SwiGLU in one pass each way, with s the sigmoid of a:
 //
 //     y = a s b,   da = dy b s (1 + a (1 - s)),   db = dy a s.
-#include "../native.h"
+#include "../backends/cpu.h"
 
-void swiglu_forward(const float *a, const float *b, float *y, int64_t total, int64_t threads) {
+int64_t swiglu_forward(const float *a, const float *b, float *y, int64_t total, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (total > ALONE)
     for (int64_t i = 0; i < total; i += LANES) {
         int count = least(LANES, total - i);
         vec x = load_some(a + i, count);
         store_some(y + i, x * sigmoid_of(x) * load_some(b + i, count), count);
     }
+    return 0;
 }
 
-void swiglu_backward(const float *grad, const float *a, const float *b, float *grad_a, float *grad_b, int64_t total,
-                     int64_t threads) {
+int64_t swiglu_backward(const float *grad, const float *a, const float *b, float *grad_a, float *grad_b, int64_t total,
+                        int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (total > ALONE)
     for (int64_t i = 0; i < total; i += LANES) {
         int count = least(LANES, total - i);
@@ -21,4 +22,5 @@ void swiglu_backward(const float *grad, const float *a, const float *b, float *g
         store_some(grad_a + i, given * load_some(b + i, count) * slope_of(x, s), count);
         store_some(grad_b + i, given * (x * s), count);
     }
+    return 0;
 }

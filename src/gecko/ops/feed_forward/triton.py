@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """SwiGLU on a GPU: 3 passes forward and 5 backward, and nothing kept but the two projections.
 
 Apart, silu and the product take 5 and 8 passes and keep silu(a) as well: 64 KB a token and layer more to move, and 16
@@ -15,14 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.custom_op import custom_op
-from gecko.ops.kernels import Launch, blocks
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 
 BLOCK = 2048
 """Numbers a program takes."""
 
 
-def swiglu_kernels(a: Tensor, b: Tensor) -> Tensor:
+def swiglu_triton(a: Tensor, b: Tensor) -> Tensor:
     """Same contract as ``swiglu`` for tensors that kernels take."""
     y: Tensor = _swiglu(a, b)
     return y

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gecko.ops.dtypes import check_shape
-from gecko.ops.gates.eager import Gated, SiLUByHead
-from gecko.ops.gates.reference import gated_reference, silu_by_head_reference
-from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
+from gecko.ops.backends.dispatch import choose_backend, kernels_of
+from gecko.ops.common import check_shape
+from gecko.ops.gates.eager import Gated, SiLUByHead, gated_reference, silu_by_head_reference
 
 __all__ = ["gated", "gated_reference", "silu_by_head", "silu_by_head_reference"]
 
@@ -21,15 +20,15 @@ def silu_by_head(x: Tensor, heads: int) -> Tensor:
     """
     if x.shape[-1] % heads:
         raise ValueError(f"heads must divide the features of x; got {heads} and {x.shape[-1]}.")
-    if kernels_run_on(x):
-        from gecko.ops.gates.triton import silu_by_head_kernels
+    match choose_backend(x):
+        case "triton":
+            from gecko.ops.gates.triton import silu_by_head_triton
 
-        return silu_by_head_kernels(x, heads)
-    if torch.compiler.is_compiling():
-        return silu_by_head_reference(x, heads)
-    if native_runs_on(x):
-        return kernels_of("gates", "native").silu_by_head_native(x, heads)
-    return SiLUByHead.apply(x, heads)
+            return silu_by_head_triton(x, heads)
+        case "cpu":
+            return kernels_of("gates", "cpu").silu_by_head_cpu(x, heads)
+        case "eager":
+            return (silu_by_head_reference if torch.compiler.is_compiling() else SiLUByHead.apply)(x, heads)
 
 
 def gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
@@ -48,12 +47,12 @@ def gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
     check_shape("gate", gate, (batch, length, heads * features))
     if recalled is not None:
         check_shape("recalled", recalled, tuple(attended.shape))
-    if kernels_run_on(attended):
-        from gecko.ops.gates.triton import gated_kernels
+    match choose_backend(attended, gate, recalled):
+        case "triton":
+            from gecko.ops.gates.triton import gated_triton
 
-        return gated_kernels(attended, gate, recalled)
-    if torch.compiler.is_compiling():
-        return gated_reference(attended, gate, recalled)
-    if native_runs_on(attended, gate, *(() if recalled is None else (recalled,))):
-        return kernels_of("gates", "native").gated_native(attended, gate, recalled)
-    return Gated.apply(attended, gate, recalled)
+            return gated_triton(attended, gate, recalled)
+        case "cpu":
+            return kernels_of("gates", "cpu").gated_cpu(attended, gate, recalled)
+        case "eager":
+            return (gated_reference if torch.compiler.is_compiling() else Gated.apply)(attended, gate, recalled)

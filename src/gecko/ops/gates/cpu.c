@@ -4,7 +4,7 @@
 //     by head:  y = silu(x),   dx = dy silu'(x);
 //     gated:    out = attended silu(gate) + recalled,
 //               dattended = dout silu(gate),   dgate = dout attended silu'(gate),   drecalled = dout.
-#include "../native.h"
+#include "../backends/cpu.h"
 
 typedef struct { int64_t tokens, length, heads, size; int alone; } shape;
 
@@ -27,13 +27,14 @@ static void silu(const float *x, float *y, int64_t size) {
     }
 }
 
-void gates_silu_forward(const float *x, float *y, int64_t rows, int64_t heads, int64_t length, int64_t size,
-                        int64_t threads) {
+int64_t gates_silu_forward(const float *x, float *y, int64_t rows, int64_t heads, int64_t length, int64_t size,
+                           int64_t threads) {
     shape a = shape_of(rows, heads, length, size);
 #pragma omp parallel for schedule(static) num_threads(threads) if (!a.alone)
     for (int64_t token = 0; token < a.tokens; token++)
         for (int64_t head = 0; head < heads; head++)
             silu(x + by_token(&a, token, head), y + by_head(&a, token, head), size);
+    return 0;
 }
 
 static void silu_gradient(const float *grad, const float *x, float *grad_x, int64_t size) {
@@ -44,8 +45,8 @@ static void silu_gradient(const float *grad, const float *x, float *grad_x, int6
     }
 }
 
-void gates_silu_backward(const float *grad, const float *x, float *grad_x, int64_t rows, int64_t heads, int64_t length,
-                         int64_t size, int64_t threads) {
+int64_t gates_silu_backward(const float *grad, const float *x, float *grad_x, int64_t rows, int64_t heads, int64_t length,
+                            int64_t size, int64_t threads) {
     shape a = shape_of(rows, heads, length, size);
 #pragma omp parallel for schedule(static) num_threads(threads) if (!a.alone)
     for (int64_t token = 0; token < a.tokens; token++)
@@ -53,6 +54,7 @@ void gates_silu_backward(const float *grad, const float *x, float *grad_x, int64
             int64_t here = by_token(&a, token, head);
             silu_gradient(grad + by_head(&a, token, head), x + here, grad_x + here, size);
         }
+    return 0;
 }
 
 static void gated(const float *attended, const float *gate, const float *recalled, float *out, int64_t size) {
@@ -64,8 +66,8 @@ static void gated(const float *attended, const float *gate, const float *recalle
 }
 
 // ``recalled`` may be null, for zeros.
-void gates_gated_forward(const float *attended, const float *gate, const float *recalled, float *out, int64_t rows,
-                         int64_t heads, int64_t length, int64_t size, int64_t threads) {
+int64_t gates_gated_forward(const float *attended, const float *gate, const float *recalled, float *out, int64_t rows,
+                            int64_t heads, int64_t length, int64_t size, int64_t threads) {
     shape a = shape_of(rows, heads, length, size);
 #pragma omp parallel for schedule(static) num_threads(threads) if (!a.alone)
     for (int64_t token = 0; token < a.tokens; token++)
@@ -73,6 +75,7 @@ void gates_gated_forward(const float *attended, const float *gate, const float *
             int64_t here = by_token(&a, token, head), there = by_head(&a, token, head);
             gated(attended + there, gate + here, recalled ? recalled + there : 0, out + here, size);
         }
+    return 0;
 }
 
 static void gated_gradient(const float *grad, const float *attended, const float *gate, float *grad_attended,
@@ -87,9 +90,9 @@ static void gated_gradient(const float *grad, const float *attended, const float
 }
 
 // ``grad_recalled`` may be null.
-void gates_gated_backward(const float *grad, const float *attended, const float *gate, float *grad_attended,
-                          float *grad_gate, float *grad_recalled, int64_t rows, int64_t heads, int64_t length,
-                          int64_t size, int64_t threads) {
+int64_t gates_gated_backward(const float *grad, const float *attended, const float *gate, float *grad_attended,
+                             float *grad_gate, float *grad_recalled, int64_t rows, int64_t heads, int64_t length,
+                             int64_t size, int64_t threads) {
     shape a = shape_of(rows, heads, length, size);
 #pragma omp parallel for schedule(static) num_threads(threads) if (!a.alone)
     for (int64_t token = 0; token < a.tokens; token++)
@@ -98,4 +101,5 @@ void gates_gated_backward(const float *grad, const float *attended, const float 
             gated_gradient(grad + here, attended + there, gate + here, grad_attended + there, grad_gate + here,
                            grad_recalled ? grad_recalled + there : 0, size);
         }
+    return 0;
 }

@@ -1,5 +1,6 @@
 """The gates by the C kernels: activation, product and change of layout in one pass each way, and nothing kept but what
-attention and the projections keep anyway."""
+attention and the projections keep anyway.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.native import call
+from gecko.ops.backends.cpu import call
 
 
-def silu_by_head_native(x: Tensor, heads: int) -> Tensor:
+def silu_by_head_cpu(x: Tensor, heads: int) -> Tensor:
     """Same contract as ``silu_by_head``, for float32."""
-    form = NativeSiLUByHead.apply if torch.is_grad_enabled() else _silu
+    form = SiLUByHeadCPU.apply if torch.is_grad_enabled() else _silu
     y: Tensor = form(x.contiguous(), heads)
     return y
 
 
-def gated_native(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
+def gated_cpu(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
     """Same contract as ``gated``, for float32."""
-    form = NativeGated.apply if torch.is_grad_enabled() else _gated
+    form = GatedCPU.apply if torch.is_grad_enabled() else _gated
     recalled = None if recalled is None else recalled.contiguous()
     out: Tensor = form(attended.contiguous(), gate.contiguous(), recalled)
     return out
@@ -40,7 +41,7 @@ def _gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
     return out
 
 
-class NativeSiLUByHead(torch.autograd.Function):
+class SiLUByHeadCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: int) -> Tensor:
         ctx.save_for_backward(x)
@@ -55,7 +56,7 @@ class NativeSiLUByHead(torch.autograd.Function):
         return grad_x, None
 
 
-class NativeGated(torch.autograd.Function):
+class GatedCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
         ctx.save_for_backward(attended, gate)

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The mixer's gates on a GPU: the activation, its product and the change of layout in one pass.
 
 A program holds a tile of one head: some steps, some features. Both layouts have a head's features side by side, so
@@ -20,17 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.custom_op import custom_op
-from gecko.ops.kernels import Launch, blocks, tile
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
-def silu_by_head_kernels(x: Tensor, heads: int) -> Tensor:
+def silu_by_head_triton(x: Tensor, heads: int) -> Tensor:
     """Same contract as ``silu_by_head`` for x that kernels take."""
     y: Tensor = _silu_by_head(x, heads)
     return y
 
 
-def gated_kernels(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
+def gated_triton(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
     """Same contract as ``gated`` for tensors that kernels take."""
     out: Tensor = _gated(attended, gate, recalled)
     return out
@@ -38,7 +38,7 @@ def gated_kernels(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Te
 
 def _sizes(heads: int, size: int) -> dict[str, int]:
     width = min(1024, tile(size, 1))
-    return {"heads": heads, "size": size, "width": width, "steps": 4096 // width}
+    return {"heads": heads, "size": size, "width": width, "steps": 2048 // width}
 
 
 def _launch(kernel: Any, batch: int, length: int, heads: int, size: int, tensors: Mapping[str, Tensor | None]) -> None:

@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.dtypes import check_shape, compute_dtype, linear_dtype
-from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on, products_are_rounded
-from gecko.ops.linear import linear
-from gecko.ops.panels import panels_run_on
+from gecko.ops.backends.cpu import linear, packed_weights_run_on
+from gecko.ops.backends.dispatch import choose_backend, kernels_of, products_are_rounded
+from gecko.ops.common import check_shape, compute_dtype, linear_dtype
 
 IGNORED = -100
 """Target of a token that is not trained on."""
@@ -90,8 +89,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     _check(hidden, weight, targets)
     dtype = _product_dtype(hidden)
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if differentiated and panels_run_on(hidden, (weight,), fills_outputs=True):
-        loss: Tensor = kernels_of("loss", "native").mean_cross_entropy_native(hidden, weight, targets, IGNORED)
+    if differentiated and packed_weights_run_on(hidden, (weight,), fills_outputs=True):
+        loss: Tensor = kernels_of("loss", "cpu").mean_cross_entropy_cpu(hidden, weight, targets, IGNORED)
         return loss
     with torch.autocast(hidden.device.type, enabled=False):
         if differentiated:
@@ -162,18 +161,20 @@ def _block_size(hidden: Tensor, vocabulary: int) -> int:
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The sum of −log softmax(logits)[target], and its gradient over ``count`` by the logits, as ``dtype``."""
-    if kernels_run_on(logits):
-        from gecko.ops.loss.triton import losses_and_gradient
+    match choose_backend(logits):
+        case "triton":
+            from gecko.ops.loss.triton import losses_and_gradient
 
-        losses, grad = losses_and_gradient(logits, targets, count, IGNORED, dtype)
-        return losses.sum(), grad
-    if native_runs_on(logits):
-        native = kernels_of("loss", "native")
-        losses, grad = native.losses_and_gradient_native(logits, targets, float(count), IGNORED)
-        return losses.sum(), grad.to(dtype)
-    log_probabilities = logits.log_softmax(-1)
-    total = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
-    return total, _logit_gradient(log_probabilities, targets, count).to(dtype)
+            losses, grad = losses_and_gradient(logits, targets, count, IGNORED, dtype)
+            return losses.sum(), grad
+        case "cpu":
+            cpu = kernels_of("loss", "cpu")
+            losses, grad = cpu.losses_and_gradient_cpu(logits, targets, float(count), IGNORED)
+            return losses.sum(), grad.to(dtype)
+        case "eager":
+            log_probabilities = logits.log_softmax(-1)
+            total = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
+            return total, _logit_gradient(log_probabilities, targets, count).to(dtype)
 
 
 def _logit_gradient(log_probabilities: Tensor, targets: Tensor, count: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 //
 // The logits of a head of few weights stay in a core's cache, a block of tokens at a time: x = h W^T, and of the gradient
 // dx of x, dh = dx W and dW = dx^T h. With ``pairs`` the operands of products are rounded to bfloat16.
-#include "../native_panels.h"
+#include "../backends/cpu_panels.h"
 
 static float largest_of(const float *x, int64_t size) {
     vec most = every(-INFINITY);
@@ -50,11 +50,12 @@ static void row_losses(float *logits, const int64_t *targets, float *losses, flo
 }
 
 // Logits (rows, size) become the gradient of the sum of losses over ``count``.
-void loss_and_gradient(float *logits, const int64_t *targets, float *losses, float count, int64_t ignored,
-                       int64_t rows, int64_t size, int64_t threads) {
+int64_t loss_and_gradient(float *logits, const int64_t *targets, float *losses, float count, int64_t ignored,
+                          int64_t rows, int64_t size, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > ALONE)
     for (int64_t row = 0; row < rows; row++)
         row_losses(logits + row * size, targets + row, losses + row, count, ignored, 1, size, size);
+    return 0;
 }
 
 typedef struct {
@@ -84,21 +85,28 @@ static void block_loss(const problem *p, float *part, int64_t begin, float *scra
 }
 
 // The loss of each token, and gradients of their sum over ``count``, which are null where they are not wanted.
-void loss_of_head(const float *hidden, const float *weight, const int64_t *targets, float *losses, float *grad_hidden,
-                  float *grad_weight, float count, int64_t ignored, int64_t pairs, int64_t tokens, int64_t inputs,
-                  int64_t size, int64_t threads) {
+int64_t loss_of_head(const float *hidden, const float *weight, const int64_t *targets, float *losses, float *grad_hidden,
+                     float *grad_weight, float count, int64_t ignored, int64_t pairs, int64_t tokens, int64_t inputs,
+                     int64_t size, int64_t threads) {
     int64_t wide = blocks_of(size, 2 * LANES) * 2 * LANES, whole = wide * inputs;
     int64_t blocks = blocks_of(tokens, BLOCK), groups = groups_of(tokens);
-    float *filled = room_for(3 * whole), *parts = grad_weight ? room_for(groups * whole) : 0;
+    int64_t refused = 0;
+    float *filled = room_for(3 * whole, &refused), *parts = grad_weight ? room_for(groups * whole, &refused) : 0;
+    if (refused) {
+        free(filled);
+        free(parts);
+        return refused;
+    }
     problem p = {hidden, filled + whole, filled + 2 * whole, targets, losses, grad_hidden, count, ignored, tokens,
                  inputs, size, wide, pairs};
     memcpy(filled, weight, sizeof(float) * size * inputs);
     memset(filled + size * inputs, 0, sizeof(float) * (wide - size) * inputs);
-    lay_out_turned(filled + whole, filled, inputs, wide, pairs);
+    lay_out_turned(filled + whole, filled, inputs, wide, pairs, &refused);
     lay_out(filled + 2 * whole, filled, wide, inputs, pairs);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t group = 0; group < groups; group++) {
-        float *scratch = room_for(BLOCK * (wide + inputs + (wide > inputs ? wide : inputs)));
+        float *scratch = room_for(BLOCK * (wide + inputs + (wide > inputs ? wide : inputs)), &refused);
+        if (!scratch) continue;
         int64_t first = group * blocks / groups;
         for (int64_t block = first; block < (group + 1) * blocks / groups; block++)
             block_loss(&p, parts ? parts + group * whole : 0, block * BLOCK, scratch, block > first);
@@ -107,4 +115,5 @@ void loss_of_head(const float *hidden, const float *weight, const int64_t *targe
     if (parts) add_parts(grad_weight, parts, size * inputs, groups, whole, threads);
     free(filled);
     free(parts);
+    return refused;
 }

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gecko.ops.kernels import products_are_rounded
-from gecko.ops.native import call, refuse_second_derivatives
+from gecko.ops.backends.cpu import call, refuse_second_derivatives
+from gecko.ops.backends.dispatch import products_are_rounded
 
 
-def losses_and_gradient_native(logits: Tensor, targets: Tensor, count: float, ignored: int) -> tuple[Tensor, Tensor]:
+def losses_and_gradient_cpu(logits: Tensor, targets: Tensor, count: float, ignored: int) -> tuple[Tensor, Tensor]:
     """−log softmax(logits)[target] of every row (N,), and the gradient of their sum over ``count``, which overwrites
     ``logits`` (N, V), float32; both zero where the target is ``ignored``.
 
@@ -24,7 +24,7 @@ def losses_and_gradient_native(logits: Tensor, targets: Tensor, count: float, ig
     return losses, logits
 
 
-def mean_cross_entropy_native(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
+def mean_cross_entropy_cpu(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
     """``linear_cross_entropy`` for float32 and few weights: logits never leave a core's cache.
 
     Raises:
@@ -32,7 +32,7 @@ def mean_cross_entropy_native(hidden: Tensor, weight: Tensor, targets: Tensor, i
     """
     _check_ids(targets, len(weight), ignored)
     given = hidden.contiguous(), weight.contiguous(), targets.contiguous()
-    loss: Tensor = NativeMeanCrossEntropy.apply(products_are_rounded(), *given, ignored)
+    loss: Tensor = MeanCrossEntropyCPU.apply(products_are_rounded(), *given, ignored)
     return loss
 
 
@@ -42,7 +42,7 @@ def _check_ids(targets: Tensor, vocabulary: int, ignored: int) -> None:
         raise IndexError(f"targets must be ids in 0..{vocabulary - 1}, or {ignored}; got {int(targets[wrong][0])}.")
 
 
-class NativeMeanCrossEntropy(torch.autograd.Function):
+class MeanCrossEntropyCPU(torch.autograd.Function):
     """Gradients are formed with the logits at hand and only scaled in backward."""
 
     @staticmethod

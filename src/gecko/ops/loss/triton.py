@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Softmax, cross-entropy and the gradient by the logits on a GPU, in one kernel.
 
 A program takes one token: its logits once for the maximum and the sum, and once more, from the cache as a rule, for the
@@ -13,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.custom_op import custom_op
-from gecko.ops.kernels import Launch, tile
+from gecko.ops.backends.dispatch import Launch, custom_op, tile
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
 def losses_and_gradient(

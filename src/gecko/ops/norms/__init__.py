@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.dtypes import check_affine, compute_dtype
-from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
+from gecko.ops.backends.dispatch import Backend, choose_backend, kernels_of
+from gecko.ops.common import check_affine, compute_dtype
 
 
 def group_rms_norm(
@@ -23,13 +23,13 @@ def group_rms_norm(
         dtype: of the result; None is that of x.
     """
     dtype = x.dtype if dtype is None else dtype
-    if kernels_run_on(x):
-        from gecko.ops.norms.triton import group_norm
+    match _backend(x, weight, None, groups, dtype):
+        case "triton":
+            from gecko.ops.norms.triton import group_norm
 
-        return group_norm(x, weight, None, groups, eps, False, dtype)
-    if _native_runs_on(x, weight, None, groups, dtype):
-        y: Tensor = kernels_of("norms", "native").group_norm_native(x, weight, None, groups, eps, False)
-        return y
+            return group_norm(x, weight, None, groups, eps, False, dtype)
+        case "cpu":
+            return kernels_of("norms", "cpu").group_norm_cpu(x, weight, None, groups, eps, False)
     wide = x.to(compute_dtype(x)).unflatten(-1, (groups, -1))
     y = (_RMSNormalise.apply(wide, eps) if torch.is_grad_enabled() else rms_normalise(wide, eps)[0]).flatten(-2)
     return (y if weight is None else y * (1 + weight.to(wide.dtype))).to(dtype)
@@ -77,13 +77,13 @@ def group_layer_norm(
     """
     check_affine(weight, bias, x.shape[-1])
     dtype = x.dtype if dtype is None else dtype
-    if kernels_run_on(x):
-        from gecko.ops.norms.triton import group_norm
+    match _backend(x, weight, bias, groups, dtype, cpu=groups > 1):
+        case "triton":
+            from gecko.ops.norms.triton import group_norm
 
-        return group_norm(x, weight, bias, groups, eps, True, dtype)
-    if groups > 1 and _native_runs_on(x, weight, bias, groups, dtype):
-        y: Tensor = kernels_of("norms", "native").group_norm_native(x, weight, bias, groups, eps, True)
-        return y
+            return group_norm(x, weight, bias, groups, eps, True, dtype)
+        case "cpu":
+            return kernels_of("norms", "cpu").group_norm_cpu(x, weight, bias, groups, eps, True)
     wide = x.to(compute_dtype(x))
     scale = None if weight is None else 1 + weight.to(wide.dtype)
     bias = None if bias is None else bias.to(wide.dtype)
@@ -93,7 +93,8 @@ def group_layer_norm(
     return (y if scale is None or bias is None else torch.addcmul(bias, y, scale)).to(dtype)
 
 
-def _native_runs_on(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, dtype: torch.dtype) -> bool:
-    affine = [t for t in (weight, bias) if t is not None]
-    fits = x.shape[-1] % groups == 0 and all(t.shape == x.shape[-1:] for t in affine)
-    return fits and dtype == torch.float32 and native_runs_on(x, *affine)
+def _backend(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, dtype: torch.dtype, cpu: bool = True
+) -> Backend:
+    fits = x.shape[-1] % groups == 0 and all(t is None or t.shape == x.shape[-1:] for t in (weight, bias))
+    return choose_backend(x, weight, bias, cpu=cpu and fits and dtype == torch.float32)

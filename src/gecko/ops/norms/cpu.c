@@ -9,7 +9,7 @@
 //
 // without the mean of g where m is 0.
 
-#include "../native_slices.h"
+#include "../backends/cpu_slices.h"
 
 typedef struct {
     slices_of_x of;
@@ -40,11 +40,12 @@ static void normalise(const problem *a, int64_t first, float *y, float *kept) {
 }
 
 // ``kept``: r and, if centered, m of every slice, (1 or 2, steps, groups).
-void norms_forward(const float *x, const float *weight, const float *bias, float *y, float *kept, float eps,
-                   int64_t centered, int64_t steps, int64_t groups, int64_t width, int64_t threads) {
+int64_t norms_forward(const float *x, const float *weight, const float *bias, float *y, float *kept, float eps,
+                      int64_t centered, int64_t steps, int64_t groups, int64_t width, int64_t threads) {
     problem a = problem_of(x, weight, bias, eps, centered, steps, groups, width);
 #pragma omp parallel for schedule(static) num_threads(threads) if (a.of.count * width > ALONE)
     for (int64_t first = 0; first < a.of.count; first += LANES) normalise(&a, first, y, kept);
+    return 0;
 }
 
 // One group of up to LANES steps: m, r, and the means of g z and of g.
@@ -92,9 +93,10 @@ static void propagate(const statistics *s, const problem *a, int64_t step, int c
 
 // The steps of one part; their sums for weight and bias are those of every LANES, added up.
 static void part_backward(const problem *a, int64_t begin, int64_t end, const float *kept, const float *grad_y,
-                          float *grad_x, float *grad_weight, float *grad_bias) {
+                          float *grad_x, float *grad_weight, float *grad_bias, int64_t *refused) {
     int64_t blocks = blocks_of(a->of.width, LANES), size = a->of.groups * blocks;
-    vec *total = (vec *)room_for(2 * size * LANES);
+    vec *total = (vec *)room_for(2 * size * LANES, refused);
+    if (!total) return;
     memset(total, 0, sizeof(vec) * 2 * size);
     for (int64_t step = begin; step < end; step += LANES)
         for (int64_t group = 0; group < a->of.groups; group++) {
@@ -111,13 +113,14 @@ static void part_backward(const problem *a, int64_t begin, int64_t end, const fl
 }
 
 // Gradients of weight and bias are (parts, features), to be summed.
-void norms_backward(const float *x, const float *weight, const float *kept, const float *grad_y, float *grad_x,
-                    float *grad_weight, float *grad_bias, int64_t centered, int64_t parts, int64_t steps,
-                    int64_t groups, int64_t width, int64_t threads) {
+int64_t norms_backward(const float *x, const float *weight, const float *kept, const float *grad_y, float *grad_x,
+                       float *grad_weight, float *grad_bias, int64_t centered, int64_t parts, int64_t steps,
+                       int64_t groups, int64_t width, int64_t threads) {
     problem a = problem_of(x, weight, 0, 0, centered, steps, groups, width);
-    int64_t features = groups * width;
+    int64_t features = groups * width, refused = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) if (a.of.count * width > ALONE)
     for (int64_t part = 0; part < parts; part++)
         part_backward(&a, part * steps / parts, (part + 1) * steps / parts, kept, grad_y, grad_x,
-                      grad_weight + part * features, grad_bias + part * features);
+                      grad_weight + part * features, grad_bias + part * features, &refused);
+    return refused;
 }

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.native import call
+from gecko.ops.backends.cpu import call
 
 _STEPS, _PARTS = 16, 64
 """Gradients of weight and bias are summed over so many steps, and so many parts of the call, each for itself: numbers
 of its own, so that sums are the same on any number of threads."""
 
 
-def group_norm_native(
+def group_norm_cpu(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, centered: bool
 ) -> Tensor:
     """RMS norm, or layer norm if ``centered``, over each group of the features of x (…, D), float32."""
     tensors = (t if t is None else t.contiguous() for t in (x, weight, bias))
-    y: Tensor = NativeGroupNorm.apply(*tensors, groups, float(eps), int(centered))
+    y: Tensor = GroupNormCPU.apply(*tensors, groups, float(eps), int(centered))
     return y
 
 
-class NativeGroupNorm(torch.autograd.Function):
+class GroupNormCPU(torch.autograd.Function):
     """Kept are x, and rstd and, if centered, mean of every slice."""
 
     @staticmethod

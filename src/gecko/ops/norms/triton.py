@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Group RMS and layer norm on a GPU: one pass over x forward, one over x and one over y's gradient backward.
 
 A program holds a few steps whole. Backward computes the statistics again instead of keeping them, and a program walks
@@ -20,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.custom_op import custom_op
-from gecko.ops.kernels import Launch, blocks, tile, warps_of
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile, warps_of
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 
 PROGRAMS = 1024
 """At most so many in backward: each leaves a row of the weight's gradient, and a card runs a few hundred at a time."""

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gecko.ops.dtypes import check_shape, from_linear
-from gecko.ops.kernels import kernels_of
-from gecko.ops.linear import linear
-from gecko.ops.panels import panels_run_on
+from gecko.ops.backends.cpu import linear, packed_weights_run_on
+from gecko.ops.backends.dispatch import kernels_of
+from gecko.ops.common import check_shape, from_linear
 
 
 def projections(
@@ -34,8 +33,8 @@ def projections(
             check_shape(f"biases[{i}]", bias, (len(weight),))
     if onto is not None:
         check_shape("onto", onto, (*x.shape[:-1], len(weights[-1])))
-    if panels_run_on(x, weights, (*biases, onto)):
-        outputs: tuple[Tensor, ...] = kernels_of("projections", "native").projections_native(x, weights, biases, onto)
+    if packed_weights_run_on(x, weights, (*biases, onto)):
+        outputs: tuple[Tensor, ...] = kernels_of("projections", "cpu").projections_cpu(x, weights, biases, onto)
         return outputs
     several = [from_linear(linear(x, weight, bias), x) for weight, bias in zip(weights, biases, strict=True)]
     if onto is not None:

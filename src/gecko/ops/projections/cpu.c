@@ -3,22 +3,28 @@
 //     dx = dy W,   dW = dy^T x,   db = sum of dy over tokens.
 //
 // With ``pairs`` the operands of products are rounded to bfloat16; all else is float32.
-#include "../native_panels.h"
+#include "../backends/cpu_panels.h"
 
 // Whether there are products of pairs.
 const int projections_of_pairs = HAS_PAIRS;
 
 // bias and onto may be null.
-void projections_forward(const float *x, const float *weight, const float *bias, const float *onto, float *y,
-                         int64_t pairs, int64_t tokens, int64_t inputs, int64_t outputs, int64_t threads) {
+int64_t projections_forward(const float *x, const float *weight, const float *bias, const float *onto, float *y,
+                            int64_t pairs, int64_t tokens, int64_t inputs, int64_t outputs, int64_t threads) {
     addends all = {onto, outputs, bias};
-    float *panels = room_for(inputs * outputs);
-    lay_out_turned(panels, weight, inputs, outputs, pairs);
+    int64_t refused = 0;
+    float *panels = room_for(inputs * outputs, &refused);
+    if (panels) lay_out_turned(panels, weight, inputs, outputs, pairs, &refused);
+    if (refused) {
+        free(panels);
+        return refused;
+    }
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = room_for(BLOCK * inputs);
+        float *scratch = room_for(BLOCK * inputs, &refused);
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tokens; t += BLOCK) {
+            if (!scratch) continue;
             int64_t count = least(BLOCK, tokens - t);
             multiply(addends_at(all, t, 0), y + t * outputs, rows_of(x + t * inputs, count, inputs, pairs, scratch),
                      panels, count, outputs, inputs, block_of(x, t + BLOCK, inputs, tokens));
@@ -26,6 +32,7 @@ void projections_forward(const float *x, const float *weight, const float *bias,
         free(scratch);
     }
     free(panels);
+    return refused;
 }
 
 typedef struct {
@@ -72,16 +79,23 @@ static void block_backward(const problem *a, float *part, int64_t begin, float *
 }
 
 // Gradients that are not wanted are null.
-void projections_backward(const float *grad, const float *x, const float *weight, float *grad_x, float *grad_weight,
-                          float *grad_bias, int64_t adds, int64_t pairs, int64_t tokens, int64_t inputs,
-                          int64_t outputs, int64_t threads) {
+int64_t projections_backward(const float *grad, const float *x, const float *weight, float *grad_x, float *grad_weight,
+                             float *grad_bias, int64_t adds, int64_t pairs, int64_t tokens, int64_t inputs,
+                             int64_t outputs, int64_t threads) {
     int64_t blocks = blocks_of(tokens, BLOCK), groups = groups_of(tokens), size = outputs * (inputs + 1);
-    float *panels = room_for(inputs * outputs), *parts = room_for(groups * size);
+    int64_t refused = 0;
+    float *panels = room_for(inputs * outputs, &refused), *parts = room_for(groups * size, &refused);
+    if (refused) {
+        free(panels);
+        free(parts);
+        return refused;
+    }
     problem a = {grad, x, panels, grad_x, grad_weight, grad_bias, tokens, inputs, outputs, adds, pairs};
     if (grad_x) lay_out(panels, weight, outputs, inputs, pairs);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t group = 0; group < groups; group++) {
-        float *scratch = room_for(BLOCK * (inputs + outputs));
+        float *scratch = room_for(BLOCK * (inputs + outputs), &refused);
+        if (!scratch) continue;
         int64_t first = group * blocks / groups;
         for (int64_t block = first; block < (group + 1) * blocks / groups; block++)
             block_backward(&a, parts + group * size, block * BLOCK, scratch, block > first);
@@ -91,4 +105,5 @@ void projections_backward(const float *grad, const float *x, const float *weight
     if (grad_bias) add_parts(grad_bias, parts + outputs * inputs, outputs, groups, size, threads);
     free(panels);
     free(parts);
+    return refused;
 }

@@ -1,5 +1,6 @@
 """Projections by the C kernels: biases and sums are taken while a product is in registers, and backward reads each
-gradient once, for those of input, weight and bias together."""
+gradient once, for those of input, weight and bias together.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gecko.ops.kernels import products_are_rounded
-from gecko.ops.native import call, refuse_second_derivatives
+from gecko.ops.backends.cpu import call, refuse_second_derivatives
+from gecko.ops.backends.dispatch import products_are_rounded
 
 
-def projections_native(
+def projections_cpu(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], onto: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Same contract as ``projections``, for float32."""
     layers = [t if t is None else t.contiguous() for t in (onto, *weights, *biases)]
-    form = NativeProjections.apply if torch.is_grad_enabled() else _forward
+    form = ProjectionsCPU.apply if torch.is_grad_enabled() else _forward
     outputs: tuple[Tensor, ...] = form(products_are_rounded(), x.contiguous(), *layers)
     return outputs
 
@@ -43,7 +44,7 @@ def _project(rounded: bool, x: Tensor, weight: Tensor, bias: Tensor | None, onto
     return y
 
 
-class NativeProjections(torch.autograd.Function):
+class ProjectionsCPU(torch.autograd.Function):
     """Products are ``rounded`` to bfloat16, or float32. Arguments after ``onto`` are all weights, then all biases."""
 
     @staticmethod

@@ -1,4 +1,5 @@
-// The fan-out: a head's d features once as a unit vector, and that vector as several rows, in one pass each way.
+// Query-key scale and shift: a head's d features once as a unit vector, and that vector as several rows, in one
+// pass each way.
 //
 //     n = r z,   r = 1 / sqrt(mean(z^2) + eps),   row_i = n (1 + scale_i) / sqrt(d) + offset_i
 //
@@ -8,7 +9,7 @@
 //     dscale_i = sum over tokens of g_i n / sqrt(d),   doffset_i = sum over tokens of g_i.
 //
 // Sums over tokens are taken tile by tile, and tiles added group by group.
-#include "../native.h"
+#include "../backends/cpu.h"
 
 enum { TILE = 64 };
 
@@ -64,12 +65,13 @@ static void token_forward(const problem *a, float *const *out, int64_t token, in
 }
 
 // ``out``: where each row begins.
-void fan_out_forward(const float *z, const float *scale, const float *offset, float *const *out, float eps,
-                     int64_t rows, int64_t batch, int64_t length, int64_t heads, int64_t size, int64_t threads) {
+int64_t qk_scale_shift_forward(const float *z, const float *scale, const float *offset, float *const *out, float eps,
+                        int64_t rows, int64_t batch, int64_t length, int64_t heads, int64_t size, int64_t threads) {
     problem a = problem_of(z, scale, offset, eps, rows, batch, length, heads, size);
 #pragma omp parallel for schedule(static) num_threads(threads) if (a.tokens * heads * size > ALONE)
     for (int64_t token = 0; token < a.tokens; token++)
         for (int64_t head = 0; head < heads; head++) token_forward(&a, out, token, head);
+    return 0;
 }
 
 // sums: of g n, then of g, (rows, 2, blocks). Rows without a gradient have none of ``grads``.
@@ -113,16 +115,18 @@ static void add_sums(const problem *a, float *grad_scale, float *grad_offset, co
 
 // grad_scale and grad_offset: (groups, rows, heads, size), zeros before, to be summed over groups. ``grads``: where
 // the gradient of each row begins, null for zeros.
-void fan_out_backward(const float *z, const float *scale, const float *const *grads, float *grad_z, float *grad_scale,
-                      float *grad_offset, float eps, int64_t groups, int64_t rows, int64_t batch, int64_t length,
-                      int64_t heads, int64_t size, int64_t threads) {
+int64_t qk_scale_shift_backward(const float *z, const float *scale, const float *const *grads, float *grad_z, float *grad_scale,
+                         float *grad_offset, float eps, int64_t groups, int64_t rows, int64_t batch, int64_t length,
+                         int64_t heads, int64_t size, int64_t threads) {
     problem a = problem_of(z, scale, 0, eps, rows, batch, length, heads, size);
     int64_t tiles = blocks_of(a.tokens, TILE), per_group = rows * heads * size;
+    int64_t refused = 0;
     size_t held = sizeof(vec) * 2 * rows * a.blocks;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (a.tokens * heads * size > ALONE)
     for (int64_t group = 0; group < groups; group++)
         for (int64_t head = 0; head < heads; head++) {
-            vec *sums = (vec *)room_for(held / sizeof(float));
+            vec *sums = (vec *)room_for(held / sizeof(float), &refused);
+            if (!sums) continue;
             for (int64_t tile = group * tiles / groups; tile < (group + 1) * tiles / groups; tile++) {
                 memset(sums, 0, held);
                 for (int64_t token = tile * TILE; token < least(a.tokens, (tile + 1) * TILE); token++)
@@ -131,4 +135,5 @@ void fan_out_backward(const float *z, const float *scale, const float *const *gr
             }
             free(sums);
         }
+    return refused;
 }

@@ -1,4 +1,4 @@
-"""The fan-out by the C kernels: z is read once each way, and the rows' gradients once where they are."""
+"""C kernels of query-key scale and shift: z and the gradients of the rows are read once."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.native import call
+from gecko.ops.backends.cpu import call
 
 _TILE = 64
-"""As in native.c."""
+"""Same as in cpu.c."""
 _GROUPS = 64
 """Of tiles whose gradients of scale and offset are summed by one thread: a number of its own, so that sums are the same
 on any number of threads."""
 
 
-def fan_out_native(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
-    """Same contract as ``fan_out``, for float32."""
-    form = NativeFanOut.apply if torch.is_grad_enabled() else _forward
+def qk_scale_shift_cpu(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
+    """Same contract as ``qk_scale_shift``, for float32."""
+    form = QKScaleShiftCPU.apply if torch.is_grad_enabled() else _forward
     rows: tuple[Tensor, ...] = form(z.contiguous(), scale.contiguous(), offset.contiguous(), heads, float(eps))
     return rows
 
@@ -27,11 +27,11 @@ def fan_out_native(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: fl
 def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
     batch, length, features = z.shape
     rows = tuple(z.new_empty(batch, heads, length, features // heads) for _ in range(len(scale)))
-    call("fan_out_forward", z, scale, offset, rows, eps, len(rows), batch, length, heads, features // heads)
+    call("qk_scale_shift_forward", z, scale, offset, rows, eps, len(rows), batch, length, heads, features // heads)
     return rows
 
 
-class NativeFanOut(torch.autograd.Function):
+class QKScaleShiftCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
         ctx.save_for_backward(z, scale)
@@ -48,7 +48,7 @@ class NativeFanOut(torch.autograd.Function):
         groups = min(_GROUPS, -(-batch * length // _TILE))
         grad_z, sums = torch.empty_like(z), z.new_zeros(2, groups, *scale.shape)
         call(
-            "fan_out_backward", z, scale, given, grad_z, *sums,
+            "qk_scale_shift_backward", z, scale, given, grad_z, *sums,
             ctx.eps, groups, len(scale), batch, length, ctx.heads, features // ctx.heads,
         )  # fmt: skip
         return grad_z, *sums.sum(1), None, None

@@ -1,4 +1,4 @@
-"""The fan-out with gradients by hand: rows are written where they belong, and their gradients read once."""
+"""Query-key scale and shift with gradients by hand: each row is written where it belongs, its gradient read once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gecko.ops.common import slices
 from gecko.ops.norms import rms_normalise, rms_normalise_grad
-from gecko.ops.slices import slices
 
 
-class FanOut(torch.autograd.Function):
-    """``fan_out`` for tensors of one dtype, float32 or wider: the rows as one tensor."""
+class QKScaleShift(torch.autograd.Function):
+    """``qk_scale_shift`` for tensors of one dtype, float32 or wider: the rows as one tensor."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:

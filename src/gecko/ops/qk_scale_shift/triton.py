@@ -1,5 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Fan-out on a GPU: z is read once and every row written where attention and memory read it.
+"""Query-key scale and shift on a GPU: z is read once and every row written where attention and memory read it.
 
 A program holds some steps of one head. Backward computes the norm again; programs walk over many steps, so that the
 gradients of scale and offset leave each as one row.
@@ -18,16 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.custom_op import custom_op
-from gecko.ops.kernels import Launch, blocks, tile
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 
 PROGRAMS = 512
 """At most so many a head in backward: each leaves a row of the parameters' gradients."""
 
 
-def fan_out_kernels(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
-    """Same contract as ``fan_out`` for z that kernels take."""
-    rows: Tensor = _fan_out(z, scale, offset, heads, eps)
+def qk_scale_shift_triton(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
+    """Same contract as ``qk_scale_shift`` for z that kernels take."""
+    rows: Tensor = _qk_scale_shift(z, scale, offset, heads, eps)
     return rows.unbind(0)
 
 
@@ -67,17 +68,17 @@ def _backward(grad: Tensor, z: Tensor, scale: Tensor, heads: int, eps: float) ->
     return grad_z, parts[0].sum(0).to(scale.dtype), parts[1].sum(0).to(scale.dtype)
 
 
-_fan_out = custom_op("fan_out")(_forward)
-_fan_out_backward = custom_op("fan_out_backward")(_backward)
+_qk_scale_shift = custom_op("qk_scale_shift")(_forward)
+_qk_scale_shift_backward = custom_op("qk_scale_shift_backward")(_backward)
 
 
-@_fan_out.register_fake
+@_qk_scale_shift.register_fake
 def _(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
     batch, length, features = z.shape
     return z.new_empty(scale.shape[0], batch, heads, length, features // heads)
 
 
-@_fan_out_backward.register_fake
+@_qk_scale_shift_backward.register_fake
 def _(grad: Tensor, z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     grad_scale = torch.empty_like(scale, memory_format=torch.contiguous_format)
     return torch.empty_like(z, memory_format=torch.contiguous_format), grad_scale, torch.empty_like(grad_scale)
@@ -91,11 +92,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _propagate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     z, scale = ctx.saved_tensors
-    grad_z, grad_scale, grad_offset = _fan_out_backward(grad, z, scale, *ctx.fixed)
+    grad_z, grad_scale, grad_offset = _qk_scale_shift_backward(grad, z, scale, *ctx.fixed)
     return grad_z, grad_scale, grad_offset.to(ctx.offset_dtype), None, None
 
 
-_fan_out.register_autograd(_propagate, setup_context=_keep)
+_qk_scale_shift.register_autograd(_propagate, setup_context=_keep)
 
 
 # Kernels. Rows of the result run along axis 0, steps along axis 1, the features of a head along axis 2.

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gecko.ops.dtypes import check_affine, check_segments, check_shape, compute_dtype, full_precision
-from gecko.ops.kernels import kernels_of, kernels_run_on, native_runs_on
-from gecko.ops.timestep_norm.chunked import cumulative_statistics, decayed_statistics, standardise
-from gecko.ops.timestep_norm.decode import normalise_token
+from gecko.ops.backends.dispatch import choose_backend, kernels_of
+from gecko.ops.common import check_affine, check_segments, check_shape, compute_dtype, full_precision
+from gecko.ops.timestep_norm.chunked import cumulative_statistics, decayed_statistics, standardise, timestep_norm_step
 from gecko.ops.timestep_norm.reference import timestep_norm_reference
-from gecko.records import TensorRecord
+from gecko.runtime.records import TensorRecord
 from gecko.segments import Segments
 
 __all__ = ["TimestepNormState", "timestep_norm", "timestep_norm_reference"]
@@ -74,18 +73,19 @@ def timestep_norm(
     check_shape("state.mean", state.mean, (batch, groups))
     segments = segments or Segments.build(batch, length, device=x.device)
     check_segments(segments, batch, length)
-    if kernels_run_on(x) and segments.handoff is None:
-        from gecko.ops.timestep_norm.triton import normalise
+    alone = segments.exchange is None
+    given = x, weight, bias, groups, betas, eps, state, segments
+    match choose_backend(x, weight, bias, state.mean, state.variance, triton=alone, cpu=alone and length > 1):
+        case "triton":
+            from gecko.ops.timestep_norm.triton import timestep_norm_triton
 
-        return normalise(x, weight, bias, groups, betas, eps, state, segments)
-    floats = [t for t in (x, weight, bias, state.mean, state.variance) if t is not None]
-    if length > 1 and segments.handoff is None and native_runs_on(*floats):
-        native = kernels_of("timestep_norm", "native")
-        return native.timestep_norm_native(x, weight, bias, groups, betas, eps, state, segments)
+            return timestep_norm_triton(*given)
+        case "cpu":
+            return kernels_of("timestep_norm", "cpu").timestep_norm_cpu(*given)
     wide = x.to(dtype)
     with full_precision(x):
-        if betas is not None and length == 1 and segments.handoff is None:
-            y, state = normalise_token(wide, weight, bias, groups, betas, eps, state, segments)
+        if betas is not None and length == 1 and segments.exchange is None:
+            y, state = timestep_norm_step(wide, weight, bias, groups, betas, eps, state, segments)
             return y.to(x.dtype), state
         if betas is None:
             mean, variance, state = cumulative_statistics(wide, groups, state, segments)

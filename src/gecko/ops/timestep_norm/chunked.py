@@ -1,4 +1,8 @@
-"""Timestep norm by matrix products: only the statistics recur, and they are D/G times smaller than x."""
+"""Eager forms of the timestep norm: by matrix products over many tokens, and for one token per row.
+
+Only the statistics are recurrent, and they are D/G times smaller than x. For one token the cost per operation
+dominates, so that form has few operations.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.handoff import Handoff
-from gecko.ops.scan import decayed_sum
-from gecko.ops.scan_plan import ScanPlan
-from gecko.segments import Segments
+from gecko.ops.scan import ScanPlan, decayed_sum
+from gecko.segments import ContextExchange, Segments
 
 if TYPE_CHECKING:
     from gecko.ops.timestep_norm import TimestepNormState
@@ -31,8 +33,8 @@ def decayed_statistics(
         running = beta.to(x.dtype) * (before * segments.continues.to(x.dtype)).unsqueeze(1) + added
     else:
         running = decayed_sum(added, beta, before, ScanPlan.of(segments))
-    if segments.handoff is not None:
-        running = running + _decayed_before(running[:, -1], beta, segments.handoff, segments)
+    if segments.exchange is not None:
+        running = running + _decayed_before(running[:, -1], beta, segments.exchange, segments)
     count = _counts(state, segments)
     log_beta = x.new_tensor([math.log(b) if b > 0 else -math.inf for b in betas]).repeat_interleave(groups)
     corrected = running / -torch.expm1(count.unsqueeze(-1) * log_beta)
@@ -60,29 +62,29 @@ def cumulative_statistics(
     own_count = _own_counts(state, segments)
     deviation, square = (sums / own_count.unsqueeze(-1).to(x.dtype)).split(groups, dim=-1)
     mean, variance = origin + deviation, square - deviation.square()
-    if segments.handoff is not None:
-        mean, variance = _pooled(own_count, mean, variance, segments.handoff, segments)
+    if segments.exchange is not None:
+        mean, variance = _pooled(own_count, mean, variance, segments.exchange, segments)
     return mean, variance, type(state)(_counts(state, segments)[:, -1], mean[:, -1], variance[:, -1])
 
 
-def _decayed_before(end: Tensor, beta: Tensor, handoff: Handoff, segments: Segments) -> Tensor:
+def _decayed_before(end: Tensor, beta: Tensor, exchange: ContextExchange, segments: Segments) -> Tensor:
     """(B, T, F): what of every step's decayed sum comes from earlier ranks; ``end`` (B, F) is this rank's last one."""
-    ends = handoff.earlier(end).wait()
+    ends = exchange.earlier(end).wait()
     between = segments.length * torch.arange(len(ends), device=end.device)
     kept = ends * (beta ** between[:, None]).to(end.dtype).unsqueeze(1)
-    before = (kept * (handoff.counts > 0).unsqueeze(-1)).sum(0)
+    before = (kept * (exchange.counts > 0).unsqueeze(-1)).sum(0)
     steps = torch.arange(1, segments.length + 1, device=end.device)
     decay = (beta ** steps[:, None]).to(end.dtype)
     return decay * before.unsqueeze(1) * segments.continues.unsqueeze(-1)
 
 
 def _pooled(
-    count: Tensor, mean: Tensor, variance: Tensor, handoff: Handoff, segments: Segments
+    count: Tensor, mean: Tensor, variance: Tensor, exchange: ContextExchange, segments: Segments
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance (B, T, G) of this rank's ``count`` (B, T) steps together with those of earlier ranks."""
-    ends = handoff.earlier(torch.cat([mean[:, -1], variance[:, -1]], dim=-1)).wait()
+    ends = exchange.earlier(torch.cat([mean[:, -1], variance[:, -1]], dim=-1)).wait()
     means, variances = ends.chunk(2, dim=-1)
-    counts = handoff.counts.to(mean.dtype).unsqueeze(-1)
+    counts = exchange.counts.to(mean.dtype).unsqueeze(-1)
     share = counts / counts.sum(0).clamp(min=1)
     mean_before = (share * means).sum(0)
     variance_before = (share * (variances + (means - mean_before).square())).sum(0)
@@ -161,9 +163,9 @@ def _group_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 def _counts(state: TimestepNormState, segments: Segments) -> Tensor:
     """(B, T) int64: steps of its document up to each token."""
     own = _own_counts(state, segments)
-    if segments.handoff is None:
+    if segments.exchange is None:
         return own
-    return own + torch.where(segments.continues, segments.handoff.counts.sum(0).unsqueeze(1), 0)
+    return own + torch.where(segments.continues, segments.exchange.counts.sum(0).unsqueeze(1), 0)
 
 
 def _own_counts(state: TimestepNormState, segments: Segments) -> Tensor:
@@ -181,3 +183,35 @@ def _origin(mu: Tensor, state: TimestepNormState, segments: Segments) -> Tensor:
     begun = mu.detach().gather(1, first.unsqueeze(-1).expand_as(mu))
     known = segments.continues & (state.count > 0).unsqueeze(1)
     return torch.where(known.unsqueeze(-1), state.mean.unsqueeze(1), begun)
+
+
+if TYPE_CHECKING:
+    from gecko.ops.timestep_norm import TimestepNormState
+
+
+def timestep_norm_step(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float], eps: float,
+    state: TimestepNormState, segments: Segments,
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
+    """Same contract as ``timestep_norm``, for x (B, 1, D)."""
+    beta, added, log_beta = segments.shared(("betas", betas, x.dtype), lambda: _decays(betas, x))
+    grouped = x.unflatten(-1, (groups, -1)).squeeze(1)
+    variance, mean = torch.var_mean(grouped, -1, correction=0)
+    before, steps = torch.stack([state.mean, state.variance], dim=1), state.count
+    if segments.starts is not None:
+        before, steps = before * segments.continues.unsqueeze(-1), steps * segments.continues[:, 0]
+    count = steps + 1
+    running = torch.addcmul(added * torch.stack([mean, variance], dim=1), beta, before)
+    running_mean, running_variance = running.unbind(1)
+    corrected = running / -torch.expm1(count.view(-1, 1, 1) * log_beta)
+    mean, variance = corrected.unsqueeze(-1).unbind(1)
+    y = ((grouped - mean) * torch.rsqrt(variance + eps)).flatten(1).unsqueeze(1)
+    y = y if weight is None else y * (1 + weight)
+    return y if bias is None else y + bias, type(state)(count, running_mean, running_variance)
+
+
+def _decays(betas: tuple[float, float], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """β, 1 − β and log β of mean and variance, (2, 1) each."""
+    beta = torch.tensor(betas, dtype=torch.float64, device=x.device).unsqueeze(1)
+    # Rounded at last: 1 − β in float32 from a float32 β would be off by 1 part in 1,700 for β = 0.9999.
+    return beta.to(x.dtype), (1 - beta).to(x.dtype), beta.log().to(x.dtype)

@@ -16,7 +16,7 @@
 //
 // where dmu and ds follow from the recurrence walked back, past no document's first step.
 
-#include "../native_slices.h"
+#include "../backends/cpu_slices.h"
 
 typedef struct {
     slices_of_x of;
@@ -110,10 +110,10 @@ static void normalise(const problem *a, int64_t first, const float *mean, float 
 
 // ``count`` (rows) is steps of the document before, and becomes those after. ``kept`` (2, rows, length, groups) becomes
 // M and r of every slice.
-void timestep_norm_forward(const float *x, const float *weight, const float *bias, const float *mean,
-                           const float *variance, const uint8_t *starts, const double *betas, float *factors,
-                           int64_t *count, float *y, float *kept, float *final_mean, float *final_variance, float eps,
-                           int64_t rows, int64_t length, int64_t groups, int64_t width, int64_t threads) {
+int64_t timestep_norm_forward(const float *x, const float *weight, const float *bias, const float *mean,
+                              const float *variance, const uint8_t *starts, const double *betas, float *factors,
+                              int64_t *count, float *y, float *kept, float *final_mean, float *final_variance, float eps,
+                              int64_t rows, int64_t length, int64_t groups, int64_t width, int64_t threads) {
     problem a = problem_of(x, weight, bias, mean, variance, starts, betas, factors, eps, rows, length, groups, width);
     float *spread = kept + a.of.count;
 #pragma omp parallel num_threads(threads) if (a.of.count * width > ALONE)
@@ -129,6 +129,7 @@ void timestep_norm_forward(const float *x, const float *weight, const float *bia
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < a.of.count; first += LANES) normalise(&a, first, kept, spread, y);
     }
+    return 0;
 }
 
 // Of every slice: what forward kept, its mean, and gradients by statistics that become those by moments.
@@ -208,9 +209,10 @@ static void add(vec *to, vec *from, int64_t count) {
 
 // The steps of one part; their sums for weight and bias are those of every LANES, added up.
 static void part_backward(const problem *a, int64_t begin, int64_t end, slices of, const float *grad_y, float *grad_x,
-                          float *grad_weight, float *grad_bias) {
+                          float *grad_weight, float *grad_bias, int64_t *refused) {
     int64_t blocks = blocks_of(a->of.width, LANES), size = a->of.groups * blocks;
-    vec *total = (vec *)room_for(4 * size * LANES), *in_tile = total + 2 * size;
+    vec *total = (vec *)room_for(4 * size * LANES, refused), *in_tile = total + 2 * size;
+    if (!total) return;
     memset(total, 0, sizeof(vec) * 4 * size);
     for (int64_t step = begin; step < end; step++) {
         for (int64_t group = 0; group < a->of.groups; group++) {
@@ -225,15 +227,15 @@ static void part_backward(const problem *a, int64_t begin, int64_t end, slices o
 }
 
 // Gradients of weight and bias are (parts, features), to be summed; ``room`` is (3, rows, length, groups).
-void timestep_norm_backward(const float *x, const float *weight, const float *mean, const uint8_t *starts,
-                            const double *betas, float *factors, const float *kept, float *room, const float *grad_y,
-                            const float *grad_final_mean, const float *grad_final_variance, float *grad_x,
-                            float *grad_weight, float *grad_bias, float *grad_mean, float *grad_variance,
-                            int64_t parts, int64_t rows, int64_t length, int64_t groups, int64_t width,
-                            int64_t threads) {
+int64_t timestep_norm_backward(const float *x, const float *weight, const float *mean, const uint8_t *starts,
+                               const double *betas, float *factors, const float *kept, float *room, const float *grad_y,
+                               const float *grad_final_mean, const float *grad_final_variance, float *grad_x,
+                               float *grad_weight, float *grad_bias, float *grad_mean, float *grad_variance,
+                               int64_t parts, int64_t rows, int64_t length, int64_t groups, int64_t width,
+                               int64_t threads) {
     problem a = problem_of(x, weight, 0, mean, 0, starts, betas, factors, 0, rows, length, groups, width);
     slices of = {kept, kept + a.of.count, room, room + a.of.count, room + 2 * a.of.count};
-    int64_t steps = rows * length, features = groups * width;
+    int64_t steps = rows * length, features = groups * width, refused = 0;
 #pragma omp parallel num_threads(threads) if (a.of.count * width > ALONE)
     {
 #pragma omp for schedule(static)
@@ -246,6 +248,7 @@ void timestep_norm_backward(const float *x, const float *weight, const float *me
 #pragma omp for schedule(static)
         for (int64_t part = 0; part < parts; part++)
             part_backward(&a, part * steps / parts, (part + 1) * steps / parts, of, grad_y, grad_x,
-                          grad_weight + part * features, grad_bias + part * features);
+                          grad_weight + part * features, grad_bias + part * features, &refused);
     }
+    return refused;
 }

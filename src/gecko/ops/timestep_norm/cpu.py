@@ -8,27 +8,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.dtypes import check_shape
-from gecko.ops.native import call
+from gecko.ops.backends.cpu import call
+from gecko.ops.common import check_shape
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
     from gecko.ops.timestep_norm import TimestepNormState
 
 
-def timestep_norm_native(
+def timestep_norm_cpu(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float] | None, eps: float,
     state: TimestepNormState, segments: Segments,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
-    """Same contract as ``timestep_norm``, for float32 without a handoff."""
+    """Same contract as ``timestep_norm``, for float32 without context exchange."""
     # As a tensor: 1 − β of a β in float32 would be off by 1 part in 1,700 for β = 0.9999.
     decays = None if betas is None else torch.tensor(betas, dtype=torch.float64)
     check_shape("state.variance", state.variance, state.mean.shape)
     check_shape("state.count", state.count, (len(x),))
     given = (x, weight, bias, state.mean, state.variance, state.count.to(torch.int64), segments.start_flags, decays)
-    y, count, mean, variance = NativeTimestepNorm.apply(
-        *(t if t is None else t.contiguous() for t in given), float(eps)
-    )
+    y, count, mean, variance = TimestepNormCPU.apply(*(t if t is None else t.contiguous() for t in given), float(eps))
     return y, type(state)(count, mean, variance)
 
 
@@ -37,7 +35,7 @@ _STEPS, _PARTS = 16, 64
 of its own, so that sums are the same on any number of threads."""
 
 
-class NativeTimestepNorm(torch.autograd.Function):
+class TimestepNormCPU(torch.autograd.Function):
     """Kept are x, mean and rstd of every step and group, and the corrections of every step."""
 
     @staticmethod

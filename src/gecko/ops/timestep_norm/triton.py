@@ -26,21 +26,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.ops.custom_op import custom_op
-from gecko.ops.kernels import Launch, blocks, tile, warps_of
-from gecko.ops.timestep_norm.triton_gradients import gradient_carries, gradient_summaries, gradients
-from gecko.ops.timestep_norm.triton_tiles import carries, normalise_tiles, summaries
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile, warps_of
+from gecko.ops.timestep_norm.triton_backward import gradient_carries, gradient_summaries, gradients
+from gecko.ops.timestep_norm.triton_forward import carries, normalise_tiles, summaries
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
     from gecko.ops.timestep_norm import TimestepNormState
 
 
-def normalise(
+def timestep_norm_triton(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float] | None, eps: float,
     state: TimestepNormState, segments: Segments,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
-    """Same contract as ``timestep_norm`` for x that kernels take, without a handoff."""
+    """Same contract as ``timestep_norm`` for dtypes of the kernels, without context exchange."""
     begins = None if segments.starts is None else segments.shared("begins", lambda: _begins(segments))
     decays = None if betas is None else list(betas)
     y, count, mean, variance, _ = _timestep_norm(

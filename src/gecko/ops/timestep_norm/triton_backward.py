@@ -1,12 +1,11 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The kernels of the timestep norm's gradients, in tiles as those forward (``triton_tiles.py``)."""
+"""Triton kernels for the gradients of the timestep norm, in the same tiles as the forward pass."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from gecko.ops.timestep_norm.triton_tiles import (
+from gecko.ops.timestep_norm.triton_forward import (
     bias_corrections,
     counts_up_to,
     feature_offsets,
@@ -20,6 +19,8 @@ from gecko.ops.timestep_norm.triton_tiles import (
     running_statistics,
     tile_offsets,
 )
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
 @triton.jit

@@ -1,13 +1,14 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The timestep norm's kernels forward, and what those of its gradients (``triton_gradients.py``) share with them.
+"""Triton kernels of the timestep norm, and the device functions they share with its gradients (``triton_backward.py``).
 
-Time runs along axis 0, groups along axis 1, the features of a group along axis 2.
+Time is axis 0, groups are axis 1, and the features of a group are axis 2.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
 @triton.jit
@@ -62,9 +63,10 @@ def held_places(i_t, i_group, length, groups: tl.constexpr, size: tl.constexpr, 
 @triton.jit
 def load_begins(p_begin, i_row, i_t, length):
     if p_begin is None:
-        return tl.full(i_t.shape, -1, tl.int64)
+        i_begin = tl.full(i_t.shape, -1, tl.int64)
     else:
-        return tl.load(p_begin + i_row * length + i_t, mask=i_t < length, other=-1).to(tl.int64)
+        i_begin = tl.load(p_begin + i_row * length + i_t, mask=i_t < length, other=-1).to(tl.int64)
+    return i_begin
 
 
 @triton.jit
@@ -87,12 +89,13 @@ def _scan(b_mu, b_sigma2, m_first, m_t, beta_mean, beta_variance, added_mean, ad
     b_held = tl.where(m_t, 1.0, 0.0)[:, None] + tl.zeros_like(b_mu)
     b_goes_on = tl.where(m_first & m_t, 0.0, 1.0)[:, None] + tl.zeros_like(b_mu)
     if cumulative:
-        return tl.associative_scan((b_goes_on, b_held, b_mu * b_held, b_sigma2 * b_held), 0, _join_pooled)
+        b_all = tl.associative_scan((b_goes_on, b_held, b_mu * b_held, b_sigma2 * b_held), 0, _join_pooled)
     else:
         b_a = tl.where(m_t[:, None], beta_mean, 1.0) * b_goes_on
         b_b = tl.where(m_t[:, None], beta_variance, 1.0) * b_goes_on
         b_m, b_v = added_mean * b_mu * b_held, added_variance * b_sigma2 * b_held
-        return tl.associative_scan((b_a, b_b, b_m, b_v), 0, join_decayed)
+        b_all = tl.associative_scan((b_a, b_b, b_m, b_v), 0, join_decayed)
+    return b_all
 
 
 @triton.jit
@@ -133,9 +136,11 @@ def running_statistics(b_mu, b_sigma2, b_m_before, b_v_before, count_before, m_f
 def bias_corrections(b_count, log_mean, log_variance, cumulative: tl.constexpr):
     """What running mean and variance are divided by."""
     if cumulative:
-        return tl.full(b_count.shape, 1.0, tl.float32), tl.full(b_count.shape, 1.0, tl.float32)
+        by_mean = tl.full(b_count.shape, 1.0, tl.float32)
+        by_variance = by_mean
     else:
-        return _one_minus_exp(b_count * log_mean), _one_minus_exp(b_count * log_variance)
+        by_mean, by_variance = _one_minus_exp(b_count * log_mean), _one_minus_exp(b_count * log_variance)
+    return by_mean, by_variance
 
 
 @triton.jit

@@ -9,14 +9,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gecko.ops.dtypes import check_segments, check_shape, compute_dtype, full_precision
-from gecko.ops.kernels import NATIVE_WIDTH, kernels_of, kernels_run_on, native_runs_on
-from gecko.ops.phases import common_phase, run_by_phase
-from gecko.ops.working_memory.chunked import remember_chunks
-from gecko.ops.working_memory.decode import remember_token
+from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH, choose_backend, kernels_of
+from gecko.ops.common import (
+    check_segments,
+    check_shape,
+    common_chunk_offset,
+    compute_dtype,
+    full_precision,
+    run_by_chunk_offset,
+)
+from gecko.ops.working_memory.chunked import working_memory_chunked, working_memory_step
 from gecko.ops.working_memory.reference import working_memory_reference
 from gecko.ops.working_memory.rules import RULES, ChunkSummary, empty_summary
-from gecko.records import TensorRecord
+from gecko.runtime.records import TensorRecord
 from gecko.segments import Segments
 
 __all__ = ["ChunkSummary", "WorkingMemoryState", "working_memory", "working_memory_reference"]
@@ -90,22 +95,23 @@ def working_memory(
     _check_state(state, (batch, heads), key_dim, v.shape[-1])
     segments = segments or Segments.build(batch, length, device=q.device)
     check_segments(segments, batch, length)
-    on_kernels = length > 1 and kernels_run_on(v) and segments.handoff is None
-    inputs = (q, k, v) if on_kernels else (q.to(dtype), k.to(dtype), v.to(dtype))
+    alone = segments.exchange is None
+    on_gpu = choose_backend(v, triton=alone and length > 1, cpu=False) == "triton"
+    inputs = (q, k, v) if on_gpu else (q.to(dtype), k.to(dtype), v.to(dtype))
     with full_precision(q):
         if length == 1:
-            out, state = remember_token(RULES[rule], chunk_size, inputs, state, segments)
+            out, state = working_memory_step(RULES[rule], chunk_size, inputs, state, segments)
             return out.to(v.dtype), state
-        form = remember_chunks
-        if on_kernels:
-            from gecko.ops.working_memory.triton import remember_on_kernels
+        form = working_memory_chunked
+        if on_gpu:
+            from gecko.ops.working_memory.triton import working_memory_triton
 
-            form = remember_on_kernels
-        elif rule == "adaptive" and segments.handoff is None and _native_takes(inputs, state):
-            form = kernels_of("working_memory", "native").remember_natively
+            form = working_memory_triton
+        elif rule == "adaptive" and alone and _cpu_kernel_takes(inputs, state):
+            form = kernels_of("working_memory", "cpu").working_memory_cpu
         one = partial(form, RULES[rule], chunk_size)
-        if common_phase(segments, chunk_size) is None:
-            out, state = run_by_phase(one, inputs, state, segments, chunk_size)
+        if common_chunk_offset(segments, chunk_size) is None:
+            out, state = run_by_chunk_offset(one, inputs, state, segments, chunk_size)
         else:
             out, state = one(inputs, state, segments)
     return out.to(v.dtype), state
@@ -121,7 +127,8 @@ def _check_state(state: WorkingMemoryState, lists: tuple[int, int], key_dim: int
         check_shape(f"state.{name}.value_sum", part.value_sum, (*lists, key_dim, value_dim))
 
 
-def _native_takes(inputs: tuple[Tensor, ...], state: WorkingMemoryState) -> bool:
+def _cpu_kernel_takes(inputs: tuple[Tensor, ...], state: WorkingMemoryState) -> bool:
     """Whether the C kernels take these sizes and dtypes: features that fill whole registers."""
     floats = (x for x in state.tensors().values() if x.is_floating_point())
-    return all(x.shape[-1] % NATIVE_WIDTH == 0 for x in inputs) and native_runs_on(*inputs, *floats)
+    fits = all(x.shape[-1] % CPU_KERNEL_WIDTH == 0 for x in inputs)
+    return choose_backend(*inputs, *floats, triton=False, cpu=fits) == "cpu"

@@ -11,7 +11,7 @@
 //     dk_t = phi_t (dK psi_t + dV v_t + dw - r) + softmax backward of (dK^T phi_t),   dv_t = dV^T phi_t.
 //
 // Counted tokens are the last of their chunk, and allowed ones the first: no mask is read.
-#include "native_sizes.h"
+#include "cpu_sizes.h"
 
 enum { TILE = 64 };  // tokens at a time
 
@@ -131,17 +131,19 @@ static void summarise_chunk(const sizes *a, const float *k, const float *v, span
 
 // Slots 1 on of weights (streams, chunks + 1, keys), key_sums (..., keys, keys) and value_sums (..., keys, values).
 // ``earlier``: of the first chunk's tokens before the call (streams, ...), or null where there are none.
-void working_memory_summarise(const float *k, const float *v, const int64_t *counted, const float *earlier_weight,
-                              const float *earlier_key_sum, const float *earlier_value_sum, float *weights,
-                              float *key_sums, float *value_sums, SIZES, int64_t threads) {
+int64_t working_memory_summarise(const float *k, const float *v, const int64_t *counted, const float *earlier_weight,
+                                 const float *earlier_key_sum, const float *earlier_value_sum, float *weights,
+                                 float *key_sums, float *value_sums, SIZES, int64_t threads) {
     sizes a = TAKE_SIZES;
     int64_t square = keys * keys, matrix = keys * values;
+    int64_t refused = 0;
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = room_for(2 * keys + 2 * TILE * keys);
+        float *scratch = room_for(2 * keys + 2 * TILE * keys, &refused);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t s = 0; s < a.streams; s++)
             for (int64_t i = 0; i < chunks; i++) {
+                if (!scratch) continue;
                 summary earlier = summary_at(&a, earlier_weight, earlier_key_sum, earlier_value_sum, s);
                 span tokens = last_of(tokens_of(&a, i), of_chunk(&a, counted, s, i));
                 int64_t to = slot_of(&a, s, i + 1);
@@ -151,6 +153,7 @@ void working_memory_summarise(const float *k, const float *v, const int64_t *cou
             }
         free(scratch);
     }
+    return refused;
 }
 
 static void clear_tokens(float *x, int64_t begin, int64_t end, int64_t width) {
@@ -165,15 +168,17 @@ static void read_chunk(const sizes *a, const float *q, const float *memory, span
     }
 }
 
-void working_memory_read(const float *q, const float *memories, const int64_t *allowed, float *out, SIZES,
-                         int64_t threads) {
+int64_t working_memory_read(const float *q, const float *memories, const int64_t *allowed, float *out, SIZES,
+                            int64_t threads) {
     sizes a = TAKE_SIZES;
+    int64_t refused = 0;
 #pragma omp parallel num_threads(threads)
     {
-        float *psi = room_for(TILE * keys);
+        float *psi = room_for(TILE * keys, &refused);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t s = 0; s < a.streams; s++)
             for (int64_t i = 0; i < chunks; i++) {
+                if (!psi) continue;
                 span all = tokens_of(&a, i), tokens = first_of(all, of_chunk(&a, allowed, s, i));
                 float *to = out + s * length * values;
                 read_chunk(&a, q + s * length * keys, memories + (s * chunks + i) * keys * values, tokens, to, psi);
@@ -181,6 +186,7 @@ void working_memory_read(const float *q, const float *memories, const int64_t *a
             }
         free(psi);
     }
+    return refused;
 }
 
 static void read_chunk_backward(const sizes *a, const float *q, const float *memory, const float *grad, span tokens,
@@ -200,16 +206,18 @@ static void read_chunk_backward(const sizes *a, const float *q, const float *mem
 }
 
 // Gradients of q and, in slots 0 to chunks - 1 of ``grad_memories`` (streams, chunks + 1, keys, values), of each M.
-void working_memory_read_backward(const float *q, const float *memories, const float *grad, const int64_t *allowed,
-                                  float *grad_q, float *grad_memories, SIZES, int64_t threads) {
+int64_t working_memory_read_backward(const float *q, const float *memories, const float *grad, const int64_t *allowed,
+                                     float *grad_q, float *grad_memories, SIZES, int64_t threads) {
     sizes a = TAKE_SIZES;
     int64_t matrix = keys * values;
+    int64_t refused = 0;
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = room_for(matrix + 2 * TILE * keys);
+        float *scratch = room_for(matrix + 2 * TILE * keys, &refused);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t s = 0; s < a.streams; s++)
             for (int64_t i = 0; i < chunks; i++) {
+                if (!scratch) continue;
                 span all = tokens_of(&a, i), tokens = first_of(all, of_chunk(&a, allowed, s, i));
                 float *to = grad_q + s * length * keys;
                 read_chunk_backward(&a, q + s * length * keys, memories + (s * chunks + i) * matrix,
@@ -219,6 +227,7 @@ void working_memory_read_backward(const float *q, const float *memories, const f
             }
         free(scratch);
     }
+    return refused;
 }
 
 // to += phi (grad + level), of ``count`` tokens.
@@ -255,17 +264,19 @@ static void summarise_chunk_backward(const sizes *a, const float *k, const float
 }
 
 // Gradients of k and v from those of summaries in slots before ``live``; the others have none.
-void working_memory_summarise_backward(const float *k, const float *v, const int64_t *counted, const float *weights,
-                                       const float *key_sums, const float *value_sums, const float *grad_weights,
-                                       const float *grad_key_sums, const float *grad_value_sums, float *grad_k,
-                                       float *grad_v, int64_t live, SIZES, int64_t threads) {
+int64_t working_memory_summarise_backward(const float *k, const float *v, const int64_t *counted, const float *weights,
+                                          const float *key_sums, const float *value_sums, const float *grad_weights,
+                                          const float *grad_key_sums, const float *grad_value_sums, float *grad_k,
+                                          float *grad_v, int64_t live, SIZES, int64_t threads) {
     sizes a = TAKE_SIZES;
+    int64_t refused = 0;
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = room_for(keys * keys + keys * values + keys + 4 * TILE * keys);
+        float *scratch = room_for(keys * keys + keys * values + keys + 4 * TILE * keys, &refused);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t s = 0; s < a.streams; s++)
             for (int64_t i = 0; i < chunks; i++) {
+                if (!scratch) continue;
                 span all = tokens_of(&a, i);
                 span tokens = last_of(all, i + 1 < live ? of_chunk(&a, counted, s, i) : 0);
                 float *to_k = grad_k + s * length * keys, *to_v = grad_v + s * length * values;
@@ -280,4 +291,5 @@ void working_memory_summarise_backward(const float *k, const float *v, const int
             }
         free(scratch);
     }
+    return refused;
 }

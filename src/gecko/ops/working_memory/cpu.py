@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.native import call
-from gecko.ops.phases import common_phase
-from gecko.ops.working_memory.grid import Grid
+from gecko.ops.backends.cpu import call
+from gecko.ops.common import common_chunk_offset
+from gecko.ops.working_memory.chunked import Grid
 from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary
 from gecko.segments import Segments
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from gecko.ops.working_memory import WorkingMemoryState
 
 
-def remember_natively(
+def working_memory_cpu(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
     """``working_memory`` by the adaptive rule for rows that agree on position mod c, on one rank.
 
-    See ``remember_chunks``. float32, in features that are multiples of 16.
+    See ``working_memory_chunked``. float32, in features that are multiples of 16.
     """
-    phase = common_phase(segments, chunk_size)
+    phase = common_chunk_offset(segments, chunk_size)
     assert phase is not None, "rows must agree on their phase"
     grid = segments.shared(("memory", chunk_size), lambda: Grid.build(segments, phase, chunk_size))
     spans = segments.shared(("memory spans", chunk_size), lambda: Spans.of(grid, chunk_size, segments.length))
@@ -39,7 +39,7 @@ def remember_natively(
     nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
     earlier = state.current.where(grid.continues, nothing).tensors().values() if phase else ()
     resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1).to(torch.bool)
-    out, memory, normaliser, *sums = NativeMemory.apply(
+    out, memory, normaliser, *sums = WorkingMemoryCPU.apply(
         spans, resets, *inputs, state.memory, state.normaliser, *state.previous.tensors().values(), *earlier
     )
     previous, current = ChunkSummary(*sums[:3]), ChunkSummary(*sums[3:]) if sums[3:] else nothing
@@ -71,7 +71,7 @@ class Spans:
         return *q.shape, v.shape[-1], self.chunk_size, self.phase, self.chunks
 
 
-class NativeMemory(torch.autograd.Function):
+class WorkingMemoryCPU(torch.autograd.Function):
     """Outputs, the memory and the normaliser after the call, the summary of the chunk before the next token's, and that
     of the next token's where the call leaves it incomplete."""
 

@@ -1,4 +1,4 @@
-// The chain of the working memory by the adaptive rule: summaries w, K, V (``native.c``) enter one after the other, slot
+// The chain of the working memory by the adaptive rule: summaries w, K, V (``cpu.c``) enter one after the other, slot
 // j as the j-th:
 //     N_{j+1} = log(e^{N_j} + e^{w_j}),   rho_j = exp(w_j - N_{j+1}),
 //     M_{j+1} = M_j + rho_j (V_j - M_j - K_j M_j),   or V_j, w_j where the slot ``resets``.
@@ -7,7 +7,7 @@
 //     E_j = rho_j D_{j+1},   D_j = dM_j + D_{j+1} - E_j - K_j^T E_j,   dV_j = E_j,   dK_j = -E_j M_j^T,
 //     g_j = rho_j drho_j = rows of E_j (V_j - M_j - K_j M_j) summed = rows of (dV V + dK K) summed + diagonal of dK,
 //     dw_j = g_j + s (dN_{j+1} - g_j),   dN_j = (1 - s) (dN_{j+1} - g_j),   s = sigmoid(w_j - N_j).
-#include "native_sizes.h"
+#include "cpu_sizes.h"
 
 enum { COLUMNS = 64 };  // of the memory that one task takes through the chain
 
@@ -71,14 +71,15 @@ static void chain_columns(const sizes *a, const float *key_sums, const float *va
 }
 
 // M_0 to M_{chunks - 1}, what is kept for backward, and M and N after ``steps`` slots: all chunks, or all but the last.
-void working_memory_chain(const float *weights, const float *key_sums, const float *value_sums, const uint8_t *resets,
-                          const float *normaliser, const float *initial, float *rho, float *share, float *memories,
-                          float *last_normaliser, float *last, int64_t steps, SIZES, int64_t threads) {
+int64_t working_memory_chain(const float *weights, const float *key_sums, const float *value_sums, const uint8_t *resets,
+                             const float *normaliser, const float *initial, float *rho, float *share, float *memories,
+                             float *last_normaliser, float *last, int64_t steps, SIZES, int64_t threads) {
     sizes a = TAKE_SIZES;
     int64_t blocks = blocks_of(values, COLUMNS), matrix = keys * values;
+    int64_t refused = 0;
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = room_for(keys * COLUMNS);
+        float *scratch = room_for(keys * COLUMNS, &refused);
 #pragma omp for schedule(static)
         for (int64_t s = 0; s < a.streams; s++) {
             int64_t kept = s * chunks * keys;
@@ -88,6 +89,7 @@ void working_memory_chain(const float *weights, const float *key_sums, const flo
 #pragma omp for collapse(2) schedule(static)
         for (int64_t s = 0; s < a.streams; s++)
             for (int64_t block = 0; block < blocks; block++) {
+                if (!scratch) continue;
                 int64_t at = block * COLUMNS, slot = slot_of(&a, s, 0);
                 chain_columns(&a, key_sums + slot * keys * keys, value_sums + slot * matrix + at,
                               rho + s * chunks * keys, resets + s / heads * (chunks + 1), initial + s * matrix + at,
@@ -96,6 +98,7 @@ void working_memory_chain(const float *weights, const float *key_sums, const flo
             }
         free(scratch);
     }
+    return refused;
 }
 
 // From -D_{j+1} in ``total`` to -D_j but for K^T E; dM gives its place to E. Where the slot resets, rho is 1.
@@ -167,19 +170,21 @@ static void normalise_backward(const sizes *a, const float *share, const float *
 
 // ``grads``: in, the gradients of every M that was read; out, in slots before ``steps``, those of value sums. The same
 // slots of grad_weights and grad_key_sums, and the gradients of the memory and the normaliser at the beginning.
-void working_memory_chain_backward(const float *key_sums, const float *value_sums, const float *memories,
-                                   const float *rho, const float *share, const uint8_t *resets, const float *grad_last,
-                                   const float *grad_last_normaliser, float *grads, float *grad_weights,
-                                   float *grad_key_sums, float *grad_initial, float *grad_normaliser, int64_t steps,
-                                   SIZES, int64_t threads) {
+int64_t working_memory_chain_backward(const float *key_sums, const float *value_sums, const float *memories,
+                                      const float *rho, const float *share, const uint8_t *resets, const float *grad_last,
+                                      const float *grad_last_normaliser, float *grads, float *grad_weights,
+                                      float *grad_key_sums, float *grad_initial, float *grad_normaliser, int64_t steps,
+                                      SIZES, int64_t threads) {
     sizes a = TAKE_SIZES;
     int64_t blocks = blocks_of(values, COLUMNS), matrix = keys * values, square = keys * keys;
+    int64_t refused = 0;
 #pragma omp parallel num_threads(threads)
     {
-        float *scratch = room_for(keys * COLUMNS + matrix);
+        float *scratch = room_for(keys * COLUMNS + matrix, &refused);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t s = 0; s < a.streams; s++)
             for (int64_t block = 0; block < blocks; block++) {
+                if (!scratch) continue;
                 int64_t at = block * COLUMNS, first = slot_of(&a, s, 0);
                 chain_columns_backward(&a, key_sums + first * square, rho + s * chunks * keys,
                                        resets + s / heads * (chunks + 1), grad_last ? grad_last + s * matrix + at : 0,
@@ -189,6 +194,7 @@ void working_memory_chain_backward(const float *key_sums, const float *value_sum
 #pragma omp for collapse(2) schedule(static)
         for (int64_t s = 0; s < a.streams; s++)
             for (int64_t j = 0; j < steps; j++) {
+                if (!scratch) continue;
                 int64_t slot = slot_of(&a, s, j);
                 entering_backward(&a, key_sums + slot * square, value_sums + slot * matrix,
                                   memories + (s * chunks + j) * matrix, grads + slot * matrix,
@@ -202,4 +208,5 @@ void working_memory_chain_backward(const float *key_sums, const float *value_sum
                                grad_weights + slot_of(&a, s, 0) * keys, grad_normaliser + s * keys, steps);
         free(scratch);
     }
+    return refused;
 }

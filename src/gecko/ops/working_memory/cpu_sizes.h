@@ -1,7 +1,7 @@
 // What the working memory's kernels share: the sizes of a call, and the places of slots.
 #pragma once
 
-#include "../native_matrix.h"
+#include "../backends/cpu_matrix.h"
 
 // A call of one stream (a row's head) covers ``chunks`` chunks, the first of which holds ``phase`` tokens of earlier
 // calls.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.records import TensorRecord
+from gecko.runtime.records import TensorRecord
 
 EMPTY_LOG = -1e30
 """Log of an empty sum: finite, because logaddexp(−∞, −∞) has no gradient."""

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Working memory by kernels: features, library products for what chunks come to, factors, one kernel for the chain, one
 product to read.
 
@@ -28,16 +27,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gecko.ops.custom_op import custom_op
-from gecko.ops.phases import common_phase
-from gecko.ops.working_memory.chunked import normalisers_of
-from gecko.ops.working_memory.grid import Grid
-from gecko.ops.working_memory.products import product
+from gecko.ops.backends.dispatch import custom_op
+from gecko.ops.common import common_chunk_offset
+from gecko.ops.working_memory.chunked import Grid, normalisers_of, product
 from gecko.ops.working_memory.rules import Adaptive, ChunkSummary, Rule, empty_summary
 from gecko.ops.working_memory.triton_chain import chain
 from gecko.ops.working_memory.triton_factors import factors
 from gecko.ops.working_memory.triton_features import features, features_backward, weigh_backward, weigh_forward
 from gecko.segments import Segments
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 
 if TYPE_CHECKING:
     from gecko.ops.working_memory import WorkingMemoryState
@@ -56,11 +56,11 @@ class _Entering:
     """What ψ of queries is divided by in each chunk, (B, H, n, key); the adaptive rule divides by nothing."""
 
 
-def remember_on_kernels(
+def working_memory_triton(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """``working_memory`` for rows that agree on position mod c, on one rank. See ``remember_chunks``."""
-    phase = common_phase(segments, chunk_size)
+    """``working_memory`` for rows that agree on position mod c, on one rank. See ``working_memory_chunked``."""
+    phase = common_chunk_offset(segments, chunk_size)
     assert phase is not None, "rows must agree on their phase"
     grid = segments.shared(("memory", chunk_size), lambda: Grid.build(segments, phase, chunk_size))
     q, k, v = (grid.lay(x).contiguous() for x in inputs)

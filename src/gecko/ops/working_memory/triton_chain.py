@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The memory's chain M_{s+1} = A_s M_s + ρ_s ⊙ B_s in one kernel, which walks over the chunks; tiles of the values'
 features are independent and run in parallel. float32 throughout, in the matrix units' three-fold form of it.
 
@@ -17,9 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.custom_op import custom_op
-from gecko.ops.kernels import Launch, blocks, tile
-from gecko.ops.working_memory.products import product
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
+from gecko.ops.working_memory.chunked import product
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 
 _TILE = {"block_r": 128, "block_s": 32}
 """Rows of the memory that one product makes, and keys' features that it sums over at a time."""

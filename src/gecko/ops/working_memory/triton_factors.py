@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The adaptive rule's factors of the chain, from summaries: slot s holds the s-th chunk that enters, the previous one
 first. With N_0 the normaliser before it, σ the sigmoid,
 
@@ -22,8 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.custom_op import custom_op
-from gecko.ops.kernels import Launch, blocks, tile
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 
 _TILE = 4096
 """Numbers of a matrix that a program holds, 32 a thread."""

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Kernels from keys and queries to features of the memory: weights of chunks, φ, ψ, and back.
 
 Keys x and masks lie on the grid of chunks: x (B, H, n, c, d), mask (B, 1, n, c, 1) bool; what the mask hides has no
@@ -15,8 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.kernels import Launch, blocks, tile
+from gecko.ops.backends.dispatch import Launch, blocks, tile
 from gecko.ops.working_memory.rules import EMPTY_LOG
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 
 _TILE = 2048
 """Numbers that a program holds, 16 a thread."""
@@ -79,21 +81,23 @@ def _tile_of(p_x, p_mask, chunks, heads, chunk_size: tl.constexpr, width: tl.con
 def _phi(b_x, p_weight, i_chunk, i_d, m_x, width: tl.constexpr, adaptive: tl.constexpr):
     if adaptive:
         b_weight = tl.load(p_weight + i_chunk * width + i_d, mask=i_d < width, other=0.0)
-        return tl.exp(tl.where(m_x, b_x - b_weight[None, :], float("-inf")))
-    return tl.where(m_x, _elu1(b_x), 0.0)
+        b_phi = tl.exp(tl.where(m_x, b_x - b_weight[None, :], float("-inf")))
+    else:
+        b_phi = tl.where(m_x, _elu1(b_x), 0.0)
+    return b_phi
 
 
 @triton.jit
 def _psi(b_x, p_before, i_chunk, i_d, m_x, width: tl.constexpr, adaptive: tl.constexpr):
-    """ψ, and for the linear rule what it is divided by: e · before, 1 where that is zero (and ψ as well)."""
+    """ψ and what it is divided by: Σ e, for the linear rule e · before; 1 where that is zero, and ψ is zero as well."""
     if adaptive:
         b_top = tl.max(tl.where(m_x, b_x, -1e30), 1)
         b_e = tl.where(m_x, tl.exp(tl.minimum(b_x - b_top[:, None], 0.0)), 0.0)
         b_total = tl.sum(b_e, 1)
-        return b_e / tl.where(b_total > 0, b_total, 1.0)[:, None], b_total
-    b_before = tl.load(p_before + i_chunk * width + i_d, mask=i_d < width, other=0.0)
-    b_e = tl.where(m_x, _elu1(b_x), 0.0)
-    b_total = tl.sum(b_e * b_before[None, :], 1)
+    else:
+        b_before = tl.load(p_before + i_chunk * width + i_d, mask=i_d < width, other=0.0)
+        b_e = tl.where(m_x, _elu1(b_x), 0.0)
+        b_total = tl.sum(b_e * b_before[None, :], 1)
     none = b_total == 0
     b_total = tl.where(none, 1.0, b_total)
     return tl.where(none[:, None], 0.0, b_e / b_total[:, None]), b_total
@@ -178,7 +182,7 @@ def weigh_forward(x: Tensor, mask: Tensor, adaptive: bool) -> Tensor:
         _weigh_kernel, (out.shape[:3].numel(), blocks(width, block_d)),
         dict(
             p_x=x, p_mask=mask, p_out=out, chunks=chunks, heads=heads, chunk_size=chunk, width=width, adaptive=adaptive,
-            block_t=128, block_d=block_d,
+            block_t=64, block_d=block_d,
         ), warps=4,
     ).run()  # fmt: skip
     return out

@@ -1,0 +1,285 @@
+"""Inputs of commands: models with their tokenizers, and texts of any length from files or standard input."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from gecko.data import Tokenizer, check_vocabulary, load_tokenizer
+from gecko.data.readers import COMPRESSED_SUFFIXES, check_plain_text, read_pieces
+from gecko.data.tokenizers import TOKENIZERS
+from gecko.inference import encode_stream
+from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model
+from gecko.io.quantization import is_quantized
+from gecko.models.gecko import Gecko, load
+from gecko.models.registry import PRESETS, LanguageModel, LlamaConfig, load_any, load_config
+
+RECIPE = "recipe.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NAME_IT = "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json."
+
+
+def find_model(name: str) -> Path:
+    """Return the folder that holds the model's files. For a training run this is its newest valid checkpoint.
+
+    Raises:
+        FileNotFoundError: the folder does not exist, or holds no model.
+        ValueError: all checkpoints are damaged, or the folder holds several models.
+    """
+    from gecko.train import latest_checkpoint
+
+    folder = Path(name).expanduser()
+    if (folder / CONFIG).is_file():
+        check_one_model(folder)
+        return folder
+    checkpoints = folder / "checkpoints"
+    newest = latest_checkpoint(checkpoints) if checkpoints.is_dir() else None
+    if newest is None:
+        raise FileNotFoundError(_no_model_message(folder))
+    if not (newest / WEIGHTS).is_file():
+        raise FileNotFoundError(
+            f"{newest} must hold {WEIGHTS}; it is a checkpoint of several ranks, each of which wrote its part. "
+            f"Join them: gecko consolidate {folder}"
+        )
+    return newest
+
+
+def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer ``given``, else the one beside the model, else the one that the recipe there names.
+
+    Raises:
+        FileNotFoundError: there is no tokenizer.
+        ValueError: the tokenizer has more ids than the model.
+    """
+    tokenizer = _own_tokenizer(folder) if given is None else load_tokenizer(given)
+    check_vocabulary(tokenizer, vocab_size)
+    return tokenizer
+
+
+def _own_tokenizer(folder: Path) -> Tokenizer:
+    from gecko.train.setup import known_tokenizer
+
+    known = known_tokenizer(folder)
+    if known is None:
+        raise FileNotFoundError(
+            f"the model's tokenizer must lie beside it ({' or '.join(TOKENIZERS)}) or be named by {folder / RECIPE}, "
+            f"which training writes; there is neither. {_NAME_IT}"
+        )
+    try:
+        return load_tokenizer(known)
+    except FileNotFoundError as error:
+        recipe = folder / RECIPE
+        raise FileNotFoundError(f"the tokenizer that {recipe} names is not here: {error} {_NAME_IT}") from error
+
+
+def load_model(name: str, tokenizer: str | None, device: str, dtype: str | None) -> tuple[Gecko, Tokenizer]:
+    """Load a Gecko and its tokenizer for inference.
+
+    The model is in evaluation mode, since switching modes for every token takes time.
+
+    Args:
+        name: model folder or training run.
+        tokenizer: ``bytes`` or a path; None for the model's own.
+        device: as for ``select_device``.
+        dtype: dtype of the weights; None keeps the stored one.
+
+    Raises:
+        FileNotFoundError, ValueError: as for ``find_gecko``, ``find_tokenizer`` and ``named_dtype``.
+    """
+    wanted = None if dtype is None else named_dtype(dtype)
+    folder = find_gecko(name)
+    model = load(folder)
+    _prepare(model, device, wanted)
+    return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
+
+
+def find_gecko(name: str) -> Path:
+    """Return ``find_model(name)`` for commands that need a Gecko.
+
+    Raises:
+        ValueError: the model is a Llama.
+    """
+    folder = find_model(name)
+    if isinstance(load_config(folder / CONFIG), LlamaConfig):
+        raise ValueError(
+            f"MODEL must be a Gecko, because this command uses its blocks and states; {name} is a Llama. "
+            "Use it with gecko eval, gecko info or transformers."
+        )
+    return folder
+
+
+def load_any_model(name: str, tokenizer: str | None, device: str, dtype: str | None) -> tuple[LanguageModel, Tokenizer]:
+    """Load a Gecko or a Llama as ``load_model`` does."""
+    wanted = None if dtype is None else named_dtype(dtype)
+    folder = find_model(name)
+    model = load_any(folder)
+    _prepare(model, device, wanted)
+    return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """Return the dtype that ``--dtype`` names.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {name!r}.")
+    return DTYPES[name]
+
+
+def _prepare(model: nn.Module, device: str, dtype: torch.dtype | None) -> None:
+    """Move the model to the device, convert it to the dtype unless that is None, and set evaluation mode."""
+    from gecko.train.throughput import select_device
+
+    if dtype is not None and any(map(is_quantized, model.parameters())):
+        raise ValueError("--dtype is for models that are not quantised; this one is. Leave it out.")
+    model.to(device=select_device(device), dtype=dtype).eval()
+
+
+def trained_length(name: str) -> int | None:
+    """Return the sequence length that the model was trained with; None if no recipe lies beside it."""
+    from gecko.train import Run
+
+    recipe = find_model(name) / RECIPE
+    return Run.load(recipe).sequence_length if recipe.is_file() else None
+
+
+def _no_model_message(folder: Path) -> str:
+    expected = f"MODEL must be a folder that holds a model ({CONFIG}) or a training run (checkpoints/)"
+    if folder.is_dir():
+        found = sorted(entry.name for entry in folder.iterdir())
+        return f"{expected}; {folder} holds {', '.join(found[:8]) or 'nothing'}."
+    if folder.name in PRESETS:
+        return f"{expected}; {folder} is the name of an architecture without weights. Train a model: gecko train."
+    return f"{expected}; there is no {folder}.{nearest_hint(folder)}"
+
+
+def nearest_hint(path: Path) -> str:
+    """Return a sentence that suggests an existing path with a similar name; empty if there is none."""
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {path.with_name(near[0])}?" if near else ""
+
+
+STANDARD_INPUT = "-"
+BLOCK_BYTES = 4096
+"""Bytes that are read between two checks for Ctrl-C."""
+_PIPE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that is read once, in pieces."""
+
+    name: str
+    """Name in error messages."""
+    pieces: Iterable[bytes]
+    size: int | None
+    """Size in bytes, if it is known."""
+
+
+def named_text(source: str) -> Text:
+    """Open a file, which is decompressed according to its suffix, or standard input (``-``).
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: its suffix names a format of records or another format that is not plain text.
+    """
+    if source == STANDARD_INPUT:
+        return Text("standard input", iter(lambda: sys.stdin.buffer.read(_PIPE_BYTES), b""), None)
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"a text must be a file, or - for standard input; there is no file {path}.")
+    check_plain_text(path)
+    compressed = path.suffix.lower() in COMPRESSED_SUFFIXES
+    return Text(str(path), read_pieces(path), None if compressed else path.stat().st_size)
+
+
+class TextPrefill:
+    """Context manager that turns texts into tokens, one text after the other, with a progress bar on a terminal.
+
+    Args:
+        texts: texts to read, in order.
+        tokenizer: tokenizer of the model.
+        stopped: called before every block. Once it returns True, the tokens end, after a whole character.
+    """
+
+    def __init__(
+        self, texts: Sequence[Text], tokenizer: Tokenizer, *, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._texts, self._tokenizer, self._stopped = texts, tokenizer, stopped
+        self.num_bytes, self.num_tokens = 0, 0
+        """Bytes read and tokens returned so far."""
+        self.unfinished: tuple[int, int] | None = None
+        """Index of the text in which ``stopped`` ended the tokens, and the number of its bytes that were read."""
+        self._bar = Progress(
+            SpinnerColumn(), TextColumn("reading {task.description}"), BarColumn(),
+            TextColumn("{task.completed:,.0f} bytes, {task.fields[speed]:,.0f} tokens/s"), TimeRemainingColumn(),
+            console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._begin = time.perf_counter()
+
+    def __enter__(self) -> TextPrefill:
+        sizes = [text.size for text in self._texts if text.size is not None]
+        total = sum(sizes) if len(sizes) == len(self._texts) else None
+        self._task = self._bar.add_task("", total=total, speed=0.0)
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def tokens(self, *, begin: bool) -> Iterator[Tensor]:
+        """Yield the ids of all texts as 1-D tensors; with ``begin`` the document-start token comes first."""
+        if begin:
+            self.num_tokens += 1
+            yield torch.tensor([self._tokenizer.document_start])
+        for place, text in enumerate(self._texts):
+            self._bar.update(self._task, description=text.name)
+            for ids in encode_stream(self._tokenizer, self._blocks(place, text), text.name):
+                self.num_tokens += len(ids)
+                yield ids
+            if self.unfinished is not None:
+                return
+
+    def _blocks(self, place: int, text: Text) -> Iterator[bytes]:
+        taken = 0
+        for block in split_at_characters(text.pieces, BLOCK_BYTES):
+            if self._stopped():
+                self.unfinished = (place, taken)
+                return
+            taken, self.num_bytes = taken + len(block), self.num_bytes + len(block)
+            yield block
+            speed = self.num_tokens / (time.perf_counter() - self._begin)
+            self._bar.update(self._task, advance=len(block), speed=speed)
+
+
+def split_at_characters(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """Yield the bytes in blocks of about ``size``, none of which ends inside a UTF-8 character."""
+    held = b""
+    for piece in pieces:
+        held, begin = held + piece, 0
+        while len(held) - begin > size:
+            end = _character_end(held, begin + size)
+            yield held[begin:end]
+            begin = end
+        held = held[begin:]
+    if held:
+        yield held
+
+
+def _character_end(data: bytes, near: int) -> int:
+    """Return the last position up to ``near`` that starts a UTF-8 character; ``near`` if the data is not text."""
+    places = range(near, near - 4, -1)
+    return next((place for place in places if data[place] & 0b1100_0000 != 0b1000_0000), near)

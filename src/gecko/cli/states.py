@@ -1,0 +1,316 @@
+"""``gecko read`` writes reading states; ``gecko state`` shows and compares them."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gecko.cli.options import Device, Dtype, Force, Model, TokenizerSpec
+from gecko.cli.output import INTERRUPTED, STATE, output_file
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import Tensor
+
+    from gecko.cli.arguments import TextPrefill
+    from gecko.models.gecko import Gecko
+    from gecko.state import GeckoState
+
+
+def read(
+    model: Model,
+    books: Annotated[
+        list[str],
+        typer.Argument(metavar="BOOK...", help="Files of any length, .gz and .zst too; - is standard input."),
+    ],
+    out: Annotated[str | None, typer.Option("--out", "-o", metavar="S", help="File for the reading state.")] = None,
+    state: Annotated[
+        str | None,
+        typer.Option("--state", metavar="S", help="Reading state to continue from; may be the file of --out."),
+    ] = None,
+    loss: Annotated[bool, typer.Option("--loss", help="Also print the model's loss on the text.")] = False,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Round most of the state to bfloat16, for half the file size.")
+    ] = False,
+    tokenizer: TokenizerSpec = None,
+    device: Device = "auto",
+    dtype: Dtype = None,
+    force: Force = False,
+) -> None:
+    """Read texts and save the model's state after them.
+
+    The size of the state does not depend on the length of the texts. `gecko generate --state` continues from it any
+    number of times; `gecko state show` describes it. Several texts are read as one, in the order given. Ctrl-C saves
+    the state reached so far to `--out` and prints the command that reads the rest.
+
+    **Examples**
+
+        gecko read runs/demo book.txt --out book.state
+
+        gecko generate runs/demo --state book.state --prompt "In short, "
+
+        gecko read runs/demo second.txt.gz --state book.state --out both.state --loss
+    """
+    from gecko.cli.arguments import TextPrefill, load_model, named_text
+    from gecko.runtime.process import keep_freed_memory
+    from gecko.state import GeckoState
+    from gecko.train.health import StopSignal
+
+    if out is None and not loss:
+        raise ValueError("--out must name the file for the reading state, for example --out book.state; got none.")
+    inputs = [model, *books, tokenizer]
+    target = None if out is None else output_file(out, STATE, inputs=inputs, force=force)
+    texts = [named_text(book) for book in books]
+    before = None if state is None else GeckoState.load(Path(state).expanduser())
+    network, vocabulary = load_model(model, tokenizer, device, dtype)
+    keep_freed_memory()
+    with StopSignal() as stop, TextPrefill(texts, vocabulary, stopped=lambda: stop.requested is not None) as reading:
+        done = _read(network, reading, before, loss)
+    if target is not None:
+        done.state.save(target, compact=compact)
+    typer.echo(_summary(done, target), err=True)
+    if reading.unfinished is not None:
+        named_device = None if device == "auto" else device
+        options = {"--state": out, "--out": out, "--tokenizer": tokenizer, "--device": named_device, "--dtype": dtype}
+        given = [part for name, value in options.items() if value is not None for part in (name, value)]
+        flags = ["--compact"] * compact + ["--loss"] * loss
+        # Without a saved state, the rest cannot be read as a continuation.
+        command = None if out is None else ["gecko", "read", model, *given, *flags]
+        typer.echo(_continuation_hint(books, reading.unfinished, command), err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Result of reading texts."""
+
+    state: GeckoState
+    """The state after the last token, on the CPU."""
+    tokens: int
+    bytes: int
+    seconds: float
+    loss: float | None
+    """Nats per token; None if it was not asked for or no token was predicted."""
+    started: bool
+    """Whether the first token is a document start, which encodes no byte."""
+
+    @property
+    def loss_per_byte(self) -> float | None:
+        """Nats per byte. The first token after a state has no loss; it is counted with the mean of the others."""
+        if self.loss is None or not self.bytes:
+            return None
+        return self.loss * (self.tokens - self.started) / self.bytes
+
+
+def _read(model: Gecko, reading: TextPrefill, before: GeckoState | None, with_loss: bool) -> _Reading:
+    from gecko.inference import read as read_tokens
+
+    begin, loss = time.perf_counter(), None
+    tokens = reading.tokens(begin=before is None)
+    if with_loss:
+        state, loss = _score(model, tokens, before)
+    else:
+        state = read_tokens(model, tokens, before).state
+    seconds = time.perf_counter() - begin
+    return _Reading(state.to("cpu"), reading.num_tokens, reading.num_bytes, seconds, loss, started=before is None)
+
+
+def _score(model: Gecko, tokens: Iterator[Tensor], state: GeckoState | None) -> tuple[GeckoState, float | None]:
+    """Return the state after the last token, and the mean loss of all tokens except the first."""
+    from gecko.inference import score
+
+    total, count = 0.0, 0
+    for scored in score(model, tokens, state):
+        total, count = total + float(scored.losses.double().sum()), count + len(scored.losses)
+        state = scored.state
+    assert state is not None, "without a state, a document start is read"
+    return state, total / count if count else None
+
+
+def _summary(done: _Reading, out: Path | None) -> str:
+    lines = [
+        f"read {done.tokens:,} tokens ({done.bytes:,} bytes) in {done.seconds:.2f} s, "
+        f"{done.tokens / done.seconds:,.0f} tokens/s"
+    ]
+    if done.loss_per_byte is not None:
+        lines.append(f"loss {done.loss:.4f} nats per token, {done.loss_per_byte:.4f} nats per byte")
+    where = "" if out is None else f" in {out} ({out.stat().st_size:,} bytes)"
+    lines.append(f"position {done.state.position[0]:,}; state of {done.state.num_bytes:,} bytes{where}")
+    return "\n".join(lines)
+
+
+def _continuation_hint(books: Sequence[str], unfinished: tuple[int, int], command: Sequence[str] | None) -> str:
+    """Return where reading stopped, and the shell command that reads the rest.
+
+    Args:
+        command: the gecko command that continues, without its texts; None if there is none.
+    """
+    from gecko.cli.arguments import STANDARD_INPUT
+
+    place, taken = unfinished
+    book = books[place]
+    stopped = f"stopped after {taken:,} bytes of {book}"
+    if book == STANDARD_INPUT or command is None:
+        return f"{stopped}."
+    unpack = {".gz": "gzip -dc ", ".zst": "zstd -dc "}.get(Path(book).suffix.lower())
+    skip = f"tail -c +{taken + 1}"
+    named = shlex.quote(str(Path(book).expanduser()))
+    rest = f"{skip} {named}" if unpack is None else f"{unpack}{named} | {skip}"
+    return f"{stopped}; the rest: {rest} | {shlex.join([*command, STANDARD_INPUT, *books[place + 1 :]])}"
+
+
+DIFFERENT = 1
+"""Exit code of ``gecko state diff`` for different states, as that of ``diff``."""
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Show and compare reading states.")
+
+StateFile = Annotated[str, typer.Argument(metavar="FILE", help="Reading state written by `gecko read`.")]
+
+
+@app.command()
+def show(file: StateFile) -> None:
+    """Show a reading state: its model, its position, and the size of its parts.
+
+    The whole file is read and its checksum is verified.
+
+    **Example**
+
+        gecko state show book.state
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from gecko.io.files import load_tensors
+    from gecko.state import GeckoState
+
+    path = Path(file).expanduser()
+    state, stored = GeckoState.load(path), load_tensors(path)[0]
+    console = Console(highlight=False, soft_wrap=True)
+    facts = Table(show_header=False, box=None, title=file, title_justify="left", title_style="bold")
+    for name, value in _facts(state, path.stat().st_size).items():
+        facts.add_row(name, value)
+    console.print(facts)
+    console.print(_parts_table(state, stored))
+
+
+@app.command()
+def diff(first: StateFile, second: StateFile) -> None:
+    """Compare two reading states: their models, their positions, and every part.
+
+    The difference of a part is ‖a − b‖ / ‖a‖. The exit code is 0 if the states are equal, and 1 if they differ.
+
+    **Example**
+
+        gecko state diff first.state second.state
+    """
+    from rich.console import Console
+
+    from gecko.state import GeckoState
+
+    a, b = (GeckoState.load(Path(file).expanduser()) for file in (first, second))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_model_difference(a, b))
+    console.print(f"position: {_positions(a)} and {_positions(b)}")
+    comparable = a.config == b.config and a.batch_size == b.batch_size
+    if comparable:
+        console.print(_difference_table(a, b))
+    same = comparable and a.model == b.model and _equal(a, b)
+    console.print("equal" if same else "not equal")
+    if not same:
+        raise typer.Exit(DIFFERENT)
+
+
+def _facts(state: GeckoState, size: int) -> dict[str, str]:
+    config, clock = state.config, state.clock
+    return {
+        "model": f"weights {state.model or 'unknown: the state was made in training mode'}",
+        "architecture": f"{config.num_layers} layers, width {config.model_dim}, {config.num_heads} heads, "
+        f"{config.attention} attention in chunks of {config.chunk_size:,}, {config.memory} memory",
+        "texts": f"{state.batch_size:,}",
+        "position": _positions(state),
+        "document begins at": ", ".join(f"{start:,}" for start in clock.document_start.tolist()),
+        "size": f"{state.num_bytes:,} bytes in memory, {size:,} in the file",
+        "integrity": "the SHA-256 of names, tensors and metadata matches",
+    }
+
+
+def _positions(state: GeckoState) -> str:
+    return ", ".join(f"{position:,}" for position in state.position)
+
+
+def _parts_table(state: GeckoState, stored: dict[str, Tensor]) -> Table:
+    table = _table("part", "numbers", "bytes", "in the file as", "root mean square")
+    tensors, values = state.tensors(), _values(state)
+    for part, names in _by_part(state).items():
+        kinds = sorted({str(stored[name].dtype).removeprefix("torch.") for name in names})
+        wide = [values[name] for name in names if tensors[name].is_floating_point()]
+        numbers = sum(tensors[name].numel() for name in names)
+        table.add_row(
+            part, f"{numbers:,}", f"{sum(tensors[name].nbytes for name in names):,}", ", ".join(kinds),
+            f"{_norm(wide) / sum(x.numel() for x in wide) ** 0.5:.3g}" if wide else "",
+        )  # fmt: skip
+    return table
+
+
+def _model_difference(a: GeckoState, b: GeckoState) -> str:
+    if a.config != b.config:
+        ours, theirs = a.config.to_dict(), b.config.to_dict()
+        fields = [f"{name} {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name]]
+        return f"model: other architectures: {', '.join(fields)}"
+    return f"model: the same, {a.model}" if a.model == b.model else f"model: other weights: {a.model} and {b.model}"
+
+
+def _difference_table(a: GeckoState, b: GeckoState) -> Table:
+    table = _table("part", "difference")
+    ours, theirs = _values(a), _values(b)
+    for part, names in _by_part(a).items():
+        # Token counts are large and would hide differences of the other numbers.
+        names = [name for name in names if a.tensors()[name].is_floating_point()] or names
+        change = _norm([ours[name] - theirs[name] for name in names])
+        scale = _norm([ours[name] for name in names])
+        table.add_row(part, "none" if change == 0 else f"{change / scale:.3g}" if scale else "from zero")
+    return table
+
+
+def _equal(a: GeckoState, b: GeckoState) -> bool:
+    import torch
+
+    return all(torch.equal(x, y) for x, y in zip(a.tensors().values(), b.tensors().values(), strict=True))
+
+
+def _by_part(state: GeckoState) -> dict[str, list[str]]:
+    from gecko.plan.counts import STATE_PARTS, state_part
+
+    found: dict[str, list[str]] = {part: [] for part in STATE_PARTS}
+    for name in state.tensors():
+        found[state_part(name)].append(name)
+    return {part: names for part, names in found.items() if names}
+
+
+def _values(state: GeckoState) -> dict[str, Tensor]:
+    """Return all tensors in float64, with the log of an empty sum (−∞) replaced by 0."""
+    from gecko.ops.working_memory.rules import EMPTY_LOG
+
+    wide = {name: x.double() for name, x in state.tensors().items()}
+    return {name: x.masked_fill(x <= EMPTY_LOG / 2, 0) for name, x in wide.items()}
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    import torch
+
+    return float(torch.stack([x.norm() for x in tensors]).norm())
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    return table

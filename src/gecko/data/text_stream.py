@@ -1,0 +1,169 @@
+"""Streaming tokenization: text of any length to token ids, and token ids to text, in constant memory."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gecko.data.tokenizers import ByteTokenizer, Tokenizer, text_ids
+
+BLOCK = 1 << 16
+"""Number of characters that are encoded at once."""
+CONTEXT = 256
+"""Number of characters on both sides that decide whether tokens end at a position."""
+_BYTE_ORDER_MARK = "\ufeff"
+
+
+def encode_stream(
+    tokenizer: Tokenizer, content: Iterable[bytes], where: str, *, block: int = BLOCK
+) -> Iterator[Tensor]:
+    """Encode a text that arrives in pieces of bytes, as 1-D int64 tensors; concatenated, they encode the whole text.
+
+    The bytes tokenizer accepts any bytes; the others accept UTF-8 only.
+
+    Args:
+        where: name of the text in errors.
+        block: number of characters that are encoded at once.
+
+    Raises:
+        ValueError: the content is not UTF-8; the message gives the offset of the byte.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return (torch.from_numpy(np.frombuffer(piece, dtype=np.uint8).astype(np.int64)) for piece in content)
+    return _encode_text(tokenizer, _decode(content, where), block)
+
+
+def _decode(content: Iterable[bytes], where: str) -> Iterator[str]:
+    """Yield the text without a byte-order mark."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    taken, begun = 0, False
+    for piece in content:
+        text = _decode_piece(decoder, piece, taken, where)
+        yield text if begun else text.removeprefix(_BYTE_ORDER_MARK)
+        taken, begun = taken + len(piece), begun or bool(text)
+    _decode_piece(decoder, b"", taken, where, final=True)
+
+
+def _decode_piece(
+    decoder: codecs.IncrementalDecoder, piece: bytes, taken: int, where: str, *, final: bool = False
+) -> str:
+    """Return the characters that ``piece``, which starts after ``taken`` bytes, completes."""
+    held = len(decoder.getstate()[0])
+    zero = piece.find(0)
+    if zero >= 0:
+        raise _binary(where, "a NUL byte", taken + zero)
+    try:
+        return decoder.decode(piece, final)
+    except UnicodeDecodeError as error:
+        found = f"the invalid byte 0x{error.object[error.start]:02x}"
+        raise _binary(where, found, taken - held + error.start) from error
+
+
+def _binary(where: str, found: str, offset: int) -> ValueError:
+    return ValueError(
+        f"{where} must be UTF-8 text for this tokenizer; got {found} at byte offset {offset}. "
+        "Convert it to UTF-8; only models of bytes read any file."
+    )
+
+
+def _encode_text(tokenizer: Tokenizer, texts: Iterable[str], block: int) -> Iterator[Tensor]:
+    before, pending = "", ""
+    for text in texts:
+        pending += text
+        while len(pending) >= block + CONTEXT:
+            cut = _find_border(tokenizer, before, pending, block)
+            yield _encode_after(tokenizer, before, pending[:cut])
+            before, pending = (before + pending[:cut])[-CONTEXT:], pending[cut:]
+    if pending:
+        yield _encode_after(tokenizer, before, pending)
+
+
+def _find_border(tokenizer: Tokenizer, before: str, text: str, block: int) -> int:
+    """Return the last position up to ``block`` where tokens end, preferably at the end of a word."""
+    places = range(block, max(0, block - 4 * CONTEXT), -1)
+    words = [place for place in places if text[place].isspace() and not text[place - 1].isspace()]
+    for place in (*words, *places):
+        left, right = (before + text[:place])[-CONTEXT:], text[place : place + CONTEXT]
+        if _common_start(tokenizer.encode(left), tokenizer.encode(left + right)):
+            return place
+    return block
+
+
+def _encode_after(tokenizer: Tokenizer, before: str, text: str) -> Tensor:
+    """Encode ``text`` as it follows ``before``, because SentencePiece adds a space before a text's first word."""
+    if not before:
+        return torch.from_numpy(tokenizer.encode(text))
+    known, all_ids = tokenizer.encode(before), tokenizer.encode(before + text)
+    return torch.from_numpy(all_ids[len(known) :] if _common_start(known, all_ids) else tokenizer.encode(text))
+
+
+def _common_start(start: np.ndarray, ids: np.ndarray) -> bool:
+    return len(start) <= len(ids) and bool((ids[: len(start)] == start).all())
+
+
+REPLACEMENT = "\ufffd"
+LONGEST_CHARACTER = 4
+"""Largest number of bytes, and so of ids, of a UTF-8 character."""
+
+
+def letter(tokenizer: Tokenizer) -> list[int]:
+    """Return the id of a letter as context for other ids; an empty list if the tokenizer encodes no letter."""
+    return tokenizer.encode("a").tolist()[-1:]
+
+
+class StreamDecoder:
+    """Decodes ids to text piece by piece; the pieces join to ``tokenizer.decode`` of all ids.
+
+    Text is held back while it ends in an incomplete UTF-8 character. The cost per id does not depend on the length of
+    the stream.
+
+    Args:
+        goes_on: whether the ids follow other text; the first word then keeps the space of SentencePiece.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, goes_on: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._context = letter(tokenizer) if goes_on else []
+        self._pending: list[int] = []
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Return the text that ``ids`` complete, possibly none."""
+        pieces = []
+        for index in text_ids(self._tokenizer, ids):
+            self._pending.append(index)
+            pieces.append(self._release(final=False))
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        """Return the text held back, at the end of the stream; U+FFFD for an incomplete character."""
+        return self._release(final=True)
+
+    def _release(self, *, final: bool) -> str:
+        # The text of a token depends on earlier ones: SentencePiece drops the space before a text's first word only.
+        # So decode together with the piece returned last, and cut that off.
+        before = self._tokenizer.decode(self._context)
+        text: str = self._tokenizer.decode(self._context + self._pending)[len(before) :]
+        if not text or (text.endswith(REPLACEMENT) and not final):
+            return self._release_invalid(before, before + text)
+        self._context, self._pending = self._pending, []
+        return text
+
+    def _release_invalid(self, before: str, whole: str) -> str:
+        """Return the part of ``whole``, which ends in U+FFFD, that no later id can change: bytes that are not text.
+
+        An incomplete character is in the last ``LONGEST_CHARACTER`` − 1 ids. Among the ``LONGEST_CHARACTER`` positions
+        before them, one is the end of a character, unless every id there straddles characters.
+        """
+        kept = len(self._pending) - LONGEST_CHARACTER
+        if kept < LONGEST_CHARACTER:
+            return ""
+        for end in range(kept, kept - LONGEST_CHARACTER, -1):
+            text = self._tokenizer.decode(self._context + self._pending[:end])
+            if len(text) > len(before) and whole.startswith(text):
+                self._context, self._pending = self._pending[:end], self._pending[end:]
+                return text[len(before) :]
+        return ""

@@ -1,0 +1,302 @@
+"""Training rows and held-out documents of a run: one source, or a mixture of sources in fixed proportions."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gecko.data.loader import ROW_LAYOUT, Loader, PackedRows, Row, Rows
+from gecko.data.packing import TokenizedCorpus, permutation
+from gecko.data.shards import ShardFolder, SplitShards, is_shard_folder
+from gecko.data.sources import check_apart, check_disjoint, load_documents
+from gecko.data.tokenizers import Tokenizer
+
+BLOCK = 1024
+"""Number of rows in which the proportions are exact."""
+MIXTURE_STREAM = 1 << 32
+"""First random stream of the blocks, beyond the streams of epochs."""
+
+
+class MixedRows:
+    """Rows of several sources: each block of ``BLOCK`` rows has ``counts[source]`` rows of a source, in random order.
+
+    The rows of a source keep their order, so the source of row i and its index there are functions of the seed and i.
+    A source that ends starts again.
+
+    Raises:
+        ValueError: a weight is not above 0, or too small for one row per block.
+    """
+
+    def __init__(self, sources: Sequence[Rows], weights: Sequence[float], seed: int) -> None:
+        self.counts = block_counts(weights)
+        self._sources = list(sources)
+        self._block = lru_cache(maxsize=2)(lambda block: _order(self.counts, seed, block))
+        # Number of rows before the first source starts again.
+        self.rows_per_epoch = min(
+            rows.rows_per_epoch * BLOCK // count for rows, count in zip(sources, self.counts, strict=True)
+        )
+
+    def row(self, index: int) -> Row:
+        source, own_index = self.origin(index)
+        return self._sources[source].row(own_index)
+
+    def origin(self, index: int) -> tuple[int, int]:
+        """Return the source of a row, and the row's index in that source."""
+        block, place = divmod(index, BLOCK)
+        sources, ordinals = self._block(block)
+        source = int(sources[place])
+        return source, block * self.counts[source] + int(ordinals[place])
+
+
+def block_counts(weights: Sequence[float]) -> list[int]:
+    """Divide ``BLOCK`` in proportion to the weights; the largest remainders are rounded up."""
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ValueError(f"the weight of a source must be a number above 0; got {list(weights)}.")
+    shares = [BLOCK * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source])
+    for source in by_remainder[: BLOCK - sum(counts)]:
+        counts[source] += 1
+    if min(counts) == 0:
+        raise ValueError(
+            f"a source must have at least 1/{2 * BLOCK} of all weights, or it would never be read; got {list(weights)}."
+        )
+    return counts
+
+
+def _order(counts: Sequence[int], seed: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the source of every row of a block, and the number of earlier rows of that source in the block."""
+    sources = np.repeat(np.arange(len(counts)), counts)[permutation(BLOCK, seed, MIXTURE_STREAM + block)]
+    ordinals = np.empty(BLOCK, np.int64)
+    for source, count in enumerate(counts):
+        ordinals[sources == source] = np.arange(count)
+    return sources, ordinals
+
+
+class Split(Protocol):
+    """Documents of one source, divided into training and held-out documents."""
+
+    documents: int
+    tokens: int
+    """Number of training tokens."""
+    held_out_documents: int
+    held_out_tokens: int
+    digest: str
+    """SHA-256 of the ids of all documents of the source in their order."""
+
+    def rows(self, sequence_length: int, layout: int = ROW_LAYOUT) -> Rows:
+        """Return the training rows in a version of ``ROW_LAYOUT``; raise ValueError if there are less than one."""
+
+    def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
+        """Return the first ``max_tokens`` tokens, at least 2, of the held-out documents in random order, or all."""
+
+
+class SplitDocuments:
+    """Split of a corpus in memory."""
+
+    def __init__(self, corpus: TokenizedCorpus, validation_fraction: float, seed: int) -> None:
+        self._training, self._held_out = corpus.split(validation_fraction, seed)
+        self._seed = seed
+        self.digest = corpus.digest()
+        self.documents, self.tokens = len(self._training), self._training.num_tokens
+        self.held_out_documents, self.held_out_tokens = len(self._held_out), self._held_out.num_tokens
+
+    def rows(self, sequence_length: int, layout: int = ROW_LAYOUT) -> PackedRows:
+        """Return the training rows, which are the same in all layouts."""
+        return PackedRows(self._training, sequence_length, self._seed)
+
+    def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
+        return self._held_out.head(max_tokens)
+
+
+def split_source(
+    source: str,
+    tokenizer: Tokenizer,
+    validation_fraction: float,
+    seed: int,
+    *,
+    field: str = "text",
+    rank: int = 0,
+    ranks: int = 1,
+) -> Split:
+    """Open a folder of token shards, or read any source of ``load_documents`` into memory.
+
+    Args:
+        validation_fraction: fraction of the documents that is held out, 0 to 1.
+        field: field of records that holds the text.
+        rank, ranks: this process verifies every ``ranks``-th shard from ``rank`` on; all processes together verify all.
+
+    Raises:
+        FileNotFoundError, ValueError: the source cannot be read, is damaged or was made with another tokenizer.
+    """
+    if not is_shard_folder(source):
+        corpus = TokenizedCorpus.build(load_documents(source, field=field), tokenizer)
+        return SplitDocuments(corpus, validation_fraction, seed)
+    folder = ShardFolder.open(source)
+    folder.check_tokenizer(tokenizer)
+    folder.verify(rank, ranks)
+    return SplitShards(folder, validation_fraction, seed)
+
+
+VALIDATION_SEED = 0
+"""Seed of the order of documents in a separate validation source: the same for every seed of a run."""
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """Settings that turn the documents of any source into rows."""
+
+    sequence_length: int
+    validation_fraction: float
+    """Fraction of the documents that is held out, 0 to 1."""
+    seed: int
+    rank: int = 0
+    ranks: int = 1
+    """This process verifies every ``ranks``-th shard from ``rank`` on; all processes together verify all."""
+    field: str = "text"
+    """Field of records that holds the text."""
+    layout: int = ROW_LAYOUT
+    """Version of the rows, see ``ROW_LAYOUT``."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Training rows and held-out documents."""
+
+    name: str
+    rows: Rows
+    documents: int
+    tokens: int
+    """Number of training tokens."""
+    held_out_documents: int
+    held_out_tokens: int
+    held_out: Callable[[int], TokenizedCorpus]
+    """Returns the first N tokens, at least 2, of the held-out documents in random order, or all."""
+    digest: str
+    """SHA-256 of the ids of all documents, training and held-out."""
+
+    def loader(self, batch_size: int, *, parts: int = 1) -> Loader:
+        """Return a loader of batches, each divided into ``parts`` equal groups of rows, one for each rank.
+
+        Raises:
+            ValueError: a batch would contain a row twice.
+        """
+        if self.rows.rows_per_epoch < batch_size:
+            raise ValueError(
+                f"one batch takes {batch_size} rows and {self.name} has {self.rows.rows_per_epoch} before the first "
+                f"comes again ({self.documents:,} documents, {self.tokens:,} tokens). Give more text, or set a smaller "
+                "batch_size or sequence_length."
+            )
+        return Loader(self.rows, batch_size // parts)
+
+
+def open_training_data(
+    source: str,
+    sources: Sequence[str],
+    tokenizer: Tokenizer,
+    request: DataRequest,
+    *,
+    validation: str | None = None,
+) -> TrainingData:
+    """Open ``source``, or the mixture ``sources`` if it is not empty.
+
+    Args:
+        source: a folder of token shards, or a source of ``load_documents``, which is read into memory.
+        sources: items ``SOURCE=WEIGHT``.
+        validation: source of the held-out documents; all documents of ``source`` or ``sources`` are then trained on.
+            None: ``request.validation_fraction`` of the documents is held out.
+
+    Raises:
+        FileNotFoundError, ValueError: a source cannot be read, is damaged, was made with another tokenizer, is shorter
+            than a row, or shares files with ``validation`` or, if both hold out documents, with another source.
+    """
+    mixture = [parse_source(item) for item in sources]
+    if validation is None:
+        if request.validation_fraction > 0:
+            check_disjoint([name for name, _ in mixture])
+        return _open_training(source, mixture, tokenizer, request)
+    check_apart(validation, [name for name, _ in mixture] or [source])
+    training = _open_training(source, mixture, tokenizer, replace(request, validation_fraction=0))
+    rest = _split(validation, tokenizer, replace(request, validation_fraction=1, seed=VALIDATION_SEED))
+    return replace(
+        training,
+        held_out_documents=rest.held_out_documents,
+        held_out_tokens=rest.held_out_tokens,
+        held_out=rest.held_out_corpus,
+        digest=_joined_digest([training.digest, rest.digest]),
+    )
+
+
+def _open_training(
+    source: str, mixture: Sequence[tuple[str, float]], tokenizer: Tokenizer, request: DataRequest
+) -> TrainingData:
+    if not mixture:
+        return _open_source(source, tokenizer, request)
+    opened = [_open_source(name, tokenizer, request) for name, _ in mixture]
+    rows = MixedRows([data.rows for data in opened], [weight for _, weight in mixture], request.seed)
+    shares = list(zip(opened, rows.counts, strict=True))
+    return TrainingData(
+        name=", ".join(f"{data.name} ({count}/{BLOCK})" for data, count in shares),
+        rows=rows,
+        documents=sum(data.documents for data in opened),
+        tokens=sum(data.tokens for data in opened),
+        held_out_documents=sum(data.held_out_documents for data in opened),
+        held_out_tokens=sum(data.held_out_tokens for data in opened),
+        held_out=lambda most: _mixed_held_out(shares, most),
+        digest=_joined_digest([data.digest for data in opened]),
+    )
+
+
+def _mixed_held_out(shares: Sequence[tuple[TrainingData, int]], most: int) -> TokenizedCorpus:
+    """Join held-out documents in the mixture's proportions; the source with the fewest for its share sets the limit."""
+    held = [data.held_out_tokens * BLOCK // count for data, count in shares]
+    most = min(most, *held)
+    return _joined([data.held_out(max(2, -(-most * count // BLOCK))) for data, count in shares])
+
+
+def parse_source(item: str) -> tuple[str, float]:
+    """Parse ``SOURCE=WEIGHT``; raise ValueError for anything else."""
+    name, separator, weight = item.rpartition("=")
+    try:
+        if separator and name:
+            return name, float(weight)
+    except ValueError:
+        pass
+    raise ValueError(f"data.sources must read SOURCE=WEIGHT, separated by commas, as web=0.7,books=0.3; got {item!r}.")
+
+
+def _open_source(source: str, tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
+    split = _split(source, tokenizer, request)
+    return TrainingData(
+        source, split.rows(request.sequence_length, request.layout), split.documents, split.tokens,
+        split.held_out_documents, split.held_out_tokens, split.held_out_corpus, split.digest,
+    )  # fmt: skip
+
+
+def _split(source: str, tokenizer: Tokenizer, request: DataRequest) -> Split:
+    return split_source(
+        source, tokenizer, request.validation_fraction, request.seed,
+        field=request.field, rank=request.rank, ranks=request.ranks,
+    )  # fmt: skip
+
+
+def _joined_digest(digests: Sequence[str]) -> str:
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _joined(corpora: Sequence[TokenizedCorpus]) -> TokenizedCorpus:
+    """Concatenate the documents of several corpora."""
+    documents = [corpus.document(index) for corpus in corpora for index in range(len(corpus))]
+    tokens = np.concatenate(documents).astype(np.uint32)
+    lengths, text_tokens, text_bytes = (
+        np.concatenate([getattr(corpus, name) for corpus in corpora])
+        for name in ("lengths", "text_tokens", "text_bytes")
+    )
+    return TokenizedCorpus(tokens, np.cumsum(lengths) - lengths, lengths, text_tokens, text_bytes)

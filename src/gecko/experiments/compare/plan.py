@@ -1,0 +1,270 @@
+"""The plan of a comparison: which settings its recipes share, its runs, and their folders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gecko.io.files import whole_file
+from gecko.io.json_files import read_object
+from gecko.models.registry import ModelConfig, meta_model
+from gecko.recipes import apply_overrides, get_recipe
+from gecko.train import Run
+from gecko.train.evaluate import Evaluation
+from gecko.train.overrides import flatten
+from gecko.train.session import RESULTS
+
+MAY_DIFFER = (
+    "model", "optimizer.learning_rate", "output", "seed", "recipe", "overrides", "sample", "wandb", "checkpoint",
+    "activation_checkpointing", "hang_minutes", "profile", "minutes",
+)  # fmt: skip
+"""Fields of a run that the comparison sets, that are compared, or that do not change the trained model."""
+
+
+def common_settings(run: Run) -> dict[str, object]:
+    """Return the fields that all runs of a comparison share, with dotted names."""
+    fields = flatten(run.to_dict())
+    return {name: value for name, value in fields.items() if not name.startswith(tuple(f"{it}." for it in MAY_DIFFER))
+            and name not in MAY_DIFFER}  # fmt: skip
+
+
+def check_same_training(runs: Mapping[str, Run]) -> None:
+    """Check that runs share all settings that a comparison needs to be equal.
+
+    Raises:
+        ValueError: runs differ in a setting, or a run has no number of steps.
+    """
+    settings = {name: common_settings(run) for name, run in runs.items()}
+    different = {
+        key: {name: found[key] for name, found in settings.items()}
+        for key in next(iter(settings.values()))
+        if any(found[key] != next(iter(settings.values()))[key] for found in settings.values())
+    }
+    if different:
+        places = "; ".join(
+            f"{key} (" + ", ".join(f"{name}: {value}" for name, value in values.items()) + ")"
+            for key, values in different.items()
+        )
+        key, values = next(iter(different.items()))
+        raise ValueError(
+            f"recipes that are compared must train alike except for models and learning rates; they differ in "
+            f"{places}. Set each for all of them, for example {key}={next(iter(values.values()))}."
+        )
+    if any(run.steps is None for run in runs.values()):
+        raise ValueError(
+            "a comparison gives every model the same tokens, so the number of steps must be set, such as steps=1000; "
+            f"got minutes={next(iter(runs.values())).minutes:g}."
+        )
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of a model, without allocating them."""
+    return sum(parameter.numel() for parameter in meta_model(config).parameters())
+
+
+def check_parameters(parameters: Mapping[str, int], tolerance: float) -> None:
+    """Check that the models have about equal numbers of parameters.
+
+    Raises:
+        ValueError: the largest model has more than ``1 + tolerance`` times the parameters of the smallest.
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"--tolerance must be at least 0; got {tolerance}. Try 0.02.")
+    excess = max(parameters.values()) / min(parameters.values()) - 1
+    if excess > tolerance:
+        counts = ", ".join(f"{name}: {count:,}" for name, count in parameters.items())
+        raise ValueError(
+            f"models that are compared must have equal numbers of parameters, within {100 * tolerance:g} %; the "
+            f"largest has {100 * excess:.1f} % more than the smallest ({counts}). Change model.* in a recipe.json, or "
+            "allow more with --tolerance."
+        )
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Short runs of every recipe that choose its learning rate."""
+
+    learning_rates: tuple[float, ...]
+    steps: int
+    """Steps per run."""
+
+    def __post_init__(self) -> None:
+        rates = self.learning_rates
+        if len(set(rates)) < max(2, len(rates)) or not all(0 < rate < math.inf for rate in rates):
+            raise ValueError(
+                "tuning takes at least two different finite learning rates above 0, as --learning-rates 2e-3,4e-3; got "
+                f"{', '.join(map(str, rates)) or 'none'}. For one rate set optimizer.learning_rate=4e-3."
+            )
+        if self.steps < 1:
+            raise ValueError(f"--tuning-steps must be at least 1; got {self.steps}.")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a comparison."""
+
+    recipe: str
+    name: str
+    """Name of its folder in the recipe's folder: ``seed-0``, ``tuning-4e-3``."""
+    run: Run
+
+    @property
+    def label(self) -> str:
+        return f"{self.recipe} {self.name}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Recipes, seeds and tuning of a comparison."""
+
+    folder: Path
+    recipes: Mapping[str, Run]
+    """Recipes by name, in the order given. The others are compared with the first."""
+    parameters: Mapping[str, int]
+    """Number of parameters of each recipe's model."""
+    seeds: tuple[int, ...]
+    tuning: Tuning | None
+    """None if every recipe keeps its own learning rate."""
+
+    @classmethod
+    def of(
+        cls,
+        recipes: Sequence[str],
+        overrides: Sequence[str],
+        folder: Path,
+        *,
+        seeds: Sequence[int] = (0,),
+        tuning: Tuning | None = None,
+        tolerance: float = 0.02,
+    ) -> Plan:
+        """Plan a comparison of recipes.
+
+        Args:
+            recipes: names, or paths of ``recipe.json`` files.
+            overrides: changes ``key=value`` to all recipes.
+            folder: folder of the comparison.
+
+        Raises:
+            ValueError: recipes train differently, their models differ in size by more than ``tolerance``, a recipe or
+                seed is given twice, or an override does not fit.
+            FileNotFoundError: a ``recipe.json`` does not exist.
+        """
+        _check_overrides(overrides)
+        if len(set(seeds)) < max(1, len(seeds)) or min(seeds, default=0) < 0:
+            raise ValueError(f"--seeds must be different whole numbers of at least 0, as 0,1,2; got {list(seeds)}.")
+        runs = {name: apply_overrides(run, overrides) for name, run in _named(recipes).items()}
+        check_same_training(runs)
+        parameters = {name: count_parameters(run.model) for name, run in runs.items()}
+        check_parameters(parameters, tolerance)
+        return cls(folder, runs, parameters, tuple(seeds), tuning)
+
+    def tuning_runs(self) -> list[Planned]:
+        """Return the tuning runs, with the first seed, ordered by rate and recipe; empty without tuning."""
+        if self.tuning is None:
+            return []
+        return [
+            self._planned(recipe, f"tuning-{rate_name(rate)}", rate, self.seeds[0], [f"steps={self.tuning.steps}"])
+            for rate in self.tuning.learning_rates
+            for recipe in self.recipes
+        ]
+
+    def main_runs(self, rates: Mapping[str, float]) -> list[Planned]:
+        """Return the runs of the recipes in ``rates``, ordered by seed: a partial comparison has all recipes."""
+        return [
+            self._planned(recipe, f"seed-{seed}", rates[recipe], seed, [])
+            for seed in self.seeds
+            for recipe in self.recipes
+            if recipe in rates
+        ]
+
+    def _planned(self, recipe: str, name: str, rate: float, seed: int, changes: Sequence[str]) -> Planned:
+        output = self.folder / recipe / name
+        settings = [f"optimizer.learning_rate={rate_name(rate)}", f"seed={seed}", f"output={output}"]
+        return Planned(recipe, name, apply_overrides(self.recipes[recipe], [*changes, *settings]))
+
+
+def rate_name(rate: float) -> str:
+    """Format a learning rate such as ``4e-3``, exactly: ``float`` returns the same number."""
+    digits = next(text for text in (f"{rate:.{places}e}" for places in range(17)) if float(text) == rate)
+    mantissa, exponent = digits.split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _named(recipes: Sequence[str]) -> dict[str, Run]:
+    """Return runs by name: the recipe's name, or the name of its file; a ``recipe.json`` has its folder's name."""
+    found: dict[str, Run] = {}
+    for spec in recipes:
+        path = Path(spec).expanduser()
+        run = get_recipe(spec)
+        name = (
+            run.recipe if path.suffix != ".json" else path.stem if path.stem != "recipe" else path.resolve().parent.name
+        )
+        if name in found:
+            raise ValueError(f"recipes must have different names; got {name} twice. Rename the file, or its folder.")
+        found[name] = run
+    if len(found) < 2:
+        raise ValueError(f"a comparison takes at least two recipes; got {', '.join(found) or 'none'}.")
+    return found
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    options = {"output": "--out", "seed": "--seeds"}
+    for key in (override.partition("=")[0] for override in overrides):
+        if key in options:
+            raise ValueError(f"{key} is different for every run of a comparison; set {options[key]} in its place.")
+
+
+PLANNED, LOG, LOCK = "planned.json", "log.txt", ".lock"
+"""Files in the folders of a comparison and its runs. Training has another lock in a run's folder."""
+_MOVABLE = ("output", "recipe", "overrides")
+"""Fields that may change between calls for the same comparison."""
+
+
+def claim(planned: Planned) -> Path:
+    """Write the file that describes the run into its folder and return its path.
+
+    Raises:
+        ValueError: the folder holds another run, or other files.
+    """
+    path = planned.run.folder / PLANNED
+    if path.is_file():
+        _check_same(planned.run, Run.load(path), path)
+    elif any(not entry.name.startswith(".") for entry in planned.run.folder.glob("*")):
+        raise ValueError(
+            f"{planned.run.folder} must be empty or hold a run of this comparison, with a {PLANNED}; it holds "
+            "something else. Move it away, or choose another --out."
+        )
+    with whole_file(path) as temporary:
+        planned.run.save(temporary)
+    return path
+
+
+def evaluation_of(run: Run) -> Evaluation | None:
+    """Return the evaluation of a finished run; None if the run is not finished.
+
+    Raises:
+        ValueError: the file is not the results of a run.
+    """
+    path = run.folder / RESULTS
+    try:
+        return Evaluation(**read_object(path, "the results of a run"))
+    except FileNotFoundError:
+        return None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} must be the results of a run; it is not ({error}). Move it away.") from error
+
+
+def _check_same(planned: Run, found: Run, path: Path) -> None:
+    wanted, there = flatten(planned.to_dict()), flatten(found.to_dict())
+    different = [
+        f"{name} ({there.get(name)} there, {wanted.get(name)} now)"
+        for name in {**wanted, **there}
+        if name not in _MOVABLE and wanted.get(name) != there.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"{path.parent} must hold the run that is asked for; it holds one with another {', '.join(different)}. "
+            "Ask for the same as before, or choose another --out."
+        )

@@ -1,0 +1,25 @@
+"""Text generation in constant memory: prompts are prefilled in pieces, then decoded one token at a time."""
+
+from gecko.data.text_stream import encode_stream
+from gecko.inference.decoder import FinishReason, NewToken, TokenStream
+from gecko.inference.generate import Generation, generate, stream
+from gecko.inference.prefill import Prefill, Scored, piece_length, read, score
+from gecko.inference.sampling import Sampling
+from gecko.inference.text import TextStream
+
+__all__ = [
+    "FinishReason",
+    "Generation",
+    "NewToken",
+    "Prefill",
+    "Sampling",
+    "Scored",
+    "TextStream",
+    "TokenStream",
+    "encode_stream",
+    "generate",
+    "piece_length",
+    "read",
+    "score",
+    "stream",
+]

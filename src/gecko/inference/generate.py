@@ -1,0 +1,188 @@
+"""``generate`` and ``stream``: check prompts and seeds, prefill the prompts and decode."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gecko.inference.decoder import FinishReason, TokenStream, check_options
+from gecko.inference.prefill import read
+from gecko.inference.sampling import Sampling
+from gecko.models.gecko import Gecko
+from gecko.state import GeckoState
+
+_SEEDS = 1 << 64
+Prompt = Tensor | Sequence[int]
+"""Token ids of one sequence: 1-D tensor, array or list."""
+
+
+def as_rows(prompts: Prompt | Sequence[Prompt]) -> list[Tensor]:
+    """Convert prompts to one 1-D integer tensor each; each row of a 2-D tensor is a prompt.
+
+    Raises:
+        TypeError, ValueError: the prompts are not integers, or have more than two dimensions.
+    """
+    if isinstance(prompts, list | tuple) and prompts and not _is_id(prompts[0]):
+        return [_as_ids(prompt) for prompt in prompts]
+    ids = _as_ids(prompts)
+    return list(ids.unbind()) if ids.dim() == 2 and len(ids) else [ids]
+
+
+def as_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+    """Convert ``seed`` to one seed per row: one number for all rows, one per row, or None to draw them from PyTorch.
+
+    Raises:
+        TypeError: a seed is not an integer.
+        ValueError: a seed does not fit in 64 bits, or the number of seeds differs from ``rows``.
+    """
+    if seed is None:
+        return torch.randint(2**53, (rows,)).tolist()
+    if isinstance(seed, Tensor | np.ndarray) and seed.ndim == 0:
+        # A 0-D tensor is an Iterable to Python.
+        seed = seed.item()
+    seeds = list(seed) if isinstance(seed, Iterable) else [seed] * rows
+    if len(seeds) != rows:
+        raise ValueError(f"seed must be one integer, or one per prompt ({rows}); got {len(seeds)}. Try seed=0.")
+    return [_as_seed(one) for one in seeds]
+
+
+def _as_seed(seed: SupportsIndex) -> int:
+    """Accept any type with ``__index__``, such as integers of NumPy and PyTorch."""
+    try:
+        number = operator.index(seed)
+    except TypeError as error:
+        raise TypeError(f"a seed must be an integer; got {seed!r}. Try int(...), or None for a random one.") from error
+    if not -_SEEDS // 2 <= number < _SEEDS:
+        raise ValueError(f"a seed must fit in 64 bits; got {number}. Try a smaller one.")
+    return number
+
+
+def _is_id(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return not hasattr(value, "__len__")
+
+
+def _as_ids(prompt: object) -> Tensor:
+    if isinstance(prompt, str):
+        raise TypeError("a prompt must be token ids; got text. Try gecko.data.load_tokenizer(...).encode(text).")
+    if isinstance(prompt, list | tuple) and not prompt:
+        return torch.empty(0, dtype=torch.int64)
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"a prompt must be a 1-D tensor, array or list of token ids; {error}") from error
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"a prompt must be integers; got {ids.dtype}. Use .long() if they are token ids.")
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"a prompt must be 1-D, or 2-D with one text a row; got shape {tuple(ids.shape)}.")
+    return ids
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Result of ``generate``, with one entry per prompt."""
+
+    tokens: list[list[int]]
+    """Generated tokens, without the prompt and the stop token."""
+    finish_reasons: list[FinishReason]
+    """``length``: ``max_new_tokens`` were generated. ``stop``: a stop token was drawn."""
+    state: GeckoState
+    """State after the prompts and all of ``tokens``, one row per prompt; pass it with the text that follows."""
+
+
+def generate(
+    model: Gecko,
+    prompt_tokens: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    seed: int | Sequence[int] | None = None,
+    stop_tokens: Collection[int] = (),
+    state: GeckoState | None = None,
+) -> Generation:
+    """Generate a continuation of one or several prompts; the tokens of a prompt do not depend on the others.
+
+    Prompts are prefilled in pieces and the state of a sequence has constant size, so memory does not depend on the
+    length of prompt and continuation.
+
+    Args:
+        prompt_tokens: 1-D ids of one prompt, or a list of such; each of any length of at least 1.
+        temperature: 0 is greedy; otherwise logits are divided by it, then cut by top_k, then by top_p, then by min_p.
+        top_k: draw from the k most likely tokens.
+        top_p: draw from the fewest most likely tokens that have this probability together.
+        min_p: draw from tokens with at least this fraction of the probability of the most likely one.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that the prompt or the
+            generated text contains; 0.01 to 100.
+        logit_bias: added to the logits of these token ids, before anything else.
+        seed: one for all rows, or one per row; the same seed gives the same tokens. None: random, from
+            PyTorch's generator.
+        stop_tokens: ids that end a sequence, such as ``{tokenizer.document_end}``.
+        state: state before the prompts: one row per prompt, or one row that all prompts continue.
+
+    Raises:
+        TypeError, ValueError: a prompt is empty or has ids outside the vocabulary, a number is out of range, the state
+            belongs to another model or has the wrong number of rows, or logits are not finite.
+    """
+    tokens = stream(
+        model, prompt_tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, repetition_penalty=repetition_penalty, logit_bias=logit_bias, seed=seed,
+        stop_tokens=stop_tokens, state=state,
+    )  # fmt: skip
+    generated: dict[int, list[int]] = {}
+    for row, token in tokens:
+        generated.setdefault(row, []).append(token)
+    reasons = [reason for reason in tokens.finish_reasons if reason is not None]
+    return Generation([generated.get(row, []) for row in range(len(reasons))], reasons, tokens.state)
+
+
+def stream(
+    model: Gecko,
+    prompt_tokens: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    seed: int | Sequence[int] | None = None,
+    stop_tokens: Collection[int] = (),
+    state: GeckoState | None = None,
+) -> TokenStream:
+    """Return an iterator of ``(row, token)`` that generates tokens on demand.
+
+    This call prefills the prompts. Arguments and errors as for ``generate``.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {})
+    rows = as_rows(prompt_tokens)
+    states, seeds = _states(state, len(rows)), as_seeds(seed, len(rows))
+    check_options(model, sampling, max_new_tokens)
+    prefills = [read(model, [row], before) for row, before in zip(rows, states, strict=True)]
+    return TokenStream(
+        model, prefills, seeds=seeds, sampling=sampling,
+        max_new_tokens=max_new_tokens, stop_tokens=stop_tokens,
+    )  # fmt: skip
+
+
+def _states(state: GeckoState | None, rows: int) -> list[GeckoState] | list[None]:
+    if state is None:
+        return [None] * rows
+    if state.batch_size not in (1, rows):
+        raise ValueError(
+            f"state must have one row, which all prompts continue, or one row per prompt ({rows}); "
+            f"got {state.batch_size}. Try state.rows([...])."
+        )
+    return [state.rows([row if state.batch_size > 1 else 0]) for row in range(rows)]

@@ -1,0 +1,213 @@
+"""Incremental detokenization: generated tokens to pieces of text, which end before a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from gecko.data import StreamDecoder, Tokenizer
+from gecko.data.text_stream import REPLACEMENT, letter
+from gecko.inference.decoder import NewToken
+from gecko.inference.request import Token
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Check stop strings.
+
+    Raises:
+        ValueError: one is empty.
+    """
+    if not all(stops):
+        raise ValueError(f"a stop string must have at least one character; got {list(stops)}.")
+
+
+class StopStrings:
+    """Filter that passes text on until one of ``stops`` is complete; a possible start of one is held back.
+
+    The stop string that is complete first ends the text; if several end together, the longest one.
+
+    Raises:
+        ValueError: an empty stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        check_stops(stops)
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that ended the text."""
+
+    def push(self, text: str) -> str:
+        """Return the text that cannot belong to a stop string; none after a stop string is complete."""
+        passed = []
+        for character in text:
+            if self.matched is not None:
+                break
+            passed.append(self._push(character))
+        return "".join(passed)
+
+    def flush(self) -> str:
+        """Return the text that was held back, at the end of the text."""
+        text, self._held = self._held, ""
+        return text
+
+    def _push(self, character: str) -> str:
+        self._held += character
+        for stop in self._stops:
+            if self._held.endswith(stop):
+                self.matched = stop
+                passed, self._held = self._held.removesuffix(stop), ""
+                return passed
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        passed, self._held = self._held[:cut], self._held[cut:]
+        return passed
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)
+
+
+class Tokens(Protocol):
+    """Stream of generated tokens, such as a ``TokenStream``."""
+
+    def __iter__(self) -> Iterator[NewToken]: ...
+
+    def stop(self, row: int) -> None: ...
+
+
+S = TypeVar("S", bound=Tokens)
+
+
+class TextStream(Generic[S]):
+    """Iterator over the text of one row, piece by piece; iterate once.
+
+    A piece is yielded as soon as its characters are complete and cannot belong to a stop string. The stop string itself
+    is not yielded, but the state of the row has read it.
+
+    Args:
+        tokens: a stream of one row.
+        stops: stop strings; the text ends before the first of them.
+        goes_on: whether the row follows other text, as for ``StreamDecoder``.
+
+    Raises:
+        ValueError: an empty stop string.
+    """
+
+    def __init__(self, tokens: S, tokenizer: Tokenizer, stops: Sequence[str] = (), *, goes_on: bool = False) -> None:
+        self.tokens = tokens
+        self.num_tokens = 0
+        """Number of tokens generated so far."""
+        self._decoder, self._stops = StreamDecoder(tokenizer, goes_on=goes_on), StopStrings(stops)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.matched
+
+    def __iter__(self) -> Iterator[str]:
+        for row, token in self.tokens:
+            self.num_tokens += 1
+            yield from filter(None, [self._stops.push(self._decoder.push([token]))])
+            if self.stopped_by is not None:
+                self.tokens.stop(row)
+                return
+        yield from filter(None, [self._stops.push(self._decoder.flush()) + self._stops.flush()])
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and its log-probability."""
+
+    token: int
+    text: str | None
+    """Text of the token inside a longer text; None if it has none by itself, as a part of a character."""
+    logprob: float
+
+    @property
+    def name(self) -> str:
+        return f"token_id:{self.token}" if self.text is None else self.text
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """A generated token with log-probabilities."""
+
+    generated: TokenLogprob
+    top_logprobs: tuple[TokenLogprob, ...]
+    offset: int
+    """Characters of the continuation before the token."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of one choice."""
+
+    choice: int
+    text: str
+    tokens: tuple[TokenText, ...]
+    """Tokens since the last piece, if log-probabilities were requested."""
+    position: int
+    """Tokens that the state of the choice has read."""
+    finish_reason: str | None = None
+
+
+class ChoiceText:
+    """Incremental detokenizer of one choice of an answer.
+
+    A piece is returned as soon as its characters are complete and cannot belong to a stop string.
+
+    Args:
+        index: number of the choice in the answer.
+        position: position of the state after the prompt.
+        goes_on: whether the choice follows other text, as for ``StreamDecoder``.
+    """
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, stops: Sequence[str], position: int, *, goes_on: bool = False
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self._tokenizer, self._start = tokenizer, position
+        self._letter = letter(tokenizer)
+        self._decoder, self._stops = StreamDecoder(tokenizer, goes_on=goes_on), StopStrings(stops)
+        self._decoded = 0
+        self._unsent: list[TokenText] = []
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._stops.matched is not None
+
+    def push(self, token: Token) -> Piece | None:
+        """Return the piece that ``token`` completes, if any; the last one if it completes a stop string."""
+        self.num_tokens += 1
+        if token.logprob is not None:
+            self._unsent.append(self._token_text(token, token.logprob))
+        decoded = self._decoder.push([token.token])
+        self._decoded += len(decoded)
+        text = self._stops.push(decoded)
+        if self.stopped:
+            return self._piece(text, "stop")
+        return self._piece(text) if text else None
+
+    def finish(self, reason: str) -> Piece:
+        """Return the last piece, with the text that was held back."""
+        return self._piece(self._stops.push(self._decoder.flush()) + self._stops.flush(), reason)
+
+    def _piece(self, text: str, reason: str | None = None) -> Piece:
+        tokens, self._unsent = tuple(self._unsent), []
+        return Piece(self.index, text, tokens, self._start + self.num_tokens, reason)
+
+    def _token_text(self, token: Token, logprob: float) -> TokenText:
+        top_logprobs = tuple(self._token_logprob(*other) for other in token.top_logprobs)
+        return TokenText(self._token_logprob(token.token, logprob), top_logprobs, self._decoded)
+
+    def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
+        # Decoded after a letter, because SentencePiece drops the leading space of the first token of a text.
+        before = self._tokenizer.decode(self._letter)
+        text = self._tokenizer.decode([*self._letter, token])[len(before) :]
+        return TokenLogprob(token, None if not text or REPLACEMENT in text else text, logprob)

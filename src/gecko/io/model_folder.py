@@ -1,0 +1,247 @@
+"""Model folders: ``config.json`` and ``model.safetensors``, which ``gecko.load`` and transformers both read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from gecko.config import GeckoConfig
+from gecko.io.files import load_tensors, save_tensors, whole_file
+from gecko.io.quantization import plain_tensors, stored_bits
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+"""File names in a model folder."""
+
+_CHECKPOINTS, _SESSIONS, _MANIFEST = "checkpoints/step-*", "sessions.jsonl", "manifest.json"
+"""Names in the folder of a training run, and in that of a checkpoint."""
+
+FORMAT = "gecko-model-1"
+TIED = ("head.weight", "embedding.weight")
+"""The parameters that are one tensor if ``tie_embedding`` is set."""
+
+WRAPPERS = ("model.gecko.", "gecko.")
+"""Prefixes of a Gecko's parameters in ``GeckoForCausalLM`` and in ``GeckoModel`` of ``gecko.hf``."""
+
+
+class StoredConfig(Protocol):
+    """Config of any architecture, as a model folder stores it."""
+
+    @property
+    def tie_embedding(self) -> bool: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    def save(self, path: str | Path) -> None: ...
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self: ...
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self: ...
+
+
+C = TypeVar("C", bound=StoredConfig)
+
+
+class MetaModel(Protocol):
+    """Model on the device ``meta``, to be filled with weights."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any: ...
+
+    def tie(self) -> None: ...
+
+
+class Layout(NamedTuple):
+    """Contents of the model folders of one architecture."""
+
+    format: str
+    """Name of the format in the metadata of the weights file."""
+    tied: tuple[str, str]
+    """Names of the head's weight and of the embedding's, which are one tensor in a tied model."""
+    wrappers: tuple[str, ...] = ()
+    """Prefixes that parameter names in the file may have; reading removes them."""
+
+
+GECKO = Layout(FORMAT, TIED, WRAPPERS)
+
+
+def save_model(
+    folder: str | Path, config: GeckoConfig, weights: Mapping[str, Tensor], prefix: str | None = None
+) -> None:
+    """Write a model folder. A tied head is stored once, as the embedding.
+
+    Args:
+        weights: parameters by their names in ``Gecko``; quantised ones as ``pack`` returns them.
+        prefix: written before every name. The default is the prefix of ``GeckoForCausalLM``, so that loaders that
+            match names exactly, as accelerate's do, find them; quantised weights, which those loaders cannot read, get
+            no prefix.
+
+    Raises:
+        FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
+        OSError: writing failed; existing files are unchanged.
+    """
+    if prefix is None:
+        prefix = WRAPPERS[0] if stored_bits(weights) is None else ""
+    write_folder(folder, config, weights, GECKO, prefix)
+
+
+def load_model(folder: str | Path) -> tuple[GeckoConfig, dict[str, Tensor]]:
+    """Return the config and the weights of a model folder, the weights by their names in ``Gecko``.
+
+    Raises:
+        FileNotFoundError: the folder or one of its files is missing.
+        ValueError: a file is damaged, the two belong to different models, or the folder is also a training run.
+    """
+    return read_folder(folder, GeckoConfig, GECKO)
+
+
+def write_folder(
+    folder: str | Path, config: StoredConfig, weights: Mapping[str, Tensor], layout: Layout, prefix: str = ""
+) -> None:
+    """Write a model folder of any architecture; see ``save_model``."""
+    folder = Path(folder)
+    _check_writable(folder)
+    kept = {name: w for name, w in weights.items() if not (config.tie_embedding and name == layout.tied[0])}
+    bits = stored_bits(kept)
+    # transformers 4 and accelerate refuse files whose "format" names no framework. A quantised file must be refused:
+    # accelerate skips the names that it does not find in the model, and the model keeps its random weights.
+    metadata = {
+        "format": "pt" if bits is None else f"gecko-int{bits}",
+        "gecko": layout.format,
+        "config": json.dumps(config.to_dict()),
+    }
+    save_tensors(folder / WEIGHTS, {prefix + name: weight for name, weight in kept.items()}, metadata)
+    with whole_file(folder / CONFIG) as temporary:
+        config.save(temporary)
+
+
+def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:
+    """Return the config, of class ``kind``, and the weights of a model folder; see ``load_model``."""
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder} must be a model's folder with {CONFIG} and {WEIGHTS}; it has no {CONFIG}.")
+    check_one_model(folder)
+    config = kind.load(folder / CONFIG)
+    stored, metadata = load_tensors(folder / WEIGHTS)
+    found = metadata.get("gecko", metadata.get("format", "another file"))
+    if found != layout.format:
+        raise ValueError(f"{folder / WEIGHTS} must hold a model's weights ({layout.format}); it holds {found}.")
+    written = kind.from_dict(json.loads(metadata["config"]))
+    if written != config:
+        names = [name for name, value in written.to_dict().items() if config.to_dict()[name] != value]
+        raise ValueError(f"{folder / CONFIG} and {folder / WEIGHTS} must describe one model; they differ in {names}.")
+    weights = {name.removeprefix(_prefix(name, layout.wrappers)): weight for name, weight in stored.items()}
+    if config.tie_embedding:
+        head, embedding = layout.tied
+        weights[head] = weights[embedding]
+    return config, weights
+
+
+def stored_prefix(folder: Path) -> str:
+    """Return the prefix of the parameter names in a folder's weights file; "" if there is no such file."""
+    if not (folder / WEIGHTS).is_file():
+        return ""
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return _prefix(next(iter(file.keys()), ""), WRAPPERS)
+
+
+def _prefix(name: str, wrappers: Collection[str]) -> str:
+    return next(filter(name.startswith, wrappers), "")
+
+
+def run_or_checkpoint(folder: Path) -> str:
+    """Return ``a training run`` or ``a checkpoint`` if the folder is one, otherwise an empty string."""
+    if (folder / _SESSIONS).is_file() or next(folder.glob(_CHECKPOINTS), None) is not None:
+        return "a training run"
+    return "a checkpoint" if CONFIG in _manifest_files(folder) else ""
+
+
+def check_one_model(folder: Path) -> None:
+    """Raise ValueError if a training run, whose model is in its checkpoints, also has the files of a model."""
+    if run_or_checkpoint(folder) == "a training run" and (folder / CONFIG).exists():
+        raise ValueError(
+            f"{folder} must hold one model; it is a training run, with its model in checkpoints/, and has a {CONFIG} "
+            f"of another one. Move {CONFIG} and {WEIGHTS} to a folder for themselves, or name a checkpoint."
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    found = run_or_checkpoint(folder)
+    # A checkpoint of several ranks has no weights file at first; joining its shards writes one.
+    if found == "a training run" or WEIGHTS in _manifest_files(folder):
+        raise FileExistsError(
+            f"a model must be saved to a folder for itself; {folder} is {found}, whose model it would hide or damage. "
+            "Choose another folder."
+        )
+
+
+def _manifest_files(folder: Path) -> Collection[str]:
+    """Return the files that a checkpoint's manifest lists; none if the folder is no checkpoint."""
+    try:
+        record = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    files = record.get("files") if isinstance(record, dict) else None
+    return files if isinstance(files, dict) else ()
+
+
+def fill(model: MetaModel, weights: Mapping[str, Tensor]) -> None:
+    """Fill a model on the device ``meta`` with copies of ``weights``, so that memory never holds two models.
+
+    The tensors of ``load_tensors`` are memory-mapped: without the copy, a later write to the file would change them.
+    """
+    model.load_state_dict({name: weight.clone() for name, weight in weights.items()}, strict=True, assign=True)
+    model.tie()
+
+
+def fingerprint(model: nn.Module, tied: str | None = None) -> str:
+    """Return a hash of the weights, 16 hexadecimal digits, that changes if any weight changes.
+
+    It hashes the sum of every row of every parameter, so that a large model takes seconds.
+
+    Args:
+        tied: name of a parameter that shares the tensor of another one; it is left out, even if accelerate has
+            separated the two to offload them.
+    """
+    digest = hashlib.sha256()
+    for name in (name for name, _ in model.named_parameters() if name != tied):
+        digest.update(name.encode())
+        for tensor in plain_tensors(stored_weight(model, name)):
+            digest.update(_row_sums(tensor.detach()).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def stored_weight(model: nn.Module, name: str) -> Tensor:
+    """Return a parameter; if accelerate has offloaded it, read it from the CPU or the disk.
+
+    An offloaded parameter is on the device ``meta``. A hook of its module, or of a parent module, holds its values.
+    """
+    path = name.split(".")
+    # Not get_parameter: torch.func.functional_call lends tensors that are no nn.Parameter.
+    weight: Tensor = getattr(model.get_submodule(".".join(path[:-1])), path[-1])
+    for depth in reversed(range(len(path) if weight.is_meta else 0)):
+        hook = getattr(model.get_submodule(".".join(path[:depth])), "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            stored = getattr(part, "weights_map", None)
+            if stored is not None and (rest := ".".join(path[depth:])) in stored:
+                found: Tensor = stored[rest]
+                return found
+    return weight
+
+
+def _row_sums(tensor: Tensor) -> Tensor:
+    """Return the sums of a matrix's rows, or the elements of a vector, as int32.
+
+    The bits of the floats are added as integers, so the result does not depend on the order of the sums or on the
+    device. It runs at memory bandwidth; hashing every byte would take half a minute for a large model.
+    """
+    values = tensor if tensor.dtype == torch.float64 else tensor.float()
+    rows = len(tensor) if tensor.dim() > 1 else tensor.numel()
+    return values.reshape(rows, -1).view(torch.int32).sum(1, dtype=torch.int32)

@@ -1,0 +1,261 @@
+"""Choice of a backend for each operator call, and the conventions of the kernels.
+
+**Backends.** Each operator has up to three implementations: Triton kernels in ``ops/NAME/triton.py`` (and
+``triton_*.py`` if one file is too long), C kernels in ``ops/NAME/cpu.py`` and ``cpu.c``, and an eager form made of
+PyTorch's operations. ``choose_backend`` selects one per call, and its module is imported on first use. The
+package therefore does not import Triton, and ``gecko.hf.export`` copies no kernels: exported code runs the eager
+forms. Eager forms also serve float64, context exchange between ranks, and all other cases that a kernel leaves out.
+
+**Layers of a Triton operator.** A ``@triton.jit`` function is the kernel. A plain function ``_forward(x, …)``
+allocates outputs with ``torch.empty``, builds one ``Launch`` per kernel and runs it. ``custom_op("NAME")`` wraps it,
+with a fake (shapes only) and ``register_autograd``; its backward is a custom op as well. Custom ops take and return
+tensors and numbers only, and never return an input.
+
+**Names.** ``p_`` pointer, ``b_`` tile in registers, ``i_`` index or offsets, ``m_`` mask. Sizes are words
+(``length``, ``channels``); those that kernels unroll are ``tl.constexpr``.
+
+**Numbers.** Upcast every load to float32 before arithmetic (the interpreter's bfloat16 arithmetic is wrong), and
+downcast on the store only. ``tl.dot`` adds in float32. For float32 inputs its operands are float32 with
+``input_precision="ieee"`` or "tf32x3". Operands are bfloat16 only if the input itself is. Plain "tf32" does not
+round: tensor cores drop the low 13 bits of float32 factors, so kernels round the factors first.
+
+**Constants.** Write ``if``/``else`` and one ``return`` at the end. After a ``return`` inside ``if CONSTEXPR:`` Triton
+still compiles the rest of the function, where a pointer may be None.
+
+**Offsets.** A product of a position, a row or a chunk with a stride is int64: make the index int64 first
+(``tl.program_id(0).to(tl.int64)``). The first axis of the grid is the one that grows with the text: the others are
+limited to 65,535 programs.
+
+**Configurations.** One function per operator chooses tiles, warps and stages by shape and dtype, from a few fixed
+sets. There is no autotuning, and no recompilation when the length changes: pass lengths as arguments named in
+``do_not_specialize``.
+
+**Tests.** ``tests/kernels/interpreted`` runs kernels on CPU tensors, under ``TRITON_INTERPRET=1`` and under ttsem
+(``make test-simulated``), which executes the compiled TTIR of each launch and checks accesses and races.
+``tests/kernels/compiled`` records the launches of models (``recording.recorded``), compiles them as they are launched,
+and checks their registers, spills and shared memory.
+
+**Custom operators.** The compiler, and code that traces, counts or transforms PyTorch's operations, sees what
+``torch.library.custom_op`` registers. The dispatcher costs 50 % more host time per block (``benchmarks/host.py``), so
+calls that are not watched bypass it and are differentiated by a ``torch.autograd.Function``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that the Triton kernels support."""
+
+
+def triton_kernels_run_on(x: Tensor) -> bool:
+    """Return whether Triton kernels support ``x``: it is on a GPU, in at most 32 bits, and Triton is installed."""
+    return x.is_cuda and x.dtype in DTYPES and triton_kernels_installed()
+
+
+def cpu_kernels_run_on(*tensors: Tensor | None) -> bool:
+    """Return whether C kernels support a call with ``tensors``, all floating-point inputs of the operator.
+
+    All but None must be plain float32 on the CPU, the C library must be built, and operations must not be watched.
+    """
+    return is_plain_float32(*tensors) and _cpu_kernels_installed()
+
+
+Backend = Literal["triton", "cpu", "eager"]
+
+
+def choose_backend(x: Tensor, *others: Tensor | None, triton: bool = True, cpu: bool = True) -> Backend:
+    """Return the backend for one call of an operator: the first row of this table that holds.
+
+    ========  ==============================================================  =====================
+    backend   tensors                                                         the operator's limits
+    ========  ==============================================================  =====================
+    triton    ``x`` is on a GPU, in at most 32 bits; Triton is installed      ``triton``
+    cpu       all are plain float32 on the CPU; the C library could be built  ``cpu``
+    eager     any                                                             none
+    ========  ==============================================================  =====================
+
+    Args:
+        x: the input that decides about Triton.
+        others: the other floating-point inputs. None is skipped.
+        triton, cpu: whether the kernels of the operator support the sizes and options of this call.
+    """
+    if triton and triton_kernels_run_on(x):
+        return "triton"
+    if cpu and cpu_kernels_run_on(x, *others):
+        return "cpu"
+    return "eager"
+
+
+def is_plain_float32(*tensors: Tensor | None) -> bool:
+    """Return whether all ``tensors`` but None are plain float32 on the CPU and operations are not watched."""
+    return not is_watched() and all(map(_is_plain, tensors))
+
+
+def products_are_rounded() -> bool:
+    """Return whether C kernels round the operands of products to bfloat16 and keep everything else float32.
+
+    They do so under autocast to bfloat16 on the CPU, if the processor has bfloat16 products.
+    """
+    wanted = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return wanted and not is_watched() and _cpu_kernels_installed() and _cpu_kernels_round()
+
+
+CPU_KERNEL_WIDTH = 16
+"""Numbers in the widest register: C kernels with matrix products need multiples of it as features per head."""
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Tensor classes that kernels support; other subclasses may hold shapes, shards or packed numbers."""
+
+
+def _is_plain(x: Tensor | None) -> bool:
+    if x is None:
+        return True
+    # Autograd functions cannot save inference tensors. The memory of a negative view holds the opposite numbers.
+    kept = not x.is_inference() or torch.is_inference_mode_enabled()
+    plain = type(x) in PLAIN and x.is_cpu and x.dtype == torch.float32
+    return plain and kept and not x.is_neg() and not x._is_zerotensor()
+
+
+def is_watched() -> bool:
+    """Return whether code outside needs to see PyTorch's operations.
+
+    It does while they are compiled, traced, intercepted by a dispatch mode (counted, selectively recomputed),
+    transformed by ``torch.func`` or differentiated in forward mode.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+@cache
+def _cpu_kernels_installed() -> bool:
+    return _is_package() and importlib.import_module("gecko.ops.backends.cpu").library() is not None
+
+
+@cache
+def _cpu_kernels_round() -> bool:
+    return bool(importlib.import_module("gecko.ops.backends.cpu").multiplies_bfloat16())
+
+
+@cache
+def triton_kernels_installed() -> bool:
+    """Return whether Triton is installed and this is the package that has the kernels."""
+    return importlib.util.find_spec("triton") is not None and _is_package()
+
+
+def _is_package() -> bool:
+    """Return whether this module belongs to the package, not to a copy that ``gecko.hf.export`` wrote.
+
+    A copy holds no kernels and must not load those of an installed package: their classes are not the copy's, even in
+    the same version.
+    """
+    return __name__ == "gecko.ops.backends.dispatch"
+
+
+@cache
+def kernels_of(name: str, file: str) -> ModuleType:
+    """Return the module ``file`` ("cpu", for example) of the operator ``name``.
+
+    ``torch.compile`` cannot trace it: Triton backends that are to be traced are imported by an import statement.
+    """
+    return importlib.import_module(f"gecko.ops.{name}.{file}")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel: everything that determines the compiled code and the run."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    """Tensors, numbers and constants by parameter name."""
+    warps: int
+    stages: int = 1
+
+    def run(self) -> None:
+        """Run the kernel on the device of its first tensor, which need not be the current device."""
+        first = next(x for x in self.arguments.values() if isinstance(x, Tensor))
+        with torch.cuda.device_of(first):
+            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def blocks(total: int, size: int) -> int:
+    """Return the number of blocks of ``size`` that cover ``total``."""
+    return -(-total // size)
+
+
+def tile(size: int, least: int = 16) -> int:
+    """Return the smallest power of two that is at least ``size`` and ``least``, the minimum of ``tl.dot``."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def warps_of(sizes: Mapping[str, int]) -> int:
+    """Return the number of warps for an elementwise tile of a norm: one per 512 numbers, between 4 and 16."""
+    return min(16, max(4, sizes["steps"] * sizes["together"] * sizes["width"] // 512))
+
+
+class CustomOp:
+    """Custom operator: a pure function of tensors, lists of tensors and numbers that returns new tensors.
+
+    Lists of tensors are layouts and have no gradients. An operator without ``register_autograd`` refuses derivatives.
+    """
+
+    def __init__(self, name: str, forward: Callable[..., Any]) -> None:
+        self.registered = torch.library.custom_op(name, forward, mutates_args=())
+        self._name, self._forward = name, forward
+        self._function: type[torch.autograd.Function] | None = None
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """Register ``fake``, which returns empty outputs of the right shapes and dtypes."""
+        return self.registered.register_fake(fake)
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """Register the backward pass, as ``torch.library.register_autograd`` does."""
+        self.registered.register_autograd(backward, setup_context=setup_context)
+        self._function = _function(self._name, self._forward, backward, setup_context)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if is_watched():
+            return self.registered(*arguments)
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        if not all(type(x) in PLAIN for x in tensors):
+            return self.registered(*arguments)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            return self._forward(*arguments)
+        return self.registered(*arguments) if self._function is None else self._function.apply(*arguments)
+
+
+def custom_op(name: str) -> Callable[[Callable[..., Any]], CustomOp]:
+    """Return a decorator that makes a function the operator ``gecko::name``."""
+    return lambda forward: CustomOp(f"gecko::{name}", forward)
+
+
+def _function(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> type[torch.autograd.Function]:
+    def run(ctx: Any, *arguments: Any) -> Any:
+        output = forward(*arguments)
+        setup_context(ctx, arguments, output)
+        return output
+
+    def differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found = backward(ctx, *grads)
+        parts = found if isinstance(found, tuple) else (found,)
+        return tuple(None if isinstance(x, list) else x for x in parts)
+
+    methods = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
+    return type(name.replace("::", "_"), (torch.autograd.Function,), methods)

@@ -1,0 +1,314 @@
+"""Triton kernels of CEMA's filter and of its single step, and the device functions that CEMA's kernels share.
+
+The filter computes outputs forwards in time, and the gradient of its inputs backwards in time.
+Forwards, with z the state before a step:                 z ← q z + in x_t,   y_t = Re Σ out z.
+Backwards, with z the sum passed back from later steps:   y_t = Re Σ out (z + in x_t),   z ← q (z + in x_t).
+One program processes a few channels of one row from end to end, sixteen items at a time (``varlen_tiles.py``).
+The kernel for one token reads and writes the state once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op
+from gecko.ops.cema.reference import CEMACoefficients
+from gecko.segments import Segments
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+
+@triton.jit
+def complex_product(a_real, a_imag, b_real, b_imag):
+    """a b."""
+    return a_real * b_real - a_imag * b_imag, a_real * b_imag + a_imag * b_real
+
+
+@triton.jit
+def power(q_real, q_imag, exponent, bits: tl.constexpr):
+    """q^exponent for integers below 2^bits, by squaring: rounding grows with the bits, not with the angle."""
+    real = tl.where(exponent % 2 == 1, q_real, 1.0)
+    imag = tl.where(exponent % 2 == 1, q_imag, 0.0)
+    for bit in tl.static_range(1, bits):
+        q_real, q_imag = complex_product(q_real, q_imag, q_real, q_imag)
+        more_real, more_imag = complex_product(real, imag, q_real, q_imag)
+        taken = (exponent >> bit) % 2 == 1
+        real = tl.where(taken, more_real, real)
+        imag = tl.where(taken, more_imag, imag)
+    return real, imag
+
+
+@triton.jit
+def add_product(real, imag, a_real, a_imag, b_real, b_imag):
+    """real + i imag + a b."""
+    more_real, more_imag = complex_product(a_real, a_imag, b_real, b_imag)
+    return real + more_real, imag + more_imag
+
+
+@triton.jit
+def power_for_items(q_real, q_imag, exponent, bits: tl.constexpr):
+    """q^exponent of (channels, modes), for tiles of (channels, items, modes)."""
+    real, imag = power(q_real, q_imag, exponent, bits)
+    return real[:, None, :], imag[:, None, :]
+
+
+@triton.jit
+def into_state(in_real, in_imag, q_real, q_imag, exponents, precision: tl.constexpr):
+    """in q^exponent, (channels, steps, modes): the matrix of a chunk's inputs into the state."""
+    real, imag = power(q_real[:, None, :], q_imag[:, None, :], exponents[None, :, None], 5)
+    real, imag = complex_product(in_real[:, None, :], in_imag[:, None, :], real, imag)
+    return rounded(real, precision), rounded(imag, precision)
+
+
+@triton.jit
+def load_pair(p_pair, i_pair, mask):
+    """Neighbours in memory, as (real, imaginary); zero outside the mask."""
+    return tl.load(p_pair + 2 * i_pair, mask=mask, other=0.0), tl.load(p_pair + 2 * i_pair + 1, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_pair(p_pair, i_pair, real, imag, mask):
+    """The inverse of ``load_pair``."""
+    tl.store(p_pair + 2 * i_pair, real, mask=mask)
+    tl.store(p_pair + 2 * i_pair + 1, imag, mask=mask)
+
+
+@triton.jit
+def load_borders(p_first, p_begin, p_end, i_item):
+    """Of items: the token that is step 0 of their unit, the first step held, and the one after the last. Of item −1,
+    which is none, zeros."""
+    there = i_item >= 0
+    i_first = tl.load(p_first + i_item, mask=there, other=0)
+    i_begin = tl.load(p_begin + i_item, mask=there, other=0)
+    return i_first, i_begin, tl.load(p_end + i_item, mask=there, other=0)
+
+
+@triton.jit
+def places(i_first, i_begin, i_end, step, unit, i_d, channels, reverse: tl.constexpr, chunk: tl.constexpr):
+    """Offsets and mask (items, chunk, channels) of chunk ``step`` of every item; backwards, from the unit's end."""
+    i_t = step * chunk + tl.arange(0, chunk)[None, :]
+    i_t = unit - 1 - i_t if reverse else i_t
+    held = (i_t >= i_begin[:, None]) & (i_t < i_end[:, None])
+    offsets = (i_first[:, None] + i_t)[:, :, None] * channels + i_d[None, None, :]
+    return offsets, held[:, :, None] & (i_d < channels)[None, None, :]
+
+
+@triton.jit
+def load_channels(p_x, offsets, mask):
+    """(channels, items, chunk) in float32; zero outside the mask."""
+    return tl.permute(tl.load(p_x + offsets, mask=mask, other=0.0).to(tl.float32), (2, 0, 1))
+
+
+@triton.jit
+def rounded(b_x, precision: tl.constexpr):
+    """A factor of products in plain tf32, rounded: tensor cores drop the low 13 bits of float32 and do not round."""
+    if precision == "tf32":
+        b_x = tl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [b_x], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    return b_x
+
+
+@triton.jit
+def last_item(b_h, items: tl.constexpr):
+    """(channels, modes) of the last of (channels, items, modes)."""
+    return tl.sum(tl.where((tl.arange(0, items) == items - 1)[None, :, None], b_h, 0.0), 1)
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+
+@triton.jit
+def _follow(a_real, a_imag, u_real, u_imag, b_real, b_imag, v_real, v_imag):
+    """z → a z + u, and after it z → b z + v, as one such step."""
+    decay_real, decay_imag = complex_product(b_real, b_imag, a_real, a_imag)
+    real, imag = complex_product(b_real, b_imag, u_real, u_imag)
+    return decay_real, decay_imag, real + v_real, imag + v_imag
+
+
+@triton.jit
+def _out_of_state(out_real, out_imag, q_real, q_imag, exponents, precision: tl.constexpr):
+    """out q^exponent, conjugated, (channels, modes, steps): its product with a state is the real part of both's."""
+    real, imag = power(q_real[:, :, None], q_imag[:, :, None], exponents[None, None, :], 5)
+    real, imag = complex_product(out_real[:, :, None], out_imag[:, :, None], real, imag)
+    return rounded(real, precision), rounded(-imag, precision)
+
+
+@triton.jit
+def _load_responses(p_response, i_d, channels, chunk: tl.constexpr, precision: tl.constexpr):
+    """From each input of a chunk to each output, (channels, chunk, chunk)."""
+    i_t = tl.arange(0, chunk)
+    i_lag = i_t[None, :] - i_t[:, None]
+    mask = (i_d < channels)[:, None, None] & (i_lag >= 0)[None, :, :]
+    b_response = tl.load(p_response + i_d[:, None, None] * chunk + i_lag[None, :, :], mask=mask, other=0.0)
+    return rounded(b_response, precision)
+
+
+@triton.jit
+def _advance(z_real, z_imag, b_x, g_real, g_imag, step_real, step_imag, precision: tl.constexpr):
+    """z after one more chunk of inputs (channels, items, chunk)."""
+    z_real, z_imag = complex_product(z_real, z_imag, step_real, step_imag)
+    z_real = tl.dot(b_x, g_real, z_real, input_precision=precision)
+    return z_real, tl.dot(b_x, g_imag, z_imag, input_precision=precision)
+
+
+@triton.jit
+def _added(
+    p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, step_real, step_imag, reverse: tl.constexpr,
+    precision: tl.constexpr, chunk: tl.constexpr, items: tl.constexpr, b_d: tl.constexpr, b_n: tl.constexpr,
+):  # fmt: skip
+    """z after each item, from nothing before it."""
+    z_real = tl.zeros((b_d, items, b_n), tl.float32)
+    z_imag = tl.zeros((b_d, items, b_n), tl.float32)
+    for step in range(unit // chunk):
+        offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, reverse, chunk)
+        b_x = load_channels(p_x, offsets, mask)
+        z_real, z_imag = _advance(z_real, z_imag, b_x, g_real, g_imag, step_real, step_imag, precision)
+    return z_real, z_imag
+
+
+@triton.jit
+def _entering(kind, z_real, z_imag, unit_real, unit_imag, c_real, c_imag):
+    """z before each item of a tile, from what the item before each ``_added``, and z before the tile (c)."""
+    continues = (kind == 1)[None, :, None]
+    a_real = tl.where(continues, unit_real, tl.where((kind == 2)[None, :, None], 1.0, 0.0))
+    a_imag = tl.where(continues, unit_imag, 0.0)
+    z_real = tl.where(continues, z_real, 0.0)
+    z_imag = tl.where(continues, z_imag, 0.0)
+    a_real, a_imag, z_real, z_imag = tl.associative_scan((a_real, a_imag, z_real, z_imag), 1, _follow)
+    return add_product(z_real, z_imag, a_real, a_imag, c_real[:, None, :], c_imag[:, None, :])
+
+
+@triton.jit
+def _write_outputs(
+    p_x, p_y, i_first, i_begin, i_end, i_d, channels, unit, z_real, z_imag, b_response, w_real, w_imag, g_real, g_imag,
+    step_real, step_imag, reverse: tl.constexpr, precision: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """y of a tile's items, and z after each, from z before each."""
+    for step in range(unit // chunk):
+        offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, reverse, chunk)
+        b_x = load_channels(p_x, offsets, mask)
+        # States first: so the registers of their rounded copies are free before the inputs are multiplied.
+        b_y = tl.dot(rounded(z_real, precision), w_real, input_precision=precision)
+        b_y = tl.dot(rounded(z_imag, precision), w_imag, b_y, input_precision=precision)
+        b_y = tl.dot(b_x, b_response, b_y, input_precision=precision)
+        tl.store(p_y + offsets, tl.permute(b_y, (1, 2, 0)).to(p_y.dtype.element_ty), mask=mask)
+        z_real, z_imag = _advance(z_real, z_imag, b_x, g_real, g_imag, step_real, step_imag, precision)
+    return z_real, z_imag
+
+
+@triton.jit(do_not_specialize=["unit"])
+def filter_kernel(
+    p_x, p_y, p_response, p_in, p_out, p_decay, p_before, p_after, p_first, p_begin, p_end, p_kind, p_tiles,
+    channels, modes, unit,
+    reverse: tl.constexpr, precision: tl.constexpr, chunk: tl.constexpr, items: tl.constexpr,
+    b_d: tl.constexpr, b_n: tl.constexpr,
+):  # fmt: skip
+    """y and the last z of one row, from the z before it.
+
+    p_x, p_y: (tokens, channels). p_response: (channels, chunk). p_in, p_out, p_decay: (channels, modes, 2).
+    p_before, p_after: (rows, channels, modes, 2). p_first … p_kind: (tiles · items,). p_tiles: (rows + 1,).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    i_d = tl.program_id(1) * b_d + tl.arange(0, b_d)
+    i_n = tl.arange(0, b_n)
+    m_mode = (i_d < channels)[:, None] & (i_n < modes)[None, :]
+    i_mode = i_d[:, None] * modes + i_n[None, :]
+    q_real, q_imag = load_pair(p_decay, i_mode, m_mode)
+    in_real, in_imag = load_pair(p_in, i_mode, m_mode)
+    out_real, out_imag = load_pair(p_out, i_mode, m_mode)
+
+    # The matrices of a chunk: into the state (g), out of it (w), and from input to output.
+    i_t = tl.arange(0, chunk)
+    late: tl.constexpr = 1 if reverse else 0
+    g_real, g_imag = into_state(in_real, in_imag, q_real, q_imag, chunk - 1 + late - i_t, precision)
+    w_real, w_imag = _out_of_state(out_real, out_imag, q_real, q_imag, i_t + 1 - late, precision)
+    b_response = _load_responses(p_response, i_d, channels, chunk, precision)
+    step_real, step_imag = power_for_items(q_real, q_imag, chunk, 5)
+    unit_real, unit_imag = power_for_items(q_real, q_imag, unit, 9)
+
+    i_state = row * channels * modes + i_mode
+    c_real, c_imag = load_pair(p_before, i_state, m_mode)
+    for tile in range(tl.load(p_tiles + row), tl.load(p_tiles + row + 1)):
+        i_item = tile * items + tl.arange(0, items)
+        # What the item before each adds: so moved by one, the states that enter all of them are one scan. (That of a
+        # row's first item is another row's, or none: such an item continues nothing.)
+        i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item - 1)
+        z_real, z_imag = _added(
+            p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, step_real, step_imag, reverse, precision,
+            chunk, items, b_d, b_n,
+        )  # fmt: skip
+        z_real, z_imag = _entering(tl.load(p_kind + i_item), z_real, z_imag, unit_real, unit_imag, c_real, c_imag)
+        c_real = last_item(z_real, items)
+        c_imag = last_item(z_imag, items)
+        # The inputs once more, from the cache, now that the state before each item is known.
+        i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item)
+        z_real, z_imag = _write_outputs(
+            p_x, p_y, i_first, i_begin, i_end, i_d, channels, unit, z_real, z_imag, b_response, w_real, w_imag, g_real,
+            g_imag, step_real, step_imag, reverse, precision, chunk,
+        )  # fmt: skip
+        if tile == tl.load(p_tiles + row + 1) - 1:
+            store_pair(p_after, i_state, last_item(z_real, items), last_item(z_imag, items), m_mode)
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+
+@triton.jit
+def step_kernel(
+    p_x, p_y, p_in, p_out, p_decay, p_before, p_after, p_continues, channels, modes,
+    b_d: tl.constexpr, b_n: tl.constexpr,
+):  # fmt: skip
+    """h ← q h + p x and y = Re Σ γ h for a few channels of one row; h = 0 before where p_continues is not."""
+    row = tl.program_id(0).to(tl.int64)
+    i_d = tl.program_id(1) * b_d + tl.arange(0, b_d)
+    i_n = tl.arange(0, b_n)
+    mask = (i_d < channels)[:, None] & (i_n < modes)[None, :]
+    i_mode = i_d[:, None] * modes + i_n[None, :]
+    i_state = row * channels * modes + i_mode
+    kept = tl.load(p_continues + row).to(tl.float32)
+    q_real, q_imag = load_pair(p_decay, i_mode, mask)
+    h_real, h_imag = load_pair(p_before, i_state, mask)
+    h_real, h_imag = complex_product(h_real * kept, h_imag * kept, q_real, q_imag)
+    b_x = tl.load(p_x + row * channels + i_d, mask=i_d < channels, other=0.0).to(tl.float32)
+    h_real += tl.load(p_in + i_mode, mask=mask, other=0.0) * b_x[:, None]
+    store_pair(p_after, i_state, h_real, h_imag, mask)
+    out_real, out_imag = load_pair(p_out, i_mode, mask)
+    b_y = tl.sum(out_real * h_real - out_imag * h_imag, 1)
+    tl.store(p_y + row * channels + i_d, b_y.to(p_y.dtype.element_ty), mask=i_d < channels)
+
+
+def _step(
+    x: Tensor, input: Tensor, decay: Tensor, output: Tensor, state: Tensor, continues: Tensor
+) -> tuple[Tensor, Tensor]:
+    y, after = torch.empty_like(x), torch.empty_like(state)
+    batch, channels, modes = state.shape[:3]
+    arguments = {
+        "p_x": x, "p_y": y, "p_in": input, "p_out": output, "p_decay": decay, "p_before": state, "p_after": after,
+        "p_continues": continues, "channels": channels, "modes": modes,
+        "b_d": 32, "b_n": 1 << (modes - 1).bit_length(),
+    }  # fmt: skip
+    Launch(step_kernel, (batch, blocks(channels, 32)), arguments, warps=4).run()
+    return y, after
+
+
+_step_op = custom_op("cema_step")(_step)
+
+
+@_step_op.register_fake
+def _(
+    x: Tensor, input: Tensor, decay: Tensor, output: Tensor, state: Tensor, continues: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(state)
+
+
+def cema_step_triton(
+    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments
+) -> tuple[Tensor, Tensor]:
+    """Same contract as ``cema_step``, but without gradients, and with y in the dtype of x."""
+    decay = torch.view_as_real(coefficients.factor)
+    given = (x, coefficients.input, decay, coefficients.output, state, segments.continues[:, 0])
+    return _step_op(*(tensor.contiguous() for tensor in given))

@@ -1,0 +1,144 @@
+"""Checks, dtype rules and batching shared by all operators.
+
+``slices`` cuts activations into pieces that stay in a core's cache. A pass over activations in memory takes several
+times as long as one in the cache, so operators with hand-written gradients on a CPU make their passes slice by slice.
+
+``run_by_chunk_offset`` groups the rows of a batch that are at different positions in their attention chunks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import product
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gecko.ops.backends.dispatch import products_are_rounded
+from gecko.runtime.records import TensorRecord
+from gecko.segments import Segments
+
+
+def identity(tensors: Iterable[Tensor]) -> Hashable:
+    """Return a key that changes when a tensor is replaced, converted or written to.
+
+    Writes through ``.data`` do not change it. Tensors made in inference mode have no version counter, so for them only
+    a replacement changes the key.
+    """
+    return tuple((x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in tensors)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of statistics and states for the input x: float32, or float64 if x is float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def linear_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that linear layers read for x: autocast's if it is enabled, else that of x.
+
+    C kernels that round their operands to bfloat16 read x as it is, even under autocast.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or (device == "cpu" and products_are_rounded()):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def from_linear(y: Tensor, x: Tensor) -> Tensor:
+    """Return y, the output of PyTorch's linear layer for x, in the dtype of x if C kernels round their operands."""
+    return y.to(x.dtype) if products_are_rounded() else y
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[None]:
+    """Return a context that disables autocast: each operator chooses the dtypes of its products itself."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def check_affine(weight: Tensor | None, bias: Tensor | None, features: int) -> None:
+    """Raise ValueError unless weight and bias are both None or both of shape (features,)."""
+    if (weight is None) != (bias is None):
+        given = "bias" if weight is None else "weight"
+        raise ValueError(f"weight and bias must both be given, or neither; got a {given} only.")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_shape(name, tensor, (features,))
+
+
+def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise ValueError unless ``tensor`` has the expected shape."""
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{name} must have shape {expected}; got {tuple(tensor.shape)}.")
+
+
+def check_segments(segments: Segments, batch: int, length: int) -> None:
+    """Raise ValueError unless ``segments`` describe a call of this batch and length."""
+    if (segments.batch, segments.length) != (batch, length):
+        raise ValueError(
+            f"segments must be those of the call, {batch} rows of {length} tokens; "
+            f"got {segments.batch} of {segments.length}."
+        )
+
+
+_NUMBERS = 2**17
+"""Numbers per thread and tensor in a slice. In float32 they fill a quarter of a 2 MB cache."""
+
+
+def slices(rows: int, length: int, features: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the (rows, steps) of each slice of a batch."""
+    tokens = max(1, _NUMBERS * torch.get_num_threads() // features)
+    height, width = max(1, tokens // length), min(length, tokens)
+    for row, step in product(range(0, rows, height), range(0, length, width)):
+        yield slice(row, row + height), slice(step, step + width)
+
+
+State = TypeVar("State", bound=TensorRecord)
+
+
+def common_chunk_offset(segments: Segments, period: int) -> int | None:
+    """Return the position modulo ``period`` if it is the same in all rows, else None."""
+
+    def find() -> int | None:
+        offsets = set((segments.clock.position % period).tolist())
+        return offsets.pop() if len(offsets) == 1 else None
+
+    return segments.shared(("chunk offset", period), find)
+
+
+def padded(x: Tensor, before: int, after: int) -> Tensor:
+    """Pad the second to last dimension with zeros. Return x itself, not a copy, if there is nothing to pad."""
+    return F.pad(x, (0, 0, before, after)) if before or after else x
+
+
+def run_by_chunk_offset(
+    form: Callable[[tuple[Tensor, ...], State, Segments], tuple[Tensor, State]],
+    inputs: tuple[Tensor, ...],
+    state: State,
+    segments: Segments,
+    period: int,
+) -> tuple[Tensor, State]:
+    """Run ``form`` once for each group of rows with the same chunk offset. All tensors are batch first."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for row, position in enumerate(segments.clock.position.tolist()):
+        groups[position % period].append(row)
+    outputs, states = [], []
+    for rows in groups.values():
+        index = torch.tensor(rows, device=inputs[0].device)
+        some = tuple(x.index_select(0, index) for x in inputs)
+        part = state.map(partial(torch.index_select, dim=0, index=index))
+        output, part = form(some, part, segments.select(rows))
+        outputs.append(output)
+        states.append(part)
+    order = torch.tensor([row for rows in groups.values() for row in rows]).argsort().to(inputs[0].device)
+    return torch.cat(outputs).index_select(0, order), _reorder(states, order)
+
+
+def _reorder(states: list[State], order: Tensor) -> State:
+    parts = [iter(state.tensors().values()) for state in states]
+    return states[0].map(lambda _: torch.cat([next(part) for part in parts]).index_select(0, order))

@@ -1,0 +1,146 @@
+"""Recipes for pretraining, from one million parameters on two CPU cores to 7 B parameters on 256 GPUs.
+
+- ``tiny``: about a million parameters that learn Python's standard library in minutes, on two CPU cores.
+- ``gecko_15m``: 15 M parameters on bytes; a night on a desktop's CPU, minutes on a GPU.
+- ``gecko_125m``: 125 M parameters on one GPU. Set ``data.source`` and ``data.tokenizer``: the default corpus is too
+  small.
+- ``gecko_1b``: 1.3 B parameters on 2 T tokens of Dolma, as in the paper; 64 GPUs. Set ``data.source`` to token shards.
+- ``gecko_7b``: 7 B parameters, 2 T tokens, context of 32K, as in the paper; 256 GPUs. Set ``data.source`` and
+  ``data.tokenizer``.
+- ``megalodon_7b``: Megalodon-7B, the paper's baseline, with the settings of ``gecko_7b``.
+- ``llama2_7b``: Llama2-7B, the paper's baseline, on the rows of ``gecko_7b``.
+
+Rows of 32K tokens need a rotary base of 500,000, as in Gecko-7B and Llama 2 Long (Xiong et al., 2023), the paper's
+Llama with such a context. A Llama's attention needs all keys of a row, so ranks cannot share rows, and 128 rows occupy
+128 GPUs. The Llama 2 of the paper's comparison has rows of 4K and a base of 10,000: on 256 GPUs set
+``sequence_length=4096 batch_size=1024 model.rope_base=10000 parallel.replicate=32``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gecko.config import GeckoConfig
+from gecko.models.registry import LlamaConfig
+from gecko.train import (
+    CheckpointSettings,
+    DataSettings,
+    EvaluationSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    Run,
+    SampleSettings,
+    ScheduleSettings,
+)
+
+
+def tiny() -> Run:
+    return Run(
+        model=GeckoConfig.preset("tiny"),
+        output="runs/tiny",
+        batch_size=4,
+        sequence_length=1024,
+        minutes=6.0,
+        precision="auto",
+        optimizer=OptimizerSettings(learning_rate=8e-3),
+        schedule=ScheduleSettings(kind="cosine", warmup=0.03),
+        evaluation=EvaluationSettings(every=100),
+        checkpoint=CheckpointSettings(every=200),
+        sample=SampleSettings(prompt="def ", tokens=800),
+    )
+
+
+def gecko_15m() -> Run:
+    return Run(
+        model=GeckoConfig.preset("gecko-15m"),
+        output="runs/gecko_15m",
+        batch_size=16,
+        sequence_length=4096,
+        gradient_accumulation_steps=4,
+        steps=5000,
+        optimizer=OptimizerSettings(learning_rate=2e-3),
+        schedule=ScheduleSettings(kind="cosine", warmup=0.02, final=0.1),
+        evaluation=EvaluationSettings(every=250),
+        checkpoint=CheckpointSettings(every=500),
+        sample=SampleSettings(prompt="def ", tokens=1000),
+    )
+
+
+def gecko_125m() -> Run:
+    return Run(
+        model=GeckoConfig.preset("gecko-125m"),
+        output="runs/gecko_125m",
+        batch_size=64,
+        sequence_length=8192,
+        gradient_accumulation_steps=16,
+        steps=20_000,
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        schedule=ScheduleSettings(kind="cosine", warmup=0.05, final=0.1),
+        precision="bfloat16",
+        activation_checkpointing="full",
+        evaluation=EvaluationSettings(every=500, final_rows=256),
+        checkpoint=CheckpointSettings(every=1000, keep=3),
+    )
+
+
+_STEPS_1B = 953_674
+"""2 T tokens at 2,097,152 a step, which is OLMo-1B's batch: its step 966,000 has seen 2,025 B tokens."""
+
+
+def gecko_1b() -> Run:
+    return Run(
+        model=GeckoConfig.preset("gecko-1b"),
+        output="runs/gecko_1b",
+        data=DataSettings(source="shards/dolma", tokenizer="allenai/OLMo-1B-0724-hf", validation_fraction=1e-5),
+        batch_size=64,
+        sequence_length=32_768,
+        steps=_STEPS_1B,
+        optimizer=OptimizerSettings(learning_rate=4e-4, weight_decay=0.05),
+        schedule=ScheduleSettings(kind="cosine", warmup=2000 / _STEPS_1B, final=0.1),
+        precision="bfloat16",
+        activation_checkpointing="full",
+        compile=True,
+        parallel=ParallelSettings(replicate=8, shard=8),
+        evaluation=EvaluationSettings(every=1000, rows=128, final_rows=1024),
+        checkpoint=CheckpointSettings(every=1000, keep=3, keep_every=50_000),
+    )
+
+
+_STEPS_7B = 476_837
+"""2 T tokens at 4,194,304 a step."""
+
+
+def gecko_7b() -> Run:
+    return Run(
+        model=GeckoConfig.preset("gecko-7b"),
+        output="runs/gecko_7b",
+        # Llama 2's tokenizer has its own licence: get the file from its makers.
+        data=DataSettings(
+            source="shards/pretraining", tokenizer="tokenizers/llama2/tokenizer.model", validation_fraction=1e-5
+        ),
+        batch_size=128,
+        sequence_length=32_768,
+        steps=_STEPS_7B,
+        optimizer=OptimizerSettings(learning_rate=3.5e-4),
+        schedule=ScheduleSettings(kind="cosine", warmup=2500 / _STEPS_7B, final=0.1),
+        precision="bfloat16",
+        activation_checkpointing="full",
+        compile=True,
+        # Data parallel 128 (32 × 4) × context 2; the 8 GPUs of a node share one copy of the parameters.
+        parallel=ParallelSettings(replicate=32, shard=4, context=2),
+        evaluation=EvaluationSettings(every=1000, rows=128, final_rows=1024),
+        checkpoint=CheckpointSettings(every=500, keep=3, keep_every=25_000),
+    )
+
+
+def megalodon_7b() -> Run:
+    return dataclasses.replace(gecko_7b(), model=GeckoConfig.preset("megalodon-7b"), output="runs/megalodon_7b")
+
+
+def llama2_7b() -> Run:
+    return dataclasses.replace(
+        gecko_7b(),
+        model=LlamaConfig.preset("llama2-7b", rope_base=500_000.0),
+        output="runs/llama2_7b",
+        parallel=ParallelSettings(replicate=16, shard=8),
+    )

@@ -1,0 +1,305 @@
+"""Read request bodies within the memory of all requests, and parse their JSON in short steps.
+
+A call of ``json.loads`` holds the GIL until it returns, for seconds with lists of millions of values, and takes up to
+sixty times the memory of the text. Here each string, list and object is a step, and long lists of numbers are parsed in
+parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterable
+from email.message import Message
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from json.scanner import make_scanner
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gecko.serving.limits import ApiError, Limits
+
+MAX_VALUES = 100_000
+"""Maximum number of strings, lists, objects and fields of one body; numbers in a list do not count."""
+MAX_DEPTH = 32
+_MAX_NUMBER = 4096
+"""Maximum number of characters of a number."""
+_PART = 1 << 15
+"""Characters of a list of numbers that are parsed at once."""
+_SPACE = re.compile(r"[ \t\n\r]*+")
+_NUMBERS = re.compile(rf"[-+.eE0-9, \t\n\r]{{1,{_PART}}}+")
+_NUMBER = re.compile(rf"[-+.eE0-9]{{0,{_MAX_NUMBER + 1}}}+")
+_SCALAR = make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
+
+
+def read_json(body: bytes | bytearray) -> Any:
+    """Parse a body of JSON in UTF-8.
+
+    Raises:
+        ValueError: the body is not valid JSON, or exceeds the bounds of this module.
+    """
+    try:
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"at byte {error.start}: invalid UTF-8") from None
+    return _Parser(text).whole()
+
+
+class _Parser:
+    """Recursive-descent parser of JSON with bounds."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at, self._values = text, 0, 0
+
+    def whole(self) -> Any:
+        self._skip_space()
+        value = self._value(0)
+        self._skip_space()
+        if self._at < len(self._text):
+            raise self._error("extra data")
+        return value
+
+    def _value(self, depth: int) -> Any:
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise self._error(f"more than {MAX_VALUES:,} texts, lists, objects and fields")
+        begin = self._peek()
+        if begin in "[{" and begin and depth == MAX_DEPTH:
+            raise self._error(f"lists and objects nested more than {MAX_DEPTH} deep")
+        if begin == "{":
+            return self._object(depth + 1)
+        if begin == "[":
+            return self._list(depth + 1)
+        return self._string() if begin == '"' else self._scalar()
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self._opens("}"):
+            return found
+        while True:
+            if self._peek() != '"':
+                raise self._error("expecting the name of a field in double quotes")
+            self._values += 1
+            name = self._string()
+            self._skip_space()
+            if not self._take(":"):
+                raise self._error("expecting ':'")
+            self._skip_space()
+            found[name] = self._value(depth)
+            if self._closes("}"):
+                return found
+
+    def _list(self, depth: int) -> list[Any]:
+        found: list[Any] = []
+        if self._opens("]"):
+            return found
+        while True:
+            if self._peek() in "-0123456789" and self._peek():
+                found += self._numbers()
+            else:
+                found.append(self._value(depth))
+            if self._closes("]"):
+                return found
+
+    def _numbers(self) -> list[Any]:
+        """Parse numbers up to the last comma of a part, or to the end of the list."""
+        match = _NUMBERS.match(self._text, self._at)
+        assert match is not None
+        end = match.end()
+        if self._text[end : end + 1] != "]":
+            end = self._text.rfind(",", self._at, end)
+            if end < 0:
+                return [self._scalar()]
+        found: list[Any] = self._call(json.loads, f"[{self._text[self._at : end]}]")
+        if not found:
+            raise self._error("expecting a value")
+        self._at = end
+        return found
+
+    def _string(self) -> str:
+        try:
+            text, self._at = scanstring(self._text, self._at + 1, True)
+        except json.JSONDecodeError as error:
+            self._at = error.pos
+            raise self._error(error.msg) from None
+        return str(text)
+
+    def _scalar(self) -> Any:
+        match = _NUMBER.match(self._text, self._at)
+        if match is not None and len(match[0]) > _MAX_NUMBER:
+            raise self._error(f"a number of more than {_MAX_NUMBER:,} characters")
+        try:
+            value, self._at = self._call(_SCALAR, self._text, self._at)
+        except StopIteration:
+            raise self._error("expecting a value") from None
+        return value
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except json.JSONDecodeError as error:
+            raise self._error(error.msg) from None
+        except ValueError as error:
+            raise self._error(str(error)[:100]) from None
+
+    def _opens(self, closing: str) -> bool:
+        """Skip an opening bracket; return whether the closing one follows."""
+        self._at += 1
+        self._skip_space()
+        return self._take(closing)
+
+    def _closes(self, closing: str) -> bool:
+        """Skip the separator after an element; return whether the element was the last one."""
+        self._skip_space()
+        if self._take(closing):
+            return True
+        if not self._take(","):
+            raise self._error(f"expecting ',' or '{closing}'")
+        self._skip_space()
+        return False
+
+    def _peek(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _take(self, character: str) -> bool:
+        taken = self._peek() == character
+        self._at += taken
+        return taken
+
+    def _skip_space(self) -> None:
+        match = _SPACE.match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
+
+    def _error(self, message: str) -> ValueError:
+        return ValueError(f"at character {self._at}: {message[:1].lower()}{message[1:]}")
+
+
+BODY = "gecko.body"
+"""Key of the body in the ASGI scope."""
+
+
+class RequestMemory:
+    """Counter of the memory of all requests, at most ``total`` bytes."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.taken = total, 0
+
+
+class Body:
+    """Body of one request, and the memory counted for the request until ``close``."""
+
+    def __init__(self, memory: RequestMemory) -> None:
+        self._memory, self._held = memory, 0
+        self._content = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def add(self, part: bytes) -> None:
+        """Append ``part``; ApiError 503 if there is no memory for it."""
+        self.resize(self._held + len(part))
+        self._content += part
+
+    def take(self) -> bytearray:
+        """Return the content and forget it; its memory counts until ``resize``. Thread-safe."""
+        content, self._content = self._content, bytearray()
+        return content
+
+    def resize(self, size: int) -> None:
+        """Count ``size`` bytes for this request from now on.
+
+        Raises:
+            ApiError: 400 if ``size`` exceeds the total, 503 if other requests take the rest of it.
+        """
+        memory = self._memory
+        if size > memory.total:
+            raise ApiError(
+                400,
+                f"a request must take at most {memory.total:,} bytes of memory, with its tokens and "
+                f"log-probabilities; got {size:,}",
+                code="request_too_large",
+            )
+        if size > self._held and memory.taken + size - self._held > memory.total:
+            raise ApiError(503, "other requests take all of the memory for requests; try later", code="memory_full")
+        memory.taken += size - self._held
+        self._held = size
+
+    def close(self) -> None:
+        self.take()
+        self.resize(0)
+
+
+class ReadBodies:
+    """ASGI middleware that reads the bodies of requests to ``paths`` into ``scope[BODY]``.
+
+    Other bodies are not read; the connection discards them.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits, memory: RequestMemory, paths: Iterable[str]) -> None:
+        self._app, self._limits, self._memory, self._paths = app, limits, memory, frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        body = Body(self._memory)
+        try:
+            whole = await self._read(body, Headers(scope=scope), receive)
+        except ApiError as error:
+            body.close()
+            await error.response()(scope, receive, send)
+            return
+        except BaseException:
+            body.close()
+            raise
+        try:
+            if whole:
+                await self._app({**scope, BODY: body}, receive, send)
+        finally:
+            body.close()
+
+    async def _read(self, body: Body, headers: Headers, receive: Receive) -> bool:
+        """Return False if the client disconnected."""
+        self._check_size(headers)
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                whole = await self._read_all(body, receive)
+        except TimeoutError:
+            seconds = f"{self._limits.body_seconds:g} seconds"
+            raise ApiError(408, f"the body must arrive within {seconds}; send a smaller one", close=True) from None
+        _check_type(headers)
+        return whole
+
+    def _check_size(self, headers: Headers) -> None:
+        declared = headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > self._limits.body_bytes:
+            raise self._too_large(f"{int(declared):,}")
+
+    async def _read_all(self, body: Body, receive: Receive) -> bool:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return False
+            part = message.get("body", b"")
+            if len(body) + len(part) > self._limits.body_bytes:
+                raise self._too_large("more")
+            body.add(part)
+            if not message.get("more_body", False):
+                return True
+
+    def _too_large(self, got: str) -> ApiError:
+        limit = f"{self._limits.body_bytes:,} bytes"
+        return ApiError(413, f"the body must have at most {limit}; got {got}", code="body_too_large")
+
+
+def _check_type(headers: Headers) -> None:
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "the body must not be compressed; send it without Content-Encoding", code="compressed_body")
+    parsed = Message()
+    parsed["content-type"] = headers.get("content-type", "")
+    subtype = parsed.get_content_subtype()
+    if parsed.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
+        raise ApiError(400, "the body must be a JSON object, with Content-Type: application/json", code="invalid_json")

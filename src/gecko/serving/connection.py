@@ -1,0 +1,173 @@
+"""HTTP connections with limits on time and on the size of headers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from gecko.serving.limits import ApiError, Limits
+
+_SLICE = 1 << 14
+"""Bytes of a header given to h11 at once; h11 refuses longer headers, but only after it has buffered the data."""
+
+
+class Turns:
+    """Queue of callbacks for the event loop, which calls one of them per iteration.
+
+    A connection that receives a body delivers up to 256 KiB per read. If all connections were read in the same
+    iteration, everything else on the event loop would wait for all of these reads.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def add(self, callback: Callable[[], None]) -> None:
+        self._waiting.append(callback)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._waiting[0]()
+        self._waiting.popleft()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+
+
+class _Flow(FlowControl):
+    """Flow control of uvicorn that waits for its turn before it resumes reading."""
+
+    def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
+        super().__init__(transport)
+        self._turns = turns
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self._turns.add(super().resume_reading)
+
+
+class Connection(H11Protocol):
+    """HTTP/1.1 connection of uvicorn with time limits, in which bodies are read in turn with other connections.
+
+    A header must be complete ``header_seconds`` after the connection opened or the previous response ended. The rest
+    of a body that the application did not read must arrive within ``body_seconds``; it is discarded. A client must
+    read some of its response within any ``body_seconds``.
+    """
+
+    limits = Limits()
+    turns = Turns()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._expected: str | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._sending: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self.turns)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._stop_watching_sending()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # Headers are passed on in slices: h11 checks the length of a header only after buffering all data it is given.
+        while data and self.conn.their_state is not h11.SEND_BODY and not self.transport.is_closing():
+            super().data_received(data[:_SLICE])
+            data = data[_SLICE:]
+        if data and not self.transport.is_closing():
+            super().data_received(data)
+            if self._discards_body():
+                self.flow.pause_reading()
+                self.flow.resume_reading()
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:
+            self.cycle.body.clear()
+        self._watch()
+        self._watch_sending()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching_sending()
+
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:
+            # The response has started or ended; the rest of the request is malformed.
+            self.transport.close()
+
+    def _watch(self) -> None:
+        """Set the alarm for the header or body that the connection waits for."""
+        expected = self._expected_part()
+        if expected == self._expected:
+            return
+        self._expected = expected
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if expected is not None:
+            seconds = self.limits.header_seconds if expected == "header" else self.limits.body_seconds
+            self._alarm = self.loop.call_later(seconds, self._on_timeout)
+
+    def _expected_part(self) -> str | None:
+        if self.transport.is_closing():
+            return None
+        if self.conn.their_state is h11.IDLE:
+            return "header"
+        return "body" if self._discards_body() else None
+
+    def _discards_body(self) -> bool:
+        answered = self.cycle is not None and self.cycle.response_complete
+        return answered and self.conn.their_state is h11.SEND_BODY
+
+    def _on_timeout(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self._expected == "header" and self.conn.trailing_data[0]:
+            self.transport.write(_timeout_response(self.limits.header_seconds))
+        self.transport.close()
+
+    def _watch_sending(self) -> None:
+        """Set the alarm for a client that does not read its response."""
+        left = self.transport.get_write_buffer_size()
+        if left and self._sending is None:
+            self._sending = self.loop.call_later(self.limits.body_seconds, self._check_sending, left)
+
+    def _check_sending(self, before: int) -> None:
+        self._sending = None
+        if self.transport.get_write_buffer_size() >= before:
+            self.transport.abort()
+        else:
+            self._watch_sending()
+
+    def _stop_watching_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+
+def connection_class(limits: Limits) -> type[Connection]:
+    """Create the protocol class of a server with these limits."""
+    return type("Connection", (Connection,), {"limits": limits, "turns": Turns()})
+
+
+def _timeout_response(seconds: float) -> bytes:
+    body = ApiError(408, f"the header must arrive within {seconds:g} seconds; send it at once").response().body
+    head = "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + bytes(body)

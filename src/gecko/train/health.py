@@ -1,0 +1,276 @@
+"""Supervision of a run: non-finite values, signals, ranks that hang, and a launcher that was killed."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from gecko.parallel.mesh import Ranks
+from gecko.train.checkpoint import GoingOn
+from gecko.train.checkpointer import TrainerState
+from gecko.train.step import named_parameters
+
+_ALONE = Ranks()
+
+
+class NonFiniteError(RuntimeError):
+    """Raised after too many skipped steps in a row."""
+
+
+def skip_failure(position: TrainerState, limit: int, cause: str, going_on: GoingOn) -> NoReturn:
+    """Raise NonFiniteError for the last steps up to ``position``, all skipped, the last one for ``cause``."""
+    first = position.step - position.consecutive_skips + 1
+    raise NonFiniteError(
+        f"steps {first} to {position.step} were all skipped for their loss or gradient, and max_skips={limit}; the "
+        f"last: {cause}. Try a lower optimizer.learning_rate, a longer schedule.warmup or precision=float32, and "
+        f"{_how_to_go_on(going_on)}"
+    )
+
+
+def _how_to_go_on(found: GoingOn) -> str:
+    if found.newest is None:
+        return "continue with --resume, which starts at the beginning: there is no checkpoint yet."
+    name = found.newest.name
+    if not found.usable:
+        return (
+            f"start again in another folder with output=: {name} has the weights that these steps began with; there "
+            "is no sound checkpoint before it."
+        )
+    if not found.aside:
+        return f"continue with --resume, which goes on from {name}; it is untouched."
+    kept = ", ".join(str(path) for path in found.aside)
+    return f"continue with --resume, which goes on from {name}. The weights that these steps began with are in {kept}."
+
+
+def find_nonfinite(model: nn.Module, compute: Callable[[], float], ranks: Ranks = _ALONE) -> str:
+    """Run ``compute`` (loss and gradients of the batch) again and name the first value that is not finite.
+
+    The order is: parameters, outputs of modules (innermost first, in order of the forward pass), the loss, gradients of
+    parameters (in order of the backward pass). Gradients are cleared. All ranks call it together and get the same
+    answer.
+    """
+    names = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
+    cause = _first(ranks, f"the parameter {names[0]} is not finite" if names else None)
+    return cause or _first(ranks, _find_in_step(model, compute)) or (
+        "the gradient's norm overflowed, or the step's numbers do not repeat"
+    )  # fmt: skip
+
+
+def _find_in_step(model: nn.Module, compute: Callable[[], float]) -> str | None:
+    """Return the first non-finite value on this rank, or None."""
+    found: list[str] = []
+    handles = list(_watch(model, found))
+    model.zero_grad(set_to_none=True)
+    try:
+        loss = compute()
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+    outputs = [event for event in found if event.startswith("the output")]
+    if outputs:
+        return outputs[0]
+    if not math.isfinite(loss):
+        return "the loss is not finite, though every module's output is"
+    return found[0] if found else None
+
+
+def _first(ranks: Ranks, cause: str | None) -> str | None:
+    """Return the cause that the first rank found; an output comes first, because a NaN spreads from there."""
+    causes = [(rank, found) for rank, found in enumerate(ranks.gather(cause)) if found is not None]
+    causes.sort(key=lambda pair: not pair[1].startswith("the output"))
+    if not causes or ranks.world == 1:
+        return causes[0][1] if causes else None
+    rank, found = causes[0]
+    return f"{found}, on rank {rank}"
+
+
+def _watch(model: nn.Module, found: list[str]) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    """Register hooks that add a line to ``found`` for each non-finite module output and parameter gradient."""
+    for name, module in model.named_modules():
+        label = f"the output of {name or 'the model'} ({type(module).__name__.removeprefix('FSDP')}) is not finite"
+        yield module.register_forward_hook(partial(_check_output, found, label))
+    for name, parameter in named_parameters(model):
+        label = f"the gradient of {name} is not finite"
+        hooked: Any = parameter  # the method has no annotations
+        yield hooked.register_post_accumulate_grad_hook(partial(_check_gradient, found, label))
+
+
+def _check_output(found: list[str], label: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    # A streaming state may hold -inf on purpose (an empty memory's log weight): only an output's first tensor counts.
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if tensors and not _is_finite(tensors[0]):
+        found.append(label)
+
+
+def _check_gradient(found: list[str], label: str, parameter: Tensor) -> None:
+    if parameter.grad is not None and not _is_finite(parameter.grad):
+        found.append(label)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite; of a sharded tensor, those of this rank's part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(local).all())
+
+
+class StopSignal:
+    """Context in which SIGINT and SIGTERM set ``requested``. A second Ctrl-C raises KeyboardInterrupt.
+
+    A thread calls ``notice(name, again)`` as soon as a signal arrives; ``again`` is true for a second Ctrl-C. Python
+    runs signal handlers only between two bytecode instructions, and one call into a kernel may take a minute.
+    """
+
+    def __init__(self, notice: Callable[[str, bool], None] | None = None) -> None:
+        self.requested: str | None = None
+        self._notice = notice
+        self._interrupts = 0
+        self._previous: dict[signal.Signals, object] = {}
+        self._arrivals: _Arrivals | None = None
+
+    def __enter__(self) -> StopSignal:
+        # Python lets only the main thread set handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._request)
+            if self._notice is not None:
+                self._arrivals = _Arrivals(self._arrived)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._arrivals is not None:
+            self._arrivals.close()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._interrupts > 1:
+                # Two signals arrived during one long call; Python calls the handler once for both.
+                raise KeyboardInterrupt
+
+    def _arrived(self, number: int) -> None:
+        if number in self._previous:
+            self._interrupts += number == signal.SIGINT
+            assert self._notice is not None
+            self._notice(signal.Signals(number).name, number == signal.SIGINT and self._interrupts > 1)
+
+
+class _Arrivals:
+    """Thread that calls ``arrived`` with the number of each signal as soon as the system delivers it."""
+
+    def __init__(self, arrived: Callable[[int], None]) -> None:
+        self._arrived = arrived
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._wait, name="signals", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        while number := os.read(self._read, 1):
+            self._arrived(number[0])
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+
+
+GRACE_SECONDS = 5.0
+"""Seconds between writing the stacks and the end. Once one rank ends, the others fail without a stack."""
+
+
+class Watchdog:
+    """Context that ends a process which makes no progress.
+
+    Without a ``beat`` for ``minutes``, the stacks of all threads are written to ``folder/rank-N.txt``, and soon after
+    the process ends by SIGALRM. Ranks that wait for a hanging rank end in the same way, so every rank writes its stack.
+    One timer is a C thread and the other one the kernel's, so neither needs the hanging interpreter.
+    """
+
+    def __init__(self, folder: Path, rank: int, minutes: float) -> None:
+        self.path = folder / f"rank-{rank:05d}.txt"
+        self._seconds = minutes * 60
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def beat(self) -> None:
+        """Report progress, which restarts the timers."""
+        faulthandler.dump_traceback_later(self._seconds, file=self._file)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds + GRACE_SECONDS)
+
+    def __enter__(self) -> Watchdog:
+        self._file = self.path.open("a", encoding="utf-8")
+        self.beat()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+
+
+def reported_hangs(folder: Path) -> list[Path]:
+    """Return the files with the stacks of ranks of an earlier session."""
+    return sorted(path for path in folder.glob("rank-*.txt") if path.stat().st_size)
+
+
+LOOK_SECONDS = 1.0
+_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+class LauncherWatch:
+    """Context that sends SIGTERM to a rank once the torchrun that started it is gone.
+
+    The ranks then finish their step, save and end, as after a SIGTERM from the scheduler. Until then the first rank
+    holds the lock of the run's folder, so a job that is restarted meanwhile is refused. Before and after training,
+    SIGTERM ends the process at once.
+
+    On every POSIX system a process gets another parent when its launcher dies. Launchers other than torchrun are not
+    watched, because they may start ranks in the background and end first.
+    """
+
+    def __init__(self) -> None:
+        self._parent = os.getppid()
+        self._end = threading.Event()
+
+    def __enter__(self) -> LauncherWatch:
+        if _STARTED_BY_TORCHRUN in os.environ:
+            threading.Thread(target=self._watch, name="launcher", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end.set()
+
+    def _watch(self) -> None:
+        while not self._end.wait(LOOK_SECONDS):
+            if os.getppid() != self._parent:
+                _say(f"rank {os.environ.get('RANK', '0')}: torchrun, which started it, is gone; stopping")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+
+def _say(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        # The reader of standard error may have been killed together with torchrun.
+        return

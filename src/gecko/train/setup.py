@@ -1,0 +1,264 @@
+"""Preparation of a run: the starting model, the check of its tokenizer, and the number of steps in a time budget.
+
+A time budget becomes a number of steps once, when the run starts, so that the schedule depends on steps alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gecko.data import ByteTokenizer, Tokenizer, load_tokenizer
+from gecko.data.tokenizers import holds_tokenizer
+from gecko.io.model_folder import CONFIG, WEIGHTS
+from gecko.models.gecko import Block
+from gecko.models.registry import LanguageModel, build_model, load_any, meta_model
+from gecko.parallel.fsdp import empty_sharded_model, fill
+from gecko.parallel.mesh import Ranks
+from gecko.train.checkpoint import latest_checkpoint
+from gecko.train.checkpointer import RECIPE, SHARDS
+from gecko.train.data import Prefetcher, RunData
+from gecko.train.evaluate import evaluate, sample_text
+from gecko.train.run import Run
+from gecko.train.step import build_optimizer, split_batch, train_step
+
+_PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'\nÀ là niña, Straße, Привет, 你好, 🙂"
+
+
+def check_same_tokenizer(folder: Path, given: str) -> None:
+    """Compare the tokenizer ``given`` with that of the model in ``folder``.
+
+    Where neither is there nothing is known. A warning where the model's cannot be loaded and may be the same.
+
+    Raises:
+        ValueError: they make other ids of the same text.
+    """
+    known = known_tokenizer(folder)
+    if known is None or known == given:
+        return
+    try:
+        same = _ids(load_tokenizer(known)) == _ids(load_tokenizer(given))
+    except (FileNotFoundError, ValueError, ImportError) as error:
+        # What is missing is a file or a library: the bytes need neither.
+        same = given != ByteTokenizer.name
+        if same:
+            warnings.warn(f"data.tokenizer could not be compared with that of init_from: {error}", stacklevel=2)
+    if not same:
+        raise ValueError(
+            f"data.tokenizer must be that of the model in init_from, for which other ids mean other text; {folder} was "
+            f"trained with {known!r}, got {given!r}. Set data.tokenizer={known}"
+        )
+
+
+def known_tokenizer(folder: Path) -> str | None:
+    """The tokenizer whose files lie beside a model, else the one that the recipe there names; None where neither is.
+
+    The files come first: a recipe may name a path of another machine.
+    """
+    if holds_tokenizer(folder):
+        return str(folder)
+    return Run.load(folder / RECIPE).data.tokenizer if (folder / RECIPE).is_file() else None
+
+
+def _ids(tokenizer: Tokenizer) -> list[int]:
+    """Of a text with something of everything: files of one tokenizer, saved by other libraries, differ in bytes."""
+    return [tokenizer.document_start, *tokenizer.encode(_PROBE).tolist(), tokenizer.document_end]
+
+
+def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool) -> LanguageModel:
+    """A new model, or the one of ``run.init_from``; where not ``fresh`` the weights are still to be loaded.
+
+    Of many ranks only the first makes the whole model, on the CPU; each gets its part of it.
+    """
+    if ranks.world == 1:
+        model = (_initial(run) if fresh else build_model(run.model)).to(device)
+        return _configured(model, run)
+    template = _configured(meta_model(run.model), run)
+    bfloat16 = run.precision == "bfloat16"
+    model = empty_sharded_model(template, ranks.sharding_mesh, device, bfloat16=bfloat16)
+    if fresh:
+        weights = ranks.run_or_abort_all(lambda: dict(_initial(run).named_parameters()) if ranks.is_main else None)
+        fill(model, weights)
+    return model
+
+
+def _configured(model: LanguageModel, run: Run) -> LanguageModel:
+    model.activation_checkpointing = run.activation_checkpointing
+    if run.compile:
+        for block in model.blocks:
+            compile_block(block)
+    return model
+
+
+def compile_block(block: nn.Module) -> None:
+    """Compile a block but for what mixes tokens: documents lie elsewhere in every batch, and that is laid out on the
+    host. What is left has one shape, so that it is compiled once and recomputed by the same code."""
+    if isinstance(block, Block):  # a Llama's attention is never compiled
+        mixer: Any = block.mixer
+        for module in (mixer.norm, mixer.cema):
+            module.forward = torch.compiler.disable(module.forward)
+        mixer._mix = torch.compiler.disable(mixer._mix)
+    block.compile(dynamic=False)
+
+
+def _initial(run: Run) -> LanguageModel:
+    if run.init_from is None:
+        return build_model(run.model)
+    folder = _model_folder(Path(run.init_from).expanduser())
+    _check_joined(folder)
+    model = load_any(folder)
+    found = model.config.to_dict()
+    different = [name for name, value in run.model.to_dict().items() if found.get(name, ...) != value]
+    if different:
+        raise ValueError(
+            f"init_from must hold a model of this run's architecture; {folder} differs in {', '.join(different)}. "
+            "Set model.* to what its config.json says."
+        )
+    if not all(parameter.is_floating_point() for parameter in model.state_dict().values()):
+        raise ValueError(f"init_from must hold a model that is not quantised; {folder} is. Use the one it was made of.")
+    check_same_tokenizer(folder, run.data.tokenizer)
+    return model.float()
+
+
+def _model_folder(folder: Path) -> Path:
+    """``folder`` itself, or the newest checkpoint of the run in it."""
+    checkpoints = folder / "checkpoints"
+    if (folder / CONFIG).is_file() or not checkpoints.is_dir():
+        return folder
+    newest = latest_checkpoint(checkpoints)
+    if newest is None:
+        raise FileNotFoundError(f"init_from must hold a model or a run with a checkpoint; {folder} has none yet.")
+    return newest
+
+
+def _check_joined(folder: Path) -> None:
+    if (folder / SHARDS).is_dir() and not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(
+            f"init_from must hold {WEIGHTS}; {folder} is a checkpoint of several ranks, each of which wrote its part. "
+            f"Join them: gecko consolidate {folder}"
+        )
+
+
+WARMUP_STEPS = 4
+"""Not timed: a process's first steps are several times slower than the rest."""
+TIMED_STEPS = 8
+MEASURING_PART = 0.1
+"""At most so much of the time is measured; one step always is."""
+WRITE_BYTES_PER_SECOND = 200e6
+"""Assumed for a checkpoint: written, flushed to disk and read for its checksums."""
+REPORT_SECONDS = 4.0
+"""Assumed for drawing the report, and for ending the process."""
+_SAMPLED = 8
+"""Tokens that are generated to time the sample."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that the parts of a run take."""
+
+    step: float
+    evaluation: float
+    """Of a held-out loss of the curve."""
+    checkpoint: float
+    end: float
+    """After the last step: the final held-out loss, the sample and the report."""
+
+    def seconds(self, run: Run, steps: int) -> float:
+        """Of all of a run of so many steps: its curve has a held-out loss before the first and after the last step."""
+        evaluations = 1 + -(-steps // run.evaluation.every)
+        checkpoints = -(-steps // run.checkpoint.every)
+        return steps * self.step + evaluations * self.evaluation + checkpoints * self.checkpoint + self.end
+
+
+@dataclass(frozen=True)
+class Budget:
+    steps: int
+    seconds: float
+    """Expected until the command ends, from where the steps were found."""
+    left: float
+    """Of ``run.minutes``, then."""
+
+
+def steps_in_budget(
+    run: Run, model: LanguageModel, batches: Prefetcher, data: RunData, ranks: Ranks, begin: float
+) -> Budget:
+    """The steps that fit into ``run.minutes`` with all else that the command does; at least 1.
+
+    All ranks measure together, and the first rank's clock counts.
+    The steps measured have a learning rate of 0 and an optimizer of their own: the model does not change.
+
+    Args:
+        begin: when the command began, by ``time.perf_counter()``.
+    """
+    if run.minutes is None:
+        raise ValueError("minutes must be set to measure how many steps fit into them; got None.")
+    end = begin + run.minutes * 60
+    step = _step_seconds(run, model, batches, ranks, MEASURING_PART * (end - time.perf_counter()))
+    costs = ranks.broadcast(_costs(run, model, data, ranks, step))
+    left = ranks.broadcast(end - time.perf_counter())
+    steps = most_steps(run, costs, left)
+    return Budget(steps, costs.seconds(run, steps), left)
+
+
+def _step_seconds(run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ranks, limit: float) -> float:
+    """The median after the warm-up; where ``limit`` seconds end the measuring before, the shortest."""
+    device = next(model.parameters()).device
+    optimizer = build_optimizer(model, run.optimizer)
+
+    def one_step(step: int) -> None:
+        parts = split_batch(batches.batch(step), run.gradient_accumulation_steps, device, ranks)
+        clip, precision = run.optimizer.clip, run.precision
+        train_step(model, optimizer, parts, learning_rate=0.0, clip=clip, precision=precision, ranks=ranks)
+
+    seconds: list[float] = []
+    while len(seconds) < WARMUP_STEPS + TIMED_STEPS and (not seconds or ranks.broadcast(sum(seconds) < limit)):
+        seconds.append(_timed(lambda: one_step(len(seconds))))
+    model.zero_grad(set_to_none=True)
+    return statistics.median(seconds[WARMUP_STEPS:]) if len(seconds) > WARMUP_STEPS else min(seconds)
+
+
+def _costs(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, step: float) -> Costs:
+    """From one batch of held-out rows, and a few tokens of a sample."""
+    at_once = data.held_out.batch_size * ranks.data_ranks
+    batch = _timed(lambda: evaluate(model, data.held_out.spread(at_once), run.precision, ranks))
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    final, curve = (-(-len(held_out.rows.tokens) // at_once) for held_out in (data.final, data.held_out))
+    return Costs(
+        step, curve * batch, 3 * size / WRITE_BYTES_PER_SECOND,
+        final * batch + _sample_seconds(run, model, data, ranks) + REPORT_SECONDS,
+    )  # fmt: skip
+
+
+def _sample_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks) -> float:
+    """Of parts of a model none can be drawn; the first rank's whole model is not there yet."""
+    count = min(_SAMPLED, run.sample.tokens)
+    if not count or ranks.world > 1:
+        return 0.0
+    short = dataclasses.replace(run, sample=dataclasses.replace(run.sample, tokens=count))
+    return _timed(lambda: sample_text(short, model, data.tokenizer)) * run.sample.tokens / count
+
+
+def most_steps(run: Run, costs: Costs, left: float) -> int:
+    """The largest number of steps whose run takes at most ``left`` seconds; at least 1."""
+    low, high = 1, max(2, int(left / costs.step) + 2)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if costs.seconds(run, middle) <= left else (low, middle)
+    return low
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin

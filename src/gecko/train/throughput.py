@@ -1,0 +1,193 @@
+"""Hardware of a run and how well it is used: device, FLOPs, memory and traces.
+
+MFU (model FLOPs utilisation) = tokens per second × FLOPs per token / (devices × peak FLOPs per second). Recomputation
+by activation checkpointing does not count as work, so it lowers the MFU.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gecko.models.registry import LlamaConfig, ModelConfig, meta_model
+from gecko.ops.backends import cpu as native
+from gecko.runtime.process import processor_name
+from gecko.train.run import Run
+
+
+def describe_hardware(device: torch.device, ranks: int = 1) -> dict[str, str]:
+    """Device, processor, memory and software versions, of this rank's machine."""
+    facts = {"Processor": f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} used by PyTorch"}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["GPU"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    if ranks > 1:
+        facts["Processes"] = f"{ranks} ranks"
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        facts["Memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    facts["Software"] = f"{platform.system()}, Python {platform.python_version()}, PyTorch {torch.__version__}"
+    return facts
+
+
+def select_device(name: str, local_rank: int | None = None) -> torch.device:
+    """The device ``name`` stands for; ValueError where this machine lacks it.
+
+    ``auto`` and ``cuda`` are the GPU of the number ``local_rank`` for one of several processes on a machine.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}.") from error
+    if device.type == "cuda" and device.index is None and local_rank is not None:
+        device = torch.device("cuda", local_rank)
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(
+            f"device must be on this machine, with {count} CUDA devices; got {str(device)!r}. Try device=cpu, or fewer "
+            "processes."
+        )
+    if device.type == "cuda" and local_rank is not None:
+        torch.cuda.set_device(device)
+    return device
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether ``device`` has bf16 products of its own; without them they are slower than float32. So are those of
+    PyTorch on a CPU beside kernels in C that were built without such products."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return in_hardware and (native.library() is None or native.multiplies_bfloat16())
+
+
+PEAK_FLOPS = {
+    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12,
+    "L40S": 362e12, "A40": 150e12, "RTX 4090": 165e12, "V100": 125e12,
+}  # fmt: skip
+"""Dense products a second in bfloat16 (V100: float16), by whole words of the device's name, the first that fits; of
+the vendors' data sheets."""
+_FORWARD_AND_BACKWARD = 3
+
+
+def flops_per_token(config: ModelConfig, length: int) -> float:
+    """FLOPs of training on one token of rows of ``length``, two for a multiplication and addition; backward costs
+    twice forward.
+
+    3 · (2 · numbers in matrices, without the embedding + 2 · (Z + V) · keys a query sees on average
+    + 2 · n · Z · V / heads for the working memory), where n is 3 for the adaptive rule (read, correct, write) and
+    2 for the linear one. In a Llama Z and V are the model's width, and a query sees half of its row. Norms, moving
+    averages and all else element by element are not counted.
+    """
+    products = sum(layer.weight.numel() for layer in meta_model(config).modules() if isinstance(layer, nn.Linear))
+    return _FORWARD_AND_BACKWARD * 2 * (products + _mixing_products(config, length))
+
+
+def _mixing_products(config: ModelConfig, length: int) -> float:
+    """Multiplications between tokens, for one of them."""
+    if isinstance(config, LlamaConfig):
+        return config.num_layers * 2 * config.model_dim * length / 2
+    keys = {"chunk": 0.5, "sliding_window": 1.0, "sliding_chunk": 1.5}[config.attention] * config.chunk_size
+    attention = config.num_layers * (config.key_dim + config.value_dim) * keys
+    maps = {"adaptive": 3, "linear": 2, "none": 0}[config.memory]
+    memory = config.num_layers * maps * config.key_dim * config.value_head_dim
+    return attention + memory
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Products a second of one device: of the table for a known GPU, else by measuring a product of matrices."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        known = next((flops for words, flops in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+        if known is not None:
+            return known
+    return _measured_flops(device, dtype)
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most that this process has used so far: of the GPU's memory, or of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class ThroughputMeter:
+    """Turns a run's tokens a second into MFU."""
+
+    def __init__(self, run: Run, device: torch.device, devices: int) -> None:
+        dtype = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
+        self._per_token = flops_per_token(run.model, run.sequence_length) / (devices * peak_flops(device, dtype))
+
+    def utilisation(self, tokens_per_second: float) -> float:
+        return tokens_per_second * self._per_token
+
+
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """The best of a few tries, which take some hundredths of a second; on a slow GPU seconds."""
+    size, products = _measured_work(device)
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(4):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(products):
+            matrix @ matrix
+        _wait(device)
+        seconds.append(time.perf_counter() - begin)
+    return products * 2 * size**3 / min(seconds)
+
+
+def _measured_work(device: torch.device) -> tuple[int, int]:
+    """Size of the matrices and number of their products: on a GPU so much that starting them takes no part of it."""
+    return (8192, 4) if device.type == "cuda" else (768, 1)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class ProfileWindow:
+    """Records the steps from ``window[0]`` to ``window[1]``, counted from 1, and writes them as a Chrome trace.
+
+    A session that ends or begins within the window writes its part, named after the steps that it has.
+    """
+
+    def __init__(self, window: tuple[int, int] | None, folder: Path, rank: int) -> None:
+        self._window, self._folder, self._rank = window, folder, rank
+        self._profiler: Any = None
+        self._first = self._last = 0
+
+    def step(self, number: int) -> AbstractContextManager[Any]:
+        """A context for the step of that number; to be called for every step."""
+        if self._window is None or not self._window[0] <= number <= self._window[1]:
+            self.finish()
+            return nullcontext()
+        if self._profiler is None:
+            self._first = number
+            self._profiler = torch.profiler.profile(record_shapes=True)
+            self._profiler.start()
+        self._last = number
+        return torch.profiler.record_function(f"step {number}")
+
+    def finish(self) -> None:
+        """Write what was recorded."""
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"steps-{self._first}-{self._last}-rank-{self._rank:05d}.json"
+        self._profiler.export_chrome_trace(str(self._folder / name))
+        self._profiler = None

@@ -1,0 +1,240 @@
+"""The training loop: steps, held-out losses and checkpoints until the last step or a request to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from gecko.models.registry import LanguageModel
+from gecko.parallel.mesh import Ranks
+from gecko.train.checkpointer import Checkpointer, TrainerState
+from gecko.train.data import Prefetcher
+from gecko.train.evaluate import HeldOut, evaluate
+from gecko.train.health import StopSignal, find_nonfinite, skip_failure
+from gecko.train.metrics import Kind, MetricsWriter
+from gecko.train.run import Run
+from gecko.train.step import (
+    Part,
+    SpikeRule,
+    StepResult,
+    compute_gradients,
+    learning_rate_factor,
+    split_batch,
+    train_step,
+)
+from gecko.train.throughput import ProfileWindow, ThroughputMeter, memory_gib
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """Destinations of a run's metrics and checkpoints."""
+
+    saver: Checkpointer
+    display: TrainingProgress
+    metrics: MetricsWriter | None
+    """None on all ranks but the first."""
+    beat: Callable[[], None]
+    """Reports progress to the watchdog, if there is one."""
+
+
+class Trainer:
+    """Training loop of a run whose number of steps is fixed. Every rank has one, and all call it together."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+        batches: Prefetcher,
+        held_out: HeldOut,
+        position: TrainerState,
+        sinks: Sinks,
+        ranks: Ranks,
+    ) -> None:
+        if run.steps is None:
+            raise ValueError("the number of steps must be fixed before training; got steps=None.")
+        self.run, self.steps = run, run.steps
+        self.model, self.optimizer = model, optimizer
+        self.batches, self.held_out = batches, held_out
+        self.position = position
+        self.sinks, self.ranks = sinks, ranks
+        self.device = next(model.parameters()).device
+        self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms)
+        self._profile = ProfileWindow(run.profile, run.folder / "profile", ranks.rank)
+        self._speed = ThroughputMeter(run, self.device, ranks.world)
+        self._saved: int | None = position.step or None
+        self._overdue = False
+        """Whether a checkpoint was due during a streak of skipped steps."""
+        self._unproven = self._saved is not None
+        """Whether no step was taken since the newest checkpoint, so that its weights may have diverged."""
+        self._finite_held_out = False
+        """Whether the last held-out loss was finite."""
+
+    def fit(self, stop: StopSignal) -> None:
+        """Train to the last step, or finish the step in which ``stop`` is requested; then save a checkpoint."""
+        if self.position == TrainerState():
+            self._evaluate()
+        while self._should_continue(stop):
+            with self._profile.step(self.position.step + 1):
+                self._step()
+            if self._due(self.run.evaluation.every):
+                self._evaluate()
+            self._overdue |= self._due(self.run.checkpoint.every)
+            # During a streak of skipped steps the weights may be bad. The save after the loop ignores this.
+            if self._overdue and not self.position.consecutive_skips:
+                self._save()
+        self._profile.finish()
+        if self._saved != self.position.step:
+            self._save()
+        if self.position.step == self.steps and not self.position.consecutive_skips and self._finite_held_out:
+            self._drop_older()
+        self.sinks.saver.wait()
+
+    def _should_continue(self, stop: StopSignal) -> bool:
+        """Return whether steps are left and no rank was asked to stop; raise the error of a failed save."""
+        self.sinks.beat()
+        stopped, failed = self.ranks.sum(torch.tensor([stop.requested is not None, self.sinks.saver.failed]).int())
+        if failed:
+            self.sinks.saver.wait()
+        return not stopped and self.position.step < self.steps
+
+    def _due(self, every: int) -> bool:
+        return self.position.step % every == 0 or self.position.step == self.steps
+
+    def _step(self) -> None:
+        begin, step = time.perf_counter(), self.position.step
+        rate = self.run.optimizer.learning_rate * learning_rate_factor(self.run.schedule, step, self.steps)
+        batch = self.batches.batch(step)
+        waited = time.perf_counter() - begin
+        parts = split_batch(batch, self.run.gradient_accumulation_steps, self.device, self.ranks)
+        result = train_step(
+            self.model,
+            self.optimizer,
+            parts,
+            learning_rate=rate,
+            clip=self.run.optimizer.clip,
+            precision=self.run.precision,
+            ranks=self.ranks,
+            rule=self._spikes,
+        )
+        cause = result.spike if result.finite else self._find_cause(parts)
+        seconds = time.perf_counter() - begin
+        self._advance(seconds, skipped=cause is not None)
+        self._report(result, rate, seconds, waited, cause)
+        if cause is None:
+            self._drop_older()
+        elif self.position.consecutive_skips >= self.run.max_skips:
+            self._give_up(cause)
+
+    def _drop_older(self) -> None:
+        """Remove old checkpoints, once a step was taken from the newest one."""
+        if self._unproven:
+            self.sinks.saver.drop_older(self._saved or 0)
+            self._unproven = False
+
+    def _give_up(self, cause: str) -> NoReturn:
+        self.sinks.saver.wait()
+        taken = self.position.step - self.position.consecutive_skips
+        resume_point = self.ranks.run_or_abort_all(lambda: self.sinks.saver.set_aside(taken))
+        self.ranks.run_or_abort_all(partial(skip_failure, self.position, self.run.max_skips, cause, resume_point))
+        raise AssertionError("skip_failure raises")
+
+    def _find_cause(self, parts: Sequence[Part]) -> str:
+        precision, ranks = self.run.precision, self.ranks
+        return find_nonfinite(self.model, lambda: compute_gradients(self.model, parts, precision, ranks), ranks)
+
+    def _advance(self, seconds: float, *, skipped: bool) -> None:
+        old = self.position
+        self.position = TrainerState(
+            step=old.step + 1,
+            seconds=old.seconds + seconds,
+            skipped=old.skipped + skipped,
+            consecutive_skips=old.consecutive_skips + 1 if skipped else 0,
+            recent_losses=tuple(self._spikes.losses),
+            recent_grad_norms=tuple(self._spikes.grad_norms),
+        )
+
+    def _report(self, result: StepResult, rate: float, seconds: float, waited: float, cause: str | None) -> None:
+        step, speed = self.position.step, self.run.tokens_per_step / seconds
+        values = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": rate,
+            "tokens_per_second": speed,
+            "mfu": self._speed.utilisation(speed),
+            "memory_gib": memory_gib(self.device),
+            "data_seconds": waited,
+            "seconds": self.position.seconds,
+            "skips": self.position.skipped,
+        }
+        self._write("train", values if cause is None else {**values, "skipped": cause})
+        self.sinks.display.update(step, result.loss, speed)
+        if cause is not None:
+            self.sinks.display.say(f"step {step} skipped: {cause}")
+
+    def _write(self, kind: Kind, values: Mapping[str, Any]) -> None:
+        if self.sinks.metrics is not None:
+            self.sinks.metrics.write(kind, self.position.step, values)
+
+    def _evaluate(self) -> None:
+        begin = time.perf_counter()
+        result = evaluate(self.model, self.held_out, self.run.precision, self.ranks, self.sinks.beat)
+        seconds = self.position.seconds + time.perf_counter() - begin
+        self.position = dataclasses.replace(self.position, seconds=seconds)
+        self._finite_held_out = math.isfinite(result.loss)
+        self._write("validation", dataclasses.asdict(result))
+        self.sinks.display.say(
+            f"step {self.position.step} of {self.steps}: held-out loss {result.loss:.4f} nats per token"
+        )
+
+    def _save(self) -> None:
+        self.sinks.beat()
+        self.ranks.run_or_abort_all(self._flush_metrics)
+        self.sinks.saver.save(self.model, self.optimizer, self.position)
+        self._saved, self._overdue, self._unproven = self.position.step, False, True
+
+    def _flush_metrics(self) -> None:
+        if self.sinks.metrics is not None:
+            self.sinks.metrics.flush()
+
+
+class TrainingProgress:
+    """Context that shows a progress bar: steps, loss (nats per token), tokens/s, elapsed and remaining time."""
+
+    def __init__(self, console: Console, step: int, steps: int) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[speed]} tokens/s"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=console,
+        )
+        self._task = self._progress.add_task("training", total=steps, completed=step, loss="-", speed="-")
+
+    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
+        self._progress.update(self._task, completed=step, loss=f"{loss:.4f}", speed=f"{tokens_per_second:,.0f}")
+
+    def say(self, message: str) -> None:
+        self._console.print(message)
+
+    def __enter__(self) -> TrainingProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()

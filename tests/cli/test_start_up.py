@@ -1,0 +1,36 @@
+"""Help and version come without PyTorch, and imports are lazy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gecko
+
+HEAVY = ("torch", "numpy", "safetensors", "gecko.config", "gecko.train")
+
+
+def _loaded(program: str) -> list[str]:
+    """Which of ``HEAVY`` a fresh process has imported after ``program``."""
+    report = f"import json, sys; print(); print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    program = f"try:\n    {program}\nexcept SystemExit:\n    pass\n{report}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(gecko.__file__).parents[1])}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["eval", "retrieval", "--help"], ["state", "--help"]])
+def test_help_and_version_do_not_import_pytorch(arguments: list[str]) -> None:
+    assert _loaded(f"from gecko.cli import app; app({arguments!r})") == []
+
+
+def test_the_package_imports_pytorch_on_first_use() -> None:
+    assert _loaded("import gecko; assert set(gecko.__all__) <= set(dir(gecko))") == []
+    assert "torch" in _loaded("import gecko; gecko.Gecko")
+    with pytest.raises(AttributeError, match="'gecko' has no attribute 'nothing'"):
+        _ = gecko.nothing  # type: ignore[attr-defined]

@@ -1,0 +1,114 @@
+"""Plant each fault of ``faults.toml`` alone in a copy of the repository and expect its tests to fail.
+
+Run ``make faults``, or ``python tests/faults/plant.py NAME ...`` for the faults whose names contain one of the words.
+Faults are exact replacements of code and not patches: they name no line numbers and need no context lines, so an edit
+elsewhere in the file does not break them. The code to replace must occur exactly once in its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("src", "tests", "benchmarks", "pyproject.toml")
+MINUTES = 10
+"""The longest time that the tests of one fault may take."""
+PASSED, FAILED = 0, 1
+"""Exit codes of pytest. Any other code, such as that of an error during collection, is not a failed test."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change to the code that its tests must notice."""
+
+    name: str
+    file: str
+    """Path of the changed file in the repository."""
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Arguments of pytest."""
+
+    def plant(self, folder: Path) -> str:
+        """Replace the code in the copy at ``folder``; return the original content of the file."""
+        path = folder / self.file
+        content = path.read_text(encoding="utf-8")
+        if (found := content.count(self.old)) != 1:
+            raise ValueError(
+                f"the code that a fault replaces must occur once in its file; {self.old!r} occurs {found} times in "
+                f"{self.file}. Adapt the fault {self.name!r} in tests/faults/faults.toml to the code, or remove it."
+            )
+        path.write_text(content.replace(self.old, self.new), encoding="utf-8")
+        return content
+
+
+def read_faults() -> list[Fault]:
+    """Return the faults of ``faults.toml`` in the order of the file."""
+    table = tomllib.loads((Path(__file__).parent / "faults.toml").read_text(encoding="utf-8"))
+    return [Fault(name, **{**entry, "tests": tuple(entry["tests"])}) for name, entry in table.items()]
+
+
+def run_tests(folder: Path, tests: tuple[str, ...]) -> int:
+    """Run pytest on the copy at ``folder``; return its exit code, or ``FAILED`` if it does not end in time."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{folder}/tests", "XDG_CACHE_HOME": f"{folder}/cache"}
+    if any("kernels/interpreted" in test for test in tests):
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60 * MINUTES, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return FAILED
+    if done.returncode not in (PASSED, FAILED):
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+    return done.returncode
+
+
+def is_found(folder: Path, fault: Fault) -> bool:
+    """Whether the tests of ``fault`` fail while it is planted in the copy at ``folder``."""
+    original = fault.plant(folder)
+    try:
+        return run_tests(folder, fault.tests) == FAILED
+    finally:
+        (folder / fault.file).write_text(original, encoding="utf-8")
+
+
+def main() -> int:
+    """Print one line per fault; return 0 if the tests pass without faults and fail with each of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="words in the names of the faults to plant; all faults by default")
+    words = parser.parse_args().names
+    faults = [fault for fault in read_faults() if not words or any(word in fault.name for word in words)]
+    if not faults:
+        parser.error(f"names must be part of a fault's name; got {' '.join(words)}.")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, folder / name)
+        sound: dict[tuple[str, ...], bool] = {}
+        missed = []
+        for fault in faults:
+            begin = time.perf_counter()
+            if fault.tests not in sound:
+                sound[fault.tests] = run_tests(folder, fault.tests) == PASSED
+            found = sound[fault.tests] and is_found(folder, fault)
+            verdict = "found" if found else "NOT FOUND" if sound[fault.tests] else "TESTS FAIL WITHOUT IT"
+            print(f"{verdict:10} {fault.name} ({time.perf_counter() - begin:.0f} s)", flush=True)
+            missed += [] if found else [fault.name]
+    print(f"{len(faults) - len(missed)} of {len(faults)} faults found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

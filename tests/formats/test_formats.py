@@ -1,0 +1,103 @@
+"""Files written by earlier code load, and mean what they meant. ``make.sh`` says how each file was made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gecko
+from gecko.cli import app
+
+FILES = Path(__file__).parent / "files"
+RESULTS = ("perplexity", "positions", "retrieval")
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the files, as the current folder: runs name their texts relative to it."""
+    shutil.copytree(FILES, tmp_path / "files")
+    monkeypatch.chdir(tmp_path / "files")
+    return tmp_path / "files"
+
+
+def run(*arguments: object) -> bytes:
+    """Run ``gecko ARGUMENTS`` in this process; what it wrote to standard output."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout_bytes
+
+
+def losses(folder: Path) -> dict[tuple[str, int], float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {(record["kind"], record["step"]): record["loss"] for record in records}
+
+
+def test_an_interrupted_run_resumes_to_the_losses_of_the_finished_one(files: Path) -> None:
+    shutil.copytree("interrupted", "run")
+    run("train", "run/recipe.json", "--resume")
+    assert losses(Path("run")) == pytest.approx(losses(Path("finished")), abs=1e-4)
+    expected = json.loads(Path("finished/results.json").read_text())["loss"]
+    assert json.loads(Path("run/results.json").read_text())["loss"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("folder", ["model", "exported"])
+def test_a_model_folder_opens_and_continues_a_text_as_before(files: Path, folder: str) -> None:
+    written = run("generate", folder, "--tokenizer", "bytes", "--prompt", "text 1", "--temperature", 0, "-n", 24)
+    assert written == Path("greedy.txt").read_bytes()
+
+
+def test_an_export_opens_in_transformers_with_the_same_weights(files: Path) -> None:
+    from gecko.hf import GeckoForCausalLM
+
+    opened = GeckoForCausalLM.from_pretrained("exported").eval()
+    tokens = torch.arange(40)[None]
+    expected, _ = gecko.load("model").eval()(tokens)
+    assert torch.equal(opened(input_ids=tokens).logits, expected)
+
+
+def test_a_quantized_model_continues_a_text_as_before(files: Path) -> None:
+    written = run("generate", "quantized", "--prompt", "text 1", "--temperature", 0, "-n", 24)
+    assert written == Path("quantized.txt").read_bytes()
+
+
+def test_a_reading_state_is_continued_as_before(files: Path) -> None:
+    options = ("--tokenizer", "bytes", "--prompt", " In short", "--temperature", 0, "-n", 24)
+    assert run("generate", "model", "--state", "book.state", *options) == Path("continued.txt").read_bytes()
+    run("generate", "model", "--state", "compact.state", *options)
+
+
+def test_reading_states_hold_what_reading_again_gives(files: Path) -> None:
+    run("read", "model", "texts/1.txt", "texts/2.txt", "--tokenizer", "bytes", "--out", "again.state")
+    model = gecko.load("model").eval()
+    before, again = (gecko.GeckoState.load(name) for name in ("book.state", "again.state"))
+    tokens = torch.arange(30)[None]
+    expected, _ = model(tokens, state=again)
+    assert torch.allclose(model(tokens, state=before)[0], expected, atol=1e-5)
+
+
+def test_shards_give_the_documents_of_the_texts(files: Path) -> None:
+    run("tokenize", "texts/*.txt", "--tokenizer", "bytes", "--out", "again")
+    assert Path("again/00000.ds").read_bytes() == Path("shards/00000.ds").read_bytes()
+    curves = []
+    for folder in ("shards", "again"):
+        run("train", "finished/recipe.json", "steps=2", f"data.source={folder}", "--out", f"run-{folder}")
+        curves.append(losses(Path(f"run-{folder}")))
+    assert curves[0] == curves[1]
+
+
+def test_results_and_comparisons_stand_in_a_report(files: Path) -> None:
+    given = [f"results/{name}.json" for name in RESULTS]
+    run("report", "finished", "llama", "compared", *given, "--out", "report.html")
+    page = Path("report.html").read_text()
+    for words in ("Perplexity", "compare_no_memory", "passkey"):
+        assert words in page
+
+
+def test_a_llama_of_a_run_is_evaluated_as_before(files: Path) -> None:
+    text = run("eval", "perplexity", "llama", "texts/1.txt", "--lengths", "16,64", "--out", "llama.json")
+    assert b"perplexity" in text

@@ -1,0 +1,95 @@
+"""``Trainer`` evaluates, predicts, resumes and keeps the best model with the right weights."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+import gecko
+from gecko.hf import PROJECTIONS, byte_tokenizer
+
+pytest.importorskip("accelerate")
+
+TOKENIZER = byte_tokenizer()
+TOKENIZER.padding_side = "right"
+ROWS = [{"input_ids": TOKENIZER("xy" * (3 + i * i % 11)).input_ids} for i in range(12)]
+
+
+def trainer(model: torch.nn.Module, folder: Path, **options: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "per_device_eval_batch_size": 5, "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no",
+        "disable_tqdm": True, "seed": 1,
+    }  # fmt: skip
+    more = {name: options.pop(name) for name in ("compute_metrics", "callbacks") if name in options}
+    return Trainer(
+        model=model, args=TrainingArguments(**given | options), train_dataset=ROWS, eval_dataset=ROWS[:7],
+        data_collator=DataCollatorForLanguageModeling(TOKENIZER, mlm=False), **more,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def model(text_folder):
+    return AutoModelForCausalLM.from_pretrained(text_folder)
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(text_folder, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole = trainer(AutoModelForCausalLM.from_pretrained(text_folder), tmp_path, **saving)
+    whole.train()
+    resumed = trainer(AutoModelForCausalLM.from_pretrained(text_folder), tmp_path, **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+    assert resumed.model.model.gecko.fingerprint() == whole.model.model.gecko.fingerprint()
+
+
+def test_the_best_model_is_kept(model, tmp_path):
+    values = itertools.chain([1.0, 3.0], itertools.repeat(2.0))
+    run = trainer(
+        model, tmp_path, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+        compute_metrics=lambda _: {"score": next(values)},
+    )  # fmt: skip
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    kept = gecko.load(tmp_path / "checkpoint-2").fingerprint()
+    assert run.model.model.gecko.fingerprint() == kept != gecko.load(tmp_path / "checkpoint-4").fingerprint()
+
+
+def test_evaluate_and_predict(model, tmp_path):
+    found = {}
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        found["logits"], found["labels"] = map(torch.from_numpy, (prediction.predictions, prediction.label_ids))
+        return {"accuracy": float((found["logits"].argmax(-1)[:, :-1] == found["labels"][:, 1:]).float().mean())}
+
+    run = trainer(model, tmp_path, compute_metrics=metrics)
+    evaluated = run.evaluate()
+    assert {"eval_loss", "eval_accuracy"} <= evaluated.keys()
+    predicted = run.predict(ROWS[:7])
+    assert predicted.metrics["test_loss"] == pytest.approx(evaluated["eval_loss"])
+    for row, logits in zip(ROWS[:7], found["logits"], strict=True):
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            torch.testing.assert_close(logits[: ids.shape[1]], model.eval()(ids).logits[0])
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_smoothed_labels_are_those_of_the_next_token(lora, model, tmp_path):
+    if lora:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"))
+    run = trainer(model, tmp_path, label_smoothing_factor=0.1)
+    batch = run.data_collator([ROWS[3], ROWS[4]])
+    with torch.no_grad():
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        loss = run.compute_loss(model, dict(batch))
+    targets = batch["labels"][:, 1:].flatten()
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)

@@ -1,0 +1,230 @@
+"""The weights of a folder arrive by every way on which transformers, accelerate and PyTorch load them, or an error says
+that they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support import cases
+from support.cases import tokens
+from transformers import AutoModel, AutoModelForCausalLM
+
+import gecko
+from gecko.hf import GeckoConfig, GeckoForCausalLM, GeckoModel
+from gecko.io.model_folder import save_model
+from gecko.io.quantization import quantize
+
+CONFIGS = {"untied": cases.SMALL, "tied": dataclasses.replace(cases.SMALL, tie_embedding=True)}
+
+
+def by_gecko(model: GeckoForCausalLM, folder: Path) -> None:
+    model.model.gecko.save(folder)
+
+
+def by_transformers(model: GeckoForCausalLM, folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+def by_the_base_model(model: GeckoForCausalLM, folder: Path) -> None:
+    model.model.save_pretrained(folder)
+
+
+def by_transformers_before(model: GeckoForCausalLM, folder: Path) -> None:
+    """Version 0.1.0 stripped the prefix of names in ``save_pretrained``."""
+    model.save_pretrained(folder)
+    config = (folder / "config.json").read_bytes()
+    save_model(folder, model.config.architecture(), model.model.gecko.state_dict())
+    (folder / "config.json").write_bytes(config)
+
+
+def empty(config: gecko.GeckoConfig) -> GeckoForCausalLM:
+    torch.manual_seed(99)
+    return GeckoForCausalLM(GeckoConfig.of(config))
+
+
+def by_from_pretrained(folder: Path, config: gecko.GeckoConfig) -> gecko.Gecko:
+    return AutoModelForCausalLM.from_pretrained(folder).model.gecko
+
+
+def by_the_base_s_from_pretrained(folder: Path, config: gecko.GeckoConfig) -> gecko.Gecko:
+    return AutoModel.from_pretrained(folder).gecko
+
+
+def by_load_state_dict(folder: Path, config: gecko.GeckoConfig) -> gecko.Gecko:
+    model = empty(config)
+    weights = load_file(folder / "model.safetensors")
+    if any(name.startswith("gecko.") for name in weights):
+        assert not model.model.load_state_dict(weights).missing_keys
+    else:
+        assert not model.load_state_dict(weights).missing_keys
+    return model.model.gecko
+
+
+def by_trainer_s_load_state_dict(folder: Path, config: gecko.GeckoConfig) -> gecko.Gecko:
+    model = empty(config)
+    model.load_state_dict(load_file(folder / "model.safetensors"), False)
+    return model.model.gecko
+
+
+def by_accelerate(folder: Path, config: gecko.GeckoConfig) -> gecko.Gecko:
+    accelerate = pytest.importorskip("accelerate")
+    with accelerate.init_empty_weights():
+        model = empty(config)
+    model.tie_weights()  # as accelerate's documentation asks for
+    return accelerate.load_checkpoint_and_dispatch(model, str(folder), device_map={"": "cpu"}).model.gecko
+
+
+def by_accelerate_without_meta(folder: Path, config: gecko.GeckoConfig) -> gecko.Gecko:
+    accelerate = pytest.importorskip("accelerate")
+    places = {"": "cpu"}
+    return accelerate.load_checkpoint_and_dispatch(empty(config), str(folder), device_map=places).model.gecko
+
+
+WRITERS = (by_gecko, by_transformers, by_the_base_model, by_transformers_before)
+LOADERS: tuple[Callable[[Path, gecko.GeckoConfig], gecko.Gecko], ...] = (
+    by_from_pretrained, by_the_base_s_from_pretrained, by_load_state_dict, by_trainer_s_load_state_dict, by_accelerate,
+)  # fmt: skip
+MAY_REFUSE = {
+    (by_the_base_model, by_accelerate),
+    (by_transformers_before, by_accelerate),
+    (by_the_base_model, by_trainer_s_load_state_dict),
+}
+"""Names of a model that is not the one loaded; they must not be passed over."""
+
+
+@pytest.mark.parametrize("load", LOADERS, ids=lambda load: load.__name__)
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_weights_arrive(config, write, load, tmp_path):
+    torch.manual_seed(3)
+    model = GeckoForCausalLM(GeckoConfig.of(config))
+    write(model, tmp_path)
+    assert gecko.load(tmp_path).fingerprint() == model.model.gecko.fingerprint()
+    try:
+        loaded = load(tmp_path, config)
+    except (RuntimeError, ValueError):
+        assert (write, load) in MAY_REFUSE
+    else:
+        assert loaded.fingerprint() == model.model.gecko.fingerprint()
+        assert (loaded.head.weight is loaded.embedding.weight) is config.tie_embedding
+
+
+@pytest.mark.parametrize("write", [by_gecko, by_transformers], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_accelerate_fills_a_model_that_has_weights(config, write, tmp_path):
+    """There accelerate skips the names that the model does not have, with a warning only."""
+    torch.manual_seed(3)
+    model = GeckoForCausalLM(GeckoConfig.of(config))
+    write(model, tmp_path)
+    loaded = by_accelerate_without_meta(tmp_path, config)
+    assert loaded.fingerprint() == model.model.gecko.fingerprint()
+    assert (loaded.head.weight is loaded.embedding.weight) is config.tie_embedding
+
+
+def test_accelerate_refuses_quantised_weights(tmp_path):
+    pytest.importorskip("torchao")
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=1))
+    quantize(model, 8)
+    model.save(tmp_path)
+    with pytest.raises(OSError, match="metadata"):
+        by_accelerate_without_meta(tmp_path, model.config)
+
+
+@pytest.mark.parametrize("write", [by_gecko, by_transformers], ids=lambda write: write.__name__)
+def test_names_in_the_file_are_the_model_s(write, tmp_path):
+    model = empty(cases.SMALL)
+    write(model, tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("names", ["quantised", "another model's"])
+def test_weights_of_another_kind_are_refused_where_names_need_not_fit(names, tmp_path):
+    if names == "quantised":
+        pytest.importorskip("torchao")
+        model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=1))
+        quantize(model, 8)
+        model.save(tmp_path)
+        weights: dict[str, Any] = load_file(tmp_path / "model.safetensors")
+    else:
+        model, weights = gecko.Gecko(cases.SMALL), {"transformer.wte.weight": torch.zeros(3)}
+    with pytest.raises(RuntimeError, match=r"weights must be those of this model, named model\.gecko\.… "):
+        empty(model.config).load_state_dict(weights, strict=False)
+
+
+def test_part_of_the_weights_may_be_loaded():
+    """As PEFT does with an adapter's."""
+    model = empty(cases.SMALL)
+    weight = torch.full_like(model.model.gecko.head.weight, 0.5)
+    missing, unexpected = model.load_state_dict({"model.gecko.head.weight": weight}, strict=False)
+    assert not unexpected and len(missing) == len(model.state_dict()) - 1
+    assert torch.equal(model.model.gecko.head.weight, weight)
+
+
+PARTS = ("embedding", "blocks", "final_norm", "head")
+
+
+def on_disk(*parts: str) -> dict[str, str]:
+    return {f"model.gecko.{part}": "disk" if part in parts else "cpu" for part in PARTS}
+
+
+DEVICES = {
+    "disk": {"": "disk"},
+    "blocks on the disk": on_disk("blocks"),
+    "ends on the disk": on_disk("embedding", "final_norm", "head"),
+}
+
+
+@pytest.fixture(params=["untied", "tied"])
+def model(request, tmp_path) -> GeckoForCausalLM:
+    torch.manual_seed(3)
+    GeckoForCausalLM(GeckoConfig.of(CONFIGS[request.param])).save_pretrained(tmp_path / "model")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+
+
+def offloaded(way: str, folder: Path) -> GeckoForCausalLM:
+    accelerate = pytest.importorskip("accelerate")
+    tied = gecko.GeckoConfig.load(folder / "model" / "config.json").tie_embedding
+    if transformers.__version__ < "5" and (way == "disk" or (tied and way == "ends on the disk")):
+        pytest.skip("transformers 4 loads no model with everything, or with a tied head, on the disk: no Llama either")
+    if way in DEVICES:
+        places = {"device_map": DEVICES[way], "offload_folder": folder / "elsewhere"}
+        return AutoModelForCausalLM.from_pretrained(folder / "model", **places).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    if way == "cpu_offload":
+        return accelerate.cpu_offload(model, execution_device="cpu")
+    return accelerate.disk_offload(model, folder / "elsewhere", execution_device="cpu")
+
+
+@pytest.mark.parametrize("way", [*DEVICES, "cpu_offload", "disk_offload"])
+def test_offloaded_weights_compute_the_same(way, model, tmp_path):
+    there = offloaded(way, tmp_path)
+    ids, name = tokens(2, 40), model.model.gecko.fingerprint()
+    assert any(parameter.is_meta for parameter in there.parameters())
+    with torch.no_grad():
+        expected, found = (each(ids, labels=ids, use_cache=True) for each in (model, there))
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert found.past_key_values.state.model == name == there.model.gecko.fingerprint()
+    greedy = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(there.generate(ids, **greedy), model.generate(ids, **greedy))
+
+
+def test_a_state_of_other_weights_is_refused_by_offloaded_ones(model, tmp_path):
+    with torch.no_grad():
+        cache = empty(model.config.architecture()).eval()(tokens(2, 5), use_cache=True).past_key_values
+    with torch.no_grad(), pytest.raises(ValueError, match="made by other weights"):
+        offloaded("blocks on the disk", tmp_path)(tokens(2, 1), past_key_values=cache)
+
+
+def test_the_base_model_loads_alone(tmp_path):
+    model = empty(cases.SMALL)
+    base = GeckoModel(GeckoConfig.of(cases.SMALL))
+    base.load_state_dict(model.model.gecko.state_dict())
+    assert base.gecko.fingerprint() == model.model.gecko.fingerprint()

@@ -1,0 +1,70 @@
+"""Launches that models make compile and fit the cards: of presets and variants, in training, reading and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from kernels.compiling import CAPABILITIES, check
+from kernels.recording import Configuration, model_on_nothing, read, recorded, train
+from support import cases
+
+from gecko import GeckoConfig
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+PRESETS = [
+    ("gecko-7b", F32, "bfloat16", CAPABILITIES), ("gecko-7b", BF16, "float32", (90,)),
+    ("gecko-7b", F32, "float32", (80,)), ("megalodon-7b", F32, "bfloat16", (90,)),
+    ("gecko-125m", F32, "bfloat16", (90,)), ("gecko-15m", F32, "bfloat16", CAPABILITIES),
+    ("gecko-15m", F16, "float32", (90,)), ("tiny", F32, "bfloat16", (90,)),
+]  # fmt: skip
+"""Preset, dtype of weights, precision (bfloat16 is autocast) and capabilities. The heads of gecko-1b are gecko-7b's."""
+
+REGISTERS = {
+    "cema.triton_backward": 128, "cema.triton_forward": 64, "chunk_attention.triton_layout": 96,
+    "chunk_attention.triton_narrow": 255, "chunk_attention.triton_wide": 255, "feed_forward.triton": 128,
+    "gates.triton": 128, "loss.triton": 128, "norms.triton": 128, "qk_scale_shift.triton": 128,
+    "timestep_norm.triton_backward": 168, "timestep_norm.triton_forward": 168, "working_memory.triton_chain": 255,
+    "working_memory.triton_factors": 168, "working_memory.triton_features": 168,
+}  # fmt: skip
+"""Most registers per thread, of which there are 255, by the module of the kernel."""
+
+MORE = {"filter_kernel": (224, 255), "gradients_kernel": (224, 255), "_row_dot_kernel": (255, 255)}
+"""Kernels with a bound of their own, for activations of 16 and of 32 bits. One block of CEMA's kernels over tokens has
+a multiprocessor for itself."""
+
+
+def _budget(configuration: Configuration) -> int:
+    module = configuration.kernel.fn.__module__.removeprefix("gecko.ops.")
+    rough = any(kind in ("*bf16", "*fp16") for _, kind in configuration.signature)
+    narrow, wide = MORE.get(configuration.kernel.__name__, (REGISTERS[module],) * 2)
+    return narrow if rough else wide
+
+
+def _check(calls: list[Callable[[], None]], capabilities: tuple[int, ...]) -> None:
+    found = dict.fromkeys(x for call in calls for x in recorded(call))
+    for configuration in found:
+        for capability in capabilities:
+            check(configuration, capability, registers=_budget(configuration))
+
+
+@pytest.mark.parametrize("how", [train, read])
+@pytest.mark.parametrize(("preset", "dtype", "precision", "capabilities"), PRESETS)
+def test_launches_of_presets_fit(preset, dtype, precision, capabilities, how):
+    config = replace(GeckoConfig.preset(preset), num_layers=1, vocab_size=264)
+    model, length = model_on_nothing(config, dtype), 2 * config.chunk_size + 14
+    _check([lambda docs=docs: how(model, length, precision, documents=docs) for docs in (False, True)], capabilities)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_launches_of_variants_fit(variant, precision):
+    model = model_on_nothing(replace(cases.SMALL, **cases.VARIANTS[variant], num_layers=1))
+    calls = [
+        lambda how=how, docs=docs: how(model, 3 * cases.CHUNK + 5, precision, documents=docs)
+        for how in (train, read) for docs in (False, True)
+    ]  # fmt: skip
+    _check(calls, (90,))

@@ -1,0 +1,121 @@
+"""The launches that operators and models make, recorded without running kernels or anything else on numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_map_only
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from gecko import Gecko, GeckoConfig
+from gecko.ops.backends import dispatch
+from gecko.ops.backends.dispatch import Launch
+from gecko.train.step import Precision, autocast
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """All that decides the code that Triton compiles for a launch, apart from the GPU."""
+
+    kernel: Any
+    signature: tuple[tuple[str, str], ...]
+    """Triton types ("*bf16", "i32", "constexpr") by parameter; None is a constant."""
+    constants: tuple[tuple[Any, Any], ...]
+    attributes: tuple[tuple[Any, Any], ...]
+    """Facts about arguments that Triton uses, such as alignment."""
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, launch: Launch) -> Configuration:
+        kernel, backend = launch.kernel, make_backend(GPUTarget("cuda", 90, 32))
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, _ = bind(**launch.arguments)
+        _, signature, constants, attributes = kernel._pack_args(backend, {}, bound, specialization, None)
+        facts = tuple((place, tuple(map(tuple, given))) for place, given in attributes.items())
+        return cls(kernel, tuple(signature.items()), tuple(constants.items()), facts, launch.warps, launch.stages)
+
+    def __str__(self) -> str:
+        names = [name for name, _ in self.signature]
+        constants = {names[place[0]]: value for place, value in self.constants}
+        return f"{self.kernel.__name__} with {self.warps} warps, {self.stages} stages and {constants}"
+
+
+class _WithoutNumbers(TorchDispatchMode):
+    """Gives what computes floating-point numbers unwritten memory of the right shape, which takes no space.
+
+    Views are made, and integers and masks, by which calls are laid out, are computed.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.is_view or not tree_any(_is_floating, (args, kwargs)):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return args[0]
+        meta = {name: torch.device("meta") if name == "device" else x for name, x in _on("meta", kwargs).items()}
+        return _on("cpu", func(*_on("meta", args), **meta))
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _on(device: str, tree: Any) -> Any:
+    """Unwritten tensors like those in ``tree``."""
+    return tree_map_only(
+        torch.Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), tree
+    )
+
+
+def recorded(call: Callable[[], Any]) -> list[Configuration]:
+    """Different configurations of the launches that ``call`` makes as on a GPU. No kernel runs, and tensors on the CPU
+    that it makes of others hold no numbers."""
+    found: dict[Configuration, None] = {}
+    with pytest.MonkeyPatch.context() as patch, _WithoutNumbers():
+        patch.setattr(Launch, "run", lambda launch: found.setdefault(Configuration.of(launch)))
+        patch.setattr(dispatch, "is_watched", lambda: False)
+        take_kernels(patch)
+        call()
+    assert found
+    return list(found)
+
+
+def take_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Make operators choose their Triton kernels for CPU tensors, for the dtypes for which they do so on a GPU."""
+    patch.setattr(dispatch, "triton_kernels_run_on", lambda x: x.dtype in dispatch.DTYPES)
+
+
+def model_on_nothing(config: GeckoConfig, dtype: torch.dtype = torch.float32) -> Gecko:
+    """A model whose parameters are not written, so that they take no space."""
+    with torch.device("meta"):
+        model = Gecko(config)
+    return model.to(dtype).to_empty(device="cpu")
+
+
+def train(model: Gecko, length: int, precision: Precision, documents: bool) -> None:
+    """Loss and gradients of two rows, one document each or several."""
+    text = torch.zeros(2, length + 1, dtype=torch.int64)
+    ids = (torch.arange(length) >= torch.tensor([[length // 3], [length - 2]])).long() if documents else None
+    with autocast(precision, text.device):
+        model.loss(text[:, :-1], text[:, 1:], ids).backward()
+
+
+@torch.no_grad()
+def read(model: Gecko, length: int, precision: Precision, documents: bool) -> None:
+    """A text in two calls, and two tokens after it."""
+    text = torch.zeros(2, length, dtype=torch.int64)
+    ids = (torch.arange(length) >= torch.tensor([[length // 3], [length - 2]])).long() if documents else None
+    state = None
+    with autocast(precision, text.device):
+        for part in (slice(0, length // 2), slice(length // 2, None)):
+            _, state = model(text[:, part], None if ids is None else ids[:, part], state)
+        for _ in range(2):
+            _, state = model.step(text[:, 0], state)

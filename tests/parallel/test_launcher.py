@@ -1,0 +1,107 @@
+"""Processes whose parent was killed end by themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gecko.train.metrics import read_metrics
+
+PATIENCE = 120.0
+STEPS = 100_000
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+def alive(process: int) -> bool:
+    """Not a zombie, which nobody may wait for in a container."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return state.rpartition(")")[2].split()[0] != "Z"
+
+
+def children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="processes are found in /proc")
+
+
+@needs_proc
+def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+    """Else they would train on, unseen, to the end."""
+    text, out = tmp_path / "texts", tmp_path / "run"
+    text.mkdir()
+    for number in range(9):
+        (text / f"{number}.txt").write_text(f"text {number} " * 200)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gecko", "train",
+        "tiny", f"data.source={text}", f"steps={STEPS}", "device=cpu", "batch_size=2", "sequence_length=32", "--out",
+        str(out),
+    ]  # fmt: skip
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    ranks: list[int] = []
+    try:
+        until(lambda: len(steps_of(out)) > 2, "the ranks must train")
+        ranks = children(launcher.pid)
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+        until(lambda: not any(map(alive, ranks)), "the ranks must end")
+    finally:
+        launcher.kill()
+        for rank in filter(alive, ranks):
+            os.kill(rank, signal.SIGKILL)
+    last = steps_of(out)[-1]
+    assert last < STEPS and (out / "checkpoints" / f"step-{last:08d}").is_dir()
+    said = (tmp_path / "log").read_text()
+    assert "torchrun, which started it, is gone" in said and "saved after step" in said
+
+
+def steps_of(run: Path) -> list[int]:
+    path = run / "metrics.jsonl"
+    return [record["step"] for record in read_metrics(path) if record["kind"] == "train"] if path.exists() else []
+
+
+POOL = """
+import multiprocessing, os, sys
+from concurrent.futures import ProcessPoolExecutor
+from gecko.data import executors
+if __name__ == "__main__":
+    with ProcessPoolExecutor(2, multiprocessing.get_context("forkserver"), initializer=executors.SETUP) as pool:
+        print(*{pool.submit(os.getpid).result() for _ in range(20)}, flush=True)
+        sys.stdin.read()
+"""
+
+
+@needs_proc
+def test_tokenizing_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "pool.py"
+    script.write_text(POOL.replace("SETUP", "_set_up_worker"))
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as one:
+        assert one.stdout is not None
+        workers = [int(number) for number in one.stdout.readline().split()]
+        one.kill()
+    try:
+        assert workers
+        until(lambda: not any(map(alive, workers)), "the workers must end")
+    finally:
+        for worker in filter(alive, workers):
+            os.kill(worker, signal.SIGKILL)

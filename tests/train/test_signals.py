@@ -1,0 +1,73 @@
+"""A signal is answered at once, whatever the main thread is busy with."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from threading import Timer
+
+import pytest
+import torch
+from support.whole_runs import stop_after
+
+from gecko.train import Run, train
+from gecko.train.health import StopSignal
+
+
+def test_the_notice_comes_while_one_call_lasts() -> None:
+    """The call takes seconds, in which Python runs no handler of a signal; the handler runs right after it."""
+    sent: list[float] = []
+    arrived: list[float] = []
+
+    def send() -> None:
+        sent.append(time.perf_counter())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    matrix = torch.eye(1400, dtype=torch.float64)
+    with StopSignal(lambda *_: arrived.append(time.perf_counter())) as stop:
+        Timer(0.2, send).start()
+        matrix.matrix_power(2**8 - 1)
+        ended = time.perf_counter()
+    assert stop.requested == "SIGTERM"
+    assert arrived and arrived[0] - sent[0] < ended - arrived[0]
+
+
+def test_a_second_interrupt_says_that_it_stops_at_once() -> None:
+    told: list[tuple[str, bool]] = []
+    with StopSignal(lambda name, again: told.append((name, again))) as stop:
+        signal.raise_signal(signal.SIGINT)
+        while not told:
+            time.sleep(0.001)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        while len(told) < 2:
+            time.sleep(0.001)
+    assert told == [("SIGINT", False), ("SIGINT", True)] and stop.requested == "SIGINT"
+
+
+def test_what_was_before_is_there_again() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    with StopSignal(lambda *_: None):
+        pass
+    assert signal.getsignal(signal.SIGINT) is handler and signal.set_wakeup_fd(-1) == -1
+    assert not before or len(os.listdir("/proc/self/fd")) == before
+
+
+def test_training_says_what_comes_of_a_signal(
+    small_run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+        while not said or not said[-1]:
+            said.append(capfd.readouterr().err)
+            time.sleep(0.01)
+
+    stop_after(3, monkeypatch, interrupt)
+    assert train(small_run).step == 3
+    assert re.search("SIGINT: the step in progress is finished, then saved; a second Ctrl-C", "".join(said))

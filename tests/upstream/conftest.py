@@ -1,0 +1,64 @@
+"""Strictness of ``make test-upstream``: every test passes, or ``not_passing.py`` lists it and it does not pass."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+from upstream.not_passing import NOT_PASSING
+
+_OUTCOMES: dict[str, set[str]] = defaultdict(set)
+"""What the parts of every test came to (setup, call, subtests, teardown), by its name."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _OUTCOMES[_name(report)].add(report.outcome)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
+    """Count what does not pass, and is listed, apart from failures."""
+    listed = isinstance(report, pytest.TestReport) and not report.passed and _pattern(_name(report)) is not None
+    return ("listed", "l", "LISTED") if listed else None
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if hasattr(session.config, "workerinput") or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED if any(_surprises()) else pytest.ExitCode.OK
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    unlisted, passing, unknown = _surprises()
+    passed = sum(outcomes == {"passed"} for outcomes in _OUTCOMES.values())
+    terminalreporter.section("transformers' tests")
+    terminalreporter.line(f"{len(_OUTCOMES)} tests: {passed} pass, {len(_OUTCOMES) - passed} do not")
+    for reason, patterns in NOT_PASSING.items():
+        count = sum(any(fnmatchcase(name, pattern) for pattern in patterns) for name in _OUTCOMES)
+        terminalreporter.line(f"  {count:3} listed: {reason}")
+    for complaint, names in (
+        ("neither passes nor is listed", unlisted), ("passes, so take it off the list", passing),
+        ("matches no test, so take it off the list", unknown),
+    ):  # fmt: skip
+        for name in names:
+            terminalreporter.line(f"{name} {complaint}")
+
+
+def _surprises() -> tuple[list[str], list[str], list[str]]:
+    """Tests that neither pass nor are listed, listed tests that pass, and patterns of the list without a test."""
+    unlisted = [name for name, outcomes in _OUTCOMES.items() if outcomes != {"passed"} and _pattern(name) is None]
+    passing = [name for name, outcomes in _OUTCOMES.items() if outcomes == {"passed"} and _pattern(name) is not None]
+    patterns = [pattern for patterns in NOT_PASSING.values() for pattern in patterns]
+    unknown = [p for p in patterns if not any(fnmatchcase(name, p) for name in _OUTCOMES)]
+    return sorted(unlisted), sorted(passing), unknown
+
+
+def _name(report: pytest.TestReport) -> str:
+    return report.nodeid.rpartition("::")[2]
+
+
+def _pattern(name: str) -> str | None:
+    patterns = (pattern for patterns in NOT_PASSING.values() for pattern in patterns)
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
