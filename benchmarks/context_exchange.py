@@ -21,10 +21,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from gecko.config import GeckoConfig
-from gecko.model import Gecko
+from gecko.models.gecko import Gecko
 from gecko.parallel.context import ContextGroup
-from gecko.parallel.exchange import Line
-from gecko.train.hardware import describe_hardware
+from gecko.parallel.p2p import Line
+from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "context_exchange.md"
 CHUNKS = 2

@@ -4,7 +4,7 @@
 
 ``tiny`` (1 M parameters) or another preset, in float32, and in bfloat16 where the processor has its products. Times a
 token come from plain steps, shares from the profiler over other steps of the same run, which it slows down. Model FLOPs
-are those of ``gecko.train.utilisation``, divided by the rate of large matrix products of the same dtype, measured
+are those of ``gecko.train.throughput``, divided by the rate of large matrix products of the same dtype, measured
 between the steps: the faster of PyTorch's two libraries, since MKL leaves half of an AMD processor's float32 rate
 unused. With one thread, times are the processor's: a busy machine disturbs them less.
 """
@@ -29,12 +29,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from training import step_of
 
 import gecko
-from gecko.allocator import keep_freed_memory
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
-from gecko.layers.norm import LayerNorm, RMSNorm, TimestepNorm
-from gecko.train.hardware import describe_hardware, multiplies_bfloat16
-from gecko.train.utilisation import flops_per_token
+from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
+from gecko.runtime.process import keep_freed_memory
+from gecko.train.throughput import describe_hardware, flops_per_token, multiplies_bfloat16
 
 MODULES: dict[type[nn.Module], str] = {
     TimestepNorm: "timestep norm", CEMA: "moving average", RMSNorm: "RMS norm", LayerNorm: "layer norm",
@@ -44,7 +43,7 @@ FUNCTIONS = {
     "gecko.layers.gated_attention.project": "linear layers",
     "gecko.layers.gated_attention.chunk_attention": "chunk attention",
     "gecko.layers.gated_attention.working_memory": "working memory",
-    "gecko.model.linear_cross_entropy": "head and loss",
+    "gecko.models.gecko.linear_cross_entropy": "head and loss",
 }
 REST = "gates, queries and keys, sums"
 KINDS = {
@@ -221,7 +220,7 @@ def _products(dtype: torch.dtype) -> Iterator[Callable[[], Tensor]]:
 
 def _without_kernels(function: Callable[[], Any]) -> Callable[[], Any]:
     def call() -> Any:
-        with patch("gecko.ops.kernels._native_installed", lambda: False):
+        with patch("gecko.ops.backends.dispatch._cpu_kernels_installed", lambda: False):
             return function()
 
     return call

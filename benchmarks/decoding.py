@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 import gecko
-from gecko.generation import Reading, Sampling, TokenStream, piece_length, read
-from gecko.train.hardware import describe_hardware
+from gecko.inference import Prefill, Sampling, TokenStream, piece_length, read
+from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "decoding.md"
 CURVE_POINTS = 20
@@ -168,12 +168,12 @@ class _Source:
             yield part
 
 
-def _read_to(model: gecko.Gecko, source: _Source, before: Reading | None, position: int) -> Reading:
+def _read_to(model: gecko.Gecko, source: _Source, before: Prefill | None, position: int) -> Prefill:
     state = None if before is None else before.state
     return read(model, source.take(position - (0 if state is None else state.position[0])), state)
 
 
-def _decode(model: gecko.Gecko, reading: Reading, tokens: int) -> DecodingPoint:
+def _decode(model: gecko.Gecko, reading: Prefill, tokens: int) -> DecodingPoint:
     stream = TokenStream(model, [reading], seeds=[0], sampling=Sampling(1.0), max_new_tokens=tokens)
     times, begin = [], time.perf_counter()
     for _ in stream:

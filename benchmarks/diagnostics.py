@@ -24,11 +24,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gecko.cli.app import app
-from gecko.eval.intervals import Interval, share, wilson
-from gecko.eval.results import Results, Score
+from gecko.cli import app
+from gecko.eval.results import Interval, Results, Score, share, wilson
 from gecko.ops.working_memory import working_memory
-from gecko.train.hardware import describe_hardware
+from gecko.train.throughput import describe_hardware
 
 FOLDER = Path(__file__).parent / "results" / "evidence" / "diagnose"
 RESOLUTION = "resolution.json"

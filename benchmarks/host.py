@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
@@ -23,10 +22,10 @@ from gpu.training import equal_llama
 from measuring import load, of_processor, publish
 from torch import Tensor
 
-from gecko.baselines import ModelConfig, build_model
 from gecko.config import GeckoConfig
-from gecko.ops import custom_op, kernels
-from gecko.train.hardware import describe_hardware
+from gecko.models.registry import ModelConfig, build_model
+from gecko.ops.backends import dispatch
+from gecko.train.throughput import describe_hardware
 
 DEPTHS = 2, 6
 WARMING = 3
@@ -61,23 +60,21 @@ def kernels_counted() -> Iterator[list[str]]:
     """Operators take their Triton kernels for every plain tensor; the names of those that would be launched."""
     launched: list[str] = []
 
-    def run(launch: kernels.Launch) -> None:
+    def run(launch: dispatch.Launch) -> None:
         launched.append(launch.kernel.__name__)
 
-    before = kernels.kernels_run_on
-    with contextlib.ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("gecko.") and getattr(module, "kernels_run_on", None) is before:
-                stack.enter_context(patch.object(module, "kernels_run_on", lambda x: x.dtype in kernels.DTYPES))
-        stack.enter_context(patch.object(kernels, "_native_installed", lambda: False))
-        stack.enter_context(patch.object(kernels.Launch, "run", run))
+    with (
+        patch.object(dispatch, "triton_kernels_run_on", lambda x: x.dtype in dispatch.DTYPES),
+        patch.object(dispatch, "_cpu_kernels_installed", lambda: False),
+        patch.object(dispatch.Launch, "run", run),
+    ):
         yield launched
 
 
 @contextlib.contextmanager
 def by_the_dispatcher() -> Iterator[None]:
     """Operators by what is registered with ``torch.library``, as if somebody watched."""
-    with patch.object(custom_op, "is_watched", lambda: True):
+    with patch.object(dispatch, "is_watched", lambda: True):
         yield
 
 

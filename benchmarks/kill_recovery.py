@@ -32,9 +32,9 @@ from safetensors.torch import load_file
 from gecko.config import GeckoConfig
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
 from gecko.train.checkpoint import checkpoint_step, list_checkpoints
-from gecko.train.hardware import describe_hardware
+from gecko.train.checkpointer import SHARDS
 from gecko.train.metrics import read_metrics
-from gecko.train.snapshot import SHARDS
+from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "kill_recovery.md"
 RESUMED = re.compile(r"continuing after step (\d+)")

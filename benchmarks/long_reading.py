@@ -21,8 +21,8 @@ from measuring import DEMO, START, byte_tokens, describe, find_model, peak, publ
 from torch import Tensor
 
 import gecko
-from gecko.allocator import keep_freed_memory
-from gecko.generation import piece_length, score
+from gecko.inference import piece_length, score
+from gecko.runtime.process import keep_freed_memory
 
 EARLY = 10_000
 WARM_UP_PIECES = 100
@@ -30,7 +30,7 @@ WARM_UP_PIECES = 100
 
 
 @dataclass
-class Reading:
+class Prefill:
     losses: Tensor
     """Of every byte, nats."""
     seconds: float = 0.0
@@ -76,10 +76,10 @@ def warm_up(model: gecko.Gecko) -> int:
     return cold
 
 
-def read_once(model: gecko.Gecko, files: Sequence[Path], length: int) -> Reading:
+def read_once(model: gecko.Gecko, files: Sequence[Path], length: int) -> Prefill:
     """The whole text, one state all the way."""
     # Touched before anything is measured, so that it is the same at every position.
-    reading = Reading(torch.full((length,), torch.nan))
+    reading = Prefill(torch.full((length,), torch.nan))
     marks = iter([EARLY, *(length * part // 4 for part in (1, 2, 3, 4))])
     mark, done, begin = next(marks), 0, time.perf_counter()
     for losses, _ in score(model, chain([START], byte_tokens(files, length))):
@@ -135,7 +135,7 @@ def _bin_width(length: int, bins: int, piece: int) -> int:
     return max(1, round(length / bins / piece)) * piece
 
 
-def _page(heading: str, cold: int, reading: Reading, bins: list[Bin], trend: tuple[float, float]) -> list[str]:
+def _page(heading: str, cold: int, reading: Prefill, bins: list[Bin], trend: tuple[float, float]) -> list[str]:
     length = len(reading.losses)
     (early, early_peak), (late, late_peak) = reading.memory[EARLY], reading.memory[length]
     third = max(1, len(bins) // 3)

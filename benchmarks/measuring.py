@@ -18,9 +18,9 @@ from torch import Tensor
 
 import gecko
 from gecko.data.sources import stdlib_files
-from gecko.processor import processor_name
+from gecko.runtime.process import processor_name
 from gecko.train import latest_checkpoint
-from gecko.train.hardware import describe_hardware
+from gecko.train.throughput import describe_hardware
 
 BLOCK = 1 << 14
 RESULTS = Path(__file__).parent / "results"

@@ -20,9 +20,9 @@ from measuring import START, byte_tokens, describe, find_model, publish
 from torch import Tensor
 
 import gecko
-from gecko.allocator import keep_freed_memory
-from gecko.eval.intervals import Interval, Values, bootstrap_mean
-from gecko.generation.reading import inference
+from gecko.eval.results import Interval, Values, bootstrap_mean
+from gecko.inference.prefill import inference
+from gecko.runtime.process import keep_freed_memory
 from gecko.state import GeckoState
 
 PIECE, BLOCK = 2048, 1024

@@ -32,9 +32,9 @@ from gpu.record import Record
 from gpu.timing import Bench
 from measuring import RESULTS
 
-from gecko.files import whole_file
-from gecko.ops.kernels import kernels_installed
-from gecko.train.hardware import describe_hardware, select_device
+from gecko.io.files import whole_file
+from gecko.ops.backends.dispatch import triton_kernels_installed
+from gecko.train.throughput import describe_hardware, select_device
 
 
 def chosen(parts: dict[str, Part], only: list[str]) -> list[str]:
@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.small and arguments.out == RESULTS:
         parser.error("--small is no measurement: give it another --out")
-    if select_device(arguments.device).type == "cuda" and not kernels_installed():
+    if select_device(arguments.device).type == "cuda" and not triton_kernels_installed():
         parser.error("operators would take their eager forms: Triton is not installed")
     try:
         arguments.only = chosen(small() if arguments.small else full(), arguments.only)

@@ -19,11 +19,11 @@ from measuring import DEMO, describe, find_model, publish
 from torch import Tensor
 
 import gecko
-from gecko.allocator import keep_freed_memory
 from gecko.data import TokenizedCorpus, load_documents, load_tokenizer
-from gecko.files import load_tensors
-from gecko.generation import Sampling, TokenStream, read
-from gecko.quantize import quantize
+from gecko.inference import Sampling, TokenStream, read
+from gecko.io.files import load_tensors
+from gecko.io.quantization import quantize
+from gecko.runtime.process import keep_freed_memory
 from gecko.train import Run
 from gecko.train.evaluate import HeldOut, evaluate
 

@@ -30,15 +30,14 @@ import torch
 
 from gecko import Gecko, load
 from gecko.data import load_tokenizer
-from gecko.eval.intervals import share, wilson
-from gecko.eval.results import Results, Score
+from gecko.eval.results import Results, Score, share, wilson
 from gecko.eval.scored_model import describe_model
 from gecko.eval.synthetic import SyntheticBatch, hits_by_distance
-from gecko.files import whole_file
-from gecko.generation.reading import inference
+from gecko.inference.prefill import inference
+from gecko.io.files import whole_file
 from gecko.ops.loss import IGNORED
 from gecko.train import latest_checkpoint
-from gecko.train.hardware import describe_hardware
+from gecko.train.throughput import describe_hardware
 
 FOLDER = Path(__file__).parent / "results" / "evidence" / "retrieval"
 RUNS = Path("runs/needles")

@@ -34,7 +34,7 @@ import psutil
 import torch
 
 import gecko
-from gecko.train.hardware import describe_hardware
+from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "server_load.md"
 SHORTEST, LONGEST = 16, 20_000
@@ -175,7 +175,7 @@ async def _stream(
     asked = {"prompt": prompt, "max_tokens": tokens, "stream": True, "seed": 0, "logit_bias": bias}
     body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: load\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(body) + body
     )
     status = (await reader.readline()).split()[1:2]

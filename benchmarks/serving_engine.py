@@ -18,11 +18,11 @@ import torch
 from measuring import publish
 
 import gecko
-from gecko.allocator import keep_freed_memory
-from gecko.generation import Sampling
-from gecko.serving.engine import SHORT_PIECE, Engine
-from gecko.serving.request import Finished, Request
-from gecko.train.hardware import describe_hardware
+from gecko.inference import Sampling
+from gecko.inference.request import Finished, Request
+from gecko.inference.scheduler import SHORT_PIECE, Engine
+from gecko.runtime.process import keep_freed_memory
+from gecko.train.throughput import describe_hardware
 
 SAMPLINGS = {
     "greedy": Sampling(0.0),

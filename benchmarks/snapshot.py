@@ -21,8 +21,8 @@ from measuring import DEMO, START, byte_tokens, describe, find_model, publish, t
 from torch import Tensor
 
 import gecko
-from gecko.allocator import keep_freed_memory
-from gecko.generation import Sampling, TokenStream, read
+from gecko.inference import Sampling, TokenStream, read
+from gecko.runtime.process import keep_freed_memory
 
 QUESTION = "In short, what was it that "
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from measuring import load, of_processor, publish
 
-from gecko.train.hardware import describe_hardware, select_device
 from gecko.train.metrics import read_metrics
+from gecko.train.throughput import describe_hardware, select_device
 
 TARGET = 60
 """Seconds."""
@@ -65,7 +65,7 @@ def start(recipe: str, device: str, length: int) -> Start:
         }  # fmt: skip
         command = [
             sys.executable, "-m", "gecko", "train", recipe, f"output={run}", f"device={device}", "steps=1",
-            f"sequence_length={length}", "batch_size=1", "accumulation=1",
+            f"sequence_length={length}", "batch_size=1", "gradient_accumulation_steps=1",
             "evaluation.rows=1", "evaluation.final_rows=1",
         ]  # fmt: skip
         begin = time.perf_counter()

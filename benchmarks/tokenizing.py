@@ -29,8 +29,8 @@ import torch
 
 from gecko.data import load_tokenizer
 from gecko.data.executors import run_here
-from gecko.data.tokenizing import TokenizingPlan
-from gecko.train.hardware import describe_hardware
+from gecko.data.tokenize import TokenizingPlan
+from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "tokenizing.md"
 FAST = "tokenizers, encode_batch_fast"

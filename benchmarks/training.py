@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gecko
-from gecko.allocator import keep_freed_memory
-from gecko.train.hardware import describe_hardware
+from gecko.runtime.process import keep_freed_memory
+from gecko.train.throughput import describe_hardware
 
 REPEATS = {2_048: 5, 8_192: 4, 32_768: 2}
 """Tokens a row, and timed rounds (Gecko, Llama, Gecko): attention over everything makes the long ones slow."""

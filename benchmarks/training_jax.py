@@ -24,9 +24,9 @@ from torch import Tensor
 from training import step_of
 
 import gecko
-from gecko.allocator import keep_freed_memory
-from gecko.extras import require
-from gecko.train.hardware import describe_hardware
+from gecko.runtime.extras import require
+from gecko.runtime.process import keep_freed_memory
+from gecko.train.throughput import describe_hardware
 
 LEARNING_RATE, CLIP = 1e-3, 1.0
 TARGETS = {2_048: 2.0, 8_192: 6.0}

@@ -13,7 +13,7 @@ from gpu.timing import Bench
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.model import Block
+from gecko.models.gecko import Block
 from gecko.segments import Segments
 from gecko.train.step import autocast
 

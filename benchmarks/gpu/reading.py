@@ -10,8 +10,8 @@ from gpu.timing import Bench, Call
 
 import gecko
 from gecko.config import GeckoConfig
-from gecko.generation import read
-from gecko.generation.reading import inference
+from gecko.inference import read
+from gecko.inference.prefill import inference
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Shape:
         size = self.length * self.config.model_dim
         return Floor(2 * size, 5 * size)
 
-    def fan_out(self) -> Floor:
+    def qk_scale_shift(self) -> Floor:
         size = self.length * self.config.key_dim
         return Floor(5 * size, 11 * size)
 

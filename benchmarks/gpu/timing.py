@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gecko.train.utilisation import peak_flops
+from gecko.train.throughput import peak_flops
 
 LONGEST = 5.0
 """Seconds that the calls of one function take, about: of long ones there are fewer, but three."""

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import torch
 from gpu.timing import NO_ROOM, Bench, why
 
-from gecko.baselines import LlamaConfig, ModelConfig, build_model, meta_model
 from gecko.config import GeckoConfig
+from gecko.models.gecko import ActivationCheckpointing
+from gecko.models.registry import LlamaConfig, ModelConfig, build_model, meta_model
 from gecko.plan.memory import Share, step_memory
-from gecko.recomputation import ActivationCheckpointing
 from gecko.train import Run
-from gecko.train.optimizer import build_optimizer
-from gecko.train.settings import OptimizerSettings
-from gecko.train.step import Part, train_step
-from gecko.train.utilisation import flops_per_token
+from gecko.train.run import OptimizerSettings
+from gecko.train.step import Part, build_optimizer, train_step
+from gecko.train.throughput import flops_per_token
 
 CHECKPOINTING: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
 """Tried in this order: the first that fits is the fastest."""

@@ -1,0 +1,263 @@
+"""`gecko serve` under attack: the slowest answer of /health, and the memory, while one client does its worst.
+
+    python benchmarks/server_attacks.py --write
+
+The server is a process of its own; attacks come one after the other over loopback, from this process. Clients and
+server share the machine's processors, so the times are above those of a server that has them alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import gecko
+from gecko.serving.limits import Limits
+from gecko.train.throughput import describe_hardware
+
+RESULTS = Path(__file__).parent / "results" / "server_attacks.md"
+LONGEST = 0.5
+"""Seconds within which /health answers, at most."""
+PATIENCE = 12.0
+"""Seconds that a client waits for an answer, and then goes away."""
+MEGABYTE = 1 << 20
+BOUND = Limits().memory_bytes + 20 * Limits().body_bytes
+"""Memory in bytes that the server may add, by docs/serving.md: all requests, and one large body in preparation."""
+Attack = Callable[[int], "Counter[str]"]
+
+
+@dataclass
+class Watch:
+    """What was seen while an attack ran."""
+
+    before: int
+    """Memory of the server in use, in bytes."""
+    slowest: float = 0
+    peak: int = 0
+    failures: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def growth(self) -> int:
+        return max(0, self.peak - self.before)
+
+    @property
+    def within_bounds(self) -> bool:
+        return self.slowest <= LONGEST and self.growth <= BOUND and not self.failures
+
+
+def ask(port: int, path: str, content: bytes, method: str = "POST", headers: str = "", read: bool = True) -> str:
+    """The status of the answer, or what became of the connection."""
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
+    message = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+    return send(port, message, read)
+
+
+def send(port: int, message: bytes, read: bool = True) -> str:
+    with closing(socket.create_connection(("127.0.0.1", port), PATIENCE)) as connection:
+        try:
+            connection.sendall(message)
+            if not read:
+                time.sleep(PATIENCE / 2)
+                return "not read"
+            return connection.recv(64).split(b" ")[1].decode()
+        except TimeoutError:
+            return "left"
+        except (OSError, IndexError):
+            return "closed"
+
+
+def at_once(calls: Sequence[Callable[[], str]]) -> Counter[str]:
+    answers: Counter[str] = Counter()
+    threads = [threading.Thread(target=lambda call=call: answers.update([call()])) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def complete(asked: dict[str, Any] | bytes, times: int = 1, path: str = "/v1/completions", **options: Any) -> Attack:
+    """An attack by ``times`` requests at once."""
+    content = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+    return lambda port: at_once([partial(ask, port, path, content, **options)] * times)
+
+
+def raw(message: bytes, times: int = 1, **options: Any) -> Attack:
+    return lambda port: at_once([partial(send, port, message, **options)] * times)
+
+
+def attacks() -> Iterator[tuple[str, Attack]]:
+    """Name and attack; made when it is their turn, as they are large."""
+    message, chat = {"role": "user", "content": "a"}, "/v1/chat/completions"
+    large = b'{"prompt": "' + b"a" * (15 * MEGABYTE) + b'"}'
+    short = {"prompt": "abc", "max_tokens": 1}
+    yield "1,000,000 special ids, n = 128", complete({"prompt": [256] * 1_000_000, "n": 128, "max_tokens": 1})
+    many = json.dumps({"messages": [message] * 500_000}, separators=(",", ":")).encode()
+    yield "500,000 messages", complete(many, path=chat)
+    yield "50,000 unknown fields", complete({**short, **{f"field{i}": i for i in range(50_000)}})
+    yield "echo of 200 KB, n = 64", complete({"prompt": "a" * 200_000, "n": 64, "echo": True, "max_tokens": 1})
+    yield "60 × 15 MB to /health", complete(large, 60, "/health")
+    yield "60 × 15 MB to /nothing", complete(large, 60, "/nothing")
+    yield "60 × 15 MB to /v1/completions", complete(large, 60)
+    yield "20 × 3.9 MB of text", complete({"prompt": "a" * 3_900_000, "max_tokens": 1}, 20)
+    yield "5,000,000 ids in 15 MB", complete(b'{"prompt": [' + b",".join([b"42"] * 5_000_000) + b"]}")
+    yield "5,000,000 empty lists", complete(b'{"prompt": [' + b",".join([b"[]"] * 5_000_000) + b"]}")
+    yield "lists nested 1,000,000 deep", complete(b'{"prompt": ' + b"[" * 1_000_000)
+    yield "a number of 15,000,000 digits", complete(b'{"prompt": "a", "seed": ' + b"9" * 15_000_000 + b"}")
+    yield "logit_bias of 100,000 ids", complete({**short, "logit_bias": {str(i): 1 for i in range(100_000)}})
+    stops = ["a" * 999 + chr(98 + i) for i in range(16)]
+    yield (
+        "16 stop strings of 1,000 letters, n = 16",
+        complete({**short, "n": 16, "max_tokens": 1500, "logit_bias": {"97": 100}, "stop": stops}),
+    )
+    yield "20 log-probabilities, n = 128", complete({**short, "n": 128, "max_tokens": 4096, "logprobs": 20})
+    yield (
+        "20 log-probabilities, n = 16, in chat",
+        complete({"messages": [message], "n": 16, "max_tokens": 600, "logprobs": True, "top_logprobs": 20}, path=chat),
+    )
+    yield "65,536 ids, echo", complete({"prompt": [97] * 65_536, "echo": True, "max_tokens": 1})
+    yield (
+        "100 streams that are not read",
+        complete({**short, "max_tokens": 2000, "stream": True, "logprobs": 20}, 100, read=False),
+    )
+    yield "100 answers that are not read", complete({"prompt": "a" * 1_000_000, "echo": True}, 100, read=False)
+    yield "100 headers that do not end", raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ", 100)
+    yield "100 headers of 4 MB", raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 700_000, 100)
+    yield "10,000 requests in one connection", raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000)
+
+
+def watch(process: psutil.Process, port: int, attack: Attack) -> Watch:
+    """Ask for /health all the time while the attack runs, in a process of its own that does not slow the asking."""
+    seen = Watch(process.memory_info().rss)
+    forking = multiprocessing.get_context("fork")
+    receiving, sending = forking.Pipe(duplex=False)
+    attacker = forking.Process(target=lambda: sending.send(attack(port)))
+    attacker.start()
+    while attacker.is_alive():
+        begin = time.perf_counter()
+        seen.failures += not _healthy(port)
+        seen.slowest = max(seen.slowest, time.perf_counter() - begin)
+        seen.peak = max(seen.peak, process.memory_info().rss)
+        attacker.join(0.005)
+    seen.answers = receiving.recv()
+    return seen
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=120) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def settle(port: int) -> None:
+    """Wait until the server has nothing to do, for a minute at most."""
+    for _ in range(600):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+            lines = response.read().decode().splitlines()
+        busy = [float(line.split()[1]) for line in lines if re.match("gecko_(rows_active|queue_length) ", line)]
+        if not any(busy):
+            return
+        time.sleep(0.1)
+
+
+@contextmanager
+def server(folder: Path, threads: int = 1) -> Iterator[tuple[psutil.Process, int]]:
+    """A server of the model in ``folder``: its process and its port."""
+    command = [sys.executable, "-m", "gecko", "serve", str(folder), "--tokenizer", "bytes", "--name", "attacked",
+               "--port", "0", "--prefix-cache", "0"]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+:(\d+)", process.stdout.readline())
+        if found is None:
+            raise RuntimeError("the server did not start: run `gecko serve` by hand to see why")
+        port = int(found[1])
+        # The first request of a process loads code.
+        complete({"prompt": "abc", "max_tokens": 3})(port)
+        yield psutil.Process(process.pid), port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def small_model() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        gecko.Gecko(gecko.GeckoConfig.preset("tiny")).save(folder)
+        yield Path(folder)
+
+
+def main() -> int:
+    arguments = _arguments()
+    rows, seen = [], []
+    with small_model() as folder, server(folder) as (process, port):
+        start = process.memory_info().rss
+        for name, attack in attacks():
+            if arguments.only and arguments.only not in name:
+                continue
+            seen.append(watch(process, port, attack))
+            rows.append(_row(name, seen[-1]))
+            print(rows[-1], flush=True)
+            settle(port)
+    page = _page(rows, seen, start)
+    print(page)
+    if arguments.write:
+        RESULTS.write_text(page, encoding="utf-8")
+    return 0 if all(one.within_bounds for one in seen) else 1
+
+
+def _row(name: str, seen: Watch) -> str:
+    answers = ", ".join(f"{count} × {answer}" for answer, count in sorted(seen.answers.items()))
+    return f"| {name} | {answers} | {seen.slowest:.3f} | {seen.growth / 1e6:.0f} |"
+
+
+def _page(rows: Sequence[str], seen: Sequence[Watch], start: int) -> str:
+    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
+    return "\n".join([
+        "# The server under attack", "",
+        f"{date.today()}, {hardware}. Model: `tiny` with random weights, one thread, no prefix cache, the limits that "
+        f"`gecko serve` has by default. The client runs on the same machine and waits {PATIENCE:g} s for its answers. "
+        "Command: `python benchmarks/server_attacks.py`.", "",
+        "| attack | answers | slowest `/health`, s | memory, + MB |", "|---|---|---:|---:|", *rows, "",
+        f"Memory at the start: {start / 1e6:.0f} MB; at most {max(one.peak for one in seen) / 1e6:.0f} MB. "
+        f"Bounds: `/health` answers within {LONGEST} s, and an attack adds at most {BOUND / 1e6:.0f} MB. "
+        f"Failed calls of `/health`: {sum(one.failures for one in seen)}; "
+        f"attacks within all bounds: {sum(one.within_bounds for one in seen)} of {len(seen)}.", "",
+    ])  # fmt: skip
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="TEXT", help="only attacks with this in their name")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} into benchmarks/results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
