@@ -63,7 +63,7 @@ def _sizes(length: int, features: int, groups: int) -> dict[str, int]:
     size = features // groups
     width = tile(size, 1)
     together = min(tile(groups, 1), max(1, 64 // width))
-    steps = 4 if length <= 4 else min(128, max(4, 4096 // (together * width)))
+    steps = 4 if length <= 4 else min(64, max(4, 4096 // (together * width)))
     return {"features": features, "groups": groups, "size": size, "width": width, "together": together, "steps": steps}
 
 
