@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import gecko
 from gecko.inference import NewToken, stream
+from gecko.inference.decoder import Decoder
 
 PROMPTS = st.lists(st.lists(st.integers(0, 263), min_size=1, max_size=40), min_size=1, max_size=5)
 SAMPLINGS: list[dict[str, Any]] = [
@@ -66,10 +67,10 @@ def test_streaming_gives_the_same_tokens(model: gecko.Gecko, sampling: dict[str,
 
 def test_a_token_is_made_when_it_is_asked_for(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    for name in ("hidden", "step"):
-        original = getattr(model, name)
+    for owner, name in ((model, "hidden"), (Decoder, "step")):
+        original = getattr(owner, name)
         monkeypatch.setattr(
-            model,
+            owner,
             name,
             lambda *args, name=name, original=original, **more: calls.append(name) or original(*args, **more),
         )
@@ -113,8 +114,8 @@ def test_the_state_after_numbers_that_are_not_finite_has_read_what_came_out(
     tokens = stream(model, [[1, 2, 3], [4, 5]], max_new_tokens=6, temperature=0)
     made = [token for _, token in zip(range(6), tokens, strict=False)]
     with monkeypatch.context() as patch:
-        head = model.head.forward
-        patch.setattr(model.head, "forward", lambda hidden: head(hidden) * torch.tensor([[1.0], [math.nan]]))
+        step = Decoder.step
+        patch.setattr(Decoder, "step", lambda *args: step(*args) * torch.tensor([[1.0], [math.nan]]))
         with pytest.raises(ValueError, match="row 1"):
             next(iter(tokens))
     assert tokens.state.position == [6, 5]

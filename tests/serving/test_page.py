@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from serving.sites import Site
 from serving.waiting import PATIENCE, until
 
 import gecko
+from gecko.inference.decoder import Decoder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
@@ -98,7 +100,11 @@ def test_a_text_is_continued(page: Any, site: Site, model: gecko.Gecko) -> None:
     assert position(page) == (10 + 60)
 
 
-def test_position_grows_while_text_comes_and_stopping_frees_the_row(page: Any, site: Site) -> None:
+def test_position_grows_while_text_comes_and_stopping_frees_the_row(
+    page: Any, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda *args: time.sleep(0.002) or step(*args))  # the text must not end first
     page.goto(site.url)
     page.fill("#tokens", "4000")
     page.fill("#prompt", "Go on")

@@ -1,19 +1,22 @@
-"""Decode one or several sequences in a batch: ``TokenStream``, and the preallocated ``StateSlots`` of the engine."""
+"""Decode one or several sequences in a batch: ``Decoder`` holds their states, ``TokenStream`` samples their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from gecko.inference.packed_weights import PackedWeights, decodes_in_c
 from gecko.inference.prefill import Prefill, inference, read
 from gecko.inference.sampling import Sampler, Sampling, finite_rows, not_finite
 from gecko.models.gecko import Gecko
+from gecko.ops.decoding.cpu import Network
 from gecko.state import GeckoState
 
+T = TypeVar("T")
 FinishReason = Literal["length", "stop"]
 """``length``: ``max_new_tokens`` were generated. ``stop``: a stop token was drawn, or ``TokenStream.stop`` called."""
 
@@ -81,11 +84,15 @@ class TokenStream:
         check_options(model, sampling, max_new_tokens)
         self._model, self._sampling = model, sampling
         self._max_new_tokens, self._stop_tokens = max_new_tokens, frozenset(stop_tokens)
-        self._state = GeckoState.stack([prefill.state for prefill in prefills])
+        with inference(model):
+            self._decoder = Decoder(model, len(prefills))
+            for prefill in prefills:
+                self._decoder.add(prefill.state, prefill.seen)
         self._logits = torch.stack([prefill.logits for prefill in prefills])
-        self._seen = torch.stack([prefill.seen for prefill in prefills])
-        self._pending_tokens: list[int] = []
         self._active = [_Sequence(i, torch.Generator().manual_seed(seed)) for i, seed in enumerate(seeds)]
+        """The sequences that are not finished, by slot of the decoder."""
+        self._pending_tokens: list[int] = []
+        """Token generated last of each active sequence, which its state has not read yet; empty before the first."""
         self._sampler = self._new_sampler()
         self._finished: dict[int, _Finished] = {}
         self._reasons: dict[int, FinishReason] = {}
@@ -104,8 +111,8 @@ class TokenStream:
     @property
     def state(self) -> GeckoState:
         """State of every row after all of its tokens so far; one model call per row reads its last token."""
-        places = {row.index: place for place, row in enumerate(self._active)}
-        rows = {**self._finished, **{index: self._finish_row(place) for index, place in places.items()}}
+        slots = {row.index: slot for slot, row in enumerate(self._active)}
+        rows = {**self._finished, **{index: self._finish_row(slot) for index, slot in slots.items()}}
         with inference(self._model):
             stacked = GeckoState.stack([self._final_state(rows[row]) for row in sorted(rows)])
         # Tensors cloned outside inference mode can take part in autograd.
@@ -113,63 +120,66 @@ class TokenStream:
 
     def stop(self, row: int) -> None:
         """Finish a row; no effect if it is finished already."""
-        self._retire({place: "stop" for place, live in enumerate(self._active) if live.index == row})
+        self._retire({slot: "stop" for slot, live in enumerate(self._active) if live.index == row})
 
     def _step(self) -> list[NewToken]:
-        """Generate the next token of every row in the batch; only this reads the tokens of the step before."""
+        """Generate the next token of every active row; only this reads the tokens of the step before."""
         with inference(self._model):
             if self._pending_tokens:
-                tokens = torch.tensor(self._pending_tokens, device=self._logits.device)
-                self._logits, self._state = self._model.step(tokens, self._state)
+                self._logits = self._decoder.step(self._pending_tokens)
                 # The state has read them now, even if drawing the next tokens fails.
                 self._pending_tokens = []
             self._pending_tokens = self._draw()
         generated: list[NewToken] = []
         finished: dict[int, FinishReason] = {}
-        for place, (row, token) in enumerate(zip(self._active, self._pending_tokens, strict=True)):
+        for slot, (row, token) in enumerate(zip(self._active, self._pending_tokens, strict=True)):
             if token in self._stop_tokens:
-                finished[place] = "stop"
+                finished[slot] = "stop"
                 continue
             row.generated += 1
             generated.append(NewToken(row.index, token))
             if row.generated == self._max_new_tokens:
-                finished[place] = "length"
+                finished[slot] = "length"
         self._retire(finished)
-        return generated
+        return sorted(generated)
 
     def _draw(self) -> list[int]:
         finite = finite_rows(self._logits)
         if not bool(finite.all()):
-            row = int((~finite).nonzero()[0])
-            raise ValueError(f"row {self._active[row].index}: {not_finite(self._logits[row])}")
-        tokens = self._sampler.draw(self._logits, [row.generator for row in self._active], self._seen)
+            slot = int((~finite).nonzero()[0])
+            raise ValueError(f"row {self._active[slot].index}: {not_finite(self._logits[slot])}")
+        seen = self._decoder.seen
+        tokens = self._sampler.draw(self._logits, [row.generator for row in self._active], seen)
         if self._sampler.uses_history:
-            self._seen[range(len(tokens)), tokens] = True
+            seen[range(len(tokens)), tokens] = True
         return tokens
 
     def _new_sampler(self) -> Sampler:
         return Sampler([self._sampling] * len(self._active), self._logits.device)
 
     def _retire(self, finished: dict[int, FinishReason]) -> None:
-        """Remove rows, given by their place in the batch."""
-        if not finished:
-            return
-        for place, reason in finished.items():
-            index = self._active[place].index
-            self._finished[index], self._reasons[index] = self._finish_row(place), reason
-        kept = [place for place in range(len(self._active)) if place not in finished]
-        self._active = [self._active[place] for place in kept]
-        self._pending_tokens = [self._pending_tokens[place] for place in kept if self._pending_tokens]
-        if kept:
-            self._state = self._state.rows(kept)
-            self._logits, self._seen = self._logits[kept], self._seen[kept]
+        """Remove the sequences in some slots of the decoder."""
+        # In descending order, so that the sequence that moves into a freed slot is one that stays.
+        for slot in sorted(finished, reverse=True):
+            row = self._active[slot]
+            self._finished[row.index], self._reasons[row.index] = self._finish_row(slot), finished[slot]
+            with inference(self._model):
+                self._decoder.remove(slot)
+            _remove_from(self._active, slot)
+            if self._pending_tokens:
+                _remove_from(self._pending_tokens, slot)
+            else:  # the logits of the prompts are still needed
+                kept = list(range(len(self._logits)))
+                _remove_from(kept, slot)
+                self._logits = self._logits[kept]
+        if finished and self._active:
             self._sampler = self._new_sampler()
 
-    def _finish_row(self, place: int) -> _Finished:
-        pending_token = self._pending_tokens[place : place + 1]
-        return _Finished(
-            self._state.rows([place]), [token for token in pending_token if token not in self._stop_tokens]
-        )
+    def _finish_row(self, slot: int) -> _Finished:
+        pending_token = self._pending_tokens[slot : slot + 1]
+        with inference(self._model):
+            state = self._decoder.state(slot)
+        return _Finished(state, [token for token in pending_token if token not in self._stop_tokens])
 
     def _final_state(self, row: _Finished) -> GeckoState:
         if not row.pending_token:
@@ -177,33 +187,47 @@ class TokenStream:
         return read(self._model, [torch.tensor(row.pending_token)], row.state).state
 
 
-class StateSlots:
-    """Preallocated states of up to ``capacity`` sequences, of which the first ``count`` rows are in use.
+def _remove_from(values: list[T], place: int) -> None:
+    """Remove one value; the last one moves to its place."""
+    last = values.pop()
+    if place < len(values):
+        values[place] = last
 
-    A step works on views of the used rows, so empty slots cost nothing. When a sequence is removed, the last one moves
-    into its slot. For use without gradients.
+
+class Decoder:
+    """States of up to ``capacity`` sequences, which each step reads and changes in place.
+
+    On the CPU a step is one call into C for the whole network, if the weights are float32, bfloat16 or quantised. Other
+    weights and devices take ``Gecko.step``. The logits of a sequence do not depend on the others in C; in PyTorch their
+    last bits may. Empty slots cost memory but no time. For use without gradients.
     """
 
     def __init__(self, model: Gecko, capacity: int) -> None:
-        device = model.embedding.weight.device
-        # A state returned by the model has the dtypes that its steps write.
-        _, state = model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=device))
-        self._all = state.map(lambda x: x.new_zeros(capacity, *x.shape[1:]))
-        self._seen = torch.zeros(capacity, model.config.vocab_size, dtype=torch.bool, device=device)
-        self.capacity = capacity
-        self._resize(0)
+        self.capacity, self.count = capacity, 0
+        self._model, self._device = model, model.embedding.weight.device
+        self._all: GeckoState | None = None
+        self._state: GeckoState | None = None
+        self._network: Network | None = None
+        self._ends: Hashable = None
+        self._seen = torch.zeros(capacity, model.config.vocab_size, dtype=torch.bool, device=self._device)
 
     @property
     def seen(self) -> Tensor:
         """(count, V) bool, writable view: which tokens each sequence contains so far."""
         return self._seen[: self.count]
 
+    @property
+    def runs_in_c(self) -> bool:
+        """Whether a step is one call into C."""
+        return self._network is not None
+
     def add(self, state: GeckoState, seen: Tensor) -> None:
         """Copy the state of one sequence into slot ``count``."""
         assert self.count < self.capacity, "there must be a free slot"
         if not self.count:
             # No slot holds a state of earlier weights, so the weights may have changed.
-            self._all = replace(self._all, model=state.model)
+            self._prepare(state)
+        assert self._all is not None
         for slot, tensor in zip(self._all.tensors().values(), state.tensors().values(), strict=True):
             slot[self.count].copy_(tensor[0])
         self._seen[self.count].copy_(seen)
@@ -212,19 +236,53 @@ class StateSlots:
     def remove(self, slot: int) -> None:
         """Free ``slot``; the sequence in the last slot moves there."""
         last = self.count - 1
-        if slot != last:
+        if slot != last and self._all is not None:
             for tensor in (*self._all.tensors().values(), self._seen):
                 tensor[slot].copy_(tensor[last])
         self._resize(last)
 
-    def update(self, state: GeckoState) -> None:
-        """Copy the tensors of ``state`` that the step did not write in place."""
-        for slot, tensor in zip(self._tensors, state.tensors().values(), strict=True):
-            if tensor is not slot:
-                slot.copy_(tensor)
+    def state(self, slot: int) -> GeckoState:
+        """Return a copy of the state in ``slot``, with one row."""
+        assert self._all is not None and slot < self.count, "the slot must be in use"
+        return self._all.map(lambda x: x[slot : slot + 1].clone())
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Read one token per sequence, by slot, and return the logits of the next ones, (count, V).
+
+        The next call may overwrite the logits.
+        """
+        assert self._state is not None and len(tokens) == self.count, "there must be one token per sequence"
+        if self._network is None:
+            logits, after = self._model.step(torch.tensor(tokens, device=self._device), self._state)
+            for slot, tensor in zip(self._state.tensors().values(), after.tensors().values(), strict=True):
+                if tensor is not slot:
+                    slot.copy_(tensor)
+            return logits
+        if self._model.ends() != self._ends:
+            # Another change of the weights is only seen in the first step; checking all of them takes too long.
+            self._model.check_state(self._state, self.count)
+            self._pack()
+        clock = self._state.clock
+        positions = clock.position.numpy()
+        logits = self._network.step(tokens, positions, clock.document_start.numpy())
+        positions += 1
+        return logits
+
+    def _prepare(self, state: GeckoState) -> None:
+        """Allocate the slots for states like ``state``, unless there are some, and pack the weights."""
+        if self._all is None:
+            self._all = state.map(lambda x: x.new_zeros(self.capacity, *x.shape[1:]))
+        self._all = replace(self._all, model=state.model)
+        self._pack()
+
+    def _pack(self) -> None:
+        assert self._all is not None
+        self._network = None
+        if decodes_in_c(self._model, self._all):
+            self._network = PackedWeights(self._model).with_states(self._all)
+            self._ends = self._model.ends()
 
     def _resize(self, count: int) -> None:
         self.count = count
-        self.state = replace(self._all.map(lambda x: x[:count]), exclusive=True)
-        """Views of the used rows, which a step reads and writes."""
-        self._tensors = list(self.state.tensors().values())
+        if self._all is not None:
+            self._state = replace(self._all.map(lambda x: x[:count]), exclusive=True)

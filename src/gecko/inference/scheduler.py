@@ -10,7 +10,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from gecko.inference.decoder import StateSlots
+from gecko.inference.decoder import Decoder
 from gecko.inference.prefill import Prefill, inference, piece_length
 from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.request import Event, Finished, QueueFullError, Request, Token
@@ -137,9 +137,9 @@ class Engine:
         self._queue: OrderedDict[int, Request] = OrderedDict()
         self._prefills: deque[PromptPrefill] = deque()
         with inference(model):
-            self._slots = StateSlots(model, rows)
+            self._decoder = Decoder(model, rows)
         self._rows: list[_Sequence] = []
-        """The decoding sequences, by state slot."""
+        """The decoding sequences, by slot of the decoder."""
         self._sampler = Sampler([])
         self._pending: list[Event] = []
         self.prompt_tokens_read = 0
@@ -201,8 +201,8 @@ class Engine:
 
     def abandon(self) -> None:
         """Drop all requests, also after a step that failed midway; no events of them follow."""
-        for place in reversed(range(self._slots.count)):
-            self._slots.remove(place)
+        for place in reversed(range(self._decoder.count)):
+            self._decoder.remove(place)
         self._rows, self._pending, self._sampler = [], [], Sampler([])
         self._queue.clear()
         self._prefills.clear()
@@ -223,10 +223,7 @@ class Engine:
         """Return the logits (n, V) after the pending tokens of all sequences; None if there are none."""
         if not self._rows:
             return None
-        tokens = torch.tensor([row.pending_token for row in self._rows], device=self._slots.seen.device)
-        logits, state = self._model.step(tokens, self._slots.state)
-        self._slots.update(state)
-        return logits
+        return self._decoder.step([row.pending_token for row in self._rows])
 
     def _read_piece(self, events: list[Event]) -> Tensor | None:
         """Prefill a piece of the next prompt; at its end, return the logits (n, V) of the sequences that it starts."""
@@ -249,7 +246,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Admit waiting requests while places are free."""
-        while self._queue and self.active < self._slots.capacity:
+        while self._queue and self.active < self._decoder.capacity:
             request_id, request = self._queue.popitem(last=False)
             prefill = next((prefill for prefill in self._prefills if prefill.serves(request)), None)
             if prefill is None:
@@ -278,7 +275,7 @@ class Engine:
         if not bool(finite.all()):
             broken = {place: not_finite(logits[place]) for place in (~finite).nonzero().flatten().tolist()}
             logits = logits.masked_fill(~finite.unsqueeze(1), 0)
-        tokens = self._sampler.draw(logits, [row.generator for row in self._rows], self._slots.seen)
+        tokens = self._sampler.draw(logits, [row.generator for row in self._rows], self._decoder.seen)
         logprobs = self._logprobs(logits, tokens)
         finished = []
         for place, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
@@ -296,7 +293,7 @@ class Engine:
             events.append(end)
         self.tokens_made += sum(isinstance(event, Token) for event in events)
         if self._sampler.uses_history:
-            self._slots.seen[range(len(tokens)), tokens] = True
+            self._decoder.seen[range(len(tokens)), tokens] = True
         self._remove(finished)
 
     def _logprobs(self, logits: Tensor, tokens: list[int]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
@@ -317,21 +314,21 @@ class Engine:
     def _add(self, row: _Sequence, result: Prefill) -> None:
         sampler = self._new_sampler([*self._rows, row])
         row.generator.manual_seed(row.request.seed)
-        self._slots.add(result.state, result.seen)
+        self._decoder.add(result.state, result.seen)
         self._rows.append(row)
         self._sampler = sampler
 
     def _remove(self, places: list[int]) -> None:
         # In descending order, so that the sequence that moves into a freed slot is one that stays.
         for place in sorted(places, reverse=True):
-            self._slots.remove(place)
+            self._decoder.remove(place)
             self._rows[place] = self._rows[-1]
             self._rows.pop()
         if places:
             self._sampler = self._new_sampler(self._rows)
 
     def _new_sampler(self, rows: Sequence[_Sequence]) -> Sampler:
-        return Sampler([row.request.sampling for row in rows], self._slots.seen.device)
+        return Sampler([row.request.sampling for row in rows], self._decoder.seen.device)
 
 
 def _failed(request_id: int, error: Exception, position: int) -> Finished:

@@ -44,7 +44,7 @@ class CEMA(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor | None, segments: Segments) -> tuple[Tensor, Tensor]:
         """Return y of the shape of x, (B, T, D), and the state after the last token, (B, D, N, 2)."""
-        coefficients = self._cached_coefficients() if segments.overwrites else self._coefficients()
+        coefficients = self._cached_coefficients() if segments.overwrites else self.coefficients()
         skip = x.new_ones(x.shape[-1]) if self.omega is None else self.omega
         return cema(x, coefficients, state, segments=segments, skip=skip)
 
@@ -52,7 +52,8 @@ class CEMA(nn.Module):
         """Discard the cached coefficients."""
         self._cached = None
 
-    def _coefficients(self) -> CEMACoefficients:
+    def coefficients(self) -> CEMACoefficients:
+        """Return the filter's coefficients for the current parameters."""
         gamma = self.gamma if self.omega is None else self.gamma / math.sqrt(self.gamma.shape[1])
         return CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)
 
@@ -61,5 +62,5 @@ class CEMA(nn.Module):
         parameters = (self.alpha, self.delta, self.theta, self.gamma)
         key = identity(parameters)
         if self._cached is None or self._cached[0] != key:
-            self._cached = key, self._coefficients()
+            self._cached = key, self.coefficients()
         return self._cached[1]

@@ -278,14 +278,14 @@ class Gecko(nn.Module):
         cached = getattr(self, "_fingerprint", None)
         if cached is None or cached[0] != now:
             tied = TIED[0] if self.config.tie_embedding else None
-            cached = self._fingerprint = (now, fingerprint(self, tied), self._ends())
+            cached = self._fingerprint = (now, fingerprint(self, tied), self.ends())
         return cached[1]
 
     def _was_named(self, name: str) -> bool:
         """Return whether ``name`` is the last ``fingerprint``, and embedding and head have not changed since."""
-        return getattr(self, "_fingerprint", ())[1:] == (name, self._ends())
+        return getattr(self, "_fingerprint", ())[1:] == (name, self.ends())
 
-    def _ends(self) -> Hashable:
+    def ends(self) -> Hashable:
         """Return the identity of the first and the last weights only, which is fast enough to check at every token."""
         ends = (self.embedding.weight, self.head.weight)
         return identity(tensor for weight in ends for tensor in plain_tensors(weight))

@@ -1,0 +1,354 @@
+// One token of several sequences through a whole network: one call, in which threads meet six times a layer.
+//
+// Weights stream from memory once for all sequences (cpu_products.h). Each sequence has its state in a slot, which is
+// changed in place. Threads divide features in the timestep norm and CEMA, outputs in products, and heads in the mixer.
+// A norm over all features is computed by every thread for itself, which takes less time than to wait for another thread.
+#include <omp.h>
+
+#include "cpu_mixer.h"
+
+// Activations of all rows; row r of each starts r times its padded width after the first.
+typedef struct {
+    float *x, *mixed, *after, *normal, *averaged;                  // features
+    float *shared, *value, *gate, *out, *hidden, *gated, *weight;  // H · key; H · value, three times; hidden, twice; H · key
+    float *own;  // of each thread
+    int64_t own_size;
+} activations;
+
+// A thread's own numbers: normal activations of all rows, the work memory of a head, and a head's memory.
+static int64_t own_size_of(const network *net) {
+    return net->slots * padded(net->features) + head_room_size(net) + padded(net->key * net->value);
+}
+
+// Divides ``room``, in the same way in every call: padding that is zero stays zero.
+static int64_t carve(activations *a, float *room, const network *net, int64_t threads) {
+    const int64_t rows = net->slots;
+    const int64_t features = padded(net->features), value = padded(net->heads * net->value);
+    const int64_t key = padded(net->heads * net->key), hidden = padded(net->hidden);
+    struct { float **at; int64_t size; } parts[] = {
+        {&a->x, features}, {&a->mixed, features}, {&a->after, features}, {&a->normal, features}, {&a->averaged, features},
+        {&a->shared, key}, {&a->value, value}, {&a->gate, value}, {&a->out, value}, {&a->hidden, hidden},
+        {&a->gated, hidden}, {&a->weight, key},
+    };
+    int64_t used = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        *parts[i].at = room + used;
+        used += rows * parts[i].size;
+    }
+    a->own = room + used, a->own_size = own_size_of(net);
+    return used + threads * a->own_size;
+}
+
+// Numbers of work memory that a call needs; all of them must be zero before the first call.
+int64_t decoding_room(const network *net, int64_t threads) {
+    activations unused;
+    return carve(&unused, 0, net, threads);
+}
+
+static void read_embedding(const network *net, int64_t token, range part, float *x) {
+    const char *row = net->embedding.weight + token * net->embedding.row_bytes;
+    for (int64_t i = part.begin; i < part.end; i++) {
+        uint32_t bits = net->embedding.kind == BFLOAT16 ? (uint32_t)((const uint16_t *)row)[i] << 16 : 0;
+        if (net->embedding.kind == BFLOAT16) memcpy(x + i, &bits, sizeof bits);
+        else x[i] = ((const float *)row)[i];
+        x[i] *= net->embedding_scale;
+    }
+}
+
+// Timestep norm of the groups in ``part`` (features), and their statistics after this step.
+static void timestep_norm(const network *net, const running_norm *norm, int64_t slot, range part, const float *x, float *y) {
+    const int64_t size = net->features / net->groups;
+    const double count = norm->count[slot] + 1;
+    for (int64_t g = part.begin / size; g < part.end / size; g++) {
+        const float *from = x + g * size;
+        float mean = 0, variance = 0, *m = norm->mean + slot * net->groups + g, *v = norm->variance + slot * net->groups + g;
+        for (int64_t i = 0; i < size; i++) mean += from[i];
+        mean /= size;
+        for (int64_t i = 0; i < size; i++) variance += (from[i] - mean) * (from[i] - mean);
+        variance /= size;
+        float center, spread;
+        if (net->cumulative) {
+            float step = mean - *m;
+            *m += step / (float)count;
+            *v += (variance + step * (mean - *m) - *v) / (float)count;
+            center = *m, spread = *v;
+        } else {
+            *m = net->beta_mean * *m + (1 - net->beta_mean) * mean;
+            *v = net->beta_variance * *v + (1 - net->beta_variance) * variance;
+            center = *m / -expm1(count * log(net->beta_mean)), spread = *v / -expm1(count * log(net->beta_variance));
+        }
+        const float factor = 1 / sqrtf(spread + (float)net->eps);
+        for (int64_t i = g * size; i < (g + 1) * size; i++) y[i] = (x[i] - center) * factor * norm->scale[i] + norm->shift[i];
+    }
+}
+
+// h ← q h + p x and y = Re Σ γ h + ω x of some channels; a complex number is two neighbouring lanes.
+static void cema(const network *net, const layer *l, int64_t slot, range part, const float *x, float *y) {
+    const int64_t size = 2 * net->modes, row = padded(size), table = net->features * row;
+    for (int64_t channel = part.begin; channel < part.end; channel++) {
+        const float *factors = l->cema_tables + channel * row;
+        float *state = l->cema + (slot * net->features + channel) * size;
+        vec sum = {0}, input = every(x[channel]);
+        for (int64_t i = 0; i < size; i += LANES) {
+            int some = least(LANES, size - i);
+            vec h = load_some(state + i, some);
+            h = h * load(factors + i) + swapped(h, 1) * load(factors + table + i) + input * load(factors + 2 * table + i);
+            store_some(state + i, h, some);
+            sum += h * load(factors + 3 * table + i);
+        }
+        y[channel] = sum_of(sum) + l->cema_skip[channel] * x[channel];
+    }
+}
+
+// RMS norm, or layer norm where there is a ``shift``, of all features.
+static void group_norm(const network *net, const float *x, const float *scale, const float *shift, int centred, float *y) {
+    const int64_t size = net->features / net->norm_groups;
+    for (int64_t g = 0; g < net->norm_groups; g++) {
+        const float *from = x + g * size;
+        vec sum = {0}, squares = {0};
+        for (int64_t i = 0; centred && i < size; i += LANES) sum += load_some(from + i, least(LANES, size - i));
+        const float mean = sum_of(sum) / size;
+        for (int64_t i = 0; i < size; i += LANES) {
+            int some = least(LANES, size - i);
+            vec deviation = load_some(from + i, some) - mean;
+            if (some < LANES) {
+                float lanes[LANES] = {0};
+                store_some(lanes, deviation, some);
+                deviation = load(lanes);
+            }
+            squares += deviation * deviation;
+        }
+        const float factor = 1 / sqrtf(sum_of(squares) / size + (float)net->eps);
+        for (int64_t i = g * size; i < (g + 1) * size; i++)
+            y[i] = (x[i] - mean) * factor * scale[i] + (shift ? shift[i] : 0.0f);
+    }
+}
+
+static void silu(float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        int some = least(LANES, count - i);
+        vec y = load_some(x + i, some);
+        store_some(x + i, y * sigmoid_of(y), some);
+    }
+}
+
+static void add(float *to, const float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] += x[i];
+}
+
+// A thread's share of the work of one call.
+typedef struct {
+    const network *net;
+    const batch *batch;
+    activations a;
+    int64_t thread, threads;
+    float *own, *head;  // normal activations (rows, features), and the work memory of a head
+} worker;
+
+static range features_of(const worker *w) {
+    return part_of(w->net->features, w->net->features / w->net->groups, w->thread, w->threads);
+}
+
+static void norm_and_cema(const worker *w, const layer *l, const running_norm *norm) {
+    const int64_t row = padded(w->net->features);
+    const range part = features_of(w);
+    for (int64_t r = 0; r < w->batch->rows; r++) {
+        timestep_norm(w->net, norm, w->batch->slot[r], part, w->a.x + r * row, w->a.normal + r * row);
+        if (l) cema(w->net, l, w->batch->slot[r], part, w->a.normal + r * row, w->a.averaged + r * row);
+    }
+}
+
+static void count_step(const worker *w, const running_norm *norm) {
+    if (w->thread == 0)
+        for (int64_t r = 0; r < w->batch->rows; r++) norm->count[w->batch->slot[r]]++;
+}
+
+// One part of the outputs of a layer, for all rows.
+static void run_layer(const worker *w, const matrix *m, range part, const float *x, float *y, int64_t y_row) {
+    if (part.begin < part.end) products(m, part.begin, part.end, x, m->inputs, w->batch->rows, y, y_row);
+}
+
+// Shared projection, values, gates and the residual of the mixer, as one list of outputs.
+static void project(const worker *w, const layer *l) {
+    const network *net = w->net;
+    const int64_t rows = w->batch->rows, features = padded(net->features);
+    const int64_t key = net->heads * net->key, value = net->heads * net->value;
+    for (int64_t r = 0; r < rows; r++)
+        group_norm(net, w->a.averaged + r * features, l->cema_norm, 0, 0, w->own + r * features);
+    const range part = part_of(key + 2 * value + net->features, TILE_OUTPUTS, w->thread, w->threads);
+    const range to_value = intersection(part, 0, value), to_gate = intersection(part, value, 2 * value);
+    const range to_shared = intersection(part, 2 * value, 2 * value + key);
+    const range to_hidden = intersection(part, 2 * value + key, 2 * value + key + net->features);
+    run_layer(w, &l->to_value, to_value, w->a.normal, w->a.value, padded(value));
+    run_layer(w, &l->to_gate, to_gate, w->own, w->a.gate, padded(value));
+    run_layer(w, &l->to_shared, to_shared, w->own, w->a.shared, padded(key));
+    run_layer(w, &l->to_hidden, to_hidden, w->own, w->a.mixed, features);
+    for (int64_t r = 0; r < rows; r++) {
+        if (to_value.begin < to_value.end)
+            silu(w->a.value + r * padded(value) + to_value.begin, to_value.end - to_value.begin);
+        if (to_gate.begin < to_gate.end)
+            silu(w->a.gate + r * padded(value) + to_gate.begin, to_gate.end - to_gate.begin);
+        if (to_hidden.begin < to_hidden.end)
+            add(w->a.mixed + r * features + to_hidden.begin, w->a.x + r * features + to_hidden.begin,
+                to_hidden.end - to_hidden.begin);
+    }
+}
+
+// Queries and keys of one head: a unit vector, scaled and shifted, and for attention rotated.
+static void queries_and_keys(const network *net, const layer *l, const place *at, int64_t head, const float *shared,
+                             const head_room *room) {
+    const int64_t size = net->key, all = net->heads * size, first = head * size;
+    const int64_t turn = at->position - at->chunk_start;
+    normalise_head(shared + first, room->normal, size, net->eps);
+    scale_and_shift(room->normal, l->qk_scale + first, l->qk_shift + first, room->share, size);
+    scale_and_shift(room->normal, l->qk_scale + all + first, l->qk_shift + all + first, room->memory_key, size);
+    if (head < net->rope_heads) {
+        rotate(room->share, net->phases + turn * size, room->query[0], size);
+        rotate(room->share, net->phases + (turn + net->chunk) * size, room->query[1], size);
+        rotate(room->memory_key, net->phases + turn * size, room->key, size);
+    } else {
+        memcpy(room->query[0], room->share, sizeof(float) * size);
+        memcpy(room->query[1], room->share, sizeof(float) * size);
+        memcpy(room->key, room->memory_key, sizeof(float) * size);
+    }
+    if (net->memory == NO_MEMORY) return;
+    const float *scale = l->qk_scale + 2 * all + first, *shift = l->qk_shift + 2 * all + first;
+    scale_and_shift(room->normal, scale, shift, room->memory_query, size);
+    scale_and_shift(room->normal, scale + all, shift + all, room->memory_key, size);
+}
+
+// One head of one row, of whose values it takes the columns ``part``.
+static void mix_head(const worker *w, const layer *l, int64_t row, int64_t head, range part, const head_room *room) {
+    const network *net = w->net;
+    const place at = place_of(net, w->batch, row);
+    const int64_t values = padded(net->heads * net->value), first = row * values + head * net->value;
+    float *v = w->a.value + first, *out = w->a.out + first;
+    queries_and_keys(net, l, &at, head, w->a.shared + row * padded(net->heads * net->key), room);
+    if (part.begin == 0)
+        memcpy(l->keys + ((at.slot * net->heads + head) * 2 * net->chunk + at.position % (2 * net->chunk)) * net->key,
+               room->key, sizeof(float) * net->key);
+    write_values(net, l, &at, head, part, v);
+    attend(net, l, &at, head, part, room, out);
+    for (int64_t i = part.begin; i < part.end; i++) out[i] *= w->a.gate[first + i];
+    if (net->memory == NO_MEMORY) return;
+    float *next = w->a.weight + row * padded(net->heads * net->key) + head * net->key;
+    if (part.begin) next = room->scores;  // the thread of the first columns keeps it
+    memory_features(net, l, &at, head, room, next);
+    use_memory(net, l, &at, head, part, room, v, out);
+}
+
+static void mix(const worker *w, const layer *l) {
+    const network *net = w->net;
+    const int64_t tasks = w->batch->rows * net->heads, parts = blocks_of(w->threads, tasks);
+    const head_room room = head_room_at(net, w->head);
+    const range mine = part_of(tasks * parts, 1, w->thread, w->threads);
+    for (int64_t task = mine.begin; task < mine.end; task++) {
+        const range columns = part_of(net->value, LANES, task % parts, parts);
+        if (columns.begin < columns.end)
+            mix_head(w, l, task / parts / net->heads, task / parts % net->heads, columns, &room);
+    }
+}
+
+// After all heads: the weights of the current chunk with this token, and the memory where a chunk is complete.
+static void finish_chunk(const worker *w, const layer *l) {
+    const network *net = w->net;
+    const int64_t key = net->heads * net->key;
+    if (net->memory == NO_MEMORY) return;
+    const range mine = part_of(w->batch->rows * net->heads, 1, w->thread, w->threads);
+    for (int64_t task = mine.begin; task < mine.end; task++) {
+        const int64_t row = task / net->heads, head = task % net->heads;
+        const place at = place_of(net, w->batch, row);
+        memcpy(l->current.weight + at.slot * key + head * net->key, w->a.weight + row * padded(key) + head * net->key,
+               sizeof(float) * net->key);
+        if (at.ends_chunk) complete_chunk(net, l, &at, head, w->head + head_room_size(net));
+    }
+}
+
+static void mark_resets(const worker *w, const layer *l) {
+    for (int64_t r = 0; w->net->memory != NO_MEMORY && w->thread == 0 && r < w->batch->rows; r++) {
+        const place at = place_of(w->net, w->batch, r);
+        if (at.ends_chunk) l->previous_resets[at.slot] = at.began_in_chunk;
+    }
+}
+
+static void project_output(const worker *w, const layer *l) {
+    const int64_t features = padded(w->net->features);
+    const range part = part_of(w->net->features, TILE_OUTPUTS, w->thread, w->threads);
+    run_layer(w, &l->to_output, part, w->a.out, w->a.after, features);
+    for (int64_t r = 0; r < w->batch->rows && part.begin < part.end; r++)
+        add(w->a.after + r * features + part.begin, w->a.mixed + r * features + part.begin, part.end - part.begin);
+}
+
+static void feed_forward_in(const worker *w, const layer *l) {
+    const network *net = w->net;
+    const int64_t rows = w->batch->rows, features = padded(net->features), hidden = padded(net->hidden);
+    const range part = part_of(net->hidden, TILE_OUTPUTS, w->thread, w->threads);
+    for (int64_t r = 0; r < rows; r++)
+        group_norm(net, w->a.after + r * features, l->ffn_norm_scale, l->ffn_norm_shift, 1, w->own + r * features);
+    run_layer(w, &l->fc1, part, w->own, w->a.hidden, hidden);
+    if (net->swiglu) run_layer(w, &l->fc3, part, w->own, w->a.gated, hidden);
+    for (int64_t r = 0; r < rows && part.begin < part.end; r++) {
+        float *y = w->a.hidden + r * hidden, *factor = w->a.gated + r * hidden;
+        silu(y + part.begin, part.end - part.begin);
+        for (int64_t i = part.begin; net->swiglu && i < part.end; i++) y[i] *= factor[i];
+    }
+}
+
+// x ← fc2 hidden + residual; ``two_hop`` adds the block's input, not the mixer's output.
+static void feed_forward_out(const worker *w, const layer *l) {
+    const network *net = w->net;
+    const int64_t features = padded(net->features);
+    const range part = part_of(net->features, TILE_OUTPUTS, w->thread, w->threads);
+    run_layer(w, &l->fc2, part, w->a.hidden, w->own, features);
+    for (int64_t r = 0; r < w->batch->rows; r++) {
+        float *x = w->a.x + r * features, *y = w->own + r * features, *residual = w->a.after + r * features;
+        for (int64_t i = part.begin; i < part.end; i++) {
+            float scaled = l->ffn_scale ? y[i] * l->ffn_scale[i] : y[i];
+            x[i] = scaled + (net->two_hop ? x[i] : residual[i]);
+        }
+    }
+}
+
+static void run_block(const worker *w, const layer *l) {
+    norm_and_cema(w, l, &l->norm);
+#pragma omp barrier
+    count_step(w, &l->norm);
+    project(w, l);
+#pragma omp barrier
+    mix(w, l);
+#pragma omp barrier
+    finish_chunk(w, l);
+    project_output(w, l);
+#pragma omp barrier
+    mark_resets(w, l);
+    feed_forward_in(w, l);
+#pragma omp barrier
+    feed_forward_out(w, l);
+#pragma omp barrier
+}
+
+static void run_network(const worker *w) {
+    const network *net = w->net;
+    const range part = features_of(w);
+    for (int64_t r = 0; r < w->batch->rows; r++)
+        read_embedding(net, w->batch->token[r], part, w->a.x + r * padded(net->features));
+    for (int64_t i = 0; i < net->layers; i++) run_block(w, net->layer + i);
+    norm_and_cema(w, 0, &net->final_norm);
+#pragma omp barrier
+    count_step(w, &net->final_norm);
+    const range outputs = part_of(net->vocabulary, TILE_OUTPUTS, w->thread, w->threads);
+    run_layer(w, &net->head, outputs, w->a.normal, w->batch->logits, net->vocabulary);
+}
+
+// Logits of the token after those of ``b``, whose states are changed in place. ``room`` as ``decoding_room`` says.
+void decoding_step(const network *net, const batch *b, float *room, int64_t threads) {
+    activations a;
+    carve(&a, room, net, threads);
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t thread = omp_get_thread_num(), there = omp_get_num_threads();
+        float *own = a.own + thread * a.own_size;
+        const worker w = {net, b, a, thread, there, own, own + net->slots * padded(net->features)};
+        run_network(&w);
+    }
+}

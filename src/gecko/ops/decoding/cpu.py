@@ -1,0 +1,188 @@
+"""One token of several sequences through a whole network, as one call into C.
+
+The structures mirror ``cpu_network.h`` and ``cpu_products.h``: every field is 8 bytes wide. A structure holds addresses
+only; ``Network`` keeps the tensors that they belong to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_double, c_int64, c_void_p
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gecko.ops.backends.cpu import library
+
+REGISTER = 16
+"""Rows of weights and of activations are whole registers: multiples of 16 numbers."""
+GROUP = 32
+"""Consecutive weights of a row that share a scale in 4 bits."""
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
+
+
+class Weights(NamedTuple):
+    """A weight matrix as the kernels read it, (outputs, inputs), inputs padded with zeros to whole registers.
+
+    ``weight`` is float32, bfloat16, int8 with one ``scale`` per output, or uint8 with two numbers of 4 bits per byte
+    and one ``scale`` per ``GROUP`` inputs.
+    """
+
+    weight: Tensor
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1] * (2 if self.weight.dtype == torch.uint8 else 1)
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("kind", "outputs", "inputs", "row_bytes")] + [
+        (name, c_void_p) for name in ("weight", "scale", "bias")
+    ]
+
+
+class _RunningNorm(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in ("scale", "shift", "count", "mean", "variance")]
+
+
+class _ChunkSummary(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in ("weight", "key_sum", "value_sum")]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("norm", _RunningNorm),
+        *((name, c_void_p) for name in ("cema_tables", "cema_skip", "cema", "cema_norm")),
+        *((name, _Matrix) for name in ("to_shared", "to_value", "to_gate", "to_hidden", "to_output")),
+        *((name, c_void_p) for name in ("qk_scale", "qk_shift", "keys", "values", "memory", "normaliser")),
+        ("previous", _ChunkSummary),
+        ("current", _ChunkSummary),
+        *((name, c_void_p) for name in ("previous_resets", "ffn_norm_scale", "ffn_norm_shift", "ffn_scale")),
+        *((name, _Matrix) for name in ("fc1", "fc3", "fc2")),
+    ]
+
+
+class _Network(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in (
+            "slots", "layers", "features", "heads", "key", "value", "hidden", "modes", "chunk", "groups", "norm_groups",
+            "vocabulary", "attention", "memory", "rope_heads", "swiglu", "two_hop", "cumulative",
+            "values_are_bfloat16",
+        )),
+        *((name, c_double) for name in ("beta_mean", "beta_variance", "eps", "embedding_scale")),
+        ("phases", c_void_p),
+        *((name, _Matrix) for name in ("embedding", "head")),
+        ("final_norm", _RunningNorm),
+        ("layer", POINTER(_Layer)),
+    ]  # fmt: skip
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        ("rows", c_int64),
+        *((name, c_void_p) for name in ("token", "slot", "position", "document_start", "logits")),
+    ]
+
+
+Value = Tensor | Weights | int | float | None
+Record = dict[str, Any]
+"""Fields of a structure: numbers, tensors, weights, and records of structures within it."""
+
+
+class Network:
+    """A network with the states of its sequences, ready to be called.
+
+    Args:
+        record: the fields of the network; "layer" is a list of those of the layers.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._kept: list[Tensor] = []
+        layers = [self._filled(_Layer, layer) for layer in record.pop("layer")]
+        self._layers = (_Layer * len(layers))(*layers)
+        self._network = self._filled(_Network, record)
+        self._network.layer = self._layers
+        self._room: dict[int, Tensor] = {}
+        self._vocabulary = record["vocabulary"]
+        # Token, slot, position and start of the document of each row of a call.
+        self._numbers = np.zeros((4, record["slots"]), dtype=np.int64)
+        self._numbers[1] = range(record["slots"])
+        self._logits = torch.empty(record["slots"], self._vocabulary)
+        self._batch = _Batch(0, *(row.ctypes.data for row in self._numbers), self._logits.data_ptr())
+
+    def step(self, tokens: Sequence[int], positions: np.ndarray, starts: np.ndarray) -> Tensor:
+        """Read one token of each of the first sequences and return the logits of the next ones, (rows, vocabulary).
+
+        The states in the slots are changed in place. The next call overwrites the logits.
+
+        Args:
+            tokens: one id per sequence.
+            positions: (rows,), tokens that each sequence has read.
+            starts: (rows,), position of the first token of each sequence's document.
+
+        Raises:
+            ValueError: a token is not in the vocabulary.
+        """
+        rows = len(tokens)
+        for i, numbers in ((0, tokens), (2, positions), (3, starts)):
+            self._numbers[i, :rows] = numbers
+        ids = self._numbers[0, :rows]
+        if ids.min() < 0 or ids.max() >= self._vocabulary:
+            raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
+        self._batch.rows = rows
+        threads = torch.get_num_threads()
+        _step(ctypes.byref(self._network), ctypes.byref(self._batch), self._room_of(threads), threads)
+        return self._logits[:rows]
+
+    def _room_of(self, threads: int) -> int:
+        """Return the address of the work memory, which is zero before the first call."""
+        if threads not in self._room:
+            self._room = {threads: torch.zeros(_room_for(ctypes.byref(self._network), threads))}
+        return self._room[threads].data_ptr()
+
+    def _filled(self, kind: Any, record: Record) -> Any:
+        names = dict(kind._fields_)
+        return kind(**{name: self._value(names[name], value) for name, value in record.items()})
+
+    def _value(self, kind: Any, value: Any) -> Any:
+        if isinstance(value, dict):
+            return self._filled(kind, value)
+        if isinstance(value, Weights):
+            return self._matrix(value)
+        if isinstance(value, Tensor):
+            assert value.is_contiguous() and value.device.type == "cpu", "kernels take contiguous tensors of the CPU"
+            self._kept.append(value)
+            return value.data_ptr()
+        return value
+
+    def _matrix(self, weights: Weights) -> _Matrix:
+        weight, (scale, bias) = weights.weight, (self._value(None, x) for x in (weights.scale, weights.bias))
+        assert weights.inputs % REGISTER == 0, "rows of weights are whole registers"
+        return _Matrix(
+            _KINDS[weight.dtype], len(weight), weights.inputs, weight.shape[1] * weight.itemsize,
+            self._value(None, weight), scale, bias,
+        )  # fmt: skip
+
+
+def _room_for(network: Any, threads: int) -> int:
+    return int(_function("decoding_room", c_int64, (c_void_p, c_int64))(network, threads))
+
+
+def _step(network: Any, batch: Any, room: int, threads: int) -> None:
+    _function("decoding_step", None, (c_void_p, c_void_p, c_void_p, c_int64))(network, batch, room, threads)
+
+
+@cache
+def _function(name: str, result: Any, arguments: tuple[Any, ...]) -> Any:
+    loaded = library()
+    assert loaded is not None, "the decoder asks for the library first"
+    function = getattr(loaded, name)
+    function.restype, function.argtypes = result, arguments
+    return function

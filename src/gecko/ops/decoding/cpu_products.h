@@ -1,0 +1,136 @@
+// Products of a few rows of activations with a weight matrix that is read from memory once: decoding is as fast as memory
+// delivers weights. The weights stay in the order of PyTorch's layers, (outputs, inputs).
+#pragma once
+
+#include "../backends/cpu.h"
+
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4 } weight_kind;
+
+// A weight matrix and its bias. The fields mirror ``Matrix`` in cpu.py; each is 8 bytes wide.
+typedef struct {
+    int64_t kind, outputs, inputs, row_bytes;  // inputs are rounded up to whole registers; the added weights are zero
+    const char *weight;
+    const float *scale;  // INT8: one per output; INT4: one per GROUP inputs of each output
+    const float *bias;   // may be null
+} matrix;
+
+enum { GROUP = 32 };       // inputs that share a scale in 4 bits
+enum { TILE_OUTPUTS = 4 };  // outputs that one pass over the activations computes
+
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t lanes_of_bits __attribute__((vector_size(4 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+static inline vec load_bfloat16(const uint16_t *from) {
+    return (vec)(__builtin_convertvector(*(const halves *)from, lanes_of_bits) << 16);
+}
+
+static inline vec load_int8(const int8_t *from) { return __builtin_convertvector(*(const bytes *)from, vec); }
+
+// The low or the high half of each byte, minus 8.
+static inline vec load_int4(const int8_t *from, int high) {
+    lanes_of_int both = __builtin_convertvector(*(const bytes *)from, lanes_of_int);
+    return __builtin_convertvector((high ? both >> 4 & 15 : both & 15) - 8, vec);
+}
+
+static inline __attribute__((always_inline)) vec load_weights(const char *row, int64_t at, const weight_kind kind) {
+    if (kind == BFLOAT16) return load_bfloat16((const uint16_t *)row + at);
+    if (kind == INT8) return load_int8((const int8_t *)row + at);
+    return load((const float *)row + at);
+}
+
+// sums[o][r] += the products of rows o of the weights and r of x, over inputs begin .. end. Everything stays in registers.
+static inline __attribute__((always_inline)) void add_products(
+    vec sums[TILE_OUTPUTS][2], const char *weight, int64_t row_bytes, const float *x, int64_t x_row, int64_t begin,
+    int64_t end, const int outputs, const int rows, const weight_kind kind) {
+    for (int64_t k = begin; k < end; k += LANES) {
+        vec right[2];
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++) right[r] = load(x + r * x_row + k);
+#pragma GCC unroll 4
+        for (int o = 0; o < outputs; o++) {
+            vec left = load_weights(weight + o * row_bytes, k, kind);
+#pragma GCC unroll 2
+            for (int r = 0; r < rows; r++) sums[o][r] += left * right[r];
+        }
+    }
+}
+
+// The same for 4 bits: a group's bytes hold its first half in their low halves and its second in their high halves.
+static inline __attribute__((always_inline)) void add_products_int4(
+    vec sums[TILE_OUTPUTS][2], const char *weight, const float *scale, int64_t row_bytes, const float *x, int64_t x_row,
+    int64_t inputs, const int outputs, const int rows) {
+    const int64_t groups = inputs / GROUP;
+    for (int64_t g = 0; g < groups; g++)
+#pragma GCC unroll 4
+        for (int o = 0; o < outputs; o++) {
+            const int8_t *from = (const int8_t *)weight + o * row_bytes + g * (GROUP / 2);
+            vec part[2] = {{0}, {0}};
+            for (int high = 0; high < 2; high++)
+                for (int at = 0; at < GROUP / 2; at += LANES) {
+                    vec left = load_int4(from + at, high);
+#pragma GCC unroll 2
+                    for (int r = 0; r < rows; r++)
+                        part[r] += left * load(x + r * x_row + g * GROUP + high * (GROUP / 2) + at);
+                }
+#pragma GCC unroll 2
+            for (int r = 0; r < rows; r++) sums[o][r] += part[r] * scale[o * groups + g];
+        }
+}
+
+// y[o] of ``outputs`` outputs from ``first`` on, for ``rows`` (1 or 2) rows of x.
+static inline __attribute__((always_inline)) void products_tile(
+    const matrix *w, int64_t first, const float *x, int64_t x_row, float *y, int64_t y_row, const int outputs,
+    const int rows, const weight_kind kind) {
+    vec sums[TILE_OUTPUTS][2] = {{{0}}};
+    const char *weight = w->weight + first * w->row_bytes;
+    if (kind == INT4) {
+        const float *scale = w->scale + first * (w->inputs / GROUP);
+        add_products_int4(sums, weight, scale, w->row_bytes, x, x_row, w->inputs, outputs, rows);
+    } else {
+        add_products(sums, weight, w->row_bytes, x, x_row, 0, w->inputs, outputs, rows, kind);
+    }
+#pragma GCC unroll 4
+    for (int o = 0; o < outputs; o++)
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++) {
+            float sum = sum_of(sums[o][r]);
+            if (kind == INT8) sum *= w->scale[first + o];
+            y[r * y_row + first + o] = sum + (w->bias ? w->bias[first + o] : 0.0f);
+        }
+}
+
+#define PRODUCTS_OF(name, kind)                                                                                      \
+    static void name(const matrix *w, int64_t begin, int64_t end, const float *x, int64_t x_row, int64_t rows, float *y, \
+                     int64_t y_row) {                                                                                \
+        for (int64_t o = begin; o < end; o += TILE_OUTPUTS) {                                                        \
+            int64_t r = 0;                                                                                           \
+            if (end - o >= TILE_OUTPUTS) {                                                                           \
+                for (; r + 2 <= rows; r += 2)                                                                        \
+                    products_tile(w, o, x + r * x_row, x_row, y + r * y_row, y_row, TILE_OUTPUTS, 2, kind);          \
+                if (r < rows)                                                                                        \
+                    products_tile(w, o, x + r * x_row, x_row, y + r * y_row, y_row, TILE_OUTPUTS, 1, kind);          \
+            } else                                                                                                   \
+                for (int64_t one = o; one < end; one++)                                                              \
+                    for (r = 0; r < rows; r++)                                                                       \
+                        products_tile(w, one, x + r * x_row, x_row, y + r * y_row, y_row, 1, 1, kind);               \
+        }                                                                                                            \
+    }
+
+PRODUCTS_OF(products_float32, FLOAT32)
+PRODUCTS_OF(products_bfloat16, BFLOAT16)
+PRODUCTS_OF(products_int8, INT8)
+PRODUCTS_OF(products_int4, INT4)
+
+#undef PRODUCTS_OF
+
+// y (rows, outputs begin .. end) = x wᵀ + bias. Rows of x hold ``inputs`` numbers, zeros after the layer's own inputs.
+static inline void products(const matrix *w, int64_t begin, int64_t end, const float *x, int64_t x_row, int64_t rows,
+                            float *y, int64_t y_row) {
+    switch (w->kind) {
+    case FLOAT32: products_float32(w, begin, end, x, x_row, rows, y, y_row); break;
+    case BFLOAT16: products_bfloat16(w, begin, end, x, x_row, rows, y, y_row); break;
+    case INT8: products_int8(w, begin, end, x, x_row, rows, y, y_row); break;
+    default: products_int4(w, begin, end, x, x_row, rows, y, y_row);
+    }
+}

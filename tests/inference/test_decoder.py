@@ -1,0 +1,251 @@
+"""The decoder's logits and states are those of a model call over the whole text, for any weights, sizes and slots."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import cases
+from torch import Tensor
+
+import gecko
+from gecko.inference import Prefill, Sampling, TokenStream, read
+from gecko.inference.decoder import Decoder
+from gecko.state import GeckoState
+
+LENGTHS = (1, 5, 2 * cases.CHUNK, 3 * cases.CHUNK - 1)
+STEPS = 4 * cases.CHUNK + 3
+"""More than the attention window: every chunk completes several times, at different steps of different rows."""
+
+
+def decode_from(model: gecko.Gecko, prefills: Sequence[Prefill]) -> Decoder:
+    """Return a decoder with the states of ``prefills`` and an empty slot."""
+    decoder = Decoder(model, len(prefills) + 1)
+    with torch.inference_mode():
+        for prefill in prefills:
+            decoder.add(prefill.state, prefill.seen)
+    return decoder
+
+
+def start(model: gecko.Gecko, texts: Sequence[Tensor]) -> Decoder:
+    """Return a decoder that has read ``texts``."""
+    return decode_from(model, [read(model, [text]) for text in texts])
+
+
+def run(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """Return the logits of every step (rows, steps, V) over ``tokens`` (rows, steps)."""
+    with torch.inference_mode():
+        return torch.stack([decoder.step(column.tolist()).clone() for column in tokens.unbind(1)], 1)
+
+
+def assert_same_states(found: GeckoState, expected: GeckoState, tolerance: float) -> None:
+    for name, tensor in expected.tensors().items():
+        torch.testing.assert_close(
+            found.tensors()[name].double(), tensor.double(), rtol=tolerance, atol=tolerance, msg=name
+        )
+
+
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_steps_in_c_are_calls_in_float64(variant: str) -> None:
+    model = cases.model(variant, torch.float32)
+    exact = copy.deepcopy(model).double()
+    tokens = [cases.tokens(1, length + STEPS, seed)[0] for seed, length in enumerate(LENGTHS)]
+    decoder = start(model, [text[:length] for text, length in zip(tokens, LENGTHS, strict=True)])
+    assert decoder.runs_in_c
+    logits = run(decoder, torch.stack([text[length:] for text, length in zip(tokens, LENGTHS, strict=True)]))
+    for slot, (text, length) in enumerate(zip(tokens, LENGTHS, strict=True)):
+        with torch.no_grad():
+            expected, state = exact(text.unsqueeze(0))
+        torch.testing.assert_close(logits[slot].double(), expected[0, length:], rtol=1e-3, atol=1e-3)
+        assert_same_states(decoder.state(slot), state, 1e-3)
+        assert decoder.state(slot).position == [len(text)]
+
+
+@pytest.mark.parametrize("variant", ["gecko", "linear-memory"])
+def test_a_document_in_the_prompt_is_kept_apart(variant: str) -> None:
+    model = cases.model(variant, torch.float32)
+    tokens, length = cases.tokens(1, 6 * cases.CHUNK, 1), 2 * cases.CHUNK + 3
+    ids = torch.arange(length).unsqueeze(0) // (cases.CHUNK + 2)
+    with torch.inference_mode():
+        _, state = model(tokens[:, :length], segment_ids=ids)
+        decoder = Decoder(model, 1)
+        decoder.add(state, torch.zeros(cases.SMALL.vocab_size, dtype=torch.bool))
+        found = run(decoder, tokens[:, length:])
+        rest = ids[:, -1:].expand(1, tokens.shape[1] - length)
+        expected, _ = model(tokens, segment_ids=torch.cat([ids, rest], 1))
+    torch.testing.assert_close(found, expected[:, length:], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str) -> None:
+    model = cases.model(variant, torch.float32)
+    prefills = [read(model, [cases.tokens(1, length, seed)[0]]) for seed, length in enumerate(LENGTHS)]
+    tokens = cases.tokens(len(prefills), STEPS, 9)
+    expected = run(decode_from(model, prefills), tokens)
+    for slot, prefill in enumerate(prefills):
+        found = run(decode_from(model, [prefill]), tokens[slot : slot + 1])
+        assert torch.equal(found, expected[slot : slot + 1])
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 5, 13):
+            torch.set_num_threads(threads)
+            assert torch.equal(run(decode_from(model, prefills), tokens), expected), f"{threads} threads"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_weights_in_bfloat16_are_read_as_they_are() -> None:
+    """Activations stay float32, so the logits are those of the same weights in float32 to float32's rounding."""
+    model = cases.model("gecko", torch.float32).bfloat16()
+    wide = copy.deepcopy(model).float()
+    prompt, tokens = cases.tokens(1, 3 * cases.CHUNK, 1)[0], cases.tokens(1, STEPS, 2)
+    with torch.inference_mode():
+        state = read(wide, [prompt]).state
+    decoders = []
+    for one in (model, wide):
+        decoder = Decoder(one, 1)
+        with torch.inference_mode():
+            decoder.add(state, torch.zeros(cases.SMALL.vocab_size, dtype=torch.bool))
+        assert decoder.runs_in_c
+        decoders.append(decoder)
+    found, expected = (run(decoder, tokens) for decoder in decoders)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_in_bfloat16_keeps_its_window_in_bfloat16() -> None:
+    model = cases.model("gecko", torch.float32).bfloat16()
+    decoder = start(model, [cases.tokens(1, 20)[0]])
+    logits = run(decoder, cases.tokens(1, STEPS, 2))
+    assert decoder.runs_in_c
+    assert decoder.state(0).mixers[0].attention.values.dtype == torch.bfloat16
+    assert logits.dtype == torch.float32, "sums are float32"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_weights_are_those_of_torchao(bits: int) -> None:
+    pytest.importorskip("torchao")
+    from gecko.io.quantization import quantize
+
+    config = gecko.GeckoConfig.preset("tiny", num_layers=2, chunk_size=16)
+    torch.manual_seed(0)
+    model = gecko.Gecko(config).eval()
+    quantize(model, bits)
+    prompt, tokens = torch.randint(264, (40,)), torch.randint(264, (1, 50))
+    decoder = start(model, [prompt])
+    assert decoder.runs_in_c
+    found = run(decoder, tokens)
+    with torch.inference_mode():
+        expected, _ = model(torch.cat([prompt, tokens[0]]).unsqueeze(0))
+    torch.testing.assert_close(found, expected[:, len(prompt) :], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["float64", "hook", "no library"])
+def test_other_models_decode_in_pytorch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cases.model("gecko", torch.float64 if kind == "float64" else torch.float32)
+    if kind == "hook":
+        model.blocks[0].mixer.to_gate.register_forward_hook(lambda module, inputs, output: 2 * output)
+    if kind == "no library":
+        monkeypatch.setattr("gecko.inference.packed_weights.library", lambda: None)
+    prompt, tokens = cases.tokens(1, 20)[0], cases.tokens(1, STEPS, 2)
+    decoder = start(model, [prompt])
+    assert not decoder.runs_in_c
+    found = run(decoder, tokens)
+    with torch.inference_mode():
+        expected, _ = model(torch.cat([prompt, tokens[0]]).unsqueeze(0))
+    torch.testing.assert_close(found, expected[:, len(prompt) :], rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=12)
+@given(moves=st.lists(st.integers(-3, 60).filter(bool), min_size=1, max_size=14))
+def test_rows_stay_what_they_are_while_others_come_and_go(moves: list[int]) -> None:
+    """A positive move adds a text of that length, a negative one removes a slot; all take a step after each."""
+    model = cases.model("gecko", torch.float32)
+    decoder, texts = Decoder(model, 4), []
+    with torch.inference_mode():
+        for count, move in enumerate(moves):
+            if move > 0 and decoder.count < decoder.capacity:
+                texts.append(cases.tokens(1, move, count)[0])
+                prefill = read(model, [texts[-1]])
+                decoder.add(prefill.state, prefill.seen)
+            elif move < 0 and texts:
+                slot = -move % len(texts)
+                decoder.remove(slot)
+                texts[slot] = texts[-1]
+                texts.pop()
+            if not texts:
+                continue
+            tokens = cases.tokens(1, len(texts), count)[0]
+            logits = decoder.step(tokens.tolist())
+            texts = [torch.cat([known, token[None]]) for known, token in zip(texts, tokens, strict=True)]
+            for slot, known in enumerate(texts):
+                expected = read(model, [known])
+                assert_same_states(decoder.state(slot), expected.state, 1e-3)
+                torch.testing.assert_close(logits[slot], expected.logits, rtol=1e-3, atol=1e-3)
+    assert decoder.count == len(texts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_step_changes_the_slots_in_place(dtype: torch.dtype) -> None:
+    decoder = start(cases.model("gecko").to(dtype), [cases.tokens(1, length)[0] for length in (7, 15, 40)])
+    assert decoder._all is not None
+    places = {name: tensor.data_ptr() for name, tensor in decoder._all.tensors().items()}
+    run(decoder, cases.tokens(3, 20))
+    assert {name: tensor.data_ptr() for name, tensor in decoder._all.tensors().items()} == places
+
+
+def test_states_go_in_and_out_by_value() -> None:
+    model = cases.model("gecko", torch.float32)
+    prefill = read(model, [cases.tokens(1, 20)[0]])
+    before = prefill.state.map(torch.clone)
+    decoder = Decoder(model, 2)
+    with torch.inference_mode():
+        for _ in range(2):
+            decoder.add(prefill.state, prefill.seen)
+        kept = decoder.state(1)
+        copied = kept.map(torch.clone)
+        run(decoder, cases.tokens(2, 20))
+    for state, expected in ((prefill.state, before), (kept, copied)):
+        for name, tensor in state.tensors().items():
+            assert torch.equal(tensor, expected.tensors()[name]), name
+
+
+@pytest.mark.parametrize("token", [-1, cases.SMALL.vocab_size])
+def test_ids_outside_the_vocabulary_are_refused(token: int) -> None:
+    decoder = start(cases.model("gecko", torch.float32), [cases.tokens(1, 5)[0]])
+    before = decoder.state(0)
+    with pytest.raises(ValueError, match="in 0"):
+        decoder.step([token])
+    assert_same_states(decoder.state(0), before, 0)
+
+
+def test_weights_that_change_between_tokens_are_refused() -> None:
+    model = cases.model("gecko", torch.float32)
+    stream = TokenStream(
+        model, [read(model, [cases.tokens(1, 5)[0]])], seeds=[0], sampling=Sampling(0.0), max_new_tokens=9
+    )
+    steps = iter(stream)
+    next(steps), next(steps)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    with pytest.raises(ValueError, match="other weights"):
+        next(steps)
+
+
+def test_weights_may_change_before_the_next_sequence() -> None:
+    model = cases.model("gecko", torch.float32)
+    prompt, tokens = cases.tokens(1, 9)[0], cases.tokens(1, 20, 3)
+    decoder = start(model, [prompt])
+    run(decoder, tokens)
+    with torch.inference_mode():
+        decoder.remove(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    with torch.inference_mode():
+        prefill = read(model, [prompt])
+        decoder.add(prefill.state, prefill.seen)
+    assert torch.equal(run(decoder, tokens), run(start(model, [prompt]), tokens))
