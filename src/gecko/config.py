@@ -1,4 +1,4 @@
-"""Architecture of a model, without any setting of how it is run, and the presets."""
+"""Configuration of a model's architecture, and the presets. It has no settings of training or inference."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class GeckoConfig:
     model_dim: int
     """Width of the residual stream (D)."""
     key_dim: int
-    """Width of the shared query / key projection, all heads together (Z)."""
+    """Width of the shared query / key projection over all heads (Z)."""
     value_dim: int
-    """Width of the values, all heads together (V)."""
+    """Width of the values over all heads (V)."""
     num_heads: int
     """Number of heads of attention and of the working memory (H)."""
     ffn_dim: int
@@ -53,8 +53,8 @@ class GeckoConfig:
     memory: Memory = "adaptive"
     """Memory of tokens that have left the window: adaptive (AWM), linear (Infini-attention), none."""
     memory_key_length: float = 1.0
-    """Initial length of the memory's queries and keys in every head; the paper's is 1.
-    At about the square root of a head's width, the memory separates keys from the first step (docs/evidence.md)."""
+    """Initial length of the memory's queries and keys in every head; 1 in the paper.
+    With about √key_head_dim, the memory separates keys from the first step (docs/evidence.md)."""
     timestep_betas: tuple[float, float] | None = (0.999, 0.9999)
     """Decays of mean and variance of the timestep norm. None: the cumulative norm of Megalodon."""
     timestep_groups: int = 64
@@ -160,7 +160,7 @@ class GeckoConfig:
                 raise ValueError(f"{part} must divide {whole}; got {count} and {total}. Try {part}={near}.")
 
     def _check_groups(self) -> None:
-        """Check that groups have 2 features: one has no variance, except over time in the cumulative norm."""
+        """Check that groups have at least 2 features. One feature has variance only over time (cumulative norm)."""
         for name in ("norm_groups",) if self.timestep_betas is None else ("timestep_groups", "norm_groups"):
             if getattr(self, name) == self.model_dim:
                 near = max((n for n in range(1, self.model_dim) if self.model_dim % n == 0), default=1)

@@ -1,7 +1,7 @@
-"""Conversion of checkpoints of the reference releases by one table of names, and the reader of their files.
+"""Read checkpoints of the reference releases, and convert them by one table of names.
 
-Gecko's release converts in both directions. Megalodon's, which has the same names, converts to Gecko only. A release is
-``consolidated.pth`` with ``config.json`` beside it.
+Gecko's release converts in both directions. Megalodon's release has the same names and converts to Gecko only. A
+release is a folder with ``consolidated.pth`` and ``config.json``.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ FIELDS = {
     "share_emb": "tie_embedding",
     "two_hop_residual": "two_hop_residual",
 }
-"""Field of this package by field of the reference config; the two timenorm_betas become ``timestep_betas``."""
+"""Field of the reference config → field of this package. The two timenorm_betas become ``timestep_betas``."""
 
 MEGALODON = {
     "attention": "chunk", "memory": "none", "timestep_betas": None, "cema_skip": "learned", "two_hop_residual": True,
 }  # fmt: skip
-"""Fields that configs of Megalodon's release, recognised by ``norm_num_groups``, do not have."""
+"""Fields that are missing in configs of Megalodon's release. Such configs are recognised by ``norm_num_groups``."""
 
 MEGALODON_DEFAULTS = {"swiglu": False, "rope_base": 10_000.0}
 """Defaults of Megalodon's release that differ from Gecko's; it writes a missing base as null."""
@@ -95,11 +95,11 @@ _IRRELEVANT = (
 def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tuple[GeckoConfig, dict[str, Tensor]]:
     """Convert config and weights of a reference release to those of ``Gecko``.
 
-    Complex parameters become (real, imaginary) pairs; rotary tables and the norms' empty priors are dropped.
+    Complex parameters become (real, imaginary) pairs. Rotary tables and the empty priors of norms are dropped.
 
     Raises:
-        ValueError: an unknown field or parameter, an output size that differs from the vocabulary, or a prior
-            that is not empty.
+        ValueError: a field or parameter is unknown, the output size differs from the vocabulary, or a prior is not
+            empty.
     """
     ours = _config({**config, "vocab_size": _vocab_size(config, state)})
     names, weights = dict(_names(ours)), {}
@@ -120,7 +120,7 @@ def to_reference(config: GeckoConfig, weights: Mapping[str, Tensor]) -> tuple[di
     """Convert config and weights of ``Gecko`` to those of the reference release; the inverse of ``from_reference``.
 
     Raises:
-        ValueError: the release does not have the architecture's attention, memory or norm.
+        ValueError: the release does not support the attention, memory or norm of ``config``.
     """
     if (config.attention, config.memory, config.cema_skip) != ("sliding_chunk", "adaptive", "identity") or (
         config.timestep_betas is None
@@ -171,14 +171,14 @@ def _vocab_size(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> int:
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    """Return complex numbers as pairs, without the axes of length 1 of Megalodon's moving average."""
+    """Convert complex numbers to pairs, and remove the axes of length 1 of Megalodon's CEMA."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     axes = {"alpha": 2, "delta": 2, "theta": 1, "omega": 1}.get(name.rsplit(".", 1)[-1])
     return tensor if axes is None else tensor.reshape(tensor.shape[:axes])
 
 
 def _names(config: GeckoConfig) -> Iterator[tuple[str, str]]:
-    """Yield (reference name, name in ``Gecko``) of every parameter that a release may have."""
+    """Yield (reference name, name in ``Gecko``) for every parameter that a release may have."""
     yield from TOP.items()
     for i in range(config.num_layers):
         for theirs, ours in BLOCK.items():
@@ -205,11 +205,11 @@ def read_release(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     Only tensors are read from the file (``weights_only``); no code in it runs.
 
     Args:
-        source: the folder, or the weights file in it, whatever its name.
+        source: the folder, or the weights file in it, which may have any name.
 
     Raises:
         FileNotFoundError: the folder or one of the files is missing.
-        ValueError: the weights are divided among several files, or a file has other content.
+        ValueError: the weights are in several files, or a file has other content.
     """
     source = Path(source).expanduser()
     weights = source if source.is_file() else _find_weights(source)

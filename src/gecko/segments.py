@@ -34,7 +34,7 @@ class ContextExchange(Protocol):
 
     Each rank sends the summary of its own tokens and adds what it receives to its initial state. The initial state is
     the state of the call on rank 0 and the empty state on the others; rank 0 receives zeros. So every rank runs the
-    same operations, and the backward pass runs the same exchanges in reverse order on all of them.
+    same operations, and in the backward pass all ranks run the same exchanges in reverse order.
     """
 
     @property
@@ -43,13 +43,13 @@ class ContextExchange(Protocol):
 
     @property
     def counts(self) -> Tensor:
-        """(R − 1, B) int64: tokens of the document before this rank's first token that the rank i + 1 places before
-        holds, including those that rank 0 read in earlier calls; 0 if the document started after them."""
+        """(R − 1, B) int64: tokens on the rank i + 1 places before this one that belong to the document that is open
+        just before this rank's first token. Rank 0 includes the tokens of earlier calls."""
 
     @property
     def chunks_reach(self) -> Tensor:
-        """(R − 1, B, 2) bool: whether the second to last chunk before this rank belongs to a document that was open at
-        the end of [the second to last chunk, the last chunk] of the rank i + 1 places before."""
+        """(R − 1, B, 2) bool: whether the document at the end of [the second to last chunk, the last chunk] of the rank
+        i + 1 places before is still open in the second to last chunk before this rank."""
 
     def previous(self, x: Tensor) -> PendingTensor:
         """Send x to the next rank and return the pending x of the previous rank."""
@@ -77,7 +77,7 @@ class Clock(TensorRecord):
 
     @classmethod
     def start(cls, batch: int) -> Clock:
-        """Return the clock of a stream of which nothing was read."""
+        """Return the clock of a stream before its first token."""
         zeros = torch.zeros(batch, dtype=torch.int64)
         return cls(zeros, zeros, zeros)
 
@@ -166,8 +166,8 @@ class Segments:
 
     @cached_property
     def steps_in_document(self) -> Tensor:
-        """(batch, length) int64: number of tokens of its document in this call up to and including each token. Tokens
-        of earlier calls are counted by the state."""
+        """(batch, length) int64: number of tokens of the document in this call, up to and including each token. Tokens
+        of earlier calls are counted in the state."""
         if self.starts is None:
             return torch.arange(1, self.length + 1, device=self.device).expand(self.batch, -1)
         begin = np.where(self.starts, np.arange(self.length), 0)

@@ -1,4 +1,4 @@
-"""State of a Gecko after reading text: constant in size, and saved to one file."""
+"""State of a Gecko after reading text. It has a constant size and can be saved to one file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GeckoState(TensorRecord):
         cls, config: GeckoConfig, batch: int = 1, *, model: str = "",
         dtype: torch.dtype = torch.float32, value_dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
     ) -> GeckoState:  # fmt: skip
-        """Return the initial state; the values in attention's window have ``value_dtype``, by default ``dtype``."""
+        """Return the initial state. The values in the attention window have ``value_dtype``, by default ``dtype``."""
         mixer = _empty_mixer(config, batch, dtype, value_dtype or dtype, device)
         norm = TimestepNormState.empty(batch, config.timestep_groups, dtype, device)
         return cls(config, model, Clock.start(batch), (mixer,) * config.num_layers, norm)
@@ -91,8 +91,8 @@ class GeckoState(TensorRecord):
     def save(self, path: str | Path, *, compact: bool = False) -> None:
         """Write the state to one file atomically; a file at ``path`` is replaced, as by ``torch.save``.
 
-        ``compact`` rounds the window, the moving average and the memory's matrices to bfloat16, which halves the file.
-        Clocks, counts, norm statistics and log sums stay exact. ``load`` restores the original dtypes.
+        ``compact`` rounds the attention window, the CEMA state and the memory matrices to bfloat16, which halves the
+        file. Clocks, counts, norm statistics and log sums stay exact. ``load`` restores the original dtypes.
         """
         tensors = self.tensors()
         rounded = {name: x for name, x in tensors.items() if compact and _may_round(name) and x.itemsize > 2}
@@ -131,7 +131,7 @@ class GeckoState(TensorRecord):
 def _may_round(name: str) -> bool:
     """Return whether rounding this tensor by 2⁻⁹ changes results by about 2⁻⁹ too.
 
-    It does not hold for log sums, where the error is in the exponent, or for counts. Norm statistics are small.
+    This is not the case for log sums, where the error is in the exponent, or for counts. Norm statistics are small.
     """
     return name.split(".")[-1] in ("cema", "keys", "values", "memory", "key_sum", "value_sum")
 

@@ -1,4 +1,4 @@
-"""Layer of the complex moving average: its parameters and the skip connection around it."""
+"""Layer of the complex exponential moving average (CEMA): its parameters and its skip connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gecko.segments import Segments
 class CEMA(nn.Module):
     """CEMA(x) + x, or Megalodon's CEMA(x) + ω x with γ scaled by 1/√N (``skip="learned"``).
 
-    γ is stored as (real, imaginary) pairs, since optimizers and sharding support real tensors only.
+    γ is stored as (real, imaginary) pairs, because optimizers and sharding support only real tensors.
     """
 
     def __init__(self, model_dim: int, modes: int, skip: CEMASkip) -> None:
@@ -58,7 +58,7 @@ class CEMA(nn.Module):
         return CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)
 
     def _cached_coefficients(self) -> CEMACoefficients:
-        """Return cached coefficients while the parameters are unchanged: computing them takes longer than a token."""
+        """Return cached coefficients while the parameters do not change: computing them takes longer than a token."""
         parameters = (self.alpha, self.delta, self.theta, self.gamma)
         key = identity(parameters)
         if self._cached is None or self._cached[0] != key:

@@ -1,4 +1,4 @@
-"""Mixer layer: moving-average gated attention with a working memory (paper Eq. 5–8, 16)."""
+"""Mixer layer: attention gated by a moving average, with a working memory (paper Eq. 5–8, 16)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gecko.segments import PendingTensor, Segments
 
 @dataclass(frozen=True)
 class MixerState(TensorRecord):
-    """State of one mixer; ``memory`` is None in architectures without one."""
+    """State of one mixer. ``memory`` is None in architectures without a working memory."""
 
     norm: TimestepNormState
     cema: Tensor
@@ -33,7 +33,8 @@ class MixerState(TensorRecord):
 class GatedAttention(nn.Module):
     """x + (W_h1 mx + b) + W_h2 (attention(q, k, v) · r + memory(qm, km, v)).
 
-    mx = RMSNorm(CEMA(xn)) of xn = TimestepNorm(x); q, k, qm, km are scalings of one unit vector per head.
+    xn = TimestepNorm(x), mx = RMSNorm(CEMA(xn)), v = silu(W_v xn + b), r = silu(W_r mx + b). q, k, qm and km are scaled
+    and shifted copies of one normalised vector per head, W_z mx + b.
     """
 
     def __init__(self, config: GeckoConfig) -> None:
@@ -68,7 +69,7 @@ class GatedAttention(nn.Module):
         return y, MixerState(norm, moving, attention, memory)
 
     def _queries_and_keys(self, z: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k (and qm, km), (B, H, T, key_head_dim) each: (1 + γ_i) / √zh · z + β_i, z of unit RMS per head."""
+        """Return q, k (and qm, km), (B, H, T, key_head_dim) each: (1 + γ_i) / √d · n + β_i, n = z / RMS(z) per head."""
         config = self.config
         return qk_scale_shift(z, self.scale, self.offset, config.num_heads, config.norm_eps)
 

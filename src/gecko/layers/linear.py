@@ -1,4 +1,4 @@
-"""Linear layers: their initial parameters, and joint calls of several layers with one input."""
+"""Linear layers: initialisation, and joint calls of several layers with one input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def linear(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
 
 
 def embedding_(weight: torch.Tensor) -> None:
-    """Fill ``weight`` in place from N(0, 1 / D), cut at three standard deviations."""
+    """Fill ``weight`` in place from N(0, 1 / D), truncated at three standard deviations."""
     std = 1 / math.sqrt(weight.shape[1])
     nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
 
@@ -35,7 +35,7 @@ def offsets(features: int, present: bool) -> nn.Parameter | None:
 def project(x: Tensor, *layers: nn.Linear, onto: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return the output of each layer for x; ``onto`` is added to the last one.
 
-    Layers that are more than ``nn.Linear`` (adapters, parametrisations) and those with hooks are called as modules.
+    Layers with hooks and layers of other classes (adapters, parametrisations) are called as modules.
     """
     if all(map(is_bare, layers)):
         return projections(x, [layer.weight for layer in layers], [layer.bias for layer in layers], onto)

@@ -1,4 +1,4 @@
-"""Norm layers. Weights are stored as offsets from 1, so weight decay pulls towards the identity."""
+"""Norm layers. Weights are offsets from 1, so weight decay pulls towards the identity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gecko.segments import Segments
 
 
 class TimestepNorm(nn.Module):
-    """Normalisation by decaying or cumulative statistics over the document so far."""
+    """Normalisation with decaying or cumulative statistics of the document so far, per group of features."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm over each group of features, with weight and bias. Its output has the dtype of linear layers."""
+    """Layer norm over each group of features, with weight and bias. The output dtype is as in ``RMSNorm``."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()

@@ -69,11 +69,11 @@ def trained_targets(
 
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
-"""Activations that backward recomputes: none; all but the outputs of linear layers; all."""
+"""Activations that backward recomputes: none, all except the outputs of linear layers, or all."""
 
 
 def run_block(mode: ActivationCheckpointing, block: nn.Module, *inputs: Any, **options: Any) -> Any:
-    """Return ``block(*inputs, **options)``; with gradients, backward recomputes activations as ``mode`` says."""
+    """Return ``block(*inputs, **options)``. With gradients, backward recomputes the activations given by ``mode``."""
     if mode == "none" or not torch.is_grad_enabled():
         return block(*inputs, **options)
     kept = _keep_projections if mode == "selective" else noop_context_fn
@@ -86,7 +86,7 @@ _keep_projections = partial(
 
 
 class Block(nn.Module):
-    """x ← FFN(y) + y with y = Mixer(x); with two-hop residual, FFN(y) + x."""
+    """x ← FFN(y) + y with y = Mixer(x), or FFN(y) + x with the two-hop residual."""
 
     def __init__(self, config: GeckoConfig, layer: int) -> None:
         super().__init__()
@@ -104,10 +104,10 @@ class Gecko(nn.Module):
     """Gecko language model. It reads any number of tokens, in calls of any length, with a state of constant size.
 
     Attributes:
-        activation_checkpointing: activations of each block that backward recomputes: "none" (the default), "full",
-            or "selective", all but the outputs of linear layers.
-        sharded: whether the parameters are divided among ranks. The fingerprint of the weights is then not computed,
-            so a state is not checked against them.
+        activation_checkpointing: activations of each block that backward recomputes: "none" (the default), "full", or
+            "selective" (all except the outputs of linear layers).
+        sharded: whether the parameters are sharded over ranks. The fingerprint of the weights is then not computed, so
+            a state is not checked against them.
         float32_layers: classes of layers that stay float32 when the rest of a block computes in bfloat16.
     """
 
@@ -128,7 +128,7 @@ class Gecko(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Share the embedding's weight with the head if ``tie_embedding`` is set."""
+        """Share the weight of the embedding with the head if ``tie_embedding`` is set."""
         if self.config.tie_embedding:
             self.head.weight = self.embedding.weight
 
@@ -141,15 +141,15 @@ class Gecko(nn.Module):
         Args:
             tokens: (B, T) integers, any T ≥ 1.
             segment_ids: (B, T) integers; a document starts wherever they change. None: no document starts in the call.
-            state: the state that an earlier call returned. None: nothing was read before.
-            context: the ranks that share the rows. Each rank passes its own T tokens, whole chunks, and the same
-                ``state``. None: this process has the whole rows.
+            state: the state that an earlier call returned. None: the initial state.
+            context: the ranks that share the rows. Each rank passes its own T tokens, which must be whole chunks, and
+                the same ``state``. None: this process has the whole rows.
 
         Returns:
             logits (B, T, vocab_size), and the state after token T.
 
         Raises:
-            TypeError, ValueError: tokens outside the vocabulary, a state of another model or batch size.
+            TypeError, ValueError: a token is not in the vocabulary, or the state is of another model or batch size.
         """
         hidden, state, _ = self._read(tokens, segment_ids, state, context)
         return project(hidden, self.head)[0], state
@@ -157,11 +157,11 @@ class Gecko(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: Context | None = None
     ) -> Tensor:
-        """Return the mean cross-entropy in nats, a scalar, without holding all logits in memory.
+        """Return the mean cross-entropy in nats, a scalar. The logits of all tokens are never in memory at once.
 
-        Targets (B, T) of −100 do not count. The last token of a document does not count either: a document is never
-        trained on the start of the next one. With ``context``, the mean is over all ranks, and its gradient is the sum
-        of the gradients of all ranks.
+        Targets (B, T) of −100 and targets of the last token of a document are ignored. So a document is never trained
+        on the start of the next one. With ``context``, the mean is over all ranks, and its gradient is the sum of the
+        gradients of all ranks.
         """
         hidden, _, segments = self._read(tokens, segment_ids, None, context)
         targets = self._trained_targets(tokens, targets, segment_ids, segments)
@@ -173,7 +173,7 @@ class Gecko(nn.Module):
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """Return the cross-entropy of every token in nats (B, T), 0 for ignored targets, and the state."""
+        """Return the cross-entropy of every token in nats, (B, T), 0 for ignored targets, and the state."""
         hidden, state, segments = self._read(tokens, segment_ids, state, context)
         targets = self._trained_targets(tokens, targets, segment_ids, segments)
         losses = token_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
@@ -183,22 +183,22 @@ class Gecko(nn.Module):
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """Return the input of the head, (B, T, D), and the state; arguments as for ``forward``."""
+        """Return the input of the head, (B, T, D), and the state. Arguments are those of ``forward``."""
         return self._read(tokens, segment_ids, state, context)[:2]
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
         """Decode one token per row: map tokens (B,) to the logits (B, V) of the next tokens, and return the state.
 
-        A step writes into the large tensors of the state that the step before returned, so that unchanged parts are
-        not copied: do not use that state again. Any other ``state`` is copied first and does not change.
+        A step writes into the tensors of the state that the previous step returned, to avoid copies: do not use that
+        state again. A ``state`` from elsewhere is copied first and does not change.
 
-        Weights must not change between steps. A change is detected if it includes the embedding or the head, as a
-        change of all weights does. Errors as for ``forward``.
+        Weights must not change between steps. A change is detected only if it includes the embedding or the head.
+        Errors are those of ``forward``.
         """
         tokens = tokens.unsqueeze(1)
         self._check_tokens("tokens", tokens)
-        # Checking all weights takes long compared with one token, so only the first of consecutive steps does it.
+        # Checking all weights takes long compared with one token, so only the first of consecutive steps checks them.
         consecutive = _may_be_overwritten(state) and (state.model == "" or self._was_named(state.model))
         if not consecutive or state.config is not self.config or state.batch_size != len(tokens):
             self.check_state(state, len(tokens))
@@ -209,7 +209,7 @@ class Gecko(nn.Module):
         return project(hidden[:, 0], self.head)[0], replace(after, exclusive=True)
 
     def _begin_steps(self, state: GeckoState) -> GeckoState:
-        # Writes through ``.data`` do not change a tensor's version, so cached coefficients may be of other weights.
+        # Writes through ``.data`` do not change the version of a tensor, so cached coefficients may be stale.
         for module in self.modules():
             if isinstance(module, CEMA):
                 module.forget()
@@ -221,7 +221,7 @@ class Gecko(nn.Module):
         self._check_tokens("tokens", tokens)
         if state is not None:
             self.check_state(state, tokens.shape[0])
-            # The next step from this state would write into tensors that the new state shares with it.
+            # Otherwise the next step from this state would write into tensors that the new state shares with it.
             state = state.own() if state.exclusive else state
         segments = self._segments(tokens, segment_ids, None if state is None else state.clock, context)
         return *self._through_blocks(tokens, state, segments), segments
@@ -286,7 +286,7 @@ class Gecko(nn.Module):
         return getattr(self, "_fingerprint", ())[1:] == (name, self.ends())
 
     def ends(self) -> Hashable:
-        """Return the identity of the first and the last weights only, which is fast enough to check at every token."""
+        """Return the identity of the first and last weights only. This is fast enough to check it at every token."""
         ends = (self.embedding.weight, self.head.weight)
         return identity(tensor for weight in ends for tensor in plain_tensors(weight))
 
@@ -294,7 +294,7 @@ class Gecko(nn.Module):
         """Write ``model.safetensors`` and ``config.json``, each atomically.
 
         Raises:
-            FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
+            FileExistsError: the folder belongs to a training run or is a checkpoint with weights.
             OSError: writing failed; existing files are unchanged.
         """
         save_model(folder, self.config, pack(self.state_dict()))
@@ -319,7 +319,7 @@ class Gecko(nn.Module):
 def _may_be_overwritten(state: GeckoState) -> bool:
     """Return whether no other value shares the state's tensors, and this mode may write into them.
 
-    Tensors that were made in inference mode can be written to in inference mode only.
+    Tensors that were created in inference mode can only be written to in inference mode.
     """
     return state.exclusive and (torch.is_inference_mode_enabled() or not state.final_norm.mean.is_inference())
 
@@ -336,7 +336,7 @@ def load(folder: str | Path) -> Gecko:
 
 
 def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor]) -> Gecko:
-    """Return a model of ``config`` with copies of ``weights`` in the embedding's dtype, quantised if they are."""
+    """Return a model of ``config`` with copies of ``weights``, in the dtype of the embedding or quantised."""
     with torch.device("meta"):
         model = Gecko(config)
     dtype, bits = weights["embedding.weight"].dtype, stored_bits(weights)

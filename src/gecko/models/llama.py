@@ -1,4 +1,4 @@
-"""Llama 2 (Touvron et al., 2023), the baseline: layers of transformers behind the interface of ``Gecko``."""
+"""Llama 2 (Touvron et al., 2023), the baseline. It has the interface of ``Gecko`` and the layers of transformers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ NAMES = {
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Architecture of a Llama 2 (Touvron et al., 2023): RMS norms before each part, rotary embedding, SwiGLU, and
-    attention of every token to all before it."""
+    """Architecture of a Llama 2 (Touvron et al., 2023): RMS norms before attention and feed-forward, full causal
+    attention with rotary embedding, SwiGLU."""
 
     vocab_size: int
     """Number of token ids."""
@@ -53,7 +53,7 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     """Added to the mean square in RMS norms."""
     tie_embedding: bool = False
-    """Whether the head shares the embedding's weight."""
+    """Whether the head shares the weight of the embedding."""
 
     def __post_init__(self) -> None:
         check_counts(self, ("vocab_size", "num_layers", "model_dim", "num_heads", "ffn_dim", "num_key_value_heads"))
@@ -171,11 +171,11 @@ class Llama(nn.Module):
         self.float32_layers: tuple[type[nn.Module], ...] = (LlamaRMSNorm,)
         self.model, self.lm_head = whole.model, whole.lm_head
         self.tie()
-        # Its buffers are in no checkpoint, and a model from ``meta`` would lack them; every call builds it again.
+        # Its buffers are in no checkpoint, so a model created on ``meta`` would lack them. Every call builds it again.
         del self.model.rotary_emb
 
     def tie(self) -> None:
-        """Share the embedding's weight with the head if ``tie_embedding`` is set."""
+        """Share the weight of the embedding with the head if ``tie_embedding`` is set."""
         if self.config.tie_embedding:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -184,7 +184,7 @@ class Llama(nn.Module):
         return self.model.layers
 
     def forward(self, tokens: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V) of every next token; a token attends to earlier tokens of its document.
+        """Return the logits (B, T, V) of every next token. A token attends to its document up to itself.
 
         Args:
             tokens: (B, T) integers.
@@ -195,9 +195,9 @@ class Llama(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: object | None = None
     ) -> Tensor:
-        """Return the mean cross-entropy in nats, a scalar, of the targets (B, T) that ``Gecko.loss`` counts.
+        """Return the mean cross-entropy in nats, a scalar. It ignores the same targets (B, T) as ``Gecko.loss``.
 
-        A ``context`` raises ValueError: ranks cannot share rows, as attention needs all keys of a row.
+        A ``context`` raises ValueError: attention needs all keys of a row, so ranks cannot share rows.
         """
         hidden, targets = self._with_targets(tokens, targets, segment_ids, context)
         return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
@@ -206,13 +206,13 @@ class Llama(nn.Module):
     def token_losses(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: object | None = None
     ) -> tuple[Tensor, None]:
-        """Return the cross-entropy of every token in nats (B, T), 0 for ignored targets, and no state."""
+        """Return the cross-entropy of every token in nats, (B, T), 0 for ignored targets, and None for the state."""
         hidden, targets = self._with_targets(tokens, targets, segment_ids, context)
         losses = token_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
         return losses.view(tokens.shape), None
 
     def hidden(self, tokens: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        """Return the input of the head, (B, T, D); arguments as for ``forward``."""
+        """Return the input of the head, (B, T, D). Arguments are those of ``forward``."""
         check_tokens("tokens", tokens, self.config.vocab_size)
         segments = Segments.build(*tokens.shape, segment_ids=segment_ids, device=tokens.device)
         positions = torch.arange(tokens.shape[1]) - segments.document_starts
@@ -220,10 +220,8 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def read(self, tokens: Tensor, before: KeyValues | None = None) -> tuple[Tensor, KeyValues]:
-        """Return the input of the head for tokens (B, T) that follow ``before``, and the keys and values of both.
-
-        ``before`` does not change.
-        """
+        """Return the input of the head for tokens (B, T) that follow ``before``, and a cache of the keys and values of
+        both. ``before`` does not change."""
         check_tokens("tokens", tokens, self.config.vocab_size)
         read, length = 0 if before is None else before.length, tokens.shape[1]
         positions = torch.arange(read, read + length).expand(tokens.shape)
@@ -256,7 +254,7 @@ class Llama(nn.Module):
 
 
 def load_llama(folder: str | Path) -> Llama:
-    """Load the model that ``Llama.save`` wrote. Errors as for ``gecko.load``."""
+    """Load the model that ``Llama.save`` wrote. Errors are those of ``gecko.load``."""
     config, weights = read_folder(folder, LlamaConfig, LAYOUT)
     with torch.device("meta"):
         model = Llama(config)
@@ -269,7 +267,7 @@ def _transformers_config(config: LlamaConfig) -> Any:
     from transformers import LlamaConfig as TransformersConfig
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # A compiled block would recompile for every batch, as the documents' boundaries differ.
+    # Document boundaries differ between batches, so a compiled block would recompile for every batch.
     ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, torch.compiler.disable(_attend))
     settings = TransformersConfig.from_dict({**config.for_transformers(), "use_cache": False})
     settings._attn_implementation = _ATTENTION
@@ -277,7 +275,7 @@ def _transformers_config(config: LlamaConfig) -> Any:
 
 
 class _Appending:
-    """Cache for transformers' layers that appends new keys and values to those of ``before``, which stays as it is."""
+    """Cache for the layers of transformers. It appends new keys and values to copies of those of ``before``."""
 
     def __init__(self, before: KeyValues | None) -> None:
         self._before = before
@@ -292,9 +290,9 @@ class _Appending:
 
 
 class _Documents:
-    """Lengths of the documents of a call in tokens, row after row; None if every row is one document.
+    """Lengths of the documents of a call in tokens, row after row. None if every row is one document.
 
-    It is a class, because a compiled block specialises on the contents of a list.
+    The list is wrapped in a class because a compiled block would specialise on the contents of a list.
     """
 
     def __init__(self, segments: Segments) -> None:
@@ -313,9 +311,9 @@ def _attend(
     """Compute causal attention within each document; transformers calls this function.
 
     Args:
-        query: (B, H, T, d); key and value: (B, key_value_heads, S, d), of which the last T belong to the queries.
+        query: (B, H, T, d); key and value: (B, key_value_heads, S, d), where the last T belong to the queries.
         mask: always None; the position of a query determines its keys.
-        documents: documents of the rows. None: the rows follow earlier keys.
+        documents: documents of the rows. None: each row is one document, which may have earlier keys.
 
     Returns:
         (B, T, H, d), and None instead of attention weights.
@@ -333,7 +331,8 @@ def _attend(
 
 def _by_document(attend: Attend, query: Tensor, key: Tensor, value: Tensor, documents: list[int]) -> Tensor:
     batch, heads, length, width = query.shape
-    # The gradient of one split is one concatenation; each single slice would fill a whole tensor with zeros.
+    # The gradient of a split is one concatenation. The gradient of each slice would be a whole tensor filled with
+    # zeros.
     rows = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(documents, dim=2) for x in (query, key, value)]
     outs = [attend(q, k, v, is_causal=True) for q, k, v in zip(*rows, strict=True)]
     return torch.cat(outs, dim=2).view(heads, batch, length, width).transpose(0, 1)

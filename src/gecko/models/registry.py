@@ -1,4 +1,4 @@
-"""Architectures that a run can train: Gecko, and Llama 2, with which it is compared."""
+"""Architectures that a run can train: Gecko, and Llama 2 as the baseline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 ModelConfig = GeckoConfig | LlamaConfig
 LanguageModel = Gecko | Llama
-"""Any architecture. Training uses ``config``, ``blocks``, ``activation_checkpointing``, ``sharded``,
+"""Model of any architecture. Training uses ``config``, ``blocks``, ``activation_checkpointing``, ``sharded``,
 ``float32_layers``, ``loss``, ``token_losses`` and ``save``."""
 
 CONFIGS: dict[str, type[ModelConfig]] = {GECKO: GeckoConfig, LLAMA: LlamaConfig}
@@ -33,21 +33,21 @@ _LOADERS: dict[type[ModelConfig], Callable[[Path], LanguageModel]] = {GeckoConfi
 
 
 def build_model(config: ModelConfig) -> LanguageModel:
-    """Build a model with random weights from PyTorch's generator; a Llama raises ImportError without transformers."""
+    """Build a model with random weights from PyTorch's generator. A Llama raises ImportError without transformers."""
     return Llama(config) if isinstance(config, LlamaConfig) else Gecko(config)
 
 
 def meta_model(config: ModelConfig) -> LanguageModel:
-    """Build a model on the device ``meta``."""
+    """Build a model on the device ``meta``, without memory for its parameters."""
     with torch.device("meta"):
         return build_model(config)
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """Load the ``config.json`` of any architecture; one without ``model_type`` is a Gecko's.
+    """Load the ``config.json`` of any architecture. Without ``model_type`` it is read as a config of Gecko.
 
     Raises:
-        ValueError: the file is of another kind of model, or no config.
+        ValueError: the file is the config of another kind of model, or not a config.
     """
     kind = read_fields(path).get("model_type", GECKO)
     if kind not in CONFIGS:
@@ -56,7 +56,7 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def load_any(folder: str | Path) -> LanguageModel:
-    """Load a model folder of any architecture. Errors as for ``gecko.load``."""
+    """Load a model folder of any architecture. Errors are those of ``gecko.load``."""
     folder = Path(folder)
     # Without a config, Gecko's loader reports what is missing.
     kind = type(load_config(folder / CONFIG)) if (folder / CONFIG).is_file() else GeckoConfig
@@ -64,7 +64,7 @@ def load_any(folder: str | Path) -> LanguageModel:
 
 
 def find_preset(name: str) -> ModelConfig:
-    """Return the preset of any architecture; an unknown name raises ValueError with the nearest one."""
+    """Return the preset of any architecture. An unknown name raises ValueError with the nearest one."""
     return named(PRESETS, name)
 
 

@@ -1,8 +1,8 @@
 """Rotary position embedding by local position.
 
-Scores depend only on differences of positions, and a query sees at most the previous chunk. So keys
-are turned by their position inside their own chunk, and again by −c where they are seen from the next
-one: angles never exceed 2c, and scores are exact at any position of the stream.
+Scores depend only on differences of positions, and a query sees at most the previous chunk. So keys are rotated by
+their position inside their own chunk, and additionally by −c if seen from the next chunk. Positions stay below 2c, so
+scores are equally precise anywhere in the stream.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def rotary_phases(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """exp(i · position · base^(−2j / head_dim)) as complex numbers (…, head_dim / 2), for positions (…).
+    """Return exp(i · position · base^(−2j / head_dim)) as complex numbers (…, head_dim / 2), for positions (…).
 
-    Angles are formed in float64 and only the results are rounded to ``dtype``.
+    Angles are computed in float64; only the result is rounded to ``dtype``.
     """
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = positions.to("cpu", torch.float64).unsqueeze(-1) * frequencies
@@ -23,14 +23,14 @@ def rotary_phases(positions: Tensor, head_dim: int, base: float, dtype: torch.dt
 
 
 def rotate(x: Tensor, phases: Tensor, heads: int) -> Tensor:
-    """Turn the interleaved pairs (2j, 2j + 1), as complex numbers, of the first ``heads`` heads.
+    """Rotate the interleaved pairs (2j, 2j + 1), as complex numbers, of the first ``heads`` heads.
 
     Args:
         x: (B, H, T, head_dim), float32 or float64; phases broadcast against (B, H, T, head_dim / 2).
     """
     if heads == 0:
         return x
-    x = x if x.stride(-1) == 1 else x.contiguous()  # parts of a complex number are neighbours
+    x = x if x.stride(-1) == 1 else x.contiguous()  # view_as_complex needs adjacent real and imaginary parts
     pairs = torch.view_as_complex(x[:, :heads].unflatten(-1, (-1, 2)))
     turned = torch.view_as_real(pairs * phases).flatten(-2)
     return turned if heads == x.shape[1] else torch.cat([turned, x[:, heads:]], dim=1)

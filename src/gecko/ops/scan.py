@@ -1,4 +1,4 @@
-"""Scan plans: calls cut into chunks of single documents, and linear recurrences from chunk to chunk."""
+"""Linear recurrences over chunks, and scan plans, which divide a call into chunks of single documents."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from torch.autograd.function import once_differentiable
 from gecko.segments import Segments
 
 SCAN_CHUNK = 64
-"""Steps taken in one matrix product (a tuning constant)."""
+"""Steps per matrix product (a tuning constant)."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the tokens of a call go when documents are cut into chunks; a chunk has ``chunk`` slots."""
+    """Mapping between the tokens of a call and the slots of its chunks. Each chunk has ``chunk`` slots."""
 
     token_of_slot: Tensor
-    """(slots,) flat token index of each slot; any, where the slot is empty."""
+    """(slots,) flat token index of each slot; arbitrary for empty slots."""
     empty: Tensor
-    """Slots that hold no token."""
+    """Indices of the slots without a token."""
     slot_of_token: Tensor
-    """(tokens,)"""
+    """(tokens,) slot of each token."""
 
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """Documents of a call cut into scan chunks of at most ``chunk`` steps, none holding two documents.
+    """Division of a call into scan chunks of at most ``chunk`` steps. A chunk holds tokens of one document only.
 
-    Chunks that are the j-th of their document form level j. A level depends only on the one
-    before, so documents advance side by side and the number of sequential steps is that of the
-    longest document. Documents are sorted by length: level j + 1 continues the first ones of level j.
+    Level j holds the j-th chunk of every document. A level depends only on the level before, so all documents are
+    processed in parallel, and the number of sequential steps is the number of chunks of the longest document. Documents
+    are sorted by length, so the chunks of level j + 1 continue the first chunks of level j.
     """
 
     chunk: int
@@ -43,7 +43,7 @@ class ScanPlan:
     length: int
     level_sizes: tuple[int, ...]
     slots: Slots | None
-    """None where chunks lie row by row."""
+    """None if no document starts in the call: then the chunks of each row are consecutive."""
     row_of_run: Tensor
     run_continues: Tensor
     last_chunk: Tensor
@@ -53,7 +53,7 @@ class ScanPlan:
 
     @classmethod
     def of(cls, segments: Segments) -> ScanPlan:
-        """The plan of a call, made once for all layers."""
+        """Return the plan of a call. It is computed once for all layers."""
         form = cls.of_rows if segments.starts is None else cls.of_documents
         return segments.shared("scan", lambda: form(segments))
 
@@ -109,7 +109,7 @@ class ScanPlan:
         )  # fmt: skip
 
     def fold(self, x: Tensor) -> Tensor:
-        """(batch, length, features) to (features, chunks, chunk), empty slots zero."""
+        """Convert (batch, length, features) to (features, chunks, chunk), with zeros in empty slots."""
         features = x.shape[-1]
         if self.slots is not None:
             flat = _ToSlots.apply(x.reshape(-1, features), self.slots)
@@ -119,7 +119,7 @@ class ScanPlan:
         return _Transposed.apply(flat).view(features, -1, self.chunk)
 
     def unfold(self, y: Tensor) -> Tensor:
-        """(features, chunks, chunk) back to (batch, length, features)."""
+        """Convert (features, chunks, chunk) back to (batch, length, features)."""
         flat = _Transposed.apply(y.flatten(1))
         if self.slots is not None:
             return _FromSlots.apply(flat, self.slots).view(self.batch, self.length, -1)
@@ -127,20 +127,21 @@ class ScanPlan:
         return whole if whole.shape[1] == self.length else whole[:, : self.length]
 
     def levels(self, h: Tensor) -> list[Tensor]:
-        """Views of (features, chunks, …), one for each level."""
+        """Return views of h (features, chunks, …), one for each level."""
         if self.slots is None:
             return list(h.unflatten(1, (self.batch, -1)).unbind(2))
         return list(h.split(self.level_sizes, dim=1))
 
     def tail(self, x: Tensor) -> Tensor:
-        """(batch, chunk, features) of x (batch, length, features): the tokens of each row's last chunk, aligned
-        to its end, zero before."""
+        """Return the last chunk of each row of x (batch, length, features), aligned to the end of (batch, chunk,
+        features) with zeros before."""
         slot = torch.arange(-self.chunk, 0, device=x.device)
         held = (slot >= -self.last_length.unsqueeze(1)).unsqueeze(-1)
         return x[:, self.length - self.chunk :] * held.to(x.dtype)
 
     def initial(self, state: Tensor) -> Tensor:
-        """(batch, …) states before the call to (runs, …): a document that begins in it starts from zero."""
+        """Return the initial state of each document, (runs, …), from the states before the call (batch, …). It is zero
+        for a document that starts in the call."""
         if self.slots is None:
             return state
         chosen = state.index_select(0, self.row_of_run)
@@ -148,7 +149,7 @@ class ScanPlan:
 
 
 class _Transposed(torch.autograd.Function):
-    """A matrix transposed in memory, its gradient too: batched products take strided operands one by one."""
+    """Transpose a matrix, and its gradient, in memory: with strided operands, batched products run one by one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ class _Transposed(torch.autograd.Function):
 
 
 class _ToSlots(torch.autograd.Function):
-    """Rows (tokens, features) to (slots, features). A permutation both ways: nothing is added up."""
+    """Copy rows (tokens, features) to (slots, features). The backward pass is a copy too, without sums."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
@@ -192,7 +193,7 @@ def _spread(x: Tensor, slots: Slots) -> Tensor:
 
 
 class _ChunkStates(torch.autograd.Function):
-    """h at the start of every chunk, from h_{j+1} = decay · h_j + update_j."""
+    """Compute h at the start of every chunk from h_{j+1} = decay · h_j + update_j."""
 
     @staticmethod
     def forward(ctx: Any, updates: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Tensor:
@@ -223,12 +224,12 @@ class _ChunkStates(torch.autograd.Function):
 
 
 def chunk_states(updates: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Tensor:
-    """The state at the start of every scan chunk, h_{j+1} = decay · h_j + update_j along a document.
+    """Return the state at the start of every scan chunk, h_{j+1} = decay · h_j + update_j along a document.
 
     Args:
         updates: (features, chunks, modes), real or complex: what each chunk adds.
-        decay: (features, modes): factor over one whole chunk.
-        initial: (features, runs, modes): state before each document's first chunk.
+        decay: (features, modes): decay over one whole chunk.
+        initial: (features, runs, modes): state before the first chunk of each document.
 
     Returns:
         (features, chunks, modes).
@@ -237,13 +238,13 @@ def chunk_states(updates: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan
 
 
 def decayed_sum(x: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Tensor:
-    """s_t = decay · s_{t-1} + x_t per feature, from ``initial`` or from zero where a document starts.
+    """Compute s_t = decay · s_{t-1} + x_t per feature, starting from ``initial`` or, at document starts, from zero.
 
     Args:
         x: (batch, length, features); decay: (features,) in [0, 1], float64; initial: (batch, features).
 
     Returns:
-        (batch, length, features), every s_t.
+        s_t for all steps, (batch, length, features).
     """
     steps = torch.arange(plan.chunk, device=x.device)
     powers = (decay[:, None] ** torch.arange(plan.chunk + 1, device=x.device)).to(x.dtype)

@@ -1,4 +1,4 @@
-// What the C kernels of all operators share: as many floats at once as a register holds, in GCC's vector types.
+// Shared by the C kernels of all operators: vectors of LANES floats, one register each, as GCC's vector types.
 #pragma once
 
 #include <math.h>
@@ -25,7 +25,7 @@ static inline vec load(const float *from) { return *(const unaligned *)from; }
 
 static inline void store(float *to, vec x) { *(unaligned *)to = x; }
 
-// The first `count` of a vec; the others are zero.
+// Load the first ``count`` lanes; the others are zero.
 static inline vec load_some(const float *from, int count) {
     if (count == LANES) return load(from);
     vec x = {0};
@@ -40,8 +40,8 @@ static inline void store_some(float *to, vec x, int count) {
 
 static inline int64_t blocks_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
-// Room for so many numbers, aligned to whole registers; the caller frees it. Null where there is no memory, and then
-// ``refused`` is how many bytes were asked for: any thread may call this with the same ``refused``.
+// Allocate ``floats`` numbers, aligned to whole registers; the caller frees them. If memory is refused, return null and
+// set ``refused`` to the number of bytes. Several threads may pass the same ``refused``.
 static inline float *room_for(int64_t floats, int64_t *refused) {
     int64_t bytes = floats < INT64_MAX / 8 ? (blocks_of(floats, 16) + !floats) * 64 : INT64_MAX;
     float *room = bytes < INT64_MAX ? aligned_alloc(64, bytes) : 0;
@@ -49,7 +49,7 @@ static inline float *room_for(int64_t floats, int64_t *refused) {
     return room;
 }
 
-// Numbers that one thread is done with before another has woken.
+// Up to this many numbers, one thread finishes before another thread would start.
 enum { ALONE = 1 << 15 };
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -63,7 +63,7 @@ static inline vec larger(vec a, vec b) { return select_of(a > b, a, b); }
 
 static inline vec every(float x) { return x - (vec){0}; }
 
-// Lanes n and n ^ size change places.
+// Swap lanes n and n ^ size.
 static inline __attribute__((always_inline)) vec swapped(vec x, const int size) {
     lanes_of_int order;
     for (int n = 0; n < LANES; n++) order[n] = n ^ size;
@@ -87,7 +87,7 @@ static inline vec largest_across(vec x) {
 
 static inline float sum_of(vec x) { return sum_across(x)[0]; }
 
-// The polynomial of e^r, |r| <= log(2) / 2, to a unit in the last place.
+// Polynomial for e^r, |r| <= log(2) / 2, accurate to one unit in the last place.
 static inline vec exp_near_zero(vec r) {
     vec y = every(1.9875691500e-4f);
     y = y * r + 1.3981999507e-3f;
@@ -98,24 +98,24 @@ static inline vec exp_near_zero(vec r) {
     return y * (r * r) + r + 1.0f;
 }
 
-// x = r + n log(2): log(2) in two parts, the first of which times a whole number is exact.
+// Return r of x = r + n log(2). log(2) is split into two parts, so that n times the first part is exact.
 static inline vec without_powers(vec x, vec n) { return x - n * 0.693359375f + n * 2.12194440e-4f; }
 
 #define LEAST_EXPONENT -87.33654f
 #define MOST_EXPONENT 88.72283f
 
-// exp_of is e^x to a unit or two in the last place; 0 below the smallest normal number, infinite above the largest, NaN
-// for NaN. sigmoid_of is 1 / (1 + e^-x), to as much; 0 where e^-x is hardly a float.
+// exp_of returns e^x, accurate to one or two units in the last place: 0 below the smallest normal number, infinity
+// above the largest, NaN for NaN. sigmoid_of returns 1 / (1 + e^-x) with the same accuracy, and 0 below about -88.
 #ifdef __AVX512F__
 
 static inline vec exp_of(vec x) {
-    vec bounded = _mm512_min_ps(every(MOST_EXPONENT + 1.0f), x);  // of a NaN and a number, the second
+    vec bounded = _mm512_min_ps(every(MOST_EXPONENT + 1.0f), x);  // returns x if x is NaN
     vec n = _mm512_roundscale_ps(bounded * 1.44269504f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __mmask16 normal = _mm512_cmp_ps_mask(x, every(LEAST_EXPONENT), _CMP_NLT_UQ);
     return _mm512_maskz_scalef_ps(normal, exp_near_zero(without_powers(bounded, n)), n);
 }
 
-// By an estimate of the quotient and a step of Newton's: a division takes as long as the exponential.
+// Uses an estimate of the reciprocal and one Newton step, because a division takes as long as the exponential.
 static inline vec sigmoid_of(vec x) {
     __mmask16 normal = _mm512_cmp_ps_mask(x, every(-88.0f), _CMP_NLT_UQ);
     vec sum = 1.0f + exp_of(_mm512_min_ps(every(88.0f), -x)), guess = _mm512_rcp14_ps(sum);
@@ -125,11 +125,11 @@ static inline vec sigmoid_of(vec x) {
 #else
 
 static inline vec exp_of(vec x) {
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves whole numbers
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     vec bounded = select_of(x > MOST_EXPONENT, every(MOST_EXPONENT), x);
     bounded = select_of(x < LEAST_EXPONENT, every(LEAST_EXPONENT), bounded);
     vec shifted = bounded * 1.44269504f + round, y = exp_near_zero(without_powers(bounded, shifted - round));
-    // 2^128 is no float: half of the power first.
+    // 2^128 is not a float, so the power is applied in two halves.
     lanes_of_int power = (lanes_of_int)shifted - (lanes_of_int)every(round), half = power >> 1;
     vec first = (vec)((half + 127) << 23), second = (vec)((power - half + 127) << 23);
     y = select_of(x < LEAST_EXPONENT, (vec){0}, y * first * second);
@@ -140,7 +140,7 @@ static inline vec sigmoid_of(vec x) { return 1.0f / (1.0f + exp_of(-x)); }
 
 #endif
 
-// The derivative of silu, x s, with s the sigmoid of x.
+// The derivative of silu(x) = x s, where s is the sigmoid of x.
 static inline vec slope_of(vec x, vec s) { return s * (1.0f + x * (1.0f - s)); }
 
 // 1 / sqrt(x).
@@ -162,7 +162,7 @@ static inline __attribute__((always_inline)) void add_halves(vec *x, const int s
     }
 }
 
-// The sum of each of LANES vectors, in the lane of its number: halves, quarters, ... of two are added at a time.
+// Sum each of LANES vectors: lane i of the result is the sum of vector i. Steps add halves, quarters, ... of pairs.
 static inline vec sums_of(const vec *from) {
     vec x[LANES];
     memcpy(x, from, sizeof x);

@@ -1,17 +1,17 @@
-// Matrix products of sizes that stay in a core's cache, with one operand in the lanes of registers, and transposing.
+// Matrix products of operands that fit in a core's cache, with one operand in the lanes of registers, and transposes.
 #pragma once
 
 #include "cpu.h"
 
-// Six rows of so many registers, with the operands of a step beside them, fill the registers there are: 32, or 16.
+// Tile of a product: six rows of MOST_WIDTH registers, with the operands of a step, fill the 32 or 16 registers.
 #if defined __AVX512F__ || defined __aarch64__
 enum { MOST_ROWS = 6, MOST_WIDTH = 4 };
 #else
 enum { MOST_ROWS = 6, MOST_WIDTH = 2 };
 #endif
 
-// Numbers that are wanted next. With every tile of a product ``each`` of them are brought near: its arithmetic hides
-// how long that takes.
+// Numbers that are needed next. Each tile of a product prefetches ``each`` of them, so that its arithmetic hides the
+// latency.
 typedef struct { const float *at, *end; int64_t each; } upcoming;
 
 static inline void fetch(upcoming *next) {
@@ -20,15 +20,15 @@ static inline void fetch(upcoming *next) {
     for (; next->at < stop; next->at += 16) __builtin_prefetch(next->at, 0, 2);
 }
 
-// What a product is added to: a matrix whose rows are ``row`` apart, and a vector; either may be null.
+// Addends of a product: a matrix with rows ``row`` apart, and a vector; either may be null.
 typedef struct { const float *matrix; int64_t row; const float *vector; } addends;
 
 static inline addends addends_at(addends of, int64_t row, int64_t column) {
     return (addends){of.matrix ? of.matrix + row * of.row + column : 0, of.row, of.vector ? of.vector + column : 0};
 }
 
-// Operands are numbers, or pairs of bfloat16 that lie one after the other along the sum, in the place of one number each:
-// a product of pairs is two products of numbers, added in float32.
+// Operands are floats, or pairs of bfloat16 that are adjacent along the sum and take the place of one float. The
+// product of two pairs is the sum of two products in float32.
 #ifdef __AVX512BF16__
 enum { HAS_PAIRS = 1 };
 static inline vec multiply_add(vec sum, vec left, vec right, const int pairs) {
@@ -42,8 +42,8 @@ static inline vec multiply_add(vec sum, vec left, vec right, const int pairs) {
 }
 #endif
 
-// c (rows, width vecs) from a, which lies at a[row * a_row + k * a_col], and b (depth, width vecs): all of c in
-// registers, so ``rows`` and ``width`` are constants where this is inlined.
+// Compute c (rows, width vecs) from a, with elements a[row * a_row + k * a_col], and b (depth, width vecs). All of c is
+// in registers, so ``rows`` and ``width`` must be constants after inlining.
 static inline __attribute__((always_inline)) void tile_product(
     float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b, int64_t b_row, int64_t depth,
     addends onto, const int rows, const int width, const int pairs) {
@@ -102,14 +102,14 @@ typedef void tiles(float *, int64_t, const float *, int64_t, int64_t, const floa
 static tiles *const PRODUCTS[2][3] = {{product_narrow, product_half, product_wide},
                                       {pairs_narrow, pairs_half, pairs_wide}};
 
-// Columns, of so many that are left, that one tile takes.
+// Return the number of columns of the next tile when ``left`` columns remain.
 static inline int64_t tile_width(int64_t left) {
     const int64_t wide = MOST_WIDTH * LANES;
     return left >= wide ? wide : left >= wide / 2 ? wide / 2 : LANES;
 }
 
-// c (rows, columns) = a b + onto. ``columns`` is a multiple of LANES. a is (rows, depth) at any two distances, so a
-// transposed one is the same call; rows of b and c are c_row and b_row apart. Of ``pairs``, ``depth`` is their number.
+// c (rows, columns) = a b + onto. ``columns`` is a multiple of LANES. a is (rows, depth) with strides a_row and a_col,
+// so it may be transposed; rows of b and c are b_row and c_row apart. With ``pairs``, ``depth`` is the number of pairs.
 static void product_onto(addends onto, float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
                          const float *b, int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int pairs,
                          upcoming *next) {
@@ -120,14 +120,14 @@ static void product_onto(addends onto, float *c, int64_t c_row, const float *a, 
     }
 }
 
-// c = a b, or c + a b where it ``adds``: so a long sum is taken tile by tile.
+// c = a b, or c += a b if ``adds``, for sums that are computed tile by tile.
 static inline void product(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,
                            int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int adds) {
     addends onto = {adds ? c : 0, c_row, 0};
     product_onto(onto, c, c_row, a, a_row, a_col, b, b_row, rows, columns, depth, 0, 0);
 }
 
-// One stage of as many rows as lanes changing places with columns: blocks of ``size`` are swapped across the diagonal.
+// One stage of the transpose of LANES rows: swap blocks of ``size`` across the diagonal.
 static inline __attribute__((always_inline)) void swap_blocks(vec *x, const int size) {
     for (int i = 0; i < LANES; i++) {
         if (i & size) continue;
@@ -142,7 +142,7 @@ static inline __attribute__((always_inline)) void swap_blocks(vec *x, const int 
     }
 }
 
-// to (columns, to_row) from (rows, columns), both counts multiples of LANES.
+// Transpose ``from`` (rows, columns) to ``to`` (columns, rows). Both counts are multiples of LANES.
 static void transpose(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns) {
     for (int64_t i = 0; i < rows; i += LANES)
         for (int64_t j = 0; j < columns; j += LANES) {

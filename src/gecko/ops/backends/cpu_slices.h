@@ -1,9 +1,9 @@
-// Slices, the features of one group of one step, that the norms read LANES at a time.
+// Slices for the norms. A slice is the features of one group in one step; kernels process LANES slices at a time.
 #pragma once
 
 #include "cpu.h"
 
-// Tensors in row-major order; slices are the pieces of x in order.
+// Row-major tensors. Slices are consecutive in x.
 typedef struct {
     const float *x, *weight, *bias;  // (steps, groups, width); (groups, width), or null
     int64_t groups, width, count;
@@ -11,7 +11,7 @@ typedef struct {
 
 static inline int lanes_at(const slices_of_x *a, int64_t c) { return least(LANES, a->width - c); }
 
-// 1 + weight of the features from c on of a group.
+// Return 1 + weight for LANES features of a group, starting at c.
 static inline vec scale_at(const slices_of_x *a, int64_t group, int64_t c) {
     return a->weight ? 1.0f + load_some(a->weight + group * a->width + c, lanes_at(a, c)) : every(1.0f);
 }
@@ -28,7 +28,7 @@ static inline vec means_of(const slices_of_x *a, int64_t first, int count) {
     return sums_of(sums) / (float)a->width;
 }
 
-// The mean square of what is left of a slice without ``means``.
+// Return the mean of (x - mean)^2 of each slice.
 static inline vec variances_of(const slices_of_x *a, int64_t first, int count, vec means) {
     vec sums[LANES] = {0};
     for (int i = 0; i < count; i++)
@@ -41,7 +41,7 @@ static inline vec variances_of(const slices_of_x *a, int64_t first, int count, v
     return sums_of(sums) / (float)a->width;
 }
 
-// Sums (groups, vecs that hold a width) to (groups, width).
+// Copy sums (groups, vecs per width) to (groups, width).
 static inline void scatter_sums(float *to, const vec *from, const slices_of_x *a) {
     int64_t blocks = blocks_of(a->width, LANES);
     for (int64_t group = 0; group < a->groups; group++)

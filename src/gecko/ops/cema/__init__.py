@@ -16,27 +16,27 @@ __all__ = ["CEMACoefficients", "cema", "cema_chunked", "cema_reference", "cema_s
 
 
 MOST_CPU_MODES = 256
-"""Most modes per channel for the C kernel, which keeps their states on its stack."""
+"""Maximum number of modes per channel for the C kernels, which keep the states of all modes on the stack."""
 
 
 def cema(
     x: Tensor, coefficients: CEMACoefficients, state: Tensor | None = None, *,
     segments: Segments | None = None, skip: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """h_t = q h_{t-1} + p x_t, y_t = Re Σ_k γ_k h_t + ω x_t; h = 0 before a document's first step (paper Eq. 1).
+    """Compute h_t = q h_{t-1} + p x_t and y_t = Re Σ_k γ_k h_t + ω x_t (paper Eq. 1). h is 0 before each document.
 
     Args:
         x: (B, T, D), any float dtype; the arithmetic is float32 or wider.
         coefficients: per channel, float32 or float64.
         state: h before the first step, (B, D, N, 2) as (real, imaginary); None is zero.
-        segments: documents of the call; None is one document that continues.
+        segments: documents of the call; None: each row continues its document.
         skip: ω, (D,); None is zero.
 
     Returns:
         y (B, T, D) in the dtype of x, and h after the last step, (B, D, N, 2).
 
     Raises:
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes are inconsistent.
     """
     batch, length, channels = x.shape
     modes = coefficients.input.shape[1]
@@ -90,5 +90,5 @@ def _wants_gradients(x: Tensor, coefficients: CEMACoefficients, state: Tensor) -
 def empty_cema_state(
     batch: int, channels: int, modes: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """h before anything was read."""
+    """Return the initial state, h = 0."""
     return torch.zeros(batch, channels, modes, 2, dtype=dtype, device=device)

@@ -22,13 +22,12 @@ from gecko.segments import Segments
 
 
 def chunk_tables(coefficients: CEMACoefficients, chunk: int) -> tuple[Tensor, ...]:
-    """What a chunk of C steps needs of D filters of N modes; modes are (real, imaginary) neighbours.
+    """Compute the tables of a chunk of C steps for D filters of N modes, with interleaved (real, imaginary) numbers.
 
     Returns:
         response: (D, C), k[j] = Re Σ_n γ_n p_n q_n^j.
         into_state: (D, C, 2N), p q^(C−1−s) for step s.
-        from_state: (D, C, 2N), the conjugate of γ q^(t+1) for step t: a product with it is the real part of the
-            complex one.
+        from_state: (D, C, 2N), the conjugate of γ q^(t+1) for step t. Its real product with h is Re(γ q^(t+1) h).
         decay: (D, N), q^C, complex.
     """
     gamma = torch.view_as_complex(coefficients.output)
@@ -38,22 +37,22 @@ def chunk_tables(coefficients: CEMACoefficients, chunk: int) -> tuple[Tensor, ..
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """(D, C, N) complex to (D, C, 2N)."""
+    """Convert (D, C, N) complex to (D, C, 2N)."""
     return torch.view_as_real(x).flatten(-2)
 
 
 def _complex(x: Tensor) -> Tensor:
-    """(D, C, 2N) to (D, C, N) complex."""
+    """Convert (D, C, 2N) to (D, C, N) complex."""
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
 
 
 def _reversed(x: Tensor) -> Tensor:
-    """The last step first; copies whole rows, which ``flip`` does not."""
+    """Reverse the steps. ``index_select`` copies whole rows and is faster than ``flip``."""
     return x.index_select(1, torch.arange(x.shape[1] - 1, -1, -1, device=x.device))
 
 
 class _Tables(torch.autograd.Function):
-    """(p, q, γ) to the tables; p (D, N) real, q and γ (D, N) complex. powers: q^0 … q^C, (D, C + 1, N)."""
+    """Compute the tables from p (D, N) real, q and γ (D, N) complex, and powers q^0 … q^C, (D, C + 1, N)."""
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, q: Tensor, gamma: Tensor, powers: Tensor) -> tuple[Tensor, ...]:
@@ -73,7 +72,7 @@ class _Tables(torch.autograd.Function):
         p, gamma, powers = ctx.saved_tensors
         chunk = powers.shape[1] - 1
         conjugate, back = gamma.conj().resolve_conj(), powers.conj().resolve_conj()
-        # Of a product a b, the gradient of a is that of the product times the conjugate of b.
+        # The gradient of a in a b is the gradient of the product times the conjugate of b.
         grad_driven = torch.addcmul(
             _reversed(_complex(grad_into)), conjugate.unsqueeze(1), grad_response.unsqueeze(-1).to(gamma.dtype)
         )
@@ -82,7 +81,7 @@ class _Tables(torch.autograd.Function):
         slopes = back[:, :chunk] * torch.arange(1, chunk + 1, device=p.device, dtype=p.dtype).unsqueeze(-1)
         driven_powers = (grad_driven * back[:, :chunk]).sum(1)
         grad_q = p * (slopes[:, :-1] * grad_driven[:, 1:]).sum(1) + conjugate * (slopes * read).sum(1)
-        with full_precision(grad_response):  # of a caller who differentiates inside of it
+        with full_precision(grad_response):  # the backward pass may run inside the caller's autocast
             responses = torch.bmm(grad_response.unsqueeze(1), _pairs(powers[:, :chunk]))
         grad_gamma = (back[:, 1:] * read).sum(1) + p * _complex(responses).squeeze(1).conj()
         return driven_powers.real, grad_q + slopes[:, -1] * grad_decay, grad_gamma, None
@@ -91,10 +90,10 @@ class _Tables(torch.autograd.Function):
 def cema_chunked(
     x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as ``cema_reference``, and ω x added to y for ``skip`` ω (D,)."""
+    """Compute ``cema_reference`` and add ω x to y, where ω is ``skip`` (D,)."""
     plan = ScanPlan.of(segments)
     response, into_state, from_state, decay = chunk_tables(coefficients, plan.chunk)
-    if skip is not None:  # as part of the response at lag 0 it takes no pass over x
+    if skip is not None:  # added to the response at lag 0, it needs no extra pass over x
         response = torch.cat([response[:, :1] + skip.to(response.dtype).unsqueeze(1), response[:, 1:]], dim=1)
 
     folded = plan.fold(x)
@@ -112,24 +111,25 @@ def cema_chunked(
 
 
 def _walk(updates: Tensor, decay: Tensor, state: Tensor, plan: ScanPlan) -> Tensor:
-    """h at the start of every scan chunk, (D, chunks, N), from ``state`` (B, D, N, 2) before the call."""
+    """Return h at the start of every scan chunk, (D, chunks, N), from ``state`` (B, D, N, 2) before the call."""
     initial = torch.view_as_complex(plan.initial(state).transpose(0, 1).contiguous())
     return chunk_states(updates, decay, initial, plan)
 
 
 def _arrived(ends: Tensor, coefficients: CEMACoefficients, counts: Tensor, length: int) -> Tensor:
-    """What earlier ranks' tokens, whose ends are (R − 1, B, D, N, 2), have left of them after the ranks between."""
+    """Return the state before this rank's first token from ``ends`` (R − 1, B, D, N, 2), the final states of earlier
+    ranks. Each is decayed over the tokens of the ranks between."""
     between = length * torch.arange(len(ends), device=ends.device).view(-1, 1, 1)
     kept = torch.view_as_complex(ends) * coefficients.decay(between).unsqueeze(1)
     return torch.view_as_real((kept * (counts > 0)[..., None, None]).sum(0))
 
 
 def cema_step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """The recurrence for one token, x of shape (B, 1, D)."""
+    """Compute one step of the recurrence, for x of shape (B, 1, D)."""
     h = torch.view_as_complex(state)
     if segments.starts is not None:
         h = h * segments.continues.unsqueeze(-1)
-    # Of the complex numbers, x changes the real parts only, and only real parts are read.
+    # p x is real, so only the real parts of h change; the output needs only the real part of γ h.
     h = torch.view_as_real(h.mul_(coefficients.factor) if segments.overwrites else h * coefficients.factor)
     h[..., 0].addcmul_(coefficients.input, x[:, 0].unsqueeze(-1))
     y = (coefficients.readout * h.flatten(2)).sum(-1)
@@ -139,7 +139,7 @@ def cema_step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments
 def _final_state(
     x: Tensor, coefficients: CEMACoefficients, states: Tensor, into_state: Tensor, segments: Segments
 ) -> Tensor:
-    """The state after each row's last token: its last chunk, which may be short, aligned to the chunk's end."""
+    """Return the state after the last token of each row. Its last chunk may be short and is aligned to the end."""
     plan = ScanPlan.of(segments)
     added = torch.bmm(plan.tail(x).permute(2, 0, 1).contiguous(), into_state).unflatten(-1, (-1, 2)).transpose(0, 1)
     decay = coefficients.decay(plan.last_length.view(-1, 1, 1))
@@ -148,7 +148,7 @@ def _final_state(
 
 
 class _Toeplitz(torch.autograd.Function):
-    """(D, C) to the transposed Toeplitz matrices (D, C, C): M[s, t] = k[t − s] for t ≥ s, else 0."""
+    """Expand (D, C) to transposed Toeplitz matrices (D, C, C): M[s, t] = k[t − s] for t ≥ s, else 0."""
 
     @staticmethod
     def forward(ctx: Any, response: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class _Toeplitz(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         channels, chunk, _ = grad.shape
-        # Rows one element longer than the padded ones shift row s by s: each lag becomes a column.
+        # Reading the padded rows with a length of one more shifts row s by s, so that each lag becomes a column.
         flat = grad.new_empty(channels, chunk * (2 * chunk + 1))
         rows = flat[:, : 2 * chunk * chunk].unflatten(1, (chunk, 2 * chunk))
         rows[..., :chunk], rows[..., chunk:] = grad, 0

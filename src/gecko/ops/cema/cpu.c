@@ -1,32 +1,33 @@
-// The moving average step by step, channels in the lanes of a register and the state of a few modes beside it.
+// CEMA step by step. The lanes of a register are channels; the states of a few modes stay in registers.
 //
 //     h_t = q h_{t-1} + p x_t,   y_t = Re(sum of gamma h_t) + omega x_t
 //
-// Forward keeps the state before every tile of steps. Backward computes a tile's states again, and walks back over them:
+// Forward saves the state before every tile of steps. Backward computes the states of a tile again and then runs
+// backwards over its steps:
 //
 //     a_t = conj(gamma) dy_t + conj(q) a_{t+1},   dx_t = omega dy_t + sum of p Re(a_t),
 //     dp = sum of x_t Re(a_t),   dq = sum of a_t conj(h_{t-1}),   dgamma = sum of dy_t conj(h_t).
 //
-// A tile falls into runs at the starts of documents; before such a run h is zero, and nothing goes back past it.
+// A tile is split into runs at document starts. Before such a run h is zero, and no gradient passes to earlier steps.
 #include "../backends/cpu.h"
 
 enum {
     TILE = 64,
-    TOGETHER = 4,  // modes whose states and coefficients fit the registers
-    PAIR = 2,      // modes whose gradients fit them too, and whose states of a tile a small cache
+    TOGETHER = 4,  // modes per pass of forward: their states and coefficients fit in registers
+    PAIR = 2,      // modes per pass of backward: gradients fit in registers too, and the tile's states in the L1 cache
 };
 
 typedef struct { vec re, im; } complex_vec;
 typedef struct { vec p; complex_vec q, gamma; } mode;
 typedef struct { int begin, end, fresh; } run;
 
-// Tensors in row-major order, channels last but for modes; complex numbers are neighbours.
+// Row-major tensors: (rows, length, channels) or (channels, modes). Complex numbers are interleaved.
 typedef struct {
     const float *x, *p, *q, *gamma, *skip, *initial;
     const uint8_t *starts;  // (rows, length), or null where no document starts
     int64_t rows, length, channels, modes;
     int64_t blocks, tiles;
-    int padded;  // modes, filled up to whole groups with zeros
+    int padded;  // modes, rounded up to a multiple of TOGETHER; the others are zero
 } problem;
 
 static problem problem_of(const float *x, const float *p, const float *q, const float *gamma, const float *skip,
@@ -49,7 +50,7 @@ static void gather_modes(mode *to, const problem *a, int64_t block) {
         }
 }
 
-// Complex numbers (channels, modes) of one row, or none, to lanes and back.
+// Copy complex numbers (channels, modes) of one row to lanes (zeros if ``from`` is null); ``scatter`` copies them back.
 static void gather(complex_vec *to, const float *from, const problem *a, int64_t block) {
     memset(to, 0, sizeof(complex_vec) * a->padded);
     if (!from) return;
@@ -141,7 +142,7 @@ static void block_forward(const problem *a, int64_t row, int64_t block, float *y
     scatter(final + 2 * row * a->channels * a->modes, h, a, block);
 }
 
-// kept: the states before every tile, (rows, blocks, tiles, padded modes, 2, LANES), or null.
+// ``kept``: receives the states before every tile, (rows, blocks, tiles, padded modes, 2, LANES), or null.
 int64_t cema_forward(const float *x, const float *p, const float *q, const float *gamma, const float *skip,
                      const float *initial, const uint8_t *starts, float *y, float *kept, float *final, int64_t rows,
                      int64_t length, int64_t channels, int64_t modes, int64_t threads) {
@@ -154,7 +155,7 @@ int64_t cema_forward(const float *x, const float *p, const float *q, const float
 
 typedef struct { vec p; complex_vec q, gamma; } sums;
 
-// Of PAIR modes: the states of a tile before every step, and what dgamma sums.
+// For PAIR modes, compute the state before every step of a run, and add to the sum of dgamma.
 static void run_states(const mode *modes, complex_vec *state, const vec *x, const vec *grad_y,
                        complex_vec (*before)[PAIR], sums *total, run r) {
     mode m[PAIR];
@@ -172,7 +173,7 @@ static void run_states(const mode *modes, complex_vec *state, const vec *x, cons
     for (int k = 0; k < PAIR; k++) state[k] = h[k], total[k].gamma = sum[k];
 }
 
-// ``back`` is conj(q) a_{t+1}, the gradient of h_t by all later steps.
+// ``back`` is conj(q) a_{t+1}, the gradient of h_t through all later steps.
 static void run_backward(const mode *modes, complex_vec *back, const vec *x, const vec *grad_y, vec *grad_x,
                          complex_vec (*before)[PAIR], sums *total, run r) {
     mode m[PAIR];
@@ -220,7 +221,7 @@ static void tile_backward(const mode *m, complex_vec *back, const float *kept, c
 
 typedef struct { float *x, *p, *q, *gamma, *skip, *initial; } gradients;
 
-// The gradients of one block of channels, those of coefficients summed over every ``groups``-th row from ``group`` on.
+// Compute the gradients of one block of channels for rows group, group + groups, ...; those of coefficients are summed.
 static void block_backward(const problem *a, const float *grad_y, const float *grad_final, float *kept, gradients to,
                            int64_t group, int64_t groups, int64_t block) {
     int lanes = lanes_at(a, block);

@@ -1,4 +1,4 @@
-"""C kernels of CEMA. They run the recurrence itself: no tables, no transposes and one pass over x."""
+"""C kernels of CEMA. They run the recurrence step by step: no tables, no transposes and one pass over x."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gecko.segments import Segments
 _LANES, _TILE, _TOGETHER = 16, 64, 4
 """Same as in cpu.c."""
 _GROUPS = 8
-"""Groups of rows whose coefficient gradients are summed separately. The number does not depend on that of threads, so
-neither do the sums."""
+"""Number of groups of rows. Each group sums its coefficient gradients separately. The number is constant so that the
+sums do not depend on the number of threads."""
 
 
 def cema_cpu(
     x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as ``cema_chunked``, for float32 without context exchange."""
+    """Compute ``cema_chunked`` in float32, without context exchange."""
     skip = x.new_zeros(x.shape[-1]) if skip is None else skip
     factor = torch.view_as_real(coefficients.decay())
     check_shape("coefficients' decay", factor, (*coefficients.input.shape, 2))

@@ -1,30 +1,31 @@
 """Triton backend of CEMA: launches of the filter and of its gradients, and the custom operator.
 
-A program takes a few channels of one row and walks through its items (``varlen_tiles.py``), sixteen at a time. For
-each channel these are rows of matrix products with the tables of a chunk of C = 16 steps, which stay in registers:
-first what each item adds to the state, by x G; then the states that enter the items, by one scan of sixteen; then, with
-x read again from the cache, y = x T + h W and h ← q^C h + x G. The gradient of x is the same filter run backwards in
-time with γ and p exchanged. A skip connection ω x is a part of k[0], so that it takes no pass of its own. Gradients of
-the coefficients come from one more pass forwards with ∂h / ∂ log q (``triton_backward.py``). Nothing is kept for
-backward but x, the state before the call and that after it.
+A program processes a few channels of one row, one tile of sixteen items at a time (``varlen_tiles.py``). For each
+channel the items are the rows of matrix products with the tables of a chunk of C = 16 steps (``chunked.py``), which are
+kept in registers. The program computes what each item adds to the state, x G, then the state before each item by a scan
+over the sixteen items. Then it reads x again from the cache and computes y = x T + h W and h ← q^C h + x G.
 
-**Counts** for B = 1, T = 32,768, D = 4,096, N = 16, bfloat16 (x is 268 MB), multiply-adds in matrix products and
-instructions of a thread per token and channel, the latter from the code compiled for sm_90:
+The gradient of x is the same filter run backwards in time with γ and p exchanged. The skip connection ω x is added to
+k[0], so it needs no extra pass. The gradients of the coefficients need one more forward pass with ∂h / ∂ log q
+(``triton_backward.py``). Only x and the states before and after the call are saved for the backward pass.
+
+**Cost** for B = 1, T = 32,768, D = 4,096, N = 16, bfloat16 (x is 268 MB). Multiply-adds of matrix products and
+instructions per thread are per token and channel; instructions are counted in the code compiled for sm_90:
 
     part                     passes over memory    bytes      floor        multiply-adds     instructions
     forward                  2: x, y               537 MB     537 MB       C + 6 N = 112     42
     backward, inputs         2: g, dx              537 MB                  C + 6 N = 112     42
     backward, coefficients   2: x, g               537 MB     805 MB       2 C + 12 N = 224  130
 
-Floor is that of both backward parts together. At 4 instructions of 32 threads a cycle, 132 multiprocessors and
-1.75 GHz, 42 of them take 0.19 ms, more than 537 MB at 4.3 TB/s (0.125 ms), and 130 take 0.59 ms: so instructions are
-the limit, above all those of the coefficients' gradients. No time was measured. The second reading of a tile (16 items
-of at most 256 tokens, 8 or 16 channels: at most 128 KiB) is from the L2 cache, and so is that of the second block of
-8 modes. One row gives D / 16 programs: fewer than 132 · 16 channels in all rows leave a part of such a card idle.
+The floor of the backward pass is for both parts together. With 132 SMs at 1.75 GHz that issue 4 warp instructions per
+cycle, 42 instructions take 0.19 ms and 130 take 0.59 ms; 537 MB at 4.3 TB/s take 0.125 ms. Instructions are therefore
+the limit, above all those of the coefficient gradients. These are estimates, not measured times. The second read of a
+tile (16 items of at most 256 tokens, 8 or 16 channels: at most 128 KiB) hits the L2 cache, as does the read for the
+second block of 8 modes. One row gives D / 16 programs: with fewer than 132 · 16 channels over all rows, SMs are idle.
 
-Matrix products are tf32 for 16-bit x: tf32 holds x exactly, and tables and states are rounded to 11 bits by one
-instruction each (tensor cores would drop the bits below): tables once, states once a chunk. So a number is off by less
-than the rounding of the tensor's largest one to 16 bits. Of float32 they are three tf32 products.
+Matrix products are tf32 for 16-bit x. tf32 represents x exactly. Tables (once) and states (once per chunk) are rounded
+to 11 bits by one instruction, because tensor cores truncate. The error of a number is less than the rounding error of
+the largest number of its tensor in 16 bits. For float32, each product is three tf32 products.
 """
 
 from __future__ import annotations
@@ -44,16 +45,13 @@ from gecko.ops.cema.varlen_tiles import CHUNK, ITEMS, MOST_MODES, VarlenTilePlan
 from gecko.segments import Segments
 
 _CHANNELS = 16
-"""Channels of one program over coefficients."""
+"""Channels per program of the kernels over coefficients."""
 
 
 def cema_triton(
     x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as ``cema`` for at least ``CHUNK`` tokens.
-
-    The T mod unit tokens at the start, if there are any, take the chunked form.
-    """
+    """Compute ``cema`` for at least ``CHUNK`` tokens. The chunked form processes the first T mod unit tokens."""
     plan = VarlenTilePlan.of(segments)
     head = x[:, : plan.head]
     if plan.head_segments is not None:
@@ -71,7 +69,7 @@ def cema_triton(
 
 @dataclass(frozen=True)
 class _Tables:
-    """What the passes over tokens read of coefficients: k of one chunk (D, C), q and p as complex numbers (D, N, 2)."""
+    """Tables that the passes over tokens read: k of one chunk (D, C), and q and p as complex numbers (D, N, 2)."""
 
     response: Tensor
     decay: Tensor
@@ -94,7 +92,7 @@ def _grid(p: Tensor) -> tuple[int]:
 
 
 def _sizes(p: Tensor) -> dict[str, int]:
-    """Of kernels over coefficients p (D, N)."""
+    """Return the size arguments of kernels over coefficients p (D, N)."""
     return {"channels": p.shape[0], "modes": p.shape[1], "chunk": CHUNK, "b_d": _CHANNELS, "b_n": MOST_MODES}
 
 
@@ -117,7 +115,7 @@ def _filter(
         "channels": x.shape[-1], "modes": before.shape[2], "unit": unit, "reverse": reverse, "b_n": MOST_MODES,
         **_constants(x),
     }  # fmt: skip
-    # A warp takes one channel: the tables and the sixteen items of two would not fit into its registers.
+    # One channel per warp: the tables and the sixteen items of two channels do not fit into its registers.
     b_d = 16 if _is_rough(x) else 8
     grid = (x.shape[0], blocks(x.shape[-1], b_d))
     Launch(filter_kernel, grid, {**arguments, "b_d": b_d}, warps=b_d).run()
@@ -129,7 +127,7 @@ def _constants(x: Tensor) -> dict[str, Any]:
 
 
 def _is_rough(x: Tensor) -> bool:
-    """Whether outputs keep no more than the 11 bits of tf32."""
+    """Return whether outputs have no more than the 11 bits of tf32."""
     return x.dtype != torch.float32
 
 
@@ -152,7 +150,7 @@ def _backward(
     grad: Tensor, grad_after: Tensor, x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor,
     skip: Tensor, before: Tensor, after: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients by x, input, log_damping, angle, output, skip and before."""
+    """Return the gradients of x, input, log_damping, angle, output, skip and before."""
     tables = _Tables.of(CEMACoefficients(input, log_damping, angle, output), skip)
     handed_in = _conjugate(grad_after)
     grad_x, handed = _filter(grad, tables, output, tables.input, handed_in, backwards, unit, reverse=True)
@@ -171,15 +169,15 @@ def _backward(
 
 
 def _conjugate(pairs: Tensor) -> Tensor:
-    """Without signs from the host: to copy them to a GPU waits until it has done all that was asked of it so far."""
+    """Conjugate complex pairs. A multiplication by a tensor of signs from the host would synchronise with the GPU."""
     return torch.view_as_real(torch.view_as_complex(pairs).conj_physical())
 
 
 def _sums(
     grad: Tensor, x: Tensor, tables: _Tables, before: Tensor, items: list[Tensor], unit: int
 ) -> dict[str, Tensor]:
-    """Of all but the chunk that a step is in: Σ g h, Σ g ∂h/∂log q, and ∂h/∂log q after the last step, (B, D, N, 2); of
-    the steps of a chunk, Σ x_s g_t over chunks and rows, (D, C, C)."""
+    """Return Σ g h and Σ g ∂h/∂log q without the inputs of the chunk of each step, ∂h/∂log q after the last step, all
+    (B, D, N, 2), and the correlation Σ x_s g_t of steps s and t within a chunk over all chunks and rows, (D, C, C)."""
     sums, derivatives, last = (torch.empty_like(before) for _ in range(3))
     batch, channels, modes = before.shape[:3]
     correlation = before.new_empty(batch, channels, CHUNK, CHUNK)

@@ -1,12 +1,13 @@
 """Triton kernels for the gradients of CEMA's coefficients: one pass forwards in time, with the derivatives of states.
 
-With h̃ = ∂h / ∂ log q, that is h̃ ← q (h̃ + h) beside h ← q h + p x, the sums over all steps
-    a = Σ_t g_t h_t    and    b = Σ_t g_t h̃_t,    g the gradient of the outputs,
-give those by γ (the conjugate of a) and by log q (that of γ b). Of a chunk's own inputs only the correlations
-c[s, t] = Σ x_s g_t are kept: a and b follow from them by powers of q, outside.
+Let g be the gradient of the outputs and h̃ = ∂h / ∂ log q, so h̃ ← q (h̃ + h) along with h ← q h + p x. The pass sums
+    a = Σ_t g_t h_t    and    b = Σ_t g_t h̃_t.
+The gradient of γ is the conjugate of a, and the gradient of log q is the conjugate of γ b. For inputs within the chunk
+of step t, the pass sums only the correlations c[s, t] = Σ x_s g_t. The last kernel adds them to a and b, multiplied by
+powers of q.
 
-The coefficient tensors are small, so launch overhead dominates the work before and after this pass. One kernel makes
-the tables from the coefficients and one their gradients from the sums.
+The coefficient tensors are small, so launch overhead dominates the work before and after this pass: one kernel
+computes the tables from the coefficients, and one kernel computes the gradients from the sums.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _follow(
     a_real, a_imag, da_real, da_imag, u_real, u_imag, du_real, du_imag,
     b_real, b_imag, db_real, db_imag, v_real, v_imag, dv_real, dv_imag,
 ):  # fmt: skip
-    """z → a z + u and after it z → b z + v, as one such step, with the derivatives of a, u and z by log q."""
+    """Compose z → a z + u and then z → b z + v into one step, with the derivatives with respect to log q."""
     decay_real, decay_imag = complex_product(b_real, b_imag, a_real, a_imag)
     one_real, one_imag = complex_product(db_real, db_imag, a_real, a_imag)
     two_real, two_imag = complex_product(b_real, b_imag, da_real, da_imag)
@@ -53,7 +54,7 @@ def _follow(
 @triton.jit
 def _advance(h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, q_real, q_imag,
              precision: tl.constexpr, chunk: tl.constexpr):  # fmt: skip
-    """h and h̃ after one more chunk of inputs (channels, items, chunk)."""
+    """Return h and h̃ after one more chunk of inputs (channels, items, chunk)."""
     d_real, d_imag = complex_product(d_real + chunk * h_real, d_imag + chunk * h_imag, q_real, q_imag)
     h_real, h_imag = complex_product(h_real, h_imag, q_real, q_imag)
     b_late = rounded(b_x * (chunk - 1 - tl.arange(0, chunk)).to(tl.float32)[None, None, :], precision)
@@ -69,7 +70,7 @@ def _added(
     p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, step_real, step_imag, precision: tl.constexpr,
     chunk: tl.constexpr, items: tl.constexpr, b_d: tl.constexpr, b_n: tl.constexpr,
 ):  # fmt: skip
-    """h and h̃ after each item, from nothing before it."""
+    """Return h and h̃ after each item, starting from zero."""
     h_real = tl.zeros((b_d, items, b_n), tl.float32)
     h_imag = tl.zeros((b_d, items, b_n), tl.float32)
     d_real = tl.zeros((b_d, items, b_n), tl.float32)
@@ -87,7 +88,8 @@ def _added(
 def _entering(
     kind, unit, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real, c_imag, e_real, e_imag
 ):  # fmt: skip
-    """h and h̃ before each item of a tile, from what the item before ``_added`` and those before the tile (c, e)."""
+    """Return h and h̃ before each item of a tile, from ``_added`` for the item before each and from those before the
+    tile (c, e)."""
     continues = (kind == 1)[None, :, None]
     a_real = tl.where(continues, unit_real, tl.where((kind == 2)[None, :, None], 1.0, 0.0))
     a_imag = tl.where(continues, unit_imag, 0.0)
@@ -111,7 +113,7 @@ def _add_chunk(
     b_g, w_real, w_imag, h_real, h_imag, d_real, d_imag, sum_real, sum_imag, der_real, der_imag,
     precision: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Σ g h and Σ g h̃ of one more chunk, of h and h̃ before it: those of its own inputs come from correlations."""
+    """Add one chunk to Σ g h and Σ g h̃ without its own inputs, from h and h̃ before the chunk."""
     v_real = tl.dot(b_g, w_real, input_precision=precision)
     v_imag = tl.dot(b_g, w_imag, input_precision=precision)
     sum_real, sum_imag = add_product(sum_real, sum_imag, v_real, v_imag, h_real, h_imag)
@@ -129,13 +131,13 @@ def gradients_kernel(
     p_first, p_begin, p_end, p_kind, p_tiles, channels, modes, unit,
     precision: tl.constexpr, chunk: tl.constexpr, items: tl.constexpr, b_d: tl.constexpr, b_n: tl.constexpr,
 ):  # fmt: skip
-    """Σ g h, Σ g h̃ without a chunk's own inputs, the correlations with those, and the last h̃; all of one row.
+    """Compute Σ g h and Σ g h̃ without the inputs of each chunk, their correlations, and the last h̃, of one row.
 
     p_x, p_grad: (tokens, channels). p_in, p_decay: (channels, modes, 2). p_before: (rows, channels, modes, 2), and
     p_sums, p_derivatives, p_after too. p_correlation: (rows, channels, chunk, chunk), by s and t.
     """
     row = tl.program_id(0).to(tl.int64)
-    # The blocks of modes of the same channels are neighbours: they read the same tokens.
+    # Programs for the same channels are adjacent, because they read the same tokens.
     mode_blocks = tl.cdiv(modes, b_n)
     i_d = tl.program_id(1) // mode_blocks * b_d + tl.arange(0, b_d)
     i_n = tl.program_id(1) % mode_blocks * b_n + tl.arange(0, b_n)
@@ -196,12 +198,9 @@ def gradients_kernel(
     tl.store(p_correlation + i_s, correlation, mask=own[:, None, None])
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-
 @triton.jit
 def _modes_of(channels, modes, b_d: tl.constexpr, b_n: tl.constexpr):
-    """Channels of this program and which there are; offsets (channels, modes) and which of these there are."""
+    """Return the channels of this program and their mask, and the offsets (channels, modes) and their mask."""
     i_d = tl.program_id(0) * b_d + tl.arange(0, b_d)
     i_n = tl.arange(0, b_n)
     m_d = i_d < channels
@@ -213,7 +212,7 @@ def response_kernel(
     p_in, p_out, p_decay, p_skip, p_response, p_pair, channels, modes, chunk: tl.constexpr, b_d: tl.constexpr,
     b_n: tl.constexpr,
 ):  # fmt: skip
-    """k[j] = Re Σ γ p q^j + (ω where j = 0) for lags j of one chunk, (channels, chunk); and p as complex numbers."""
+    """Store k[j] = Re Σ γ p q^j (plus ω if j = 0) for the lags j of one chunk, (channels, chunk), and p as complex."""
     i_d, m_d, i_k, m_k = _modes_of(channels, modes, b_d, b_n)
     b_p = tl.load(p_in + i_k, mask=m_k, other=0.0)
     store_pair(p_pair, i_k, b_p, tl.zeros_like(b_p), m_k)
@@ -232,8 +231,8 @@ def response_kernel(
 def _sums_of_rows(
     p_sums, p_derivatives, p_last, p_after, p_grad_after, p_before, p_grad_before, batch, size, i_k, m_k, zero
 ):
-    """Over rows: Σ g h and Σ g ∂h/∂log q of whole chunks, conj(∂h/∂log q) · dh after the last step, and what the state
-    after the last step has to do with its gradient less what that before the first has."""
+    """Sum over rows: Σ g h and Σ g ∂h/∂log q of ``gradients_kernel``, the product of conj(∂h/∂log q) and dh after the
+    last step, and <h, dh> after the last step minus <h, dh> before the first."""
     sum_real, sum_imag, by_real, by_imag, end_real, end_imag, linear = zero, zero, zero, zero, zero, zero, zero
     i_at = i_k.to(tl.int64)
     for _ in range(0, batch):
@@ -259,9 +258,8 @@ def coefficient_gradients_kernel(
     p_grad_in, p_grad_log, p_grad_angle, p_grad_out, p_grad_skip, batch, channels, modes, chunk: tl.constexpr,
     b_d: tl.constexpr, b_n: tl.constexpr,
 ):  # fmt: skip
-    """From sums over time, (rows, channels, modes), and the correlation of inputs with gradients within chunks,
-    (channels, chunk, chunk): Σ g y, and the same for the last state, is linear in p and in the state before, so what is
-    not by that is by p."""
+    """Compute the gradients from sums over time (rows, channels, modes) and correlations (channels, chunk, chunk). As
+    Σ g y + <h, dh> after the last step is linear in p and the state before, p dp is that sum less <h, dh> before."""
     i_d, m_d, i_k, m_k = _modes_of(channels, modes, b_d, b_n)
     b_p = tl.load(p_in + i_k, mask=m_k, other=1.0)
     q_real, q_imag = load_pair(p_decay, i_k, m_k)

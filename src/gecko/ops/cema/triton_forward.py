@@ -23,13 +23,13 @@ from gecko.segments import Segments
 
 @triton.jit
 def complex_product(a_real, a_imag, b_real, b_imag):
-    """a b."""
+    """Return a b."""
     return a_real * b_real - a_imag * b_imag, a_real * b_imag + a_imag * b_real
 
 
 @triton.jit
 def power(q_real, q_imag, exponent, bits: tl.constexpr):
-    """q^exponent for integers below 2^bits, by squaring: rounding grows with the bits, not with the angle."""
+    """Return q^exponent for integers below 2^bits, by squaring. The rounding error grows with bits, not the angle."""
     real = tl.where(exponent % 2 == 1, q_real, 1.0)
     imag = tl.where(exponent % 2 == 1, q_imag, 0.0)
     for bit in tl.static_range(1, bits):
@@ -43,21 +43,21 @@ def power(q_real, q_imag, exponent, bits: tl.constexpr):
 
 @triton.jit
 def add_product(real, imag, a_real, a_imag, b_real, b_imag):
-    """real + i imag + a b."""
+    """Return real + i imag + a b."""
     more_real, more_imag = complex_product(a_real, a_imag, b_real, b_imag)
     return real + more_real, imag + more_imag
 
 
 @triton.jit
 def power_for_items(q_real, q_imag, exponent, bits: tl.constexpr):
-    """q^exponent of (channels, modes), for tiles of (channels, items, modes)."""
+    """Return q^exponent as (channels, 1, modes), to be multiplied with tiles (channels, items, modes)."""
     real, imag = power(q_real, q_imag, exponent, bits)
     return real[:, None, :], imag[:, None, :]
 
 
 @triton.jit
 def into_state(in_real, in_imag, q_real, q_imag, exponents, precision: tl.constexpr):
-    """in q^exponent, (channels, steps, modes): the matrix of a chunk's inputs into the state."""
+    """Return in q^exponent, (channels, steps, modes): the matrix from the inputs of a chunk to the state."""
     real, imag = power(q_real[:, None, :], q_imag[:, None, :], exponents[None, :, None], 5)
     real, imag = complex_product(in_real[:, None, :], in_imag[:, None, :], real, imag)
     return rounded(real, precision), rounded(imag, precision)
@@ -65,21 +65,21 @@ def into_state(in_real, in_imag, q_real, q_imag, exponents, precision: tl.conste
 
 @triton.jit
 def load_pair(p_pair, i_pair, mask):
-    """Neighbours in memory, as (real, imaginary); zero outside the mask."""
+    """Load interleaved complex numbers as (real, imaginary); zero outside the mask."""
     return tl.load(p_pair + 2 * i_pair, mask=mask, other=0.0), tl.load(p_pair + 2 * i_pair + 1, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_pair(p_pair, i_pair, real, imag, mask):
-    """The inverse of ``load_pair``."""
+    """Store complex numbers interleaved; the inverse of ``load_pair``."""
     tl.store(p_pair + 2 * i_pair, real, mask=mask)
     tl.store(p_pair + 2 * i_pair + 1, imag, mask=mask)
 
 
 @triton.jit
 def load_borders(p_first, p_begin, p_end, i_item):
-    """Of items: the token that is step 0 of their unit, the first step held, and the one after the last. Of item −1,
-    which is none, zeros."""
+    """Return, for each item, the first token of its unit, its first step in the unit and the step after its last one.
+    Item −1 does not exist and gives zeros."""
     there = i_item >= 0
     i_first = tl.load(p_first + i_item, mask=there, other=0)
     i_begin = tl.load(p_begin + i_item, mask=there, other=0)
@@ -88,7 +88,8 @@ def load_borders(p_first, p_begin, p_end, i_item):
 
 @triton.jit
 def places(i_first, i_begin, i_end, step, unit, i_d, channels, reverse: tl.constexpr, chunk: tl.constexpr):
-    """Offsets and mask (items, chunk, channels) of chunk ``step`` of every item; backwards, from the unit's end."""
+    """Return the offsets and the mask (items, chunk, channels) of chunk ``step`` of every item. If ``reverse``, chunks
+    and their steps are counted from the end of the unit."""
     i_t = step * chunk + tl.arange(0, chunk)[None, :]
     i_t = unit - 1 - i_t if reverse else i_t
     held = (i_t >= i_begin[:, None]) & (i_t < i_end[:, None])
@@ -98,13 +99,13 @@ def places(i_first, i_begin, i_end, step, unit, i_d, channels, reverse: tl.const
 
 @triton.jit
 def load_channels(p_x, offsets, mask):
-    """(channels, items, chunk) in float32; zero outside the mask."""
+    """Load (channels, items, chunk) in float32; zero outside the mask."""
     return tl.permute(tl.load(p_x + offsets, mask=mask, other=0.0).to(tl.float32), (2, 0, 1))
 
 
 @triton.jit
 def rounded(b_x, precision: tl.constexpr):
-    """A factor of products in plain tf32, rounded: tensor cores drop the low 13 bits of float32 and do not round."""
+    """Round a factor of plain tf32 products: tensor cores drop the low 13 bits of float32 and do not round."""
     if precision == "tf32":
         b_x = tl.inline_asm_elementwise(
             "cvt.rna.tf32.f32 $0, $1;", "=r,r", [b_x], dtype=tl.float32, is_pure=True, pack=1
@@ -114,16 +115,13 @@ def rounded(b_x, precision: tl.constexpr):
 
 @triton.jit
 def last_item(b_h, items: tl.constexpr):
-    """(channels, modes) of the last of (channels, items, modes)."""
+    """Return the last item, (channels, modes), of (channels, items, modes)."""
     return tl.sum(tl.where((tl.arange(0, items) == items - 1)[None, :, None], b_h, 0.0), 1)
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
 @triton.jit
 def _follow(a_real, a_imag, u_real, u_imag, b_real, b_imag, v_real, v_imag):
-    """z → a z + u, and after it z → b z + v, as one such step."""
+    """Compose z → a z + u and then z → b z + v into one step."""
     decay_real, decay_imag = complex_product(b_real, b_imag, a_real, a_imag)
     real, imag = complex_product(b_real, b_imag, u_real, u_imag)
     return decay_real, decay_imag, real + v_real, imag + v_imag
@@ -131,7 +129,7 @@ def _follow(a_real, a_imag, u_real, u_imag, b_real, b_imag, v_real, v_imag):
 
 @triton.jit
 def _out_of_state(out_real, out_imag, q_real, q_imag, exponents, precision: tl.constexpr):
-    """out q^exponent, conjugated, (channels, modes, steps): its product with a state is the real part of both's."""
+    """Return the conjugate of out q^exponent, (channels, modes, steps). Its real product with z is Re(out q^e z)."""
     real, imag = power(q_real[:, :, None], q_imag[:, :, None], exponents[None, None, :], 5)
     real, imag = complex_product(out_real[:, :, None], out_imag[:, :, None], real, imag)
     return rounded(real, precision), rounded(-imag, precision)
@@ -139,7 +137,7 @@ def _out_of_state(out_real, out_imag, q_real, q_imag, exponents, precision: tl.c
 
 @triton.jit
 def _load_responses(p_response, i_d, channels, chunk: tl.constexpr, precision: tl.constexpr):
-    """From each input of a chunk to each output, (channels, chunk, chunk)."""
+    """Return the matrix from the inputs of a chunk to its outputs, (channels, chunk, chunk)."""
     i_t = tl.arange(0, chunk)
     i_lag = i_t[None, :] - i_t[:, None]
     mask = (i_d < channels)[:, None, None] & (i_lag >= 0)[None, :, :]
@@ -149,7 +147,7 @@ def _load_responses(p_response, i_d, channels, chunk: tl.constexpr, precision: t
 
 @triton.jit
 def _advance(z_real, z_imag, b_x, g_real, g_imag, step_real, step_imag, precision: tl.constexpr):
-    """z after one more chunk of inputs (channels, items, chunk)."""
+    """Return z after one more chunk of inputs (channels, items, chunk)."""
     z_real, z_imag = complex_product(z_real, z_imag, step_real, step_imag)
     z_real = tl.dot(b_x, g_real, z_real, input_precision=precision)
     return z_real, tl.dot(b_x, g_imag, z_imag, input_precision=precision)
@@ -160,7 +158,7 @@ def _added(
     p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, step_real, step_imag, reverse: tl.constexpr,
     precision: tl.constexpr, chunk: tl.constexpr, items: tl.constexpr, b_d: tl.constexpr, b_n: tl.constexpr,
 ):  # fmt: skip
-    """z after each item, from nothing before it."""
+    """Return z after each item, starting from z = 0."""
     z_real = tl.zeros((b_d, items, b_n), tl.float32)
     z_imag = tl.zeros((b_d, items, b_n), tl.float32)
     for step in range(unit // chunk):
@@ -172,7 +170,7 @@ def _added(
 
 @triton.jit
 def _entering(kind, z_real, z_imag, unit_real, unit_imag, c_real, c_imag):
-    """z before each item of a tile, from what the item before each ``_added``, and z before the tile (c)."""
+    """Return z before each item of a tile, from ``_added`` for the item before each and from z before the tile (c)."""
     continues = (kind == 1)[None, :, None]
     a_real = tl.where(continues, unit_real, tl.where((kind == 2)[None, :, None], 1.0, 0.0))
     a_imag = tl.where(continues, unit_imag, 0.0)
@@ -187,11 +185,11 @@ def _write_outputs(
     p_x, p_y, i_first, i_begin, i_end, i_d, channels, unit, z_real, z_imag, b_response, w_real, w_imag, g_real, g_imag,
     step_real, step_imag, reverse: tl.constexpr, precision: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """y of a tile's items, and z after each, from z before each."""
+    """Store y of the items of a tile, given z before each item, and return z after each."""
     for step in range(unit // chunk):
         offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, reverse, chunk)
         b_x = load_channels(p_x, offsets, mask)
-        # States first: so the registers of their rounded copies are free before the inputs are multiplied.
+        # The states are multiplied first, so that the registers of their rounded copies are free for the inputs.
         b_y = tl.dot(rounded(z_real, precision), w_real, input_precision=precision)
         b_y = tl.dot(rounded(z_imag, precision), w_imag, b_y, input_precision=precision)
         b_y = tl.dot(b_x, b_response, b_y, input_precision=precision)
@@ -207,7 +205,7 @@ def filter_kernel(
     reverse: tl.constexpr, precision: tl.constexpr, chunk: tl.constexpr, items: tl.constexpr,
     b_d: tl.constexpr, b_n: tl.constexpr,
 ):  # fmt: skip
-    """y and the last z of one row, from the z before it.
+    """Compute y and the last z of one row from the z before it.
 
     p_x, p_y: (tokens, channels). p_response: (channels, chunk). p_in, p_out, p_decay: (channels, modes, 2).
     p_before, p_after: (rows, channels, modes, 2). p_first … p_kind: (tiles · items,). p_tiles: (rows + 1,).
@@ -234,8 +232,8 @@ def filter_kernel(
     c_real, c_imag = load_pair(p_before, i_state, m_mode)
     for tile in range(tl.load(p_tiles + row), tl.load(p_tiles + row + 1)):
         i_item = tile * items + tl.arange(0, items)
-        # What the item before each adds: so moved by one, the states that enter all of them are one scan. (That of a
-        # row's first item is another row's, or none: such an item continues nothing.)
+        # What the item before each item adds to z. Due to this shift, one scan gives z before every item. The first
+        # item of a row gets another row's item or item −1, which is ignored because a first item never CONTINUES.
         i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item - 1)
         z_real, z_imag = _added(
             p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, step_real, step_imag, reverse, precision,
@@ -244,7 +242,7 @@ def filter_kernel(
         z_real, z_imag = _entering(tl.load(p_kind + i_item), z_real, z_imag, unit_real, unit_imag, c_real, c_imag)
         c_real = last_item(z_real, items)
         c_imag = last_item(z_imag, items)
-        # The inputs once more, from the cache, now that the state before each item is known.
+        # Now the state before each item is known: read the inputs again, from the cache.
         i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item)
         z_real, z_imag = _write_outputs(
             p_x, p_y, i_first, i_begin, i_end, i_d, channels, unit, z_real, z_imag, b_response, w_real, w_imag, g_real,
@@ -254,15 +252,12 @@ def filter_kernel(
             store_pair(p_after, i_state, last_item(z_real, items), last_item(z_imag, items), m_mode)
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-
 @triton.jit
 def step_kernel(
     p_x, p_y, p_in, p_out, p_decay, p_before, p_after, p_continues, channels, modes,
     b_d: tl.constexpr, b_n: tl.constexpr,
 ):  # fmt: skip
-    """h ← q h + p x and y = Re Σ γ h for a few channels of one row; h = 0 before where p_continues is not."""
+    """Compute h ← q h + p x and y = Re Σ γ h for a few channels of one row. h is 0 before, unless ``p_continues``."""
     row = tl.program_id(0).to(tl.int64)
     i_d = tl.program_id(1) * b_d + tl.arange(0, b_d)
     i_n = tl.arange(0, b_n)
@@ -308,7 +303,7 @@ def _(
 def cema_step_triton(
     x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as ``cema_step``, but without gradients, and with y in the dtype of x."""
+    """Compute ``cema_step`` without gradients, with y in the dtype of x."""
     decay = torch.view_as_real(coefficients.factor)
     given = (x, coefficients.input, decay, coefficients.output, state, segments.continues[:, 0])
     return _step_op(*(tensor.contiguous() for tensor in given))

@@ -1,7 +1,8 @@
-"""How the kernels of CEMA cut a call: items of at most a unit of tokens, none holding two documents.
+"""Work items of the CEMA kernels: a call is divided into units, and units into items of a single document.
 
-Units lie side by side in a row and end with it; an item is what one document has of one unit. So an item that
-continues the one before starts where its unit starts, and follows an item that filled its own unit to the end.
+A unit is ``unit`` consecutive tokens of a row; the last unit ends with the row. An item is the part of one document
+within one unit. So if an item continues the one before, it starts at the start of its unit, and the item before ends
+at the end of its unit. Kernels process tiles of ``ITEMS`` items.
 """
 
 from __future__ import annotations
@@ -15,33 +16,33 @@ from torch import Tensor
 from gecko.segments import Segments
 
 ITEMS = 16
-"""Items that a kernel takes at once: rows of a matrix product of tiles."""
+"""Items per tile: rows of a matrix product."""
 
 CHUNK = 16
-"""Steps of an item that it takes in one matrix product."""
+"""Steps of an item per matrix product."""
 
 MOST = 256
-"""Tokens of a unit: more would not stay in the cache between the two readings of a tile."""
+"""Maximum tokens per unit: a tile must stay in the cache between its two reads."""
 
 MOST_MODES = 16
-"""Modes of a channel that the filter's kernel takes: the tables of more would not stay in registers."""
+"""Maximum modes per channel for the kernels: the tables of more modes do not fit in registers."""
 
 FRESH, CONTINUES, PASSES = 0, 1, 2
-"""What the state before an item is: empty, that after the item before, or (the first of a row) that before the call."""
+"""State before an item: zero, the state after the item before, or (first item of a row) the state before the call."""
 
 
 @dataclass(frozen=True)
 class VarlenTiles:
-    """Items of all rows in the order in which a kernel takes them, each row's filled up in front to whole tiles."""
+    """Items of all rows in processing order. The items of each row are padded at the front to whole tiles."""
 
     first: Tensor
     """(items,) int64: flat index of the first token of the item's unit."""
     begin: Tensor
     """(items,) int32: the item's first token in its unit."""
     end: Tensor
-    """(items,) int32: the token after its last one; with ``begin`` 0 where there is no item."""
+    """(items,) int32: the token after its last one. Padding has ``begin`` = ``end`` = 0."""
     kind: Tensor
-    """(items,) int32."""
+    """(items,) int32: FRESH, CONTINUES or PASSES."""
     tiles: Tensor
     """(rows + 1,) int32: first tile of each row."""
 
@@ -51,19 +52,19 @@ class VarlenTiles:
 
 @dataclass(frozen=True)
 class VarlenTilePlan:
-    """A call of T tokens a row as a head of T mod unit tokens, which is left to the chunked form, and items."""
+    """Plan of a call of T tokens per row: a head of T mod unit tokens for the chunked form, and items for the rest."""
 
     head: int
     head_segments: Segments | None
     unit: int
     continues: Tensor
-    """(rows,) bool: the state before the items enters the first of them."""
+    """(rows,) bool: the first item continues the document of the state before it."""
     forwards: VarlenTiles
     backwards: VarlenTiles
 
     @classmethod
     def of(cls, segments: Segments) -> VarlenTilePlan:
-        """The plan of a call of at least ``CHUNK`` tokens, made once for all layers."""
+        """Return the plan of a call of at least ``CHUNK`` tokens. It is computed once for all layers."""
         return segments.shared("cema items", lambda: cls.build(segments))
 
     @classmethod
@@ -84,19 +85,19 @@ class VarlenTilePlan:
 
 
 def unit_of(length: int) -> int:
-    """A power of two, so that a row has sixteen items if it is long enough: what a tile holds."""
+    """Return the tokens per unit: the largest power of two that gives a row at least ``ITEMS`` units, within limits."""
     return int(max(CHUNK, min(MOST, 1 << (length // ITEMS).bit_length() - 1))) if length >= ITEMS else CHUNK
 
 
 def _part(segments: Segments, length: int) -> Segments:
-    """The first ``length`` tokens of every row."""
+    """Return the layout of the first ``length`` tokens of every row."""
     starts = None if segments.starts is None else segments.starts[:, :length]
     starts = None if starts is None or not starts.any() else starts
     return Segments(segments.batch, length, segments.clock, starts, segments.last_id, segments.device)
 
 
 def _row(row: int, starts: np.ndarray, unit: int) -> np.ndarray:
-    """(4, items): first, begin, end and kind, in the order of time."""
+    """Return first, begin, end and kind of the items of one row, (4, items), in the order of time."""
     length = len(starts)
     is_begin = starts.copy()
     is_begin[::unit] = True
@@ -109,7 +110,8 @@ def _row(row: int, starts: np.ndarray, unit: int) -> np.ndarray:
 
 
 def _reversed(row: np.ndarray) -> np.ndarray:
-    """The same items from the last one: each receives what the one after it hands back, if that continues it."""
+    """Return the items in reverse order, for the backward pass. An item receives the gradient of its final state from
+    the next item in time if that item continues it."""
     first, begin, end, kind = row[:, ::-1]
     handed = np.append(PASSES, np.where(kind == CONTINUES, CONTINUES, FRESH)[:-1])
     return np.stack([first, begin, end, handed])

@@ -1,6 +1,6 @@
-"""Attention over the current and the previous chunk (SCA, paper Eq. 8) and its variants, with its context exchange.
+"""Attention over the current and the previous chunk (SCA, paper Eq. 8), its variants, and their context exchange.
 
-With the context split over ranks, the first queries of a rank may see the last chunk of the previous rank.
+With context parallelism, the queries in the first chunk of a rank may see the last chunk of the previous rank.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = ["AttentionState", "Pattern", "chunk_attention", "chunk_attention_refe
 
 @dataclass(frozen=True)
 class AttentionState(TensorRecord):
-    """The last 2c tokens, as a ring: position j lies at slot j mod 2c.
+    """Keys and values of the last 2c tokens in a ring buffer: position j is in slot j mod 2c.
 
-    keys: (B, H, 2c, key_head_dim), rotated by their position inside their chunk.
-    values: (B, H, 2c, value_head_dim). Both in the dtype of the activations.
+    keys: (B, H, 2c, key_head_dim), rotated by their position inside their chunk; float32 or wider after a call.
+    values: (B, H, 2c, value_head_dim), in the dtype of the activations.
     """
 
     keys: Tensor
@@ -65,21 +65,21 @@ def chunk_attention(
     state: AttentionState | None = None,
     segments: Segments | None = None,
 ) -> tuple[Tensor, AttentionState]:
-    """softmax(q kᵀ) v over the keys in the window, not after the query, of its document.
+    """Compute softmax(q kᵀ) v, where each query sees the keys of its document in its window up to its own position.
 
-    The window of a query in chunk u: chunks u − 1 and u (``sliding_chunk``), chunk u (``chunk``), the
-    last c tokens (``sliding_window``). Chunks are cut at multiples of ``chunk_size`` of the stream.
-    Softmax in float32 or wider; no scale besides the one that q and k carry.
+    The window of a query in chunk u is chunks u − 1 and u (``sliding_chunk``), chunk u (``chunk``), or the last c
+    tokens (``sliding_window``). Chunks start at the multiples of ``chunk_size`` in the stream. Softmax is float32 or
+    wider. Scores are not scaled; q and k include any scale.
 
     Args:
         q, k: (B, H, T, key_head_dim) before rotary embedding; v: (B, H, T, value_head_dim).
-        rope_heads: how many heads, from the first, are rotated; None is all.
+        rope_heads: number of heads, from the first, that are rotated; None: all.
 
     Returns:
         (B, H, T, value_head_dim) in the dtype of v, and the state after the last token.
 
     Raises:
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes are inconsistent.
     """
     batch, heads, length, key_dim = q.shape
     check_shape("k", k, (batch, heads, length, key_dim))
@@ -110,7 +110,7 @@ def chunk_attention(
 def _attend(
     pattern: Pattern, rounded: bool, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
 ) -> tuple[Tensor, AttentionState]:
-    """Rows that agree on their phase; products with values ``rounded`` where kernels in C take them."""
+    """Attend in rows with the same ring slot. If ``rounded``, C kernels round factors of products with values."""
     if choose_backend(*inputs, state.keys, state.values, triton=False) == "cpu":
         cpu = kernels_of("chunk_attention", "cpu")
         start = common_chunk_offset(segments, 2 * pattern.chunk_size)
@@ -120,9 +120,9 @@ def _attend(
 
 
 def give_last_chunk(x: Tensor, pattern: Pattern, segments: Segments) -> PendingTensor | None:
-    """Send the last chunk of x (B, H, T, d) to the next rank; None where no rank needs it.
+    """Send the last chunk of x (B, H, T, d) to the next rank. Return None if no rank needs it.
 
-    Where windows do not look back, only the state does, and only that of a rank of one chunk: it keeps two.
+    Without lookback, the queries do not need it. The state, which holds two chunks, needs it if a rank has one chunk.
     """
     needed = pattern.lookback > 0 or segments.length == pattern.chunk_size
     if segments.exchange is None or not needed:
@@ -133,7 +133,7 @@ def give_last_chunk(x: Tensor, pattern: Pattern, segments: Segments) -> PendingT
 def state_before(
     state: AttentionState | None, keys: PendingTensor, values: PendingTensor, pattern: Pattern, segments: Segments
 ) -> AttentionState:
-    """The state before this rank's first token, from the chunk that arrives; keys are not rotated yet."""
+    """Return the state before this rank's first token, from the received chunk, whose keys are not rotated yet."""
     key, value = keys.wait(), values.wait()
     key = pattern.rotate(key.to(compute_dtype(key)), torch.arange(pattern.chunk_size))
     half = (segments.clock.position // pattern.chunk_size + 1).to(value.device) % 2
@@ -144,6 +144,6 @@ def state_before(
 
 
 def _ring(chunk: Tensor, half: Tensor) -> Tensor:
-    """(B, H, 2c, d): each row's chunk in its half of the ring, zero in the other."""
+    """Return (B, H, 2c, d) with the chunk of each row in half ``half`` of the ring, and zero in the other half."""
     first = (half == 0).view(-1, 1, 1, 1)
     return torch.cat([chunk * first, chunk * ~first], dim=2)

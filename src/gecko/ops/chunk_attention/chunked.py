@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def chunk_attention_chunked(
     pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
 ) -> tuple[Tensor, AttentionState]:
-    """``chunk_attention`` for rows that agree on position mod 2c.
+    """Compute ``chunk_attention`` for rows with the same position mod 2c.
 
-    The call is laid on a grid of n chunks, the first of which holds ``phase`` tokens read before.
+    The call is placed on a grid of n chunks. The first chunk starts with ``phase`` tokens of earlier calls.
     """
     q, k, v = inputs
     chunk, length = pattern.chunk_size, q.shape[2]
@@ -44,7 +44,7 @@ def chunk_attention_chunked(
     unseen = 2 * chunk - pattern.lookback * chunk - phase
     queries, keys = (rotate(x, phases, pattern.rope_heads) for x in (q, k))
     keys = torch.cat([before_keys[:, :, unseen:], keys], dim=2)
-    # A state may be wider than the values of a model in bfloat16.
+    # The state may have a wider dtype than the values of a bfloat16 model.
     before_values = before_values.to(v.dtype)
     values = torch.cat([before_values[:, :, unseen:], v], dim=2)
     table, entry = segments.shared(("bias", pattern, q.dtype), lambda: _bias(pattern, segments, phase, chunks, q.dtype))
@@ -62,8 +62,8 @@ def chunk_attention_chunked(
 
 
 def _windows(keys: Tensor, pattern: Pattern) -> Tensor:
-    """(B, H, n + lookback, w, d): each chunk's keys after those of the chunk before, turned by −c. Where windows
-    look back, a block of padding follows, so that the windows of all heads and rows lie at equal distances."""
+    """Return the windows of keys, (B, H, n + lookback, w, d): the previous chunk rotated by −c, then the own chunk.
+    With lookback, each head ends with a block of padding, so that all windows are evenly spaced."""
     own = keys.unflatten(2, (-1, pattern.chunk_size))
     if pattern.lookback == 0:
         return own
@@ -72,8 +72,8 @@ def _windows(keys: Tensor, pattern: Pattern) -> Tensor:
 
 
 def _bias(pattern: Pattern, segments: Segments, phase: int, chunks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Additive masks: a table (masks, c, window) whose entry 0 is the pattern itself, and each block's
-    entry (B, n + lookback). Only blocks in whose window a document starts need one of their own."""
+    """Return additive masks as a table (masks, c, window) and the index of each block's mask, (B, n + lookback). Mask 0
+    is the pattern alone. A block has another mask only if a document starts in its window."""
     chunk, (batch, length) = pattern.chunk_size, (segments.batch, segments.length)
     place = torch.arange(chunk)
     chunk_start = torch.arange(chunks)[:, None] * chunk
@@ -92,16 +92,16 @@ def _bias(pattern: Pattern, segments: Segments, phase: int, chunks: int, dtype: 
 
 
 _SCRATCH = 2**18
-"""Scores held at a time, for each thread: what fits a core's cache."""
+"""Scores in memory at a time, per thread: they fit in a core's cache."""
 
 
 class _WindowAttention(torch.autograd.Function):
-    """softmax(q kᵀ + bias) v for all blocks of all heads and rows as one list.
+    """Compute softmax(q kᵀ + bias) v for the blocks of all heads and rows, in one list.
 
-    q: (blocks, c, d); k: (blocks, w, d); v: (blocks · c, e), of which block i sees w rows from i · c on;
-    table: (masks, c, w); entry: (blocks,). Where windows look back, the last block has no full window: it
-    must be padding. place: rows, heads, and which places of each are the call's; the output is these alone,
-    (rows, heads, length, e), so that no gradient of the padding is ever made.
+    q: (blocks, c, d); k: (blocks, w, d); v: (blocks · c, e), of which block i sees w rows starting at i · c;
+    table: (masks, c, w); entry: (blocks,). With lookback, the last block has no full window: it must be padding.
+    place: rows, heads, and the slice of each head that holds tokens of the call. The output has only these tokens,
+    (rows, heads, length, e), so that no gradient of the padding is computed.
     """
 
     @staticmethod
@@ -145,13 +145,13 @@ def _weights(q: Tensor, k: Tensor, table: Tensor, entry: Tensor) -> Tensor:
 
 
 def _windows_of(v: Tensor, blocks: int, window: int, chunk: int) -> Tensor:
-    """(full windows, w, e): overlapping views of v (blocks · c, e), which is contiguous."""
+    """Return overlapping views (full windows, w, e) of v (blocks · c, e), which must be contiguous."""
     width = v.shape[1]
     return v.as_strided((blocks + 1 - window // chunk, window, width), (chunk * width, width, 1))
 
 
 def _laid(grad: Tensor, place: tuple[int, int, slice], q: Tensor, v: Tensor) -> Tensor:
-    """The gradient of the output as blocks (blocks, c, e), zero at the padding."""
+    """Return the gradient of the output as blocks (blocks, c, e), with zeros in the padding."""
     rows, heads, held = place
     laid = grad.new_empty(rows, heads, q.shape[0] * q.shape[1] // (rows * heads), v.shape[1])
     laid[:, :, : held.start], laid[:, :, held.stop :] = 0, 0
@@ -160,10 +160,9 @@ def _laid(grad: Tensor, place: tuple[int, int, slice], q: Tensor, v: Tensor) -> 
 
 
 def _value_grad(weights: Tensor, grad_out: Tensor, grad_v: Tensor, first: int) -> None:
-    """Each chunk of values, grad_v (blocks, c, e), collects from every window it is part of.
+    """Add the gradients of each chunk of values, grad_v (blocks, c, e), from every window that contains it.
 
-    Pieces come in order: the last chunk of a window is met first, and written; it is added to where it is an earlier
-    chunk of the windows after.
+    Pieces come in order, so a chunk is first the last one of a window: this gradient is written, later ones are added.
     """
     count, chunk = grad_out.shape[:2]
     lookback = weights.shape[2] // chunk - 1
@@ -183,9 +182,9 @@ if TYPE_CHECKING:
 def chunk_attention_step(
     inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, state: AttentionState, segments: Segments
 ) -> tuple[Tensor, AttentionState]:
-    """Write the token into the ring, then one query against the ring's two halves.
+    """Compute ``chunk_attention`` for one token per row: write it to the ring, then attend to both halves of the ring.
 
-    The half that holds the query's own chunk sees it turned by its place, the other one turned by c more.
+    For keys of its own chunk, the query is rotated by its place in the chunk; for those of the other half, by c more.
     """
     q, k, v = inputs
     token = segments.shared(("token", pattern, q.dtype, q.shape[-1]), lambda: _Token.of(pattern, segments, q))
@@ -193,7 +192,7 @@ def chunk_attention_step(
     keys = write(state.keys.to(q.dtype), 2, token.slot.expand_as(k), rotate(k, token.key_phases, pattern.rope_heads))
     values = write(state.values.to(v.dtype), 2, token.slot.expand_as(v), v)
     turned = rotate(q.expand(-1, -1, 2, -1), token.query_phases, pattern.rope_heads)
-    # One row times a matrix: on CPUs, a matrix times one column takes several times as long.
+    # A row times a matrix: on CPUs, a matrix times a column takes several times as long.
     scores = (turned.unsqueeze(-2) @ keys.unflatten(2, (2, -1)).mT).flatten(2)
     weights = (scores + token.bias).softmax(-1)
     return weights.to(v.dtype).unsqueeze(2) @ values, type(state)(keys, values)
@@ -201,16 +200,16 @@ def chunk_attention_step(
 
 @dataclass(frozen=True)
 class _Token:
-    """What the token's place in the stream comes to, for each row; the same in all layers."""
+    """Values that depend on the position of one token per row. They are the same in all layers."""
 
     slot: Tensor
-    """(B, 1, 1, 1): where the ring takes the token."""
+    """(B, 1, 1, 1): slot of the token in the ring."""
     key_phases: Tensor
     """(B, 1, 1, d / 2)"""
     query_phases: Tensor
     """(B, 1, 2, d / 2), by half of the ring."""
     bias: Tensor
-    """(B, 1, 2c): 0 for the ring's slots whose tokens the query sees, else −∞."""
+    """(B, 1, 2c): 0 for slots of the ring that the query sees, else −∞."""
 
     @classmethod
     def of(cls, pattern: Pattern, segments: Segments, q: Tensor) -> _Token:
@@ -228,7 +227,7 @@ class _Token:
 
 
 def _visible(pattern: Pattern, segments: Segments) -> Tensor:
-    """(B, 2c) bool on the CPU: the ring slots whose tokens the query sees."""
+    """Return the slots of the ring that the query sees, (B, 2c) bool on the CPU."""
     chunk, position = pattern.chunk_size, segments.clock.position.unsqueeze(1)
     held = position - (position - torch.arange(2 * chunk)) % (2 * chunk)
     if pattern.attention == "sliding_window":

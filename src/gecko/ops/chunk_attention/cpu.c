@@ -1,44 +1,44 @@
-// Attention over the own chunk and the one before, a block of queries at a time, with the queries in the lanes.
+// Attention over the own and the previous chunk, for one block of queries at a time. Queries are in the lanes.
 //
-// The window of a chunk has two chunks of slots, keys of the one before first. For a block of queries,
-//     S = K Q^T,   P = exp(S - lse) over the slots that a query sees,   O = P^T V,
-// with slots in rows: the softmax goes down the rows and needs no sum across lanes. Backward computes P again,
+// The window of a chunk has two chunks of slots; the keys of the previous chunk come first. For a block of queries,
+//     S = K Q^T,   P = exp(S - lse) over the slots that a query sees,   O = P^T V.
+// Slots are rows, so the softmax reduces over rows and needs no sum across lanes. Backward computes P again:
 //     dV += P dO,   dP = V dO^T,   dS = P (dP - sum of P dP),   dK += dS Q,   dQ = dS^T K.
-// Queries and keys are turned by their place in their chunk, keys again by -chunk where they are seen from the next one.
+// Queries and keys are rotated by their place in the chunk. Keys seen from the next chunk are also rotated by -chunk.
 //
-// With ``pairs`` the operands of products with V and dO are rounded to bfloat16; scores are float32.
+// With ``pairs``, the operands of products with V and dO are rounded to bfloat16. Scores are float32.
 
 #include "../backends/cpu_pairs.h"
 
 enum { QUERIES = 32, GROUPS = QUERIES / LANES };
 
-// A list is one head of one row. q, k: (lists, length, key); v: (lists, length, value). Their sizes are multiples of LANES.
+// A list is one head of one row. q, k: (lists, length, key); v: (lists, length, value). Widths are multiples of LANES.
 typedef struct {
     const float *q, *k, *v;
-    const float *k_before, *v_before;  // (lists, chunk, .): the chunk before the call, keys turned by their place
-    const float *turns;                // (chunk + 1, 2, key): cosines and signed sines by place; the last are of -chunk
+    const float *k_before, *v_before;  // (lists, chunk, .): the chunk before the call, keys rotated by their place
+    const float *turns;                // (chunk + 1, 2, key): cosines and signed sines by place; the last for -chunk
     const int32_t *first;              // (lists / heads, length): the first slot that a query sees
     int64_t lists, heads, turned_heads, length, chunk, key, value, span;
     int pairs;
     int64_t chunks, ranges;  // a range is ``span`` chunks: one task
 } problem;
 
-// What a task works in.
+// Buffers of a task.
 typedef struct {
     float *keys, *queries, *queries_t, *weights;          // (2 chunk, key), (QUERIES, key), its transpose, (2 chunk, QUERIES)
     float *grad_keys, *grad_queries, *grad_t, *grad_weights;  // the same, but grad_t: (value, QUERIES)
-    float *values, *paired, *grad_paired;  // pairs: of both chunks' values, of weights, of the output's gradient
+    float *values, *paired, *grad_paired;  // pairs of the values of both chunks, of weights, of the output gradient
 } scratch;
 
 typedef struct {
-    int64_t begin, count;         // queries of the chunk: the first, how many
-    int64_t low, high;            // slots that any of them sees
+    int64_t begin, count;         // first query in the chunk, number of queries
+    int64_t low, high;            // range of the slots that any of them sees
     lanes_of_int first[GROUPS], last[GROUPS];
 } block;
 
 typedef struct { const float *before, *own; } halves;
 
-// Without memory, ``keys`` is null.
+// Allocate the buffers of a task. If memory is refused, ``keys`` is null.
 static scratch scratch_of(const problem *a, int with_gradients, int64_t *refused) {
     int64_t keys = 2 * a->chunk * a->key, queries = QUERIES * a->key, weights = 2 * a->chunk * QUERIES;
     int64_t values = a->chunk * a->value, given = QUERIES * a->value, total = keys + 2 * queries + weights;
@@ -60,7 +60,7 @@ static scratch scratch_of(const problem *a, int with_gradients, int64_t *refused
     return s;
 }
 
-// Pairs of neighbours turned by the angle of ``place``, or back for ``sign`` -1; ``add`` 1 adds to what is there.
+// Rotate pairs of neighbours by the angle of ``place``, or back if ``sign`` is -1. If ``add``, add to ``to``.
 static void turn(float *to, const float *from, const problem *a, int64_t list, int64_t place, float sign, int add) {
     const float *cosine = a->turns + 2 * place * a->key, *sine = cosine + a->key;
     int turned = list % a->heads < a->turned_heads;
@@ -79,14 +79,14 @@ static void turned_keys(float *to, const problem *a, int64_t list, int64_t chunk
     for (int64_t i = 0; i < tokens_of(a, chunk); i++) turn(to + i * a->key, from + i * a->key, a, list, i, 1, 0);
 }
 
-// The chunk before the first of a range, as if it were the own one.
+// Load the keys of the chunk before the first chunk of a range into the own half of the window.
 static void first_keys(float *keys, const problem *a, int64_t list, int64_t chunk) {
     float *own = keys + a->chunk * a->key;
     if (chunk) turned_keys(own, a, list, chunk - 1);
     else memcpy(own, a->k_before + list * a->chunk * a->key, sizeof(float) * a->chunk * a->key);
 }
 
-// The own keys become those before, and those of ``chunk`` the own.
+// Move the own keys to the previous half of the window, and load the keys of ``chunk`` into the own half.
 static void next_keys(float *keys, const problem *a, int64_t list, int64_t chunk) {
     float *own = keys + a->chunk * a->key;
     for (int64_t i = 0; i < a->chunk; i++) turn(keys + i * a->key, own + i * a->key, a, list, a->chunk, 1, 0);
@@ -98,8 +98,8 @@ static halves values_of(const problem *a, int64_t list, int64_t chunk) {
     return (halves){chunk ? own - a->chunk * a->value : a->v_before + list * a->chunk * a->value, own};
 }
 
-// Pairs of the values of both chunks: across slots, for sums over them, or along features. Those of the own chunk were
-// made for the one before, unless it is the ``first`` of a range.
+// Make pairs of the values of both chunks: ``across`` slots, for sums over slots, else along features. Pairs of the
+// previous chunk exist already, unless this chunk is the ``first`` of a range.
 static void pair_values(scratch *s, const problem *a, int64_t list, int64_t chunk, int first, int across) {
     if (!a->pairs) return;
     void (*pair)(float *, const float *, int64_t, int64_t) = across ? pair_across : pair_along;
@@ -120,7 +120,7 @@ static block block_of(const problem *a, int64_t list, int64_t chunk, int64_t beg
         b.last[i / LANES][i % LANES] = a->chunk + begin + least(i, b.count - 1);
         b.low = least(b.low, seen);
     }
-    b.low -= b.low % 2;  // where pairs begin
+    b.low -= b.low % 2;  // start of a pair
     return b;
 }
 
@@ -142,7 +142,7 @@ static inline vec seen_or(const block *b, int64_t slot, int group, vec score, fl
     return select_of((at >= b->first[group]) & (at <= b->last[group]), score, every(otherwise));
 }
 
-// Scores become weights; the log of each query's sum of exp goes to ``lse``.
+// Replace scores by weights, and store the log of the sum of exp of each query to ``lse`` unless it is null.
 static void softmax(scratch *s, const block *b, float *lse) {
     vec most[GROUPS], sum[GROUPS];
     for (int g = 0; g < GROUPS; g++) most[g] = every(-INFINITY), sum[g] = (vec){0};
@@ -170,7 +170,7 @@ static void softmax(scratch *s, const block *b, float *lse) {
     for (int i = 0; lse && i < b->count; i++) lse[i] = most[i / LANES][i % LANES] + logf(sum[i / LANES][i % LANES]);
 }
 
-// The block's weights times values, to ``out``.
+// out = weights of the block times values.
 static void average(scratch *s, const problem *a, const block *b, halves v, float *out) {
     int64_t low = b->low, middle = low > a->chunk ? low : a->chunk, value = a->value;
     float *weights = s->weights + low * QUERIES;
@@ -203,7 +203,7 @@ static problem problem_of(const float *q, const float *k, const float *v, const 
                      chunk, key, value, span, pairs, chunks, blocks_of(chunks, span)};
 }
 
-// lse (lists, length) may be null.
+// ``lse`` (lists, length) may be null.
 int64_t chunk_attention_forward(const float *q, const float *k, const float *v, const float *k_before,
                                 const float *v_before, const float *turns, const int32_t *first, float *out, float *lse,
                                 int64_t lists, int64_t heads, int64_t turned_heads, int64_t length, int64_t chunk,
@@ -230,9 +230,9 @@ int64_t chunk_attention_forward(const float *q, const float *k, const float *v, 
     return refused;
 }
 
-// Weights again, from the scores and the log of their sums, and divided by what they sum to: of large scores the log is
-// too coarse, and where weights do not sum to 1 the gradient of scores does not sum to 0. Lanes without a query have none:
-// half of a pair can be such a lane.
+// Compute the weights again from the scores and the log of their sums, and normalise them: for large scores the log is
+// too coarse, and if weights do not sum to 1, the gradient of scores does not sum to 0. Lanes without a query get zero
+// weights, because such a lane can be half of a pair.
 static void weights_again(scratch *s, const block *b, const float *lse) {
     vec less[GROUPS], sum[GROUPS] = {{0}};
     for (int i = 0; i < QUERIES; i++) {
@@ -254,7 +254,7 @@ static void weights_again(scratch *s, const block *b, const float *lse) {
         }
 }
 
-// The gradient of weights becomes that of scores.
+// Replace the gradient of weights by the gradient of scores.
 static void softmax_backward(scratch *s, const block *b) {
     for (int g = 0; g < GROUPS; g++) {
         float *weights = s->weights + g * LANES, *grads = s->grad_weights + g * LANES;
@@ -267,7 +267,7 @@ static void softmax_backward(scratch *s, const block *b) {
     }
 }
 
-// The gradient of the output's block, turned so that its queries lie in the lanes; of pairs, also those across queries.
+// Transpose the output gradient of a block, so that queries are in the lanes. With pairs, also pair it across queries.
 static void load_gradient(scratch *s, const problem *a, const float *grad, const block *b) {
     int64_t width = a->pairs ? a->value / 2 : a->value, whole = b->count / LANES * LANES;
     const float *from = grad;
@@ -283,7 +283,8 @@ static void load_gradient(scratch *s, const problem *a, const float *grad, const
 
 typedef struct { float *before, *own; } grad_halves;
 
-// Of slots ``low`` to ``high`` of one half of the window, the first of which is slot ``half``.
+// Compute the gradients of weights and values for slots ``low`` to ``high`` in one half of the window, which starts at
+// slot ``half``.
 static void values_backward(scratch *s, const problem *a, const float *grad, const block *b, const float *values,
                             float *grad_values, int64_t half, int64_t low, int64_t high) {
     if (low >= high) return;
@@ -321,7 +322,7 @@ static void block_backward(scratch *s, const problem *a, int64_t list, int64_t c
         turn(grad_q + (at + i) * a->key, s->grad_queries + i * a->key, a, list, b->begin + i, -1, 0);
 }
 
-// Gradients of the keys of a window to those of the two chunks as they were given.
+// Rotate the key gradients of a window back. Store those of the own chunk, and add those of the previous chunk.
 static void keys_backward(scratch *s, const problem *a, int64_t list, int64_t chunk, grad_halves to) {
     float *own = s->grad_keys + a->chunk * a->key;
     for (int64_t i = 0; i < tokens_of(a, chunk); i++)
@@ -341,7 +342,7 @@ static void range_backward(const problem *a, const float *lse, const float *grad
     scratch s = scratch_of(a, 1, refused);
     if (!s.keys) return;
     int64_t begin = range * a->span, border = (list * a->ranges + range) * a->chunk;
-    // What the first chunk gives to the chunk before the range is added to it at the end.
+    // Gradients of the chunk before the range go to separate buffers, which the caller adds at the end.
     grad_halves k = {to.k_before + border * a->key, 0}, v = {to.v_before + border * a->value, 0};
     memset(k.before, 0, sizeof(float) * a->chunk * a->key);
     memset(v.before, 0, sizeof(float) * a->chunk * a->value);
@@ -367,7 +368,7 @@ static void add_to(float *to, const float *from, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] += from[i];
 }
 
-// grad_k_before, grad_v_before: (lists, ranges, chunk, .); those of range 0 are what the chunk before the call gets.
+// grad_k_before, grad_v_before: (lists, ranges, chunk, .); range 0 has the gradients of the chunk before the call.
 int64_t chunk_attention_backward(const float *q, const float *k, const float *v, const float *k_before,
                                  const float *v_before, const float *turns, const int32_t *first, const float *lse,
                                  const float *grad, float *grad_q, float *grad_k, float *grad_v, float *grad_k_before,

@@ -1,4 +1,4 @@
-"""Chunk attention by the C kernels: no windows, no masks and no scores in memory."""
+"""Chunk attention by C kernels, which store no windows, masks or scores of a whole call in memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from gecko.ops.chunk_attention import AttentionState
 
 _SPAN = 512
-"""Tokens of a task, if a chunk is shorter."""
+"""Tokens per task if a chunk is shorter than that; else a task is one chunk."""
 
 
 def takes(inputs: tuple[Tensor, ...], pattern: Pattern, ring_start: int | None) -> bool:
-    """Whether the kernels know calls of these sizes that begin at this slot: where a chunk does."""
+    """Return whether the kernels support these sizes and a call that starts at this slot: it must start a chunk."""
     q, _, v = inputs
     sizes = q.shape[-1] % CPU_KERNEL_WIDTH == 0 and v.shape[-1] % CPU_KERNEL_WIDTH == 0
     return sizes and ring_start is not None and ring_start % pattern.chunk_size == 0
@@ -32,7 +32,7 @@ def chunk_attention_cpu(
     pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments, ring_start: int,
     rounded: bool,
 ) -> tuple[Tensor, AttentionState]:  # fmt: skip
-    """``chunk_attention_chunked`` for calls that ``takes`` accepts; ``rounded``: bfloat16 products with values."""
+    """Compute ``chunk_attention_chunked``. If ``rounded``, products with values have factors in bfloat16."""
     q, k, v = inputs
     size, length = 2 * pattern.chunk_size, q.shape[2]
     keys, values = (in_order(x, ring_start, size) for x in (state.keys, state.values))
@@ -53,15 +53,15 @@ def chunk_attention_cpu(
 
 
 def _turns(pattern: Pattern, x: Tensor) -> Tensor:
-    """(c + 1, 2, d): for places 0 … c − 1, and for −c, the cosines that numbers are multiplied with, and the sines,
-    their signs included, for the other number of each pair."""
+    """Return cosines and sines of the rotations by 0 … c − 1 and −c, (c + 1, 2, d). A number becomes its product with
+    the cosine plus the product of the other number of its pair with the sine, whose sign is included."""
     phases = pattern.phases(x, torch.cat([torch.arange(pattern.chunk_size), torch.tensor([-pattern.chunk_size])]))
     sines = torch.stack([-phases.imag, phases.imag], dim=-1).flatten(-2)
     return torch.stack([phases.real.repeat_interleave(2, dim=-1), sines], dim=1).contiguous()
 
 
 def _first(pattern: Pattern, segments: Segments) -> Tensor:
-    """(B, T) int32: the first slot that a query sees of the window of its chunk and the one before."""
+    """Return the first slot that each query sees in the window of the previous and its own chunk, (B, T) int32."""
     chunk, steps = pattern.chunk_size, torch.arange(segments.length)
     place = steps % chunk
     by_pattern = pattern.first_slot(place) + (1 - pattern.lookback) * chunk
@@ -77,7 +77,7 @@ def _forward(pattern: Pattern, rounded: bool, *given: Tensor, log_sums: Tensor |
 
 
 class ChunkAttentionCPU(torch.autograd.Function):
-    """Takes q, k, v and the keys and values of the chunk before the call, all contiguous; see cpu.c."""
+    """Attention of q, k, v and the keys and values of the chunk before the call, all contiguous; see cpu.c."""
 
     @staticmethod
     def forward(ctx: Any, pattern: Pattern, rounded: bool, *given: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class ChunkAttentionCPU(torch.autograd.Function):
 
 
 def _sizes(q: Tensor, v: Tensor, pattern: Pattern) -> tuple[int, ...]:
-    """Lists, heads, turned heads, length, chunk, key, value, and chunks of a task."""
+    """Return lists, heads, rotated heads, length, chunk size, key and value widths, and chunks per task."""
     batch, heads, length, key = q.shape
     span = max(1, _SPAN // pattern.chunk_size)
     return batch * heads, heads, pattern.rope_heads, length, pattern.chunk_size, key, v.shape[-1], span

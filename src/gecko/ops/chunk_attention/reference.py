@@ -1,4 +1,4 @@
-"""Chunk attention as one dense masked product."""
+"""Reference implementation of chunk attention: one dense product with a mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def chunk_attention_reference(
     inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, state: AttentionState, segments: Segments
 ) -> tuple[Tensor, AttentionState]:
-    """Same contract as ``chunk_attention``: every query against the ring and all keys of the call."""
+    """Compute ``chunk_attention`` from the scores of every query with the ring and all keys of the call."""
     q, k, v = inputs
     chunk, length, device = pattern.chunk_size, q.shape[2], q.device
     start = segments.clock.position.to(device)[:, None]

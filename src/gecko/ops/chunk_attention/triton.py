@@ -1,6 +1,6 @@
-"""Chunk attention by kernels: the call laid on a grid of chunks, attention there, and the state after it.
+"""Triton backend of chunk attention: place the call on a grid of chunks, attend on the grid, and compute the state.
 
-Rows may stand at any place of their chunks, each at its own.
+Rows may have different chunk offsets.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a call lie on the grid of n chunks of queries and n + before chunks of keys."""
+    """Positions of the tokens of a call on a grid with n chunks of queries and n + ``before`` chunks of keys."""
 
     chunks: int
     before: int
-    """1 where windows reach into the chunk before the call's first one."""
+    """1 if windows reach into the chunk before the first chunk of the call, else 0."""
     reads: bool
-    """Whether a query may see what the state holds."""
+    """Whether a query may see tokens of the state."""
     phases: list[int]
-    """Of each row: place of its first token in its chunk."""
+    """Chunk offset of each batch row."""
     offset: Tensor
-    """(B,) int64: row of the grid of keys on which the first token lies; the queries' is its remainder mod c."""
+    """(B,) int64: place of the first token in the grid of keys; modulo c, its place in the grid of queries."""
     shift: Tensor
-    """(B,) int64: the ring's slot for a row of the grid, less that row, mod 2c."""
+    """(B,) int64: slot in the ring minus place in the grid of keys, modulo 2c."""
     ring_offset: Tensor
-    """(B,) int64: the ring's slot for the first token."""
+    """(B,) int64: slot of the first token in the ring."""
     first: Tensor
-    """(B, n · c) int32: the first key that a query sees."""
+    """(B, n · c) int32: the first key that each query sees."""
 
     @classmethod
     def build(cls, pattern: Pattern, segments: Segments) -> Layout:
@@ -64,14 +64,14 @@ class Layout:
         return self.phases[0] if len(set(self.phases)) == 1 else None
 
     def taken(self, out: Tensor, length: int) -> Tensor:
-        """The call's tokens, (B, H, T, d), from the grid (B, H, n · c, d)."""
+        """Return the tokens of the call, (B, H, T, d), from the grid (B, H, n · c, d)."""
         if self.common_chunk_offset is not None:
             return out[:, :, self.common_chunk_offset : self.common_chunk_offset + length]
         return torch.stack([row[:, p : p + length] for row, p in zip(out.unbind(0), self.phases, strict=True)])
 
 
 def _first(pattern: Pattern, segments: Segments, chunks: int, offset: Tensor) -> Tensor:
-    """Where there is no token, a query sees but itself."""
+    """Return the first key that each query sees. In places without a token, a query sees only itself."""
     chunk, length = pattern.chunk_size, segments.length
     before = offset[:, None] // chunk * chunk
     own = torch.arange(chunks * chunk) + before
@@ -87,7 +87,7 @@ def _first(pattern: Pattern, segments: Segments, chunks: int, offset: Tensor) ->
 def chunk_attention_triton(
     inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, state: AttentionState, segments: Segments
 ) -> tuple[Tensor, AttentionState]:
-    """``chunk_attention`` for several tokens a row. Products are of the dtype of v, sums and softmax float32."""
+    """Compute ``chunk_attention`` for several tokens per row. Products are in the dtype of v, softmax in float32."""
     q, k, v = inputs
     chunk, dtype = pattern.chunk_size, v.dtype
     layout = segments.shared(("layout", pattern), lambda: Layout.build(pattern, segments))
@@ -116,7 +116,7 @@ def chunk_attention_triton(
 
 
 def _is_narrow(v: Tensor) -> bool:
-    """32-bit tiles take three products each and do not fit: they are the library's, whatever their width."""
+    """Return whether the fused kernels are used. 32-bit tiles need three products each and do not fit in registers."""
     return v.itemsize == 2 and v.shape[2] <= WIDEST
 
 
@@ -124,7 +124,7 @@ def _is_narrow(v: Tensor) -> bool:
 def attend_grid(
     near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention on the grid of chunks that ``triton_layout`` describes.
+    """Attend on the grid of chunks that ``triton_layout`` describes.
 
     Returns:
         (R, n · c, value width) in the dtype of v, and log₂ Σ exp(score), (R, n · c) float32.
@@ -143,7 +143,7 @@ def attend_grid_backward(
     grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
     heads: int, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the outputs by near, far, k and v; that by far is empty where there is none."""
+    """Return the gradients of near, far, k and v; that of far is empty if there is no far."""
     form = narrow_backward if _is_narrow(v) else wide_backward
     grad_near, grad_far, grad_k, grad_v = form(
         grad.contiguous(), near, far, k, v, first, out, log_sum, heads, chunk_size

@@ -1,14 +1,14 @@
-"""Grid of chunks for the attention kernels: laying tokens on it, tiles of it, and the weights between tiles.
+"""Grid of chunks for the attention kernels: placing tokens on it, its tiles, and the weights between tiles.
 
-The grid: queries (R, n · c, d) for R = batch · heads, keys and values (R, (n + before) · c, d). Chunk u of the queries
-is next to chunk u + before of the keys, its own, and sees that and maybe the previous one. ``near`` are queries rotated
-by their place, for keys of their own chunk; ``far`` are rotated by c more, for the previous one. ``first`` (B, n · c)
-int32 is the first key that a query sees, counted from the first of the grid; the last is its own. Each query sees at
-least itself.
+Queries are (R, n · c, d) with R = batch · heads; keys and values are (R, (n + before) · c, d). Chunk u of the queries
+is chunk u + before of the keys. It sees that chunk and, with lookback, the previous one. ``near`` are queries rotated
+by their place in the chunk, for keys of the same chunk; ``far`` are rotated by c more, for keys of the previous chunk.
+``first`` (B, n · c) int32 is the first key that a query sees, counted from the start of the grid of keys. The last key
+is its own, so each query sees at least itself.
 
-``lay`` moves the tokens of a call to the grid, or into the ring of the state, and rotates them, in one pass: each
+``lay`` copies the tokens of a call to the grid, or into the ring of the state, and rotates them, in one pass: each
 number is read once and written once. gecko-7b at T = 32 K in bf16: q, in two rotations, and k read 192 MiB and write
-192 MiB, 0.08 ms at 4.8 TB/s; gecko-1b half of that. Values are laid only if the call does not cover whole chunks or
+192 MiB, 0.08 ms at 4.8 TB/s; gecko-1b half of that. Values are copied only if the call does not cover whole chunks or
 continues a document; otherwise attention reads them in place.
 """
 
@@ -34,7 +34,7 @@ def product_of_rows(
     p_x, i_x, p_y, i_y, m_y, width: tl.constexpr, operand_type: tl.constexpr, block_x: tl.constexpr,
     block_y: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """x yᵀ (block_x, block_y) of rows of two matrices of ``width`` columns."""
+    """Return x yᵀ (block_x, block_y) for rows of two matrices with ``width`` columns."""
     b_out = tl.zeros((block_x, block_y), tl.float32)
     for begin in range(0, width, block_d):
         i_d = begin + tl.arange(0, block_d)
@@ -47,7 +47,7 @@ def product_of_rows(
 
 @triton.jit
 def load_rows(p_x, i_row, m_row, width: tl.constexpr, block_d: tl.constexpr, operand_type: tl.constexpr):
-    """(rows, block_d) from a matrix of ``width`` columns, as operand of a product."""
+    """Load (rows, block_d) from a matrix with ``width`` columns, as operand of a product."""
     i_d = tl.arange(0, block_d)
     p_rows = p_x + i_row[:, None] * width + i_d[None, :]
     return tl.load(p_rows, mask=m_row[:, None] & (i_d < width)[None, :], other=0.0).to(operand_type)
@@ -55,24 +55,24 @@ def load_rows(p_x, i_row, m_row, width: tl.constexpr, block_d: tl.constexpr, ope
 
 @triton.jit
 def log_weights(b_s, i_key, i_last, b_first, m_key):
-    """log₂ of the weights but for their sum: scores where the query sees the key, else −∞. Keys by their distance
-    from the start of the query's chunk."""
+    """Return log₂ of the unnormalised weights: −∞ if the query does not see the key. Keys are numbered from the start
+    of the query's chunk."""
     seen = (i_key[None, :] >= b_first[:, None]) & (i_key[None, :] <= i_last[:, None]) & m_key[None, :]
     return tl.where(seen, b_s * LOG2_E, float("-inf"))
 
 
 @triton.jit
 def log_weights_by_key(b_s, i_key, i_last, b_first, m_key):
-    """``log_weights`` of scores (keys, queries)."""
+    """Return ``log_weights`` for scores (keys, queries)."""
     seen = (i_key[:, None] >= b_first[None, :]) & (i_key[:, None] <= i_last[None, :]) & m_key[:, None]
     return tl.where(seen, b_s * LOG2_E, float("-inf"))
 
 
 @triton.jit
 def query_tile(i_tile, p_first, i_row, chunks, heads, before, chunk_size: tl.constexpr, block_q: tl.constexpr):
-    """Tile ``i_tile`` of a row: its chunk, places in it, rows of the grid, and first keys from its own chunk's start.
+    """Return the chunk of tile ``i_tile``, and for its queries the places in the chunk and the grid and the first keys.
 
-    A tile does not reach over its chunk: what is too much repeats the last place.
+    First keys are counted from the start of the chunk. A tile beyond the end of its chunk repeats the last place.
     """
     tiles: tl.constexpr = (chunk_size + block_q - 1) // block_q
     i_chunk = (i_tile // tiles).to(tl.int64)
@@ -83,7 +83,8 @@ def query_tile(i_tile, p_first, i_row, chunks, heads, before, chunk_size: tl.con
 
 
 def operand(x: Tensor) -> Any:
-    """What tiles of x are multiplied as: what it is; the interpreter has no 16 bits of bfloat16."""
+    """Return the Triton dtype of operands loaded from x: that of x, but float32 in the interpreter, which has no
+    bfloat16 arithmetic."""
     if triton.knobs.runtime.interpret:
         return tl.float32
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
@@ -104,7 +105,7 @@ def _row_dot_kernel(p_x, p_y, p_out, rows, width: tl.constexpr, block_t: tl.cons
 
 
 def row_dot(x: Tensor, y: Tensor) -> Tensor:
-    """Σ_d x y over the last dimension, float32; x and y contiguous, of one shape."""
+    """Return Σ_d x y over the last dimension in float32, for contiguous x and y of one shape."""
     out = x.new_empty(x.shape[:-1], dtype=torch.float32)
     block_d = min(tile(x.shape[-1]), 256)
     block_t = 4096 // block_d
@@ -117,15 +118,12 @@ def row_dot(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-
 @triton.jit(do_not_specialize=["rows", "length", "heads", "turned_heads"])
 def _lay_kernel(
     p_x, p_ring, p_table, p_out, p_offset, p_shift, rows, length, heads, turned_heads, further: tl.constexpr,
     chunk_size: tl.constexpr, width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Row i of ``out`` takes the token that belongs there, turned by its place, or what the ring holds for it."""
+    """Store to each row of ``out`` its token, rotated by its place in the chunk, or else its slot of the ring."""
     i_row = tl.program_id(1).to(tl.int64)
     i_out = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
     i_d = tl.program_id(2) * block_d + tl.arange(0, block_d)
@@ -154,7 +152,7 @@ def _lay_backward_kernel(
     p_grad, p_table, p_out, p_offset, rows, length, heads, turned_heads, further: tl.constexpr,
     chunk_size: tl.constexpr, width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """A token's gradient: that of the row it was laid on, turned back."""
+    """Store the gradient of each token: that of its row on the grid, rotated back."""
     i_row = tl.program_id(1).to(tl.int64)
     i_token = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
     i_d = tl.program_id(2) * block_d + tl.arange(0, block_d)
@@ -178,7 +176,7 @@ def _lay_backward_kernel(
 def _turn(
     b_x, turned, p_table, i_angle, i_d, m_d, sign, width: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr
 ):  # fmt: skip
-    """The pairs (2j, 2j + 1) of ``b_x`` times cos + i · sign · sin, which the table holds in pairs as well."""
+    """Return the pairs (2j, 2j + 1) of ``b_x`` times cos + i · sign · sin. The table holds pairs (cos, sin)."""
     if turned:
         b_turn = tl.load(p_table + i_angle[:, None] * width + i_d[None, :], mask=m_d, other=0.0)
         b_cos, b_sin = tl.split(tl.reshape(b_turn, (block_t, block_d // 2, 2)))
@@ -190,7 +188,7 @@ def _turn(
 
 
 def rotary_table(chunk_size: int, width: int, base: float, device: torch.device) -> Tensor:
-    """(2c, width) float32: cos and sin, in pairs, of the angles of places 0 … 2c − 1, formed in float64."""
+    """Return pairs (cos, sin) of the angles of positions 0 … 2c − 1, (2c, width) float32, computed in float64."""
     frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
     angles = torch.arange(2 * chunk_size, dtype=torch.float64, device=device)[:, None] * frequencies
     return torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1).float()
@@ -239,7 +237,7 @@ def _lay_backward(
 
 
 def _ring_grad(grad: Tensor, offset: Tensor, shift: Tensor, length: int, to_ring: bool, chunk_size: int) -> Tensor:
-    """(B, H, 2c, width): what the rows that were taken from the ring pass back to it."""
+    """Return the gradient of the ring, (B, H, 2c, width), from the rows that were copied from it."""
     slot = torch.arange(2 * chunk_size, device=grad.device)
     if to_ring:
         row, taken = slot.expand(len(offset), -1), (slot - offset[:, None]) % (2 * chunk_size) >= length
@@ -255,14 +253,14 @@ def lay(
     x: Tensor, ring: Tensor | None, table: Tensor | None, offset: Tensor, shift: Tensor, rows: int, to_ring: bool,
     chunk_size: int, turned_heads: int, further: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """x (B, H, T, d), the first ``turned_heads`` heads turned by place + ``further``, laid on ``rows`` rows.
+    """Copy x (B, H, T, d) to ``rows`` rows, and rotate the first ``turned_heads`` heads by place + ``further``.
 
-    On the grid, token t of row b lies at offset_b + t; rows before it are the ring's slots (row + shift_b) mod 2c, and
-    rows after its last token zero. In the ring (``to_ring``), at (offset_b + t) mod 2c, and a slot that no token takes
-    keeps what it held. Without a ring, what it would give is zero.
+    On the grid, token t of batch row b goes to row offset_b + t. Row r before the first token gets slot
+    (r + shift_b) mod 2c of the ring, and rows after the last token are zero. If ``to_ring``, the token goes to row
+    (offset_b + t) mod 2c, and slots without a new token keep their value. Without a ring, its values are zero.
 
     Args:
-        ring: (B, H, 2c, d); table: (2c, d) of ``rotary_table``; None turns nothing. offset, shift: (B,) int64.
+        ring: (B, H, 2c, d); table: (2c, d) of ``rotary_table``; None: no rotation. offset, shift: (B,) int64.
 
     Returns:
         (B, H, rows, d) of ``dtype``.
@@ -280,7 +278,7 @@ def lay_backward(
     grad: Tensor, table: Tensor | None, offset: Tensor, length: int, to_ring: bool,
     chunk_size: int, turned_heads: int, further: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The gradient by x of ``lay``, (B, H, length, d) of ``dtype``."""
+    """Return the gradient of x in ``lay``, (B, H, length, d) of ``dtype``."""
     return _lay_backward(grad, table, offset, length, to_ring, chunk_size, turned_heads, further, dtype)
 
 

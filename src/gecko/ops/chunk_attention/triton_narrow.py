@@ -1,11 +1,11 @@
-"""Attention for values that fit a tile: one kernel forward, in the manner of flash attention, and two backward.
+"""Attention for values that fit in a tile: one fused kernel forward, as in FlashAttention, and two backward.
 
-FlexAttention with a block mask would do the same work; but it needs one mask a layout of documents, compiles anew for
-what it takes to be static, does not know queries turned in two ways, and its backward cannot be run without a GPU.
+FlexAttention with a block mask could do the same work, but it needs a mask per layout of documents, recompiles when
+static sizes change, does not support queries with two rotations, and its backward pass cannot run without a GPU.
 
-Counted for one layer at T tokens: reads q (twice), k, v and writes out once, and 2 · 1.5 c · (key + value width) · H
-operations a token forward; backward 2.5 times that, and scores and g vᵀ once more, for each kernel makes its own.
-gecko-15m at T = 32 K, bf16: 132 MiB and 24 GFLOP forward.
+Cost of one layer: the forward pass reads q (twice), k and v, writes out once, and takes
+2 · 1.5 c · (key + value width) · H FLOPs per token. The backward pass takes 2.5 times that, and computes scores and
+g vᵀ once more, because both kernels need them. gecko-15m at T = 32 K, bf16: 132 MiB and 24 GFLOP forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gecko.ops.chunk_attention.triton_layout import (
 
 
 WIDEST = 256
-"""Values of up to so many features are attended to by these kernels."""
+"""Maximum width of values for these kernels."""
 
 _VARYING = ["chunks", "heads", "before"]
 
@@ -40,7 +40,7 @@ def _forward_kernel(
     width: tl.constexpr, value_width: tl.constexpr, lookback: tl.constexpr, operand_type: tl.constexpr,
     block_q: tl.constexpr, block_k: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of a tile of queries, and log₂ Σ exp(score)."""
+    """Store the outputs of a tile of queries, and log₂ Σ exp(score)."""
     i_row = tl.program_id(1).to(tl.int64)
     i_chunk, i_place, i_query, b_first = query_tile(
         tl.program_id(0), p_first, i_row, chunks, heads, before, chunk_size, block_q
@@ -79,7 +79,7 @@ def _attend(
     b_q, p_k, p_v, i_own, i_key, m_key, i_place, b_first, b_top, b_sum, b_out, width: tl.constexpr,
     value_width: tl.constexpr, operand_type: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """One more block of keys."""
+    """Add one block of keys to the online softmax."""
     b_k = load_rows(p_k, i_own + i_key, m_key, width, block_d, operand_type)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
     b_s = log_weights(b_s, i_key, i_place, b_first, m_key)
@@ -138,7 +138,7 @@ def _add_query_grad(
     b_dq, b_q, b_g, p_k, p_v, i_own, i_key, m_key, i_place, b_first, b_log_sum, b_dot, width: tl.constexpr,
     value_width: tl.constexpr, operand_type: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of keys: P ⊙ (g vᵀ − Σ g ⊙ out) k."""
+    """Add (P ⊙ (g vᵀ − Σ g ⊙ out)) k of one block of keys."""
     b_k = load_rows(p_k, i_own + i_key, m_key, width, block_d, operand_type)
     b_v = load_rows(p_v, i_own + i_key, m_key, value_width, block_v, operand_type)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
@@ -154,7 +154,7 @@ def _key_grads_kernel(
     operand_type: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr, block_d: tl.constexpr,
     block_v: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of keys: from the queries of its chunk, then from those of the next one."""
+    """Store the gradients of a tile of keys and values, from the queries of its chunk and of the next one."""
     i_row = tl.program_id(1).to(tl.int64)
     tiles: tl.constexpr = (chunk_size + block_k - 1) // block_k
     i_chunk = (tl.program_id(0) // tiles).to(tl.int64)
@@ -192,7 +192,8 @@ def _add_key_grads(
     before, chunk_size: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, operand_type: tl.constexpr,
     block_q: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries, P (keys, queries): P g for the values, (P ⊙ (v gᵀ − Σ g ⊙ out)) q for the keys."""
+    """Add the gradients from one block of queries, with P (keys, queries): P g to those of the values, and
+    (P ⊙ (v gᵀ − Σ g ⊙ out)) q to those of the keys."""
     i_place = begin + tl.arange(0, block_q)
     m_query = i_place < chunk_size
     i_query = i_chunk * chunk_size + i_place
@@ -204,8 +205,8 @@ def _add_key_grads(
         b_g = load_rows(p_grad, i_grid, m_query, value_width, block_v, operand_type)
         b_log_sum = tl.load(p_log_sum + i_grid, mask=m_query, other=0.0)
         b_dot = tl.load(p_dot + i_grid, mask=m_query, other=0.0)
-        # Keys in rows from the start: no product is transposed for the next one, which takes registers and has come out
-        # wrong on Hopper (fla-org/flash-linear-attention#640).
+        # Keys are rows from the start, so no product is transposed for the next one. A transpose needs registers and
+        # has given wrong results on Hopper (fla-org/flash-linear-attention#640).
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="tf32x3")
         b_p = tl.exp2(log_weights_by_key(b_s, i_key, i_place, b_first, m_key) - b_log_sum[None, :])
         b_dv = tl.dot(b_p.to(operand_type), b_g, b_dv, input_precision="tf32x3")
@@ -215,7 +216,7 @@ def _add_key_grads(
 
 
 def _tiles(near: Tensor, v: Tensor, backward: bool) -> dict[str, int]:
-    """Smaller ones for 32 bits, for wide features, and backward, where a program holds twice as much."""
+    """Return the tiles: smaller ones for 32 bits, for wide features and for backward, which holds twice as much."""
     block_d, block_v = tile(near.shape[2]), tile(v.shape[2])
     large = v.itemsize == 2 and block_d + block_v <= 256
     block_q, block_k = (64, 64) if large else (32, 32)
@@ -242,7 +243,7 @@ def _grid(x: Tensor, chunk_size: int, block: object) -> tuple[int, int]:
 def narrow_forward(
     near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (R, n · c, value width) and log₂ of the sums (R, n · c); see ``triton_layout`` for the inputs."""
+    """Return outputs (R, n · c, value width) and log₂ of the sums (R, n · c). For inputs, see ``triton_layout``."""
     out = v.new_empty(*near.shape[:2], v.shape[2])
     log_sum = near.new_empty(near.shape[:2], dtype=torch.float32)
     common = _common(near, far, k, v, first, heads, chunk_size, False)
@@ -257,7 +258,7 @@ def narrow_backward(
     grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
     heads: int, chunk_size: int,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Gradients by near, far, k and v."""
+    """Return the gradients of near, far, k and v."""
     grads = [None if x is None else torch.empty_like(x) for x in (near, far, k, v)]
     common = _common(near, far, k, v, first, heads, chunk_size, True)
     common |= dict(p_grad=grad, p_dot=row_dot(grad, out), p_log_sum=log_sum)

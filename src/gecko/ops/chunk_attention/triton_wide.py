@@ -1,24 +1,25 @@
-"""Attention for values wider than a fused kernel can hold: normalised weights of a few chunks in a scratch that is
-reused, then library products (cuBLAS) with the values. Nothing of size T · 2c · H is kept: backward makes the weights
-again from the logarithm of their sum.
+"""Attention for values that are too wide for a fused kernel: Triton computes the weights, cuBLAS the other products.
 
-A query sees 1.5 c keys on average. The products with the values take the diagonal block by bands of rows, each as far
-as its last row sees: with four bands 1.625 c of the 2 c keys that a whole window has.
+The normalised weights of a few chunks are written to a scratch buffer and multiplied with the values. Nothing of size
+T · 2c · H is saved: the backward pass computes the weights again from the saved logarithm of their sum.
 
-Counted for one layer at T = 32 K, one row, bf16, c = 2,048, key width 256, value width 2,048 (multiply-adds are two):
+A query sees 1.5 c keys on average. The products with the values divide the diagonal block into bands of rows, and each
+band stops at the last key that it sees. With four bands they read 1.625 c of the 2 c keys of a window.
+
+Cost of one layer at T = 32 K, one row, bf16, c = 2,048, key width 256, value width 2,048 (a multiply-add is two FLOPs):
 
 | | gecko-7b (H 4) | gecko-1b (H 2) |
 |---|---|---|
-| q (two turns), k, v read, out written | 1.19 GiB | 0.59 GiB |
-| weights written and read, on their way through the L2 cache | 1.63 GiB | 0.81 GiB |
-| forward: scores for the sums, scores for the weights, weights · v | 0.21 + 0.21 + 1.79 TFLOP | the half |
-| floor: scores and weights · v of what is seen | 0.21 + 1.65 TFLOP | the half |
-| backward: scores, g · vᵀ, weightsᵀ · g, and two products of key width | 0.21 + 1.65 + 1.79 + 0.45 TFLOP | the half |
-| floor: four products and the scores again | 0.21 + 1.65 + 1.65 + 0.41 TFLOP | the half |
-| kept for backward beside inputs and output: the log of the sums | 0.5 MiB | 0.25 MiB |
+| q (two rotations), k, v read, out written | 1.19 GiB | 0.59 GiB |
+| weights written and read, through the L2 cache | 1.63 GiB | 0.81 GiB |
+| forward: scores for the sums, scores for the weights, weights · v | 0.21 + 0.21 + 1.79 TFLOP | half |
+| floor: scores and weights · v of visible keys only | 0.21 + 1.65 TFLOP | half |
+| backward: scores, g · vᵀ, weightsᵀ · g, and two products of key width | 0.21 + 1.65 + 1.79 + 0.45 TFLOP | half |
+| floor: four products and the scores again | 0.21 + 1.65 + 1.65 + 0.41 TFLOP | half |
+| saved for backward besides inputs and output: the log of the sums | 0.5 MiB | 0.25 MiB |
 
-At 790 TFLOP/s, the rate of an H200's large products, that is 2.4 ms forward and 5.0 ms backward for gecko-7b's floor,
-against 0.27 ms for its bytes at 4.8 TB/s: bound by products, so the library's, where it is the library that does them.
+At 790 TFLOP/s, the rate of large products on an H200, the floor of gecko-7b takes 2.4 ms forward and 5.0 ms backward;
+its memory traffic takes 0.27 ms at 4.8 TB/s. The products are the limit, so cuBLAS computes most of them.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from gecko.ops.chunk_attention.triton_layout import log_weights, operand, produc
 
 
 _SCRATCH = 2**26
-"""Bytes of weights held at a time."""
+"""Bytes of weights in memory at a time."""
 
 _LEAST_BAND = 256
-"""Rows of queries below which products lose more than the keys that they need not see save."""
+"""Minimum rows per band. Products of fewer rows lose more efficiency than the skipped keys save."""
 
 _Grads = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""By near, far, k and v."""
+"""Gradients of near, far, k and v."""
 
 _VARYING = ["chunks", "heads", "before"]
 
@@ -55,7 +56,7 @@ def _log_sum_kernel(
     lookback: tl.constexpr, operand_type: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
     block_d: tl.constexpr,
 ):  # fmt: skip
-    """log₂ Σ exp(score) over the keys that each query sees."""
+    """Store log₂ Σ exp(score) over the keys that each query sees."""
     i_row = tl.program_id(1).to(tl.int64)
     i_chunk, i_place, i_query, b_first = query_tile(
         tl.program_id(0), p_first, i_row, chunks, heads, before, chunk_size, block_q
@@ -93,8 +94,8 @@ def _weights(
     width: tl.constexpr, previous: tl.constexpr, operand_type: tl.constexpr, block_q: tl.constexpr,
     block_k: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Of tile ``i_tile`` of a chunk's window: places of its queries, its keys by their distance from the chunk's start
-    and which of them there are, whether any is seen, and the weights."""
+    """Compute the weights of tile ``i_tile`` of a chunk's window. Return the places of its queries in the chunk and in
+    the grid, its keys numbered from the start of the chunk, their mask, whether any is seen, and the weights."""
     of_queries: tl.constexpr = (chunk_size + block_q - 1) // block_q
     of_keys: tl.constexpr = (chunk_size + block_k - 1) // block_k
     _, i_place, i_query, b_first = query_tile(
@@ -124,7 +125,7 @@ def _weights(
 def _store_weights(
     p_out, b_p, i_block, i_place, i_key, m_key, chunk_size: tl.constexpr, previous: tl.constexpr, band: tl.constexpr
 ):  # fmt: skip
-    """Into (blocks, c, window); right of its band of rows, which no product reads, nothing is written."""
+    """Store weights to (blocks, c, window). Skip tiles to the right of their band, which no product reads."""
     window: tl.constexpr = 2 * chunk_size if previous else chunk_size
     if tl.min(i_key, 0) // band <= tl.max(i_place, 0) // band:
         p_rows = p_out + (i_block * chunk_size + i_place[:, None]) * window + i_key[None, :] + (window - chunk_size)
@@ -137,7 +138,7 @@ def _weights_kernel(
     chunk_size: tl.constexpr, width: tl.constexpr, previous: tl.constexpr, band: tl.constexpr,
     operand_type: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Normalised weights of a piece."""
+    """Store the normalised weights of a piece."""
     i_block = tl.program_id(1).to(tl.int64)
     i_row, i_chunk = row + i_block * row_step, chunk + i_block * chunk_step
     i_place, _, i_key, m_key, _, b_p = _weights(
@@ -154,7 +155,7 @@ def _score_grads_kernel(
     previous: tl.constexpr, band: tl.constexpr, operand_type: tl.constexpr, block_q: tl.constexpr,
     block_k: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Weights P of a piece and the gradients by its scores, P ⊙ (g vᵀ − Σ g ⊙ out)."""
+    """Store the weights P of a piece and the gradients of its scores, P ⊙ (g vᵀ − Σ g ⊙ out)."""
     i_block = tl.program_id(1).to(tl.int64)
     i_row, i_chunk = row + i_block * row_step, chunk + i_block * chunk_step
     i_place, i_query, i_key, m_key, seen, b_p = _weights(
@@ -175,7 +176,7 @@ def _score_grads_kernel(
 
 @dataclass(frozen=True)
 class _Shape:
-    """Sizes of a call: R rows of n chunks, ``before`` chunks of keys before them; windows hold one or two chunks."""
+    """Sizes of a call: R rows of n chunks, and ``before`` chunks of keys before them. Windows are one or two chunks."""
 
     rows: int
     heads: int
@@ -191,11 +192,11 @@ class _Shape:
         return cls(near.shape[0], heads, chunks, chunk_size, before, far is not None)
 
     def blocked(self, x: Tensor) -> Tensor:
-        """(R, chunks, c, d)"""
+        """Return x as (R, chunks, c, d)."""
         return x.unflatten(1, (-1, self.chunk))
 
     def bands(self) -> list[slice]:
-        """Rows of a chunk that one product takes; large enough for the products to stay efficient."""
+        """Return the bands of rows of a chunk, one per product, large enough for efficient products."""
         return [slice(i, min(i + self.band, self.chunk)) for i in range(0, self.chunk, self.band)]
 
     @property
@@ -203,13 +204,13 @@ class _Shape:
         return max(_LEAST_BAND, self.chunk // 4)
 
     def pieces(self, itemsize: int) -> Iterator[_Piece]:
-        """Blocks whose weights are held together. Those without a previous chunk come first, and chunks in order."""
+        """Yield groups of blocks whose weights fit in the buffer. Those without a previous chunk come first."""
         alone = 0 if self.lookback and self.before else 1 if self.lookback else self.chunks
         yield from self._pieces(0, alone, False, itemsize)
         yield from self._pieces(alone, self.chunks, True, itemsize)
 
     def _pieces(self, begin: int, end: int, previous: bool, itemsize: int) -> Iterator[_Piece]:
-        # Blocks are the second axis of a grid, which ends at 65,535.
+        # Blocks are the second axis of a grid, which is limited to 65,535.
         most = min(65_535, max(1, _SCRATCH // ((1 + previous) * self.chunk**2 * itemsize)))
         if end - begin > self.rows:
             for row in range(self.rows):
@@ -223,7 +224,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Piece:
-    """``count`` chunks from (row, chunk) on: that chunk of rows, or chunks of that row."""
+    """``count`` blocks starting at (row, chunk): one chunk of consecutive rows (``across``), or chunks of one row."""
 
     row: int
     chunk: int
@@ -232,7 +233,7 @@ class _Piece:
     previous: bool
 
     def of(self, x: Tensor, shift: int = 0) -> Tensor:
-        """(count, …) of x (R, chunks, …), the chunks ``shift`` further."""
+        """Return the blocks (count, …) of x (R, chunks, …), with chunks moved by ``shift``."""
         chunk = self.chunk + shift
         if self.across:
             return x[self.row : self.row + self.count, chunk]
@@ -240,7 +241,7 @@ class _Piece:
 
 
 def _tiles(width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Those of a matrix product; smaller ones for 32 bits, which take three products and as many registers."""
+    """Return the tiles of a matrix product. They are smaller for 32 bits, which need three times the registers."""
     block_q, block_k, block_d = (128, 128, 64) if dtype.itemsize == 2 else (64, 32, 32)
     return dict(block_q=block_q, block_k=block_k, block_d=min(tile(width), block_d))
 
@@ -272,19 +273,19 @@ def _piece_arguments(
 
 
 def _tiles_of(piece: _Piece, shape: _Shape, arguments: dict[str, object]) -> tuple[int, int]:
-    """The grid of a kernel that makes the weights of a piece."""
+    """Return the grid of a kernel that computes the weights of a piece."""
     queries, keys = (blocks(shape.chunk, int(str(arguments[name]))) for name in ("block_q", "block_k"))
     return queries * keys * (1 + piece.previous), piece.count
 
 
 def _scratch(like: Tensor, shape: _Shape) -> Tensor:
-    """Room for the weights of the largest piece."""
+    """Allocate a buffer for the weights of the largest piece."""
     pieces = shape.pieces(like.itemsize)
     return like.new_empty(max(piece.count * (1 + piece.previous) for piece in pieces) * shape.chunk**2)
 
 
 def _room(scratch: Tensor, piece: _Piece, chunk: int) -> Tensor:
-    """(blocks, c, window)"""
+    """Return the part of the buffer for a piece, (blocks, c, window)."""
     window = (1 + piece.previous) * chunk
     return scratch[: piece.count * chunk * window].view(piece.count, chunk, window)
 
@@ -292,7 +293,7 @@ def _room(scratch: Tensor, piece: _Piece, chunk: int) -> Tensor:
 def wide_forward(
     near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (R, n · c, value width) and log₂ of the sums (R, n · c); see ``triton_layout`` for the inputs."""
+    """Return outputs (R, n · c, value width) and log₂ of the sums (R, n · c). For inputs, see ``triton_layout``."""
     shape = _Shape.of(near, far, k, heads, chunk_size)
     log_sum = _log_sums(near, far, k, first, shape)
     out = v.new_empty(*near.shape[:2], v.shape[2])
@@ -310,7 +311,7 @@ def wide_forward(
 
 
 def _windows(v: Tensor, shape: _Shape, piece: _Piece) -> Tensor:
-    """(R, windows, w, d): overlapping views of v where windows hold two chunks."""
+    """Return the windows of v, (R, windows, w, d). They are overlapping views if windows have two chunks."""
     rows, length, width = v.shape
     step = shape.chunk * width
     sizes = (rows, length // shape.chunk - piece.previous, (1 + piece.previous) * shape.chunk, width)
@@ -321,7 +322,7 @@ def wide_backward(
     grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
     heads: int, chunk_size: int,
 ) -> _Grads:  # fmt: skip
-    """Gradients by near, far, k and v."""
+    """Return the gradients of near, far, k and v."""
     shape = _Shape.of(near, far, k, heads, chunk_size)
     dot = row_dot(grad, out)
     grads = _empty_grads(near, far, k, v, shape)
@@ -331,7 +332,7 @@ def wide_backward(
         arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece) | dict(
             p_v=v, p_grad=grad, p_dot=dot, p_weights=p, p_scores=ds, value_width=v.shape[2]
         )
-        # With three stages, an A100's registers do not hold the form for single chunks.
+        # With three stages, the kernel for single chunks spills registers on an A100.
         stages = 3 if piece.previous else 2
         Launch(_score_grads_kernel, _tiles_of(piece, shape, arguments), arguments, 8, stages).run()
         _own_chunk(p[:, :, -chunk_size:], ds[:, :, -chunk_size:], (grad, near, k), grads, piece, shape)
@@ -341,7 +342,7 @@ def wide_backward(
 
 
 def _empty_grads(near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, shape: _Shape) -> _Grads:
-    """Zero where no product writes: far of a first chunk, and keys and values before it."""
+    """Allocate the gradients, with zeros where no product writes: far of a first chunk, keys and values before it."""
     grad_far = None if far is None else torch.empty_like(far)
     if grad_far is not None and not shape.before:
         grad_far[:, : shape.chunk] = 0
@@ -354,7 +355,7 @@ def _empty_grads(near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, shape: 
 def _own_chunk(
     p: Tensor, ds: Tensor, given: tuple[Tensor, Tensor, Tensor], grads: _Grads, piece: _Piece, shape: _Shape
 ) -> None:  # fmt: skip
-    """Gradients between a chunk and itself, from the weights p and score gradients ds (blocks, c, c)."""
+    """Compute gradients of attention within a chunk, from the weights p and score gradients ds (blocks, c, c)."""
     grad, near, grad_near = (piece.of(shape.blocked(x)) for x in (*given[:2], grads[0]))
     k, grad_k, grad_v = (piece.of(shape.blocked(x), shape.before) for x in (given[2], *grads[2:]))
     for band in shape.bands():
@@ -367,7 +368,7 @@ def _own_chunk(
 def _previous_chunk(
     p: Tensor, ds: Tensor, given: tuple[Tensor, Tensor | None, Tensor], grads: _Grads, piece: _Piece, shape: _Shape
 ) -> None:  # fmt: skip
-    """Gradients between a chunk and the one before, whose keys and values have those of their own chunk already."""
+    """Compute gradients of attention to the previous chunk. Those of keys and values are added to the stored ones."""
     assert given[1] is not None and grads[1] is not None, "windows reach back"
     grad, far, grad_far = (piece.of(shape.blocked(x)) for x in (given[0], given[1], grads[1]))
     k, grad_k, grad_v = (piece.of(shape.blocked(x), shape.before - 1) for x in (given[2], *grads[2:]))

@@ -1,4 +1,4 @@
-"""SwiGLU, and the gated feed-forward that is added to its residual."""
+"""SwiGLU, and the gated feed-forward with its residual."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gecko.ops.common import check_shape
 from gecko.ops.projections import projections
 
 _FEW = 2**17
-"""Numbers whose passes, in the cache, cost less than the call of the C kernel."""
+"""Up to this many numbers, PyTorch's operations stay in the cache and take less time than a call of the C kernel."""
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """silu(a) · b of two tensors of one shape and dtype.
+    """Return silu(a) · b for two tensors of one shape and dtype.
 
     Raises:
         ValueError: the shapes differ.
@@ -33,18 +33,17 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
 
 
 def feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor) -> Tensor:
-    """onto + (silu(x gateᵀ) · x upᵀ) downᵀ.
+    """Compute onto + (silu(x gateᵀ) · x upᵀ) downᵀ.
 
     Args:
         x: (…, D), any float dtype; gate, up: (F, D); down: (D, F).
-        onto: the shape of x.
+        onto: tensor of the shape of x.
 
     Returns:
-        (…, D), in the dtype of a linear layer (under autocast its own, or that of x where kernels round by themselves),
-        or of ``onto`` if it is wider.
+        (…, D), in the dtype of a linear layer (see ``projections``), or of ``onto`` if it is wider.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes are inconsistent.
     """
     hidden, features = len(gate), x.shape[-1]
     check_shape("gate", gate, (hidden, features))

@@ -1,17 +1,17 @@
-// A gated feed-forward of few weights, u (tokens, inputs) to onto + h W2^T, where a = u W1^T, b = u W3^T, h = silu(a) b
-// are of ``hidden`` features and s is the sigmoid of a:
+// A gated feed-forward with few weights: y = onto + h W2^T for u (tokens, inputs), where a = u W1^T, b = u W3^T and
+// h = silu(a) b have ``hidden`` features. With s the sigmoid of a:
 //
 //     dh = dy W2,   da = dh b s (1 + a (1 - s)),   db = dh a s,   du = da W1 + db W3,
 //     dW2 = dy^T h,   dW1 = da^T u,   dW3 = db^T u.
 //
-// With ``pairs`` the operands of products are rounded to bfloat16; all else is float32.
+// With ``pairs``, the operands of products are rounded to bfloat16. Everything else is float32.
 //
-// Of what is as wide as h, only a and b leave the cache: h and all gradients are of one block of tokens at a time.
+// Only a and b are stored for all tokens. h and the gradients of a, b and h exist for one block of tokens at a time.
 #include "../backends/cpu_panels.h"
 
 typedef struct {
     const float *u, *onto, *gate, *up, *down;  // the last three as panels
-    float *a, *b;                              // null where nothing is kept
+    float *a, *b;                              // null if not saved
     int64_t tokens, inputs, hidden;
     int pairs;
 } problem;
@@ -39,7 +39,7 @@ static void block_forward(const problem *p, float *y, int64_t begin, float *scra
              rows_of(h, count, p->hidden, p->pairs, left), p->down, count, p->inputs, p->hidden, (upcoming){0});
 }
 
-// a and b (tokens, hidden) are what backward needs, or null.
+// ``a`` and ``b`` (tokens, hidden) are saved for backward, or null.
 int64_t feed_forward_forward(const float *u, const float *gate, const float *up, const float *down, const float *onto,
                              float *a, float *b, float *y, int64_t pairs, int64_t tokens, int64_t inputs,
                              int64_t hidden, int64_t threads) {
@@ -67,10 +67,10 @@ int64_t feed_forward_forward(const float *u, const float *gate, const float *up,
     return refused;
 }
 
-// What backward has of one block of tokens.
+// Buffers of backward for one block of tokens.
 typedef struct { float *h, *grad_a, *grad_b, *panels, *left; } scratch;
 
-// h, and the gradients of a and b in place of h's.
+// Compute h, and the gradients of a and b; grad_a holds the gradient of h on entry.
 static void propagate(const scratch *s, const float *a, const float *b, int64_t total) {
     for (int64_t i = 0; i < total; i += LANES) {
         vec x = load(a + i), z = load(b + i), given = load(s->grad_a + i), y = sigmoid_of(x);
@@ -80,7 +80,7 @@ static void propagate(const scratch *s, const float *a, const float *b, int64_t 
     }
 }
 
-// ``part`` is the gradients of W1, W3 and W2, or null where they are not wanted.
+// Add one block to ``part``, the gradients of W1, W3 and W2.
 static void add_to_weights(const problem *p, const scratch *s, float *part, const float *grad, int64_t begin,
                            int64_t count, int adds) {
     int64_t size = p->inputs * p->hidden;
@@ -120,7 +120,7 @@ static void group_backward(const problem *p, const float *grad, float *grad_u, f
     free(at);
 }
 
-// Gradients of the weights are all null where they are not wanted.
+// The gradients of the weights are all null if they are not needed.
 int64_t feed_forward_backward(const float *grad, const float *u, const float *gate, const float *up, const float *down,
                               float *a, float *b, float *grad_u, float *grad_gate, float *grad_up, float *grad_down,
                               int64_t pairs, int64_t tokens, int64_t inputs, int64_t hidden, int64_t threads) {

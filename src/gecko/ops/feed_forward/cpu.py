@@ -1,7 +1,7 @@
 """C kernels of SwiGLU and of the gated feed-forward.
 
-SwiGLU takes one pass each way and keeps only the two projections. The feed-forward keeps its hidden features in a
-core's cache, except for the two projections that the backward pass needs.
+SwiGLU takes one pass each for forward and backward, and saves only the two projections. The hidden features of the
+feed-forward stay in a core's cache, except for the two projections that the backward pass needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gecko.ops.backends.dispatch import products_are_rounded
 
 
 def swiglu_cpu(a: Tensor, b: Tensor) -> Tensor:
-    """Same contract as ``swiglu``, for float32."""
+    """Compute ``swiglu`` in float32."""
     form = SwiGLUCPU.apply if torch.is_grad_enabled() else _swiglu_forward
     y: Tensor = form(a.contiguous(), b.contiguous())
     return y
@@ -46,7 +46,7 @@ class SwiGLUCPU(torch.autograd.Function):
 
 
 def feed_forward_cpu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor) -> Tensor:
-    """Same contract as ``feed_forward``, for float32."""
+    """Compute ``feed_forward`` in float32."""
     given = [t.contiguous() for t in (x, gate, up, down, onto)]
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     form: Callable[..., Tensor] = FeedForwardCPU.apply if differentiated else _feed_forward_forward

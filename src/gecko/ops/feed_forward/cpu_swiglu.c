@@ -1,4 +1,4 @@
-// SwiGLU in one pass each way, with s the sigmoid of a:
+// SwiGLU in one pass each for forward and backward. With s the sigmoid of a:
 //
 //     y = a s b,   da = dy b s (1 + a (1 - s)),   db = dy a s.
 #include "../backends/cpu.h"

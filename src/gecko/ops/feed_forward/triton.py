@@ -1,8 +1,8 @@
-"""SwiGLU on a GPU: 3 passes forward and 5 backward, and nothing kept but the two projections.
+"""Triton backend of SwiGLU: 3 passes forward and 5 backward. Only the two projections are saved.
 
-Apart, silu and the product take 5 and 8 passes and keep silu(a) as well: 64 KB a token and layer more to move, and 16
-more to keep, at 8,192 features in bfloat16. ``torch.compile`` and Liger make the same kernel; this one costs neither
-a compiler's start at the first step nor a dependency, and is a node of its own for activation checkpointing.
+As separate operations, silu and the product take 5 and 8 passes and save silu(a) too. At 8,192 features in bfloat16
+that is 64 KB more traffic and 16 KB more saved per token and layer. ``torch.compile`` and Liger have the same kernel.
+This one needs no compilation at the first step and no dependency, and is one operator for activation checkpointing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gecko.ops.backends.dispatch import Launch, blocks, custom_op
 
 
 BLOCK = 2048
-"""Numbers a program takes."""
+"""Numbers per program."""
 
 
 def swiglu_triton(a: Tensor, b: Tensor) -> Tensor:
-    """Same contract as ``swiglu`` for tensors that kernels take."""
+    """Compute ``swiglu`` for the dtypes of the kernels."""
     y: Tensor = _swiglu(a, b)
     return y
 

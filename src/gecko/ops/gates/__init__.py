@@ -1,4 +1,4 @@
-"""SiLU gates of the mixer, between (B, T, H · d) of the projections and (B, H, T, d) of attention and memory."""
+"""SiLU gates of the mixer, which convert between (B, T, H · d) of projections and (B, H, T, d) of attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["gated", "gated_reference", "silu_by_head", "silu_by_head_reference"]
 
 
 def silu_by_head(x: Tensor, heads: int) -> Tensor:
-    """silu(x) of x (B, T, H · d), as (B, H, T, d), contiguous, in the dtype of x.
+    """Return silu(x) for x (B, T, H · d) as a contiguous (B, H, T, d) in the dtype of x.
 
     Raises:
         ValueError: ``heads`` does not divide the features of x.
@@ -32,16 +32,16 @@ def silu_by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
-    """attended · silu(gate) + recalled, over all heads.
+    """Compute attended · silu(gate) + recalled for all heads.
 
     Args:
-        attended, recalled: (B, H, T, d) of one dtype; recalled may be None for zeros. gate: (B, T, H · d).
+        attended, recalled: (B, H, T, d) of one dtype; recalled None means zeros. gate: (B, T, H · d).
 
     Returns:
         (B, T, H · d) in the dtype of attended.
 
     Raises:
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes are inconsistent.
     """
     batch, heads, length, features = attended.shape
     check_shape("gate", gate, (batch, length, heads * features))

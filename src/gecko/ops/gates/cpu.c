@@ -1,5 +1,5 @@
-// The gates in one pass each way, between (B, T, H d) of the projections and (B, H, T, d) of attention and memory.
-// With s the sigmoid of x, silu(x) = x s and silu'(x) = s (1 + x (1 - s)):
+// The gates in one pass each for forward and backward. They convert between (B, T, H d) of the projections and
+// (B, H, T, d) of attention and memory. With s the sigmoid of x, silu(x) = x s and silu'(x) = s (1 + x (1 - s)):
 //
 //     by head:  y = silu(x),   dx = dy silu'(x);
 //     gated:    out = attended silu(gate) + recalled,
@@ -12,7 +12,7 @@ static shape shape_of(int64_t rows, int64_t heads, int64_t length, int64_t size)
     return (shape){rows * length, length, heads, size, rows * length * heads * size <= ALONE};
 }
 
-// Where the features of a token's head begin.
+// Offsets of the features of a head of a token in (B, T, H d) and (B, H, T, d).
 static int64_t by_token(const shape *a, int64_t token, int64_t head) { return (token * a->heads + head) * a->size; }
 
 static int64_t by_head(const shape *a, int64_t token, int64_t head) {
@@ -65,7 +65,7 @@ static void gated(const float *attended, const float *gate, const float *recalle
     }
 }
 
-// ``recalled`` may be null, for zeros.
+// ``recalled`` may be null, which means zeros.
 int64_t gates_gated_forward(const float *attended, const float *gate, const float *recalled, float *out, int64_t rows,
                             int64_t heads, int64_t length, int64_t size, int64_t threads) {
     shape a = shape_of(rows, heads, length, size);

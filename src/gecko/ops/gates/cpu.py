@@ -1,6 +1,5 @@
-"""The gates by the C kernels: activation, product and change of layout in one pass each way, and nothing kept but what
-attention and the projections keep anyway.
-"""
+"""C kernels of the gates: activation, product and change of layout in one pass each for forward and backward. Only the
+inputs are saved, which attention and the projections save as well."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ from gecko.ops.backends.cpu import call
 
 
 def silu_by_head_cpu(x: Tensor, heads: int) -> Tensor:
-    """Same contract as ``silu_by_head``, for float32."""
+    """Compute ``silu_by_head`` in float32."""
     form = SiLUByHeadCPU.apply if torch.is_grad_enabled() else _silu
     y: Tensor = form(x.contiguous(), heads)
     return y
 
 
 def gated_cpu(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
-    """Same contract as ``gated``, for float32."""
+    """Compute ``gated`` in float32."""
     form = GatedCPU.apply if torch.is_grad_enabled() else _gated
     recalled = None if recalled is None else recalled.contiguous()
     out: Tensor = form(attended.contiguous(), gate.contiguous(), recalled)

@@ -1,6 +1,6 @@
-"""The gates, step by step: what a compiler fuses better than it could the form with gradients by hand.
+"""Eager forms of the gates: references, which ``torch.compile`` fuses best, and forms with hand-written gradients.
 
-The gates with gradients by hand: what lies in memory is read once in forward, and once in backward.
+The forms with hand-written gradients read each tensor once in forward and once in backward.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from gecko.ops.common import slices
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:
-    """(B, T, H · d) as a view (B, H, T, d)."""
+    """View (B, T, H · d) as (B, H, T, d)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def silu_by_head_reference(x: Tensor, heads: int) -> Tensor:
-    """Same contract as ``silu_by_head``."""
+    """Reference of ``silu_by_head``."""
     return F.silu(by_head(x, heads)).contiguous()
 
 
 def gated_reference(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
-    """Same contract as ``gated``."""
+    """Reference of ``gated``."""
     out = attended * F.silu(by_head(gate, attended.shape[1]))
     return (out if recalled is None else out + recalled).transpose(1, 2).flatten(2)
 
@@ -35,7 +35,7 @@ _silu, _silu_backward = torch.ops.aten.silu.out, torch.ops.aten.silu_backward.gr
 
 
 class SiLUByHead(torch.autograd.Function):
-    """``silu_by_head``."""
+    """``silu_by_head`` with a hand-written gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: int) -> Tensor:
@@ -54,7 +54,7 @@ class SiLUByHead(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """``gated``."""
+    """``gated`` with a hand-written gradient."""
 
     @staticmethod
     def forward(ctx: Any, attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
@@ -86,6 +86,6 @@ class Gated(torch.autograd.Function):
             given, gate_piece = grads[piece], gates[piece]
             torch.mul(given, F.silu(gate_piece), out=into_attended[piece])
             _silu_backward((given * attended[piece]).to(gate.dtype), gate_piece, grad_input=into_gates[piece])
-            if into_recalled is not None:  # in the layout that the memory's products take
+            if into_recalled is not None:  # copied to the layout (B, H, T, d) that the memory's products need
                 into_recalled[piece] = given
         return into_attended, into_gate, into_recalled

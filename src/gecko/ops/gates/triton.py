@@ -1,12 +1,12 @@
-"""The mixer's gates on a GPU: the activation, its product and the change of layout in one pass.
+"""Triton backend of the mixer's gates: activation, product and change of layout in one kernel.
 
-A program holds a tile of one head: some steps, some features. Both layouts have a head's features side by side, so
-that reads and writes are of whole memory lines. Backward computes the activation again: what is kept is what attention,
-memory and the projection keep anyway.
+A program processes some steps and some features of one head. The features of a head are adjacent in both layouts, so
+reads and writes are of whole cache lines. Backward computes the activation again; only the inputs are saved, which
+attention, memory and projections save as well.
 
-Counted in passes over (B, T, H · d): ``silu_by_head`` 2 forward and 3 backward (apart: 4 and 5); ``gated`` 4 and 6
-(a copy of the gate, its silu, the sum of products, a copy of the sum: 10, and 12 backward). At T = 32,768 and
-H · d = 8,192 in bfloat16 a pass is 0.54 GB: ``gated`` moves 2.1 and 3.2 GB.
+Memory traffic in passes over (B, T, H · d): ``silu_by_head`` 2 forward and 3 backward (4 and 5 with separate
+operations); ``gated`` 4 and 6 (10 and 12 with separate operations: a copy of the gate, its silu, the sum of products, a
+copy of the sum). At T = 32,768 and H · d = 8,192 in bfloat16 a pass is 0.54 GB: ``gated`` moves 2.1 and 3.2 GB.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 
 
 def silu_by_head_triton(x: Tensor, heads: int) -> Tensor:
-    """Same contract as ``silu_by_head`` for x that kernels take."""
+    """Compute ``silu_by_head`` for the dtypes of the kernels."""
     y: Tensor = _silu_by_head(x, heads)
     return y
 
 
 def gated_triton(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
-    """Same contract as ``gated`` for tensors that kernels take."""
+    """Compute ``gated`` for the dtypes of the kernels."""
     out: Tensor = _gated(attended, gate, recalled)
     return out
 
@@ -73,7 +73,7 @@ def _gated_forward(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> T
 
 
 def _gated_backward(grad: Tensor, attended: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attended, gate and recalled."""
+    """Return the gradients of attended, gate and recalled."""
     batch, heads, length, size = attended.shape
     grad_attended = torch.empty_like(attended, memory_format=torch.contiguous_format)
     grad_gate, grad_recalled = (
@@ -143,7 +143,7 @@ _gated.register_autograd(_propagate_gated, setup_context=_keep_factors)
 
 @triton.jit
 def _places(batch, length, heads: tl.constexpr, size: tl.constexpr, width: tl.constexpr, steps: tl.constexpr):
-    """This program's offsets into (B, T, H · d) and (B, H, T, d), and which of them there are."""
+    """Return this program's offsets into (B, T, H · d) and into (B, H, T, d), and their mask."""
     across: tl.constexpr = (size + width - 1) // width
     program = tl.program_id(0).to(tl.int64)
     i_head = program // across % heads
@@ -156,7 +156,7 @@ def _places(batch, length, heads: tl.constexpr, size: tl.constexpr, width: tl.co
 
 @triton.jit
 def _silu_slope(b_x):
-    """silu and its derivative."""
+    """Return silu and its derivative."""
     b_sigmoid = tl.sigmoid(b_x)
     return b_x * b_sigmoid, b_sigmoid * (1 + b_x * (1 - b_sigmoid))
 

@@ -1,12 +1,12 @@
-"""Projection and cross-entropy in blocks of tokens, so that the logits of a long text never exist at once.
+"""Output projection and cross-entropy in blocks of tokens, so that the logits of all tokens never exist at once.
 
-Softmax, loss and the sums of gradients are float32. The products are those of the head as a linear layer: in autocast's
-dtype on a GPU, whose matrix units add bfloat16 operands in float32 and give float32 logits. So do the kernels in C, for
-heads of few weights. PyTorch on a CPU would round logits as well: there their operands stay in the dtype of the hidden
-states, as without gradients, and only products for gradients are autocast's.
+Softmax, loss and sums of gradients are float32. On a GPU, products have the dtype of autocast: tensor cores sum
+bfloat16 products in float32 and return float32 logits. The C kernels, for heads with few weights, do the same. Other
+products on a CPU would round the logits to bfloat16, so the logits are computed in the dtype of the hidden states, and
+only the products for gradients use the dtype of autocast.
 
-``F.linear_cross_entropy`` blocks too, but rounds the loss to 16 bits, is NaN where all targets are ignored, allows
-neither a second backward nor ``torch.compile``, and took 2 to 4 times as long on a CPU.
+``F.linear_cross_entropy`` works in blocks too, but it rounds the loss to 16 bits, returns NaN if all targets are
+ignored, supports neither a second backward pass nor ``torch.compile``, and took 2 to 4 times as long on a CPU.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ IGNORED = -100
 """Target of a token that is not trained on."""
 
 BLOCK_ELEMENTS = 2**22
-"""Logits held at a time on a CPU: what its caches hold …"""
+"""Logits per block on a CPU: they fit in its caches."""
 
 FEWEST_TOKENS = 512
-"""… but of so many tokens at least: with fewer, the sum of a large weight's gradient takes longer than the products."""
+"""Minimum tokens per block on a CPU. With fewer, adding up the weight gradient takes longer than the products."""
 
 GPU_BLOCK_ELEMENTS = 2**27
-"""On a GPU, 768 MB with their gradient in 16 bits: so many tokens that arithmetic bounds the products, and that the sum
-of the weight's gradient, a pass of its own each time, does not count."""
+"""Logits per block on a GPU: 768 MB with their 16-bit gradient. Blocks are large enough for compute-bound products, and
+for the pass that adds up the weight gradient after each block to be negligible."""
 
 
 class _MeanCrossEntropy(torch.autograd.Function):
-    """Gradients are formed with the logits at hand and only scaled in backward."""
+    """Mean loss. The forward pass computes the gradients from the logits of each block; backward only scales them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -74,7 +74,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean of −log softmax(hidden weightᵀ)[target] over targets other than ``IGNORED``; 0 if there are none.
+    """Return the mean of −log softmax(hidden weightᵀ)[target] over targets other than ``IGNORED``; 0 if there are none.
 
     Args:
         hidden: (N, D); weight: (V, D); targets: (N,) int64.
@@ -83,8 +83,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         A scalar, float32 or wider.
 
     Raises:
-        ValueError, TypeError: weight or targets of another shape or dtype.
-        IndexError: on a CPU, a target that is none of the vocabulary's, nor ``IGNORED``.
+        ValueError, TypeError: weight or targets have a wrong shape or dtype.
+        IndexError: on a CPU, a target is neither in 0..V − 1 nor ``IGNORED``.
     """
     _check(hidden, weight, targets)
     dtype = _product_dtype(hidden)
@@ -99,10 +99,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 
 def token_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """−log softmax(hidden weightᵀ)[target] of every token, 0 where ``IGNORED``; same arguments and errors, no gradient.
+    """Return −log softmax(hidden weightᵀ)[target] per token, (N,), float32 or wider; 0 for ``IGNORED`` targets.
 
-    Returns:
-        (N,), float32 or wider.
+    Arguments and errors are those of ``linear_cross_entropy``. There is no gradient.
     """
     _check(hidden, weight, targets)
     dtype = _product_dtype(hidden)
@@ -128,19 +127,19 @@ def _token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
-    """Of products: what autocast says, where a processor has them at all."""
+    """Return the dtype of products: that of autocast if the device supports such products, else that of ``hidden``."""
     if hidden.is_cuda:
         return linear_dtype(hidden)
     return torch.bfloat16 if products_are_rounded() and hidden.dtype == torch.float32 else hidden.dtype
 
 
 def _logit_dtype(hidden: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Of the operands of logits."""
+    """Return the dtype of the operands of logits."""
     return dtype if hidden.is_cuda else hidden.dtype
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a bᵀ, float32 or wider; a GPU rounds nothing on the way to it."""
+    """Return a bᵀ in float32 or wider. On a GPU, sums of 16-bit products are not rounded to 16 bits."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     return linear(a, b).to(compute_dtype(a))
@@ -153,14 +152,14 @@ def _blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
 
 
 def _block_size(hidden: Tensor, vocabulary: int) -> int:
-    """Tokens at a time."""
+    """Return the number of tokens per block."""
     if hidden.is_cuda:
         return max(1, GPU_BLOCK_ELEMENTS // vocabulary)
     return max(FEWEST_TOKENS, BLOCK_ELEMENTS // vocabulary)
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The sum of −log softmax(logits)[target], and its gradient over ``count`` by the logits, as ``dtype``."""
+    """Return the sum of −log softmax(logits)[target], and its gradient divided by ``count``, as ``dtype``."""
     match choose_backend(logits):
         case "triton":
             from gecko.ops.loss.triton import losses_and_gradient
@@ -178,7 +177,7 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: 
 
 
 def _logit_gradient(log_probabilities: Tensor, targets: Tensor, count: Tensor) -> Tensor:
-    """(softmax − one-hot) / count, zero for ignored targets; overwrites its input."""
+    """Return (softmax − one-hot) / count, zero for ignored targets. Overwrites its input."""
     grad = log_probabilities.exp_()
     trained = targets != IGNORED
     grad.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -torch.ones_like(grad[:, :1]))

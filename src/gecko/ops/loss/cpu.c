@@ -1,7 +1,7 @@
 // Cross-entropy of rows of logits x, log sum e^x - x[target], and its gradient, (softmax(x) - one-hot) / count.
 //
-// The logits of a head of few weights stay in a core's cache, a block of tokens at a time: x = h W^T, and of the gradient
-// dx of x, dh = dx W and dW = dx^T h. With ``pairs`` the operands of products are rounded to bfloat16.
+// For a head with few weights, the logits of one block of tokens at a time stay in a core's cache: x = h W^T, dh = dx W
+// and dW = dx^T h. With ``pairs``, the operands of products are rounded to bfloat16.
 #include "../backends/cpu_panels.h"
 
 static float largest_of(const float *x, int64_t size) {
@@ -13,7 +13,7 @@ static float largest_of(const float *x, int64_t size) {
     return largest;
 }
 
-// Every x becomes e^(x - most); their sum.
+// Replace every x by e^(x - most), and return their sum.
 static float exponentiate(float *x, int64_t size, float most) {
     vec sum = {0};
     float rest = 0;
@@ -28,7 +28,7 @@ static float exponentiate(float *x, int64_t size, float most) {
     return sum_of(sum) + rest;
 }
 
-// A row of logits becomes the gradient of its loss over ``count``; the loss.
+// Replace a row of logits by the gradient of its loss divided by ``count``, and return the loss.
 static float row_loss(float *x, int64_t target, int64_t size, float count) {
     float most = largest_of(x, size), of_target = x[target] - most, sum = exponentiate(x, size, most);
     for (int64_t i = 0; i < size; i++) x[i] *= 1 / (sum * count);
@@ -36,8 +36,8 @@ static float row_loss(float *x, int64_t target, int64_t size, float count) {
     return logf(sum) - of_target;
 }
 
-// The losses of rows of logits, of which ``size`` count and the others get no gradient. A row whose target is ``ignored``
-// has a loss of 0 and a gradient of zeros.
+// Compute the losses of rows of ``size`` logits, which are ``apart`` numbers apart. The padding gets a zero gradient.
+// A row whose target is ``ignored`` has a loss of 0 and a gradient of zeros.
 static void row_losses(float *logits, const int64_t *targets, float *losses, float count, int64_t ignored,
                        int64_t rows, int64_t size, int64_t apart) {
     for (int64_t row = 0; row < rows; row++) {
@@ -49,7 +49,7 @@ static void row_losses(float *logits, const int64_t *targets, float *losses, flo
     }
 }
 
-// Logits (rows, size) become the gradient of the sum of losses over ``count``.
+// Replace logits (rows, size) by the gradient of the sum of losses divided by ``count``.
 int64_t loss_and_gradient(float *logits, const int64_t *targets, float *losses, float count, int64_t ignored,
                           int64_t rows, int64_t size, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > ALONE)
@@ -61,9 +61,9 @@ int64_t loss_and_gradient(float *logits, const int64_t *targets, float *losses, 
 typedef struct {
     const float *hidden, *to_logits, *to_hidden;  // W in panels, for x and for dh
     const int64_t *targets;
-    float *losses, *grad_hidden;  // the latter null where it is not wanted
+    float *losses, *grad_hidden;  // grad_hidden is null if not needed
     float count;
-    int64_t ignored, tokens, inputs, size, wide;  // ``wide``: the vocabulary's size, up to whole pairs of registers
+    int64_t ignored, tokens, inputs, size, wide;  // wide: the vocabulary size, rounded up to pairs of registers
     int pairs;
 } problem;
 
@@ -84,7 +84,7 @@ static void block_loss(const problem *p, float *part, int64_t begin, float *scra
                          adds, (upcoming){0});
 }
 
-// The loss of each token, and gradients of their sum over ``count``, which are null where they are not wanted.
+// Compute the loss of each token, and the gradients of their sum divided by ``count``. Gradients may be null.
 int64_t loss_of_head(const float *hidden, const float *weight, const int64_t *targets, float *losses, float *grad_hidden,
                      float *grad_weight, float count, int64_t ignored, int64_t pairs, int64_t tokens, int64_t inputs,
                      int64_t size, int64_t threads) {

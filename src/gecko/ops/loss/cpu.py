@@ -1,4 +1,4 @@
-"""Cross-entropy and its gradient by the C kernels: the gradient takes the place of the logits."""
+"""Cross-entropy and its gradient by C kernels, which overwrite the logits with their gradient."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from gecko.ops.backends.dispatch import products_are_rounded
 
 
 def losses_and_gradient_cpu(logits: Tensor, targets: Tensor, count: float, ignored: int) -> tuple[Tensor, Tensor]:
-    """−log softmax(logits)[target] of every row (N,), and the gradient of their sum over ``count``, which overwrites
-    ``logits`` (N, V), float32; both zero where the target is ``ignored``.
+    """Return −log softmax(logits)[target] per row, (N,), and the gradient of their sum divided by ``count``.
+
+    The gradient overwrites ``logits`` (N, V), float32. Both are zero in rows whose target is ``ignored``.
 
     Raises:
         IndexError: a target is neither ``ignored`` nor in 0..V − 1.
@@ -25,7 +26,7 @@ def losses_and_gradient_cpu(logits: Tensor, targets: Tensor, count: float, ignor
 
 
 def mean_cross_entropy_cpu(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """``linear_cross_entropy`` for float32 and few weights: logits never leave a core's cache.
+    """Compute ``linear_cross_entropy`` in float32 for few weights. The logits stay in a core's cache.
 
     Raises:
         IndexError: a target is neither ``ignored`` nor in 0..V − 1.
@@ -43,7 +44,7 @@ def _check_ids(targets: Tensor, vocabulary: int, ignored: int) -> None:
 
 
 class MeanCrossEntropyCPU(torch.autograd.Function):
-    """Gradients are formed with the logits at hand and only scaled in backward."""
+    """Mean loss. The forward pass computes the gradients from the logits of each block; backward only scales them."""
 
     @staticmethod
     def forward(ctx: Any, rounded: bool, hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Norms over the features of one step. Weights are stored as offsets from 1, so that 0 is identity."""
+"""Norms over the features of one step. Weights are offsets from 1, so a weight of 0 is the identity."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gecko.ops.common import check_affine, compute_dtype
 def group_rms_norm(
     x: Tensor, weight: Tensor | None, groups: int, eps: float, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x / √(mean(x²) + ε) · (1 + weight), the mean over each of ``groups`` equal slices of the features.
+    """Compute x / √(mean(x²) + ε) · (1 + weight), with the mean over each of ``groups`` equal slices of the features.
 
     Args:
         x: (…, D); weight: (D,) or None. Statistics are float32 or wider.
-        dtype: of the result; None is that of x.
+        dtype: dtype of the result; None: that of x.
     """
     dtype = x.dtype if dtype is None else dtype
     match _backend(x, weight, None, groups, dtype):
@@ -36,20 +36,20 @@ def group_rms_norm(
 
 
 def rms_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / √(mean(x²) + ε) over the last dimension, and the factor that x is multiplied with."""
+    """Return x / √(mean(x²) + ε) over the last dimension, and the factor 1 / √(mean(x²) + ε)."""
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
     rstd = torch.rsqrt(square + eps)
     return x * rstd, rstd
 
 
 def rms_normalise_grad(grad: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
-    """The gradient of x from that of y = x · rstd."""
+    """Return the gradient of x, given the gradient of y = x · rstd."""
     along = (grad * y).mean(-1, keepdim=True)
     return torch.addcmul(grad, y, along, value=-1).mul_(rstd)
 
 
 class _RMSNormalise(torch.autograd.Function):
-    """x / √(mean(x²) + ε) over the last dimension; the output and one number a slice are kept."""
+    """Compute x / √(mean(x²) + ε) over the last dimension. Save the output and one factor per slice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
@@ -66,14 +66,14 @@ class _RMSNormalise(torch.autograd.Function):
 def group_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """(x − mean) / √(var + ε) · (1 + weight) + bias, mean and biased variance over each group of features.
+    """Compute (x − mean) / √(var + ε) · (1 + weight) + bias, with mean and biased variance over each group of features.
 
     Args:
         x: (…, D); weight, bias: (D,), or both None. Statistics are float32 or wider.
-        dtype: of the result; None is that of x.
+        dtype: dtype of the result; None: that of x.
 
     Raises:
-        ValueError: one of weight and bias is there without the other, or is of another shape.
+        ValueError: only one of weight and bias is given, or one has another shape.
     """
     check_affine(weight, bias, x.shape[-1])
     dtype = x.dtype if dtype is None else dtype

@@ -1,13 +1,12 @@
-// RMS norm, and layer norm if ``centered``, of slices: one step's features of one group. Slices are read LANES at a
-// time, and are in the cache when they are read again.
+// RMS norm, or layer norm if ``centered``, of slices. A slice is the features of one group in one step. LANES slices
+// are processed at a time, so that they are in the cache when they are read again.
 //
-//     z = (x - m) r,   r = 1 / sqrt(mean of (x - m)^2 + eps),   y = z (1 + weight) + bias,
+//     z = (x - m) r,   r = 1 / sqrt(mean of (x - m)^2 + eps),   y = z (1 + weight) + bias
 //
-// m the mean of the slice, or 0. Backward reads x again, and m and r that forward kept; with g = dy (1 + weight),
-//
-//     dx = r (g - z mean of g z - mean of g),   dweight = sum of dy z,   dbias = sum of dy,
-//
-// without the mean of g where m is 0.
+// m is the mean of the slice for layer norm, else 0. Backward reads x again, and m and r, which forward saved. With
+// g = dy (1 + weight):
+//     dx = r (g - z mean of g z - mean of g),   dweight = sum of dy z,   dbias = sum of dy.
+// The term "mean of g" is for layer norm only.
 
 #include "../backends/cpu_slices.h"
 
@@ -39,7 +38,7 @@ static void normalise(const problem *a, int64_t first, float *y, float *kept) {
     }
 }
 
-// ``kept``: r and, if centered, m of every slice, (1 or 2, steps, groups).
+// ``kept`` receives r and, if centered, m of every slice, (1 or 2, steps, groups).
 int64_t norms_forward(const float *x, const float *weight, const float *bias, float *y, float *kept, float eps,
                       int64_t centered, int64_t steps, int64_t groups, int64_t width, int64_t threads) {
     problem a = problem_of(x, weight, bias, eps, centered, steps, groups, width);
@@ -48,7 +47,7 @@ int64_t norms_forward(const float *x, const float *weight, const float *bias, fl
     return 0;
 }
 
-// One group of up to LANES steps: m, r, and the means of g z and of g.
+// m, r, and the means of g z and of g, of one group in up to LANES steps.
 typedef struct { float mean[LANES], rstd[LANES], along[LANES], level[LANES]; } statistics;
 
 static void read_kept(statistics *to, const problem *a, const float *kept, int64_t step, int count, int64_t group) {
@@ -74,7 +73,7 @@ static void gradient_means(statistics *to, const problem *a, int64_t step, int c
     if (a->centered) store(to->level, sums_of(sums) / (float)a->of.width);
 }
 
-// The gradient of x, and what these steps add to those of weight and bias.
+// Compute the gradient of x, and add to the gradients of weight and bias.
 static void propagate(const statistics *s, const problem *a, int64_t step, int count, int64_t group,
                       const float *grad_y, float *grad_x, vec *scales, vec *shifts) {
     for (int64_t c = 0; c < a->of.width; c += LANES) {
@@ -91,7 +90,7 @@ static void propagate(const statistics *s, const problem *a, int64_t step, int c
     }
 }
 
-// The steps of one part; their sums for weight and bias are those of every LANES, added up.
+// Process the steps of one part. Gradients of weight and bias are summed over LANES steps, then over those sums.
 static void part_backward(const problem *a, int64_t begin, int64_t end, const float *kept, const float *grad_y,
                           float *grad_x, float *grad_weight, float *grad_bias, int64_t *refused) {
     int64_t blocks = blocks_of(a->of.width, LANES), size = a->of.groups * blocks;
@@ -112,7 +111,7 @@ static void part_backward(const problem *a, int64_t begin, int64_t end, const fl
     free(total);
 }
 
-// Gradients of weight and bias are (parts, features), to be summed.
+// The gradients of weight and bias are (parts, features); the caller sums them.
 int64_t norms_backward(const float *x, const float *weight, const float *kept, const float *grad_y, float *grad_x,
                        float *grad_weight, float *grad_bias, int64_t centered, int64_t parts, int64_t steps,
                        int64_t groups, int64_t width, int64_t threads) {

@@ -1,6 +1,6 @@
-"""Group RMS and layer norm by the C kernels: one pass over x forward, one over x and y's gradient backward.
+"""Group RMS norm and layer norm by C kernels. Forward reads x once; backward reads x and the gradient of y once.
 
-Layer norm over all features at once is left to PyTorch, whose kernel is as fast.
+Layer norm with a single group runs in PyTorch, whose kernel is as fast.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch.autograd.function import once_differentiable
 from gecko.ops.backends.cpu import call
 
 _STEPS, _PARTS = 16, 64
-"""Gradients of weight and bias are summed over so many steps, and so many parts of the call, each for itself: numbers
-of its own, so that sums are the same on any number of threads."""
+"""Minimum steps per part, and maximum number of parts. Each part sums the gradients of weight and bias separately. The
+numbers are constant so that the sums do not depend on the number of threads."""
 
 
 def group_norm_cpu(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, centered: bool
 ) -> Tensor:
-    """RMS norm, or layer norm if ``centered``, over each group of the features of x (…, D), float32."""
+    """Compute the RMS norm, or layer norm if ``centered``, over each group of the features of x (…, D), float32."""
     tensors = (t if t is None else t.contiguous() for t in (x, weight, bias))
     y: Tensor = GroupNormCPU.apply(*tensors, groups, float(eps), int(centered))
     return y
 
 
 class GroupNormCPU(torch.autograd.Function):
-    """Kept are x, and rstd and, if centered, mean of every slice."""
+    """Save x, and the rstd and (if centered) mean of every slice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:

@@ -1,13 +1,12 @@
-"""Group RMS and layer norm on a GPU: one pass over x forward, one over x and one over y's gradient backward.
+"""Triton backend of group RMS norm and layer norm. Forward reads x once; backward reads x and the gradient of y once.
 
-A program holds a few steps whole. Backward computes the statistics again instead of keeping them, and a program walks
-over many steps, so that the gradients of weight and bias leave it as one row.
+A program processes a few whole steps. Backward computes the statistics again instead of saving them. A backward program
+loops over many steps and writes one row of the gradients of weight and bias.
 
-Counted a number of x: 2 bytes read and 2 written forward in bfloat16, 4 and 2 backward, which is the least; float32 x
-to bfloat16 y, as under autocast, 4 and 2, then 6 and 4. ``F.rms_norm`` takes as little where input and output have one
-dtype. Under autocast its output is float32, which each of the linear layers that read it rounds once more by itself:
-8 + 6 · readers bytes, 26 after the moving average (three readers) and 20 before the feed-forward, against 6 here for
-the same numbers.
+Memory traffic per number of x in bfloat16: 2 bytes read and 2 written forward, 4 and 2 backward, which is the minimum.
+For float32 x and bfloat16 y, as under autocast: 4 and 2, then 6 and 4. ``F.rms_norm`` has the same traffic if input and
+output have one dtype. Under autocast its output is float32, and each linear layer that reads it converts it separately:
+8 + 6 · readers bytes (26 after CEMA with three readers, 20 before the feed-forward), against 6 here.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile, warps_o
 
 
 PROGRAMS = 1024
-"""At most so many in backward: each leaves a row of the weight's gradient, and a card runs a few hundred at a time."""
+"""Maximum programs of the backward kernel. Each writes a row of the weight gradient; a GPU runs hundreds at once."""
 
 
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, centered: bool, dtype: torch.dtype
 ) -> Tensor:
-    """RMS norm, or layer norm if ``centered``, over each group of the features of x (…, D), as ``dtype``."""
+    """Compute the RMS norm, or layer norm if ``centered``, over each group of features of x (…, D), as ``dtype``."""
     y: Tensor = _group_norm(x, weight, bias, groups, eps, centered, dtype)
     return y
 
@@ -58,7 +57,7 @@ def _forward(
 def _backward(
     grad_y: Tensor, x: Tensor, weight: Tensor | None, groups: int, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, 1 + weight, and bias."""
+    """Return the gradients of x, weight and bias."""
     rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
     programs = min(PROGRAMS, blocks(rows, sizes["steps"]))
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -106,7 +105,7 @@ _group_norm.register_autograd(_propagate, setup_context=_keep)
 
 @triton.jit
 def _standardised(b_x, m_x, eps, size: tl.constexpr, centered: tl.constexpr):
-    """x (steps, groups, features) of mean zero, if ``centered``, and mean square one, and the factor it took."""
+    """Normalise x (steps, groups, features), centred if ``centered``. Return the result and rstd."""
     if centered:
         b_x = tl.where(m_x, b_x - (tl.sum(b_x, 2) / size)[:, :, None], 0.0)
     b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 2) / size + eps)
@@ -136,12 +135,12 @@ def _normalise(p_x, p_weight, p_bias, p_y, rows, eps, centered: tl.constexpr, fe
 def _gradients(p_x, p_weight, p_grad_y, p_grad_x, p_scale_parts, p_shift_parts, rows, programs, eps,
                centered: tl.constexpr, features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr,
                width: tl.constexpr, together: tl.constexpr, steps: tl.constexpr):  # fmt: skip
-    """Gradient of x, and those of scale and shift over this program's steps, to p_…_parts (programs, D)."""
+    """Store the gradient of x, and those of scale and shift over this program's steps, to p_…_parts (programs, D)."""
     program = tl.program_id(0).to(tl.int64)
     i_group, i_feature = tl.arange(0, together), tl.arange(0, width)
     i_column = i_group[:, None] * size + i_feature[None]
     m_column = (i_group < groups)[:, None] & (i_feature < size)[None]
-    # Summed over steps at the end only: in the loop, that would make all warps wait for each other.
+    # The sum over steps is at the end: in the loop it would synchronise all warps.
     b_scale_part = tl.zeros([steps, together, width], tl.float32)
     b_shift_part = tl.zeros([steps, together, width], tl.float32)
     for first in range(program * steps, rows, programs * steps):

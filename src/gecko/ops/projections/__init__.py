@@ -1,4 +1,4 @@
-"""Linear layers that read one input, and what they are added onto."""
+"""Linear layers that share one input. A residual can be added to the last output."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gecko.ops.common import check_shape, from_linear
 def projections(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], onto: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """x W_iᵀ + b_i for each layer i, the last one's plus ``onto``.
+    """Compute x W_iᵀ + b_i for each layer i, and add ``onto`` to the last one.
 
     Args:
         x: (…, inputs), any float dtype; weights: (outputs_i, inputs) each; biases: (outputs_i,) each, or None.
-        onto: the shape of the last output.
+        onto: tensor of the shape of the last output.
 
     Returns:
-        (…, outputs_i) each, in the dtype of a linear layer (under autocast its own, or that of x where kernels round by
-        themselves); the last one's in that of ``onto``, if it is wider.
+        (…, outputs_i) each, in the dtype of a linear layer: that of autocast, or that of x if C kernels round operands
+        themselves. The last output has the dtype of ``onto`` if that is wider.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes are inconsistent.
     """
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         check_shape(f"weights[{i}]", weight, (len(weight), x.shape[-1]))

@@ -1,14 +1,14 @@
-// Linear layers of few weights, y = x W^T + b (+ onto):
+// Linear layers with few weights, y = x W^T + b (+ onto):
 //
 //     dx = dy W,   dW = dy^T x,   db = sum of dy over tokens.
 //
-// With ``pairs`` the operands of products are rounded to bfloat16; all else is float32.
+// With ``pairs``, the operands of products are rounded to bfloat16. Everything else is float32.
 #include "../backends/cpu_panels.h"
 
-// Whether there are products of pairs.
+// Whether the processor and the compiler support products of pairs.
 const int projections_of_pairs = HAS_PAIRS;
 
-// bias and onto may be null.
+// ``bias`` and ``onto`` may be null.
 int64_t projections_forward(const float *x, const float *weight, const float *bias, const float *onto, float *y,
                             int64_t pairs, int64_t tokens, int64_t inputs, int64_t outputs, int64_t threads) {
     addends all = {onto, outputs, bias};
@@ -37,12 +37,12 @@ int64_t projections_forward(const float *x, const float *weight, const float *bi
 
 typedef struct {
     const float *grad, *x, *panels;           // panels of the weight
-    float *grad_x, *grad_weight, *grad_bias;  // null where not wanted
+    float *grad_x, *grad_weight, *grad_bias;  // null if not needed
     int64_t tokens, inputs, outputs;
-    int adds, pairs;  // adds to what grad_x holds
+    int adds, pairs;  // adds: add to grad_x
 } problem;
 
-// Sums of so many vecs of columns at once, one of which would wait for the last addition each time.
+// Sum COLUMNS vecs at once. With a single one, each addition would wait for the one before.
 static void sum_tokens(float *to, const float *grad, int64_t count, int64_t outputs, int adds) {
     enum { COLUMNS = 4 };
     for (int64_t at = 0; at < outputs; at += COLUMNS * LANES) {
@@ -58,8 +58,8 @@ static void sum_tokens(float *to, const float *grad, int64_t count, int64_t outp
     }
 }
 
-// ``part`` is the gradient of the weight (outputs, inputs), then that of the bias; ``scratch`` holds a block of x and one
-// of its gradient.
+// ``part`` is the gradient of the weight (outputs, inputs), then that of the bias. ``scratch`` holds a block of x and a
+// block of the output gradient.
 static void block_backward(const problem *a, float *part, int64_t begin, float *scratch, int adds) {
     int64_t count = least(BLOCK, a->tokens - begin);
     const float *grad = a->grad + begin * a->outputs;
@@ -78,7 +78,7 @@ static void block_backward(const problem *a, float *part, int64_t begin, float *
     if (a->grad_bias) sum_tokens(part + a->outputs * a->inputs, grad, count, a->outputs, adds);
 }
 
-// Gradients that are not wanted are null.
+// Gradients that are not needed are null.
 int64_t projections_backward(const float *grad, const float *x, const float *weight, float *grad_x, float *grad_weight,
                              float *grad_bias, int64_t adds, int64_t pairs, int64_t tokens, int64_t inputs,
                              int64_t outputs, int64_t threads) {

@@ -1,5 +1,6 @@
-"""Projections by the C kernels: biases and sums are taken while a product is in registers, and backward reads each
-gradient once, for those of input, weight and bias together.
+"""Projections by C kernels, which add biases and residuals while a product is in registers.
+
+Backward reads each output gradient once, and computes the gradients of input, weight and bias together.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gecko.ops.backends.dispatch import products_are_rounded
 def projections_cpu(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], onto: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Same contract as ``projections``, for float32."""
+    """Compute ``projections`` in float32."""
     layers = [t if t is None else t.contiguous() for t in (onto, *weights, *biases)]
     form = ProjectionsCPU.apply if torch.is_grad_enabled() else _forward
     outputs: tuple[Tensor, ...] = form(products_are_rounded(), x.contiguous(), *layers)
@@ -33,7 +34,7 @@ def _forward(rounded: bool, x: Tensor, onto: Tensor | None, *layers: Tensor | No
 
 
 def _divided(layers: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Weights and biases, or what belongs to each."""
+    """Split a tuple with one entry per weight, then one per bias, into the two halves."""
     return layers[: len(layers) // 2], layers[len(layers) // 2 :]
 
 
@@ -45,7 +46,7 @@ def _project(rounded: bool, x: Tensor, weight: Tensor, bias: Tensor | None, onto
 
 
 class ProjectionsCPU(torch.autograd.Function):
-    """Products are ``rounded`` to bfloat16, or float32. Arguments after ``onto`` are all weights, then all biases."""
+    """Arguments after ``onto`` are all weights, then all biases. If ``rounded``, factors of products are bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, rounded: bool, x: Tensor, onto: Tensor | None, *layers: Tensor | None) -> tuple[Tensor, ...]:
@@ -79,7 +80,7 @@ def _propagate(
     grad: Tensor, x: Tensor | None, weight: Tensor, grad_x: Tensor | None, rounded: bool, adds: bool,
     needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of weight and bias; that of x is written to ``grad_x``, or added to what is there."""
+    """Return the gradients of weight and bias. Write that of x to ``grad_x``, or add it if ``adds``."""
     outputs, inputs = weight.shape
     of_weight = torch.empty_like(weight) if needs_weight else None
     of_bias = weight.new_empty(outputs) if needs_bias else None

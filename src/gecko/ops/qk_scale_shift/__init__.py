@@ -1,6 +1,6 @@
-"""Query-key scale and shift: one unit vector per head, as several rows of queries and keys (paper Eq. 5–6, 16).
+"""Query-key scale and shift: queries and keys are scaled and shifted copies of one normalised vector per head.
 
-The reference is also the form for ``torch.compile``, which fuses it better than the one with hand-written gradients.
+See paper Eq. 5–6 and 16. ``torch.compile`` uses the reference, which it fuses better than hand-written gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gecko.ops.qk_scale_shift.eager import QKScaleShift
 
 
 def qk_scale_shift_reference(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
-    """Same contract as ``qk_scale_shift``, for tensors of one dtype, float32 or wider."""
+    """Compute ``qk_scale_shift`` for tensors of one dtype, float32 or wider."""
     normal = group_rms_norm(z, None, heads, eps).unsqueeze(2)
     rows = torch.addcmul(offset, normal, (1 + scale) / math.sqrt(z.shape[-1] // heads))
     return rows.unflatten(-1, (heads, -1)).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
@@ -27,17 +27,17 @@ __all__ = ["qk_scale_shift", "qk_scale_shift_reference"]
 
 
 def qk_scale_shift(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
-    """n · (1 + scale_i) / √d + offset_i for each row i, with n = z / √(mean(z²) + ε) over each head's d features.
+    """Compute n · (1 + scale_i) / √d + offset_i for each row i, with n = z / √(mean(z²) + ε) over a head's d features.
 
     Args:
         z: (B, T, H · d), any float dtype; statistics are float32 or wider.
-        scale, offset: (rows, H · d); scale is stored as an offset from 1.
+        scale, offset: (rows, H · d); scale is an offset from 1.
 
     Returns:
         The rows, each (B, H, T, d), contiguous, in the dtype of z.
 
     Raises:
-        ValueError: the shapes do not fit, or ``heads`` does not divide the features of z.
+        ValueError: the shapes are inconsistent, or ``heads`` does not divide the features of z.
     """
     features = z.shape[-1]
     if features % heads:

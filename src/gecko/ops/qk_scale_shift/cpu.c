@@ -1,5 +1,5 @@
-// Query-key scale and shift: a head's d features once as a unit vector, and that vector as several rows, in one
-// pass each way.
+// Query-key scale and shift in one pass each for forward and backward: normalise the d features of each head, and
+// return several scaled and shifted copies (rows).
 //
 //     n = r z,   r = 1 / sqrt(mean(z^2) + eps),   row_i = n (1 + scale_i) / sqrt(d) + offset_i
 //
@@ -8,7 +8,7 @@
 //     total = sum of (1 + scale_i) g_i,   dz = r / sqrt(d) (total - n mean(total n)),
 //     dscale_i = sum over tokens of g_i n / sqrt(d),   doffset_i = sum over tokens of g_i.
 //
-// Sums over tokens are taken tile by tile, and tiles added group by group.
+// Sums over tokens are computed per tile and then added per group of tiles.
 #include "../backends/cpu.h"
 
 enum { TILE = 64 };
@@ -28,7 +28,7 @@ static problem problem_of(const float *z, const float *scale, const float *offse
 
 static int lanes_at(const problem *a, int64_t block) { return least(LANES, a->size - block * LANES); }
 
-// Where the features of a head begin: of a token in z, of a token in a row of the result, of a row's parameters.
+// Offsets of the features of a head: of a token in z, of a token in a row of the result, of the parameters of a row.
 static int64_t by_token(const problem *a, int64_t token, int64_t head) { return (token * a->heads + head) * a->size; }
 
 static int64_t by_head(const problem *a, int64_t token, int64_t head) {
@@ -37,7 +37,7 @@ static int64_t by_head(const problem *a, int64_t token, int64_t head) {
 
 static int64_t by_row(const problem *a, int64_t row, int64_t head) { return (row * a->heads + head) * a->size; }
 
-// Leaves n, and returns r.
+// Compute n, and return r.
 static float normalise(const problem *a, vec *n, int64_t token, int64_t head) {
     const float *z = a->z + by_token(a, token, head);
     vec squares = {0};
@@ -64,7 +64,7 @@ static void token_forward(const problem *a, float *const *out, int64_t token, in
     }
 }
 
-// ``out``: where each row begins.
+// ``out`` points to each row.
 int64_t qk_scale_shift_forward(const float *z, const float *scale, const float *offset, float *const *out, float eps,
                         int64_t rows, int64_t batch, int64_t length, int64_t heads, int64_t size, int64_t threads) {
     problem a = problem_of(z, scale, offset, eps, rows, batch, length, heads, size);
@@ -74,7 +74,7 @@ int64_t qk_scale_shift_forward(const float *z, const float *scale, const float *
     return 0;
 }
 
-// sums: of g n, then of g, (rows, 2, blocks). Rows without a gradient have none of ``grads``.
+// ``sums``: sums of g n, then of g, (rows, 2, blocks). ``grads`` is null for rows without a gradient.
 static void token_backward(const problem *a, const float *const *grads, float *grad_z, vec *sums, int64_t token,
                            int64_t head) {
     vec n[a->blocks], total[a->blocks], along = {0};
@@ -99,7 +99,7 @@ static void token_backward(const problem *a, const float *const *grads, float *g
         store_some(grad_z + c * LANES, (total[c] - n[c] * mean) * (r * a->factor), lanes_at(a, c));
 }
 
-// The sums of a tile to those of its group.
+// Add the sums of a tile to those of its group.
 static void add_sums(const problem *a, float *grad_scale, float *grad_offset, const vec *sums, int64_t head) {
     for (int64_t row = 0; row < a->rows; row++) {
         float *scale = grad_scale + by_row(a, row, head), *offset = grad_offset + by_row(a, row, head);
@@ -113,8 +113,8 @@ static void add_sums(const problem *a, float *grad_scale, float *grad_offset, co
     }
 }
 
-// grad_scale and grad_offset: (groups, rows, heads, size), zeros before, to be summed over groups. ``grads``: where
-// the gradient of each row begins, null for zeros.
+// grad_scale, grad_offset: (groups, rows, heads, size), initially zero; the caller sums over groups. ``grads`` points
+// to the gradient of each row, or is null for zeros.
 int64_t qk_scale_shift_backward(const float *z, const float *scale, const float *const *grads, float *grad_z, float *grad_scale,
                          float *grad_offset, float eps, int64_t groups, int64_t rows, int64_t batch, int64_t length,
                          int64_t heads, int64_t size, int64_t threads) {

@@ -1,4 +1,4 @@
-"""C kernels of query-key scale and shift: z and the gradients of the rows are read once."""
+"""C kernels of query-key scale and shift. They read z and the gradients of the rows once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gecko.ops.backends.cpu import call
 _TILE = 64
 """Same as in cpu.c."""
 _GROUPS = 64
-"""Of tiles whose gradients of scale and offset are summed by one thread: a number of its own, so that sums are the same
-on any number of threads."""
+"""Maximum groups of tiles. Each group sums the gradients of scale and offset separately. The number is constant so that
+the sums do not depend on the number of threads."""
 
 
 def qk_scale_shift_cpu(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
-    """Same contract as ``qk_scale_shift``, for float32."""
+    """Compute ``qk_scale_shift`` in float32."""
     form = QKScaleShiftCPU.apply if torch.is_grad_enabled() else _forward
     rows: tuple[Tensor, ...] = form(z.contiguous(), scale.contiguous(), offset.contiguous(), heads, float(eps))
     return rows

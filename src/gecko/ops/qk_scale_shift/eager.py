@@ -1,4 +1,4 @@
-"""Query-key scale and shift with gradients by hand: each row is written where it belongs, its gradient read once."""
+"""Eager query-key scale and shift with hand-written gradients: each row is written once, and its gradient read once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gecko.ops.norms import rms_normalise, rms_normalise_grad
 
 
 class QKScaleShift(torch.autograd.Function):
-    """``qk_scale_shift`` for tensors of one dtype, float32 or wider: the rows as one tensor."""
+    """``qk_scale_shift`` for tensors of one dtype, float32 or wider. Returns the rows as one tensor."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
@@ -48,5 +48,5 @@ def _factor(scale: Tensor, heads: int) -> Tensor:
 
 
 def _by_row(x: Tensor, heads: int) -> Tensor:
-    """(rows, H · d) to (rows, 1, H, 1, d)."""
+    """View (rows, H · d) as (rows, 1, H, 1, d)."""
     return x.view(len(x), 1, heads, 1, -1)

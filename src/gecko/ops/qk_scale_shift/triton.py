@@ -1,11 +1,12 @@
-"""Query-key scale and shift on a GPU: z is read once and every row written where attention and memory read it.
+"""Triton backend of query-key scale and shift: read z once and write every row once, in the layout of attention.
 
-A program holds some steps of one head. Backward computes the norm again; programs walk over many steps, so that the
-gradients of scale and offset leave each as one row.
+A program processes some steps of one head. Backward computes the norm again. A backward program loops over many steps
+and writes one row of the gradients of scale and offset.
 
-Counted for B = 1, T = 32,768, H · d = 1,024 and four rows in bfloat16 (z is 67 MB): forward z in and four of its size
-out, 0.34 GB; backward five in and one out, 0.40 GB. Each is the least that can move. Rotary embedding would cost no
-bytes here, but is left to attention, whose keys are turned again for the next chunk and whose state keeps them turned.
+Memory traffic for B = 1, T = 32,768, H · d = 1,024 and four rows in bfloat16 (z is 67 MB): forward reads z and writes
+four times its size, 0.34 GB; backward reads five times and writes once its size, 0.40 GB. Both are the minimum. Rotary
+embedding would add no traffic here. Attention applies it instead, because it rotates keys again for the next chunk and
+its state holds rotated keys.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 
 
 PROGRAMS = 512
-"""At most so many a head in backward: each leaves a row of the parameters' gradients."""
+"""Maximum programs per head of the backward kernel. Each writes a row of the parameter gradients."""
 
 
 def qk_scale_shift_triton(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
-    """Same contract as ``qk_scale_shift`` for z that kernels take."""
+    """Compute ``qk_scale_shift`` for the dtypes of the kernels."""
     rows: Tensor = _qk_scale_shift(z, scale, offset, heads, eps)
     return rows.unbind(0)
 
@@ -54,7 +55,7 @@ def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -
 
 
 def _backward(grad: Tensor, z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of z, scale and offset."""
+    """Return the gradients of z, scale and offset."""
     (batch, length, features), rows = z.shape, scale.shape[0]
     sizes = _sizes(rows, features, heads)
     programs = min(blocks(PROGRAMS, batch), blocks(length, sizes["steps"]))
@@ -99,13 +100,13 @@ def _propagate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _qk_scale_shift.register_autograd(_propagate, setup_context=_keep)
 
 
-# Kernels. Rows of the result run along axis 0, steps along axis 1, the features of a head along axis 2.
+# Kernels. Axis 0 is rows of the result, axis 1 steps, axis 2 the features of a head.
 
 
 @triton.jit
 def _normal(p_z, first, m_z, eps, features: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
             steps: tl.constexpr):  # fmt: skip
-    """z / √(mean(z²) + ε) over a head's features, (steps, features), the factor (steps, 1), and where z lies."""
+    """Return z / √(mean(z²) + ε) over the features of a head, (steps, features), rstd (steps, 1), and offsets of z."""
     places = first + tl.arange(0, steps)[:, None] * features + tl.arange(0, width)[None]
     b_z = tl.load(p_z + places, mask=m_z, other=0.0).to(tl.float32)
     b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) / size + eps)[:, None]
@@ -115,7 +116,7 @@ def _normal(p_z, first, m_z, eps, features: tl.constexpr, size: tl.constexpr, wi
 @triton.jit
 def _out_places(i_row, i_head, begin, i_copy, batch, length, heads: tl.constexpr, size: tl.constexpr,
                 width: tl.constexpr, steps: tl.constexpr):  # fmt: skip
-    """Offsets into (rows, B, H, T, d) of the steps from ``begin`` on."""
+    """Return the offsets in (rows, B, H, T, d) of the steps starting at ``begin``."""
     first = (((i_copy.to(tl.int64) * batch + i_row) * heads + i_head) * length + begin) * size
     return first[:, None, None] + (tl.arange(0, steps)[:, None] * size + tl.arange(0, width)[None])[None]
 
@@ -145,8 +146,8 @@ def _fan(p_z, p_scale, p_offset, p_out, batch, length, eps, factor, features: tl
 def _gradients(p_grad, p_z, p_scale, p_grad_z, p_scale_parts, p_offset_parts, batch, length, programs, eps, factor,
                features: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, copies: tl.constexpr,
                width: tl.constexpr, copies_held: tl.constexpr, steps: tl.constexpr):  # fmt: skip
-    """Gradient of z, and those of scale and offset over this program's steps of one row and head, to p_…_parts
-    (B · programs, rows, H · d)."""
+    """Store the gradient of z, and those of scale and offset summed over this program's steps of one batch row and head
+    (p_…_parts, (B · programs, rows, H · d))."""
     program = tl.program_id(0).to(tl.int64)
     i_head, i_part = program % heads, program // heads
     i_row = i_part // programs
@@ -154,7 +155,7 @@ def _gradients(p_grad, p_z, p_scale, p_grad_z, p_scale_parts, p_offset_parts, ba
     i_parameter = i_copy[:, None] * features + i_head * size + i_s[None]
     m_parameter = (i_copy < copies)[:, None] & (i_s < size)[None]
     b_scale = (1 + tl.load(p_scale + i_parameter, mask=m_parameter, other=0.0).to(tl.float32)) * factor
-    # Summed over steps at the end only: in the loop, that would make all warps wait for each other.
+    # The sum over steps is at the end: in the loop it would synchronise all warps.
     b_scale_part = tl.zeros([copies_held, steps, width], tl.float32)
     b_offset_part = tl.zeros([copies_held, steps, width], tl.float32)
     for begin in range(i_part % programs * steps, length, programs * steps):

@@ -1,4 +1,4 @@
-"""Timestep normalisation: by decaying statistics (paper Eq. 6) or by cumulative ones (Megalodon)."""
+"""Timestep normalisation with decaying statistics (paper Eq. 6) or cumulative statistics (Megalodon)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["TimestepNormState", "timestep_norm", "timestep_norm_reference"]
 
 @dataclass(frozen=True)
 class TimestepNormState(TensorRecord):
-    """Statistics of the document being read.
+    """Running statistics of the current document.
 
     count: (B,) int64, steps of the document so far.
-    mean, variance: (B, G), float32 or wider. Decaying: without bias correction. Cumulative: as they are.
+    mean, variance: (B, G), float32 or wider. Decaying statistics are stored without bias correction.
     """
 
     count: Tensor
@@ -48,21 +48,21 @@ def timestep_norm(
     *,
     segments: Segments | None = None,
 ) -> tuple[Tensor, TimestepNormState]:
-    """y_t = (x_t − m̂_t) / √(v̂_t + ε) · (1 + weight) + bias, the current step included (paper Eq. 6–7).
+    """Compute y_t = (x_t − m̂_t) / √(v̂_t + ε) · (1 + weight) + bias (paper Eq. 6–7). Statistics include step t.
 
-    Decaying (``betas``): m ← β₁ m + (1 − β₁) μ_t and v ← β₂ v + (1 − β₂) σ²_t over the steps of the
-    document, μ_t and σ²_t over the features of a group, m̂ = m / (1 − β₁ⁿ), v̂ = v / (1 − β₂ⁿ).
-    Cumulative (``betas`` None): mean and total variance over all features of all steps so far.
+    Decaying (``betas`` given): m ← β₁ m + (1 − β₁) μ_t and v ← β₂ v + (1 − β₂) σ²_t over the steps of the document,
+    where μ_t and σ²_t are mean and variance over the features of a group; m̂ = m / (1 − β₁ⁿ), v̂ = v / (1 − β₂ⁿ) after
+    n steps. Cumulative (``betas`` None): mean and variance over the features of a group in all steps so far.
 
     Args:
         x: (B, T, D), any float dtype; statistics are float32 or wider.
-        weight, bias: (D,), or both None for no affine part. weight is stored as an offset from 1.
+        weight, bias: (D,), or both None for no affine part. weight is an offset from 1.
 
     Returns:
         y (B, T, D) in the dtype of x, and the state after the last step.
 
     Raises:
-        ValueError: the shapes do not fit, or ``groups`` does not divide D.
+        ValueError: the shapes are inconsistent, or ``groups`` does not divide D.
     """
     batch, length, features = x.shape
     if features % groups:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 def decayed_statistics(
     x: Tensor, groups: int, betas: tuple[float, float], state: TimestepNormState, segments: Segments
 ) -> tuple[Tensor, Tensor, TimestepNormState]:
-    """Bias-corrected mean and variance (B, T, G) at every step, and the state after the last."""
+    """Return the bias-corrected mean and variance (B, T, G) at every step, and the state after the last step."""
     mu, sigma2 = _group_moments(x, groups)
     beta = torch.tensor(betas, dtype=torch.float64, device=x.device).repeat_interleave(groups)
-    # 1 − β in float32 from a float32 β would be off by 1 part in 1,700 for β = 0.9999.
+    # In float64: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
     added = (1 - beta).to(x.dtype) * torch.cat([mu, sigma2], dim=-1)
     before = torch.cat([state.mean, state.variance], dim=-1)
     if x.shape[1] == 1:
@@ -46,14 +46,14 @@ def decayed_statistics(
 def cumulative_statistics(
     x: Tensor, groups: int, state: TimestepNormState, segments: Segments
 ) -> tuple[Tensor, Tensor, TimestepNormState]:
-    """Mean and total variance (B, T, G) over all features of all steps so far, and the state after the last."""
+    """Return mean and variance (B, T, G) over the features of a group in all steps so far, and the state at the end."""
     mu, sigma2 = _group_moments(x, groups)
     origin = _origin(mu, state, segments)
     shifted = mu - origin
     before_count = state.count.to(x.dtype).unsqueeze(-1)
     zeros = torch.zeros_like(state.mean)
-    # Sums are taken about a value near the mean, so that their difference keeps its digits. It is the
-    # mean so far, hence the sum of deviations so far is zero.
+    # Deviations are summed from an origin near the mean to avoid cancellation. For a document that continues, the
+    # origin is its mean so far, so its sum of deviations starts at zero.
     before = torch.cat([zeros, before_count * state.variance], dim=-1)
     added = torch.cat([shifted, sigma2 + shifted.square()], dim=-1)
     sums = decayed_sum(
@@ -68,7 +68,8 @@ def cumulative_statistics(
 
 
 def _decayed_before(end: Tensor, beta: Tensor, exchange: ContextExchange, segments: Segments) -> Tensor:
-    """(B, T, F): what of every step's decayed sum comes from earlier ranks; ``end`` (B, F) is this rank's last one."""
+    """Send ``end`` (B, F), the decayed sum at this rank's last step, to later ranks. Return the part of the decayed sum
+    of every step, (B, T, F), that comes from earlier ranks."""
     ends = exchange.earlier(end).wait()
     between = segments.length * torch.arange(len(ends), device=end.device)
     kept = ends * (beta ** between[:, None]).to(end.dtype).unsqueeze(1)
@@ -81,7 +82,7 @@ def _decayed_before(end: Tensor, beta: Tensor, exchange: ContextExchange, segmen
 def _pooled(
     count: Tensor, mean: Tensor, variance: Tensor, exchange: ContextExchange, segments: Segments
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance (B, T, G) of this rank's ``count`` (B, T) steps together with those of earlier ranks."""
+    """Combine the mean and variance (B, T, G) of this rank's ``count`` (B, T) steps with those of earlier ranks."""
     ends = exchange.earlier(torch.cat([mean[:, -1], variance[:, -1]], dim=-1)).wait()
     means, variances = ends.chunk(2, dim=-1)
     counts = exchange.counts.to(mean.dtype).unsqueeze(-1)
@@ -98,7 +99,7 @@ def _pooled(
 def standardise(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """(x − mean) / √(variance + ε) · (1 + weight) + bias with statistics (B, T, G) per group of features."""
+    """Return (x − mean) / √(variance + ε) · (1 + weight) + bias, with statistics (B, T, G) per group of features."""
     features = x.shape[-1]
     scale = x.new_ones(features) if weight is None else 1 + weight.to(x.dtype)
     shift = x.new_zeros(features) if bias is None else bias.to(x.dtype)
@@ -119,7 +120,7 @@ class _Standardise(torch.autograd.Function):
         x, mean, rstd, scale = ctx.saved_tensors
         groups = mean.shape[-1]
         product = _normal(x, mean, rstd).mul_(grad)
-        # Sums over the features of a group, weighted by scale, are products with a block-diagonal matrix.
+        # A product with this block-diagonal matrix sums over the features of each group, weighted by scale.
         weights = torch.block_diag(*scale.view(groups, -1, 1))
         grad_scale, grad_shift = product.flatten(0, 1).sum(0), grad.flatten(0, 1).sum(0)
         grad_mean = -(grad @ weights) * rstd
@@ -161,7 +162,7 @@ def _group_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _counts(state: TimestepNormState, segments: Segments) -> Tensor:
-    """(B, T) int64: steps of its document up to each token."""
+    """Return the number of steps of the document up to each token, (B, T) int64."""
     own = _own_counts(state, segments)
     if segments.exchange is None:
         return own
@@ -169,14 +170,14 @@ def _counts(state: TimestepNormState, segments: Segments) -> Tensor:
 
 
 def _own_counts(state: TimestepNormState, segments: Segments) -> Tensor:
-    """Those of them that this rank holds or was called with."""
+    """Return ``_counts`` without the steps of other ranks."""
     return segments.steps_in_document + torch.where(segments.continues, state.count.unsqueeze(1), 0)
 
 
 def _origin(mu: Tensor, state: TimestepNormState, segments: Segments) -> Tensor:
-    """(B, T, G): the mean so far of a document that continues, else the mean of its first step.
+    """Return the mean so far, (B, T, G), for a document that continues, else the mean of its first step.
 
-    The statistics do not depend on it, so no gradient flows through it except the state's own.
+    The statistics do not depend on the origin, so only the gradient of the state's mean flows through it.
     """
     length = mu.shape[1]
     first = torch.arange(length, device=mu.device) - (segments.steps_in_document - 1)
@@ -193,7 +194,7 @@ def timestep_norm_step(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float], eps: float,
     state: TimestepNormState, segments: Segments,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
-    """Same contract as ``timestep_norm``, for x (B, 1, D)."""
+    """Compute ``timestep_norm`` with decaying statistics for one token per row, x (B, 1, D)."""
     beta, added, log_beta = segments.shared(("betas", betas, x.dtype), lambda: _decays(betas, x))
     grouped = x.unflatten(-1, (groups, -1)).squeeze(1)
     variance, mean = torch.var_mean(grouped, -1, correction=0)
@@ -211,7 +212,7 @@ def timestep_norm_step(
 
 
 def _decays(betas: tuple[float, float], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """β, 1 − β and log β of mean and variance, (2, 1) each."""
+    """Return β, 1 − β and log β of mean and variance, (2, 1) each."""
     beta = torch.tensor(betas, dtype=torch.float64, device=x.device).unsqueeze(1)
-    # Rounded at last: 1 − β in float32 from a float32 β would be off by 1 part in 1,700 for β = 0.9999.
+    # Rounded last: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
     return beta.to(x.dtype), (1 - beta).to(x.dtype), beta.log().to(x.dtype)

@@ -1,20 +1,17 @@
-// Timestep norm: moments of every slice (one step's features of one group), statistics that recur over steps, and the
-// slices normalised by them. The first and the last read x from end to end, any part of it by any thread.
+// Timestep norm in three passes: compute the moments of every slice (the features of one group in one step), run the
+// recurrence of the statistics over steps, and normalise the slices. The first and the last pass read all of x and are
+// parallel over slices.
 //
-// mu and s are mean and variance of a slice of n = D / G features, m and v those of the document so far. Decaying:
-//
-//     m_t = b1 m_{t-1} + (1 - b1) mu_t,   v_t = b2 v_{t-1} + (1 - b2) s_t,   M_t = m_t / (1 - b1^N),   V_t likewise,
-//
-// N the steps of the document up to t. Cumulative, with k = 1 / N, M = m and V = v:
-//
+// mu and s are mean and variance of a slice of n = D / G features; m and v are those of the document so far. N is the
+// number of steps of the document up to t. Decaying:
+//     m_t = b1 m_{t-1} + (1 - b1) mu_t,   v_t = b2 v_{t-1} + (1 - b2) s_t,   M_t = m_t / (1 - b1^N),   V_t likewise.
+// Cumulative, with k = 1 / N, M = m and V = v:
 //     m_t = m_{t-1} + k (mu_t - m_{t-1}),   v_t = v_{t-1} + k (s_t + (1 - k) (mu_t - m_{t-1})^2 - v_{t-1}).
+// Then y = z (1 + weight) + bias, with z = (x - M) r and r = 1 / sqrt(V + eps).
 //
-// Then y = z (1 + weight) + bias of z = (x - M) r, r = 1 / sqrt(V + eps). Backward reads x again, and M and r that
-// forward kept; with g = dy (1 + weight) and sums over a slice,
-//
-//     dM = -r sum of g,   dV = -r^3 / 2 sum of g (x - M),   dx = g r + dmu / n + 2 (x - mu) ds / n,
-//
-// where dmu and ds follow from the recurrence walked back, past no document's first step.
+// Backward reads x again, and M and r, which forward saved. With g = dy (1 + weight) and sums over a slice:
+//     dM = -r sum of g,   dV = -r^3 / 2 sum of g (x - M),   dx = g r + dmu / n + 2 (x - mu) ds / n.
+// dmu and ds come from the recurrence run backwards; no gradient passes a document start.
 
 #include "../backends/cpu_slices.h"
 
@@ -41,7 +38,7 @@ static inline int fresh_at(const problem *a, int64_t row, int64_t t) {
     return a->starts && a->starts[row * a->length + t];
 }
 
-// In double: 1 - beta^N of a beta near 1 keeps its digits.
+// Count the steps and compute the factors. In double, because 1 - beta^N would lose digits for a beta near 1.
 static void count_steps(const problem *a, int64_t row, int64_t *count) {
     float *factors = a->factors + row * a->length * 2;
     pair beta = a->betas ? (pair){a->betas[0], a->betas[1]} : (pair){0.0, 0.0};
@@ -72,8 +69,8 @@ static inline pair advance(const problem *a, pair s, pair beta, const float *fac
     return (pair){s.mean + k * step, s.variance + k * (variance + (1.0 - k) * step * step - s.variance)};
 }
 
-// From moments to corrected statistics, in place. In double: with b = 0.9999 a rounding lives for ten thousand steps,
-// and those of all the steps would add up.
+// Replace moments by corrected statistics, in place. In double: with b = 0.9999 a rounding error decays over ten
+// thousand steps, so the errors of many steps would accumulate.
 static void recur(const problem *a, int64_t row, int64_t begin, int count, float *mean, float *variance,
                   float *final_mean, float *final_variance) {
     pair s[LANES], beta = a->betas ? (pair){a->betas[0], a->betas[1]} : (pair){0.0, 0.0};
@@ -92,7 +89,7 @@ static void recur(const problem *a, int64_t row, int64_t begin, int count, float
     for (int i = 0; i < count; i++) final_mean[series + i] = s[i].mean, final_variance[series + i] = s[i].variance;
 }
 
-// Up to LANES slices by their statistics; the variance becomes the factor that was multiplied with.
+// Normalise up to LANES slices by their statistics, and replace their variance by r.
 static void normalise(const problem *a, int64_t first, const float *mean, float *variance, float *y) {
     int count = least(LANES, a->of.count - first);
     vec rstd = inverse_root_of(load_some(variance + first, count) + a->eps);
@@ -108,8 +105,8 @@ static void normalise(const problem *a, int64_t first, const float *mean, float 
     }
 }
 
-// ``count`` (rows) is steps of the document before, and becomes those after. ``kept`` (2, rows, length, groups) becomes
-// M and r of every slice.
+// ``count`` (rows) holds the steps of the document before the call, and receives those after it. ``kept`` (2, rows,
+// length, groups) receives M and r of every slice.
 int64_t timestep_norm_forward(const float *x, const float *weight, const float *bias, const float *mean,
                               const float *variance, const uint8_t *starts, const double *betas, float *factors,
                               int64_t *count, float *y, float *kept, float *final_mean, float *final_variance, float eps,
@@ -132,7 +129,7 @@ int64_t timestep_norm_forward(const float *x, const float *weight, const float *
     return 0;
 }
 
-// Of every slice: what forward kept, its mean, and gradients by statistics that become those by moments.
+// Per slice: M and r saved by forward, mu, and the gradients of M and V, which are replaced by those of mu and s.
 typedef struct { const float *mean, *rstd; float *mu, *grad_mean, *grad_variance; } slices;
 
 static void slice_gradients(const problem *a, int64_t first, const float *grad_y, slices of) {
@@ -153,7 +150,8 @@ static void slice_gradients(const problem *a, int64_t first, const float *grad_y
     store_some(of.grad_variance + first, -0.5f * rstd * rstd * rstd * sums_of(along), count);
 }
 
-// One step back: ``back`` is what later steps send, and ``step`` mu_t - m_{t-1}, for cumulative statistics.
+// Run one step of the recurrence backwards. ``back`` is the gradient of m_t and v_t from later steps; ``step`` is
+// mu_t - m_{t-1}, for cumulative statistics.
 static inline pair retreat(const problem *a, pair *back, pair beta, const float *factor, pair grad, double step) {
     if (a->betas) {
         double mean = back->mean + factor[0] * grad.mean, variance = back->variance + factor[1] * grad.variance;
@@ -185,7 +183,7 @@ static void recur_back(const problem *a, int64_t row, int64_t begin, int count, 
     for (int i = 0; i < count; i++) to_mean[series + i] = s[i].mean, to_variance[series + i] = s[i].variance;
 }
 
-// One slice: the gradient of x, and what it adds to those of weight and bias.
+// Compute the gradient of x for one slice, and add to the gradients of weight and bias.
 static void propagate(const problem *a, int64_t slice, slices of, const float *grad_y, float *grad_x, vec *scales,
                       vec *shifts) {
     int64_t group = slice % a->of.groups;
@@ -207,7 +205,7 @@ static void add(vec *to, vec *from, int64_t count) {
     memset(from, 0, sizeof(vec) * count);
 }
 
-// The steps of one part; their sums for weight and bias are those of every LANES, added up.
+// Process the steps of one part. Gradients of weight and bias are summed over LANES steps, then over those sums.
 static void part_backward(const problem *a, int64_t begin, int64_t end, slices of, const float *grad_y, float *grad_x,
                           float *grad_weight, float *grad_bias, int64_t *refused) {
     int64_t blocks = blocks_of(a->of.width, LANES), size = a->of.groups * blocks;
@@ -226,7 +224,7 @@ static void part_backward(const problem *a, int64_t begin, int64_t end, slices o
     free(total);
 }
 
-// Gradients of weight and bias are (parts, features), to be summed; ``room`` is (3, rows, length, groups).
+// The gradients of weight and bias are (parts, features); the caller sums them. ``room`` is (3, rows, length, groups).
 int64_t timestep_norm_backward(const float *x, const float *weight, const float *mean, const uint8_t *starts,
                                const double *betas, float *factors, const float *kept, float *room, const float *grad_y,
                                const float *grad_final_mean, const float *grad_final_variance, float *grad_x,

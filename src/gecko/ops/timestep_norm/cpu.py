@@ -1,4 +1,4 @@
-"""Timestep norm by the C kernels: statistics and result in one pass over x, decaying or cumulative."""
+"""Timestep norm by C kernels, with decaying or cumulative statistics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def timestep_norm_cpu(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float] | None, eps: float,
     state: TimestepNormState, segments: Segments,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
-    """Same contract as ``timestep_norm``, for float32 without context exchange."""
-    # As a tensor: 1 − β of a β in float32 would be off by 1 part in 1,700 for β = 0.9999.
+    """Compute ``timestep_norm`` in float32, without context exchange."""
+    # A float64 tensor: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
     decays = None if betas is None else torch.tensor(betas, dtype=torch.float64)
     check_shape("state.variance", state.variance, state.mean.shape)
     check_shape("state.count", state.count, (len(x),))
@@ -31,12 +31,12 @@ def timestep_norm_cpu(
 
 
 _STEPS, _PARTS = 16, 64
-"""Gradients of weight and bias are summed over so many steps, and so many parts of the call, each for itself: numbers
-of its own, so that sums are the same on any number of threads."""
+"""Minimum steps per part, and maximum number of parts. Each part sums the gradients of weight and bias separately. The
+numbers are constant so that the sums do not depend on the number of threads."""
 
 
 class TimestepNormCPU(torch.autograd.Function):
-    """Kept are x, mean and rstd of every step and group, and the corrections of every step."""
+    """Save x, the mean and rstd of every step and group, and the bias correction factors of every step."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, ...]:

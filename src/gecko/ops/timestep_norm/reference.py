@@ -1,4 +1,4 @@
-"""Timestep norm step by step, as the equations read."""
+"""Reference implementation of the timestep norm: step by step, directly from the equations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def timestep_norm_reference(
     *,
     segments: Segments,
 ) -> tuple[Tensor, TimestepNormState]:
-    """Same contract as ``timestep_norm``; x float32 or wider."""
+    """Compute ``timestep_norm`` for x in float32 or wider."""
     count, mean, variance, outputs = state.count, state.mean, state.variance, []
     for t, x_t in enumerate(x.unflatten(-1, (groups, -1)).unbind(1)):
         if segments.starts is not None:

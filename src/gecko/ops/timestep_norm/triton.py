@@ -1,20 +1,20 @@
-"""Timestep norm on a GPU: statistics, their recurrence and the normalisation, parallel over time.
+"""Triton backend of the timestep norm, parallel over time.
 
-A program holds one tile: some steps of some groups of features. Documents cut nothing: a step that starts one forgets
-what came before it in the scan. Forward takes three launches, of which texts of one tile need the last only:
+A program processes one tile: some steps of some groups of features. A tile may hold several documents; the scan is
+reset where one starts. The forward pass has three launches; a call of one tile needs only the last one:
 
-1. ``summaries``: what the steps of every tile but the last come to (reads x);
-2. ``carries``: from these and the state, the statistics before every tile (a scan over tiles, tiny);
-3. ``normalise_tiles``: the statistics again, from there, and y (reads x, writes y); the last tile writes the state.
+1. ``summaries`` computes the statistics of every tile except the last from the steps of that tile alone (reads x).
+2. ``carries`` computes the statistics before every tile from these and the state, by a scan over tiles (small).
+3. ``normalise_tiles`` computes the statistics of every step and y (reads x, writes y). The last tile stores the state.
 
-Backward is the same three with time reversed: nothing is kept but x and the statistics before every tile.
+The backward pass has the same three launches in reverse time. Only x and the statistics before every tile are saved.
 
-Counted for B = 1, T = 32,768, D = 4,096, G = 64 in bfloat16 (a pass over x is 268 MB; the statistics between launches
-0.3 MB, partial sums of the weight's gradient 17 MB): forward 3 passes, 0.81 GB; backward x and the gradient of y twice
-and the gradient of x once, 5 passes, 1.34 GB. The floor for a tile that would stay on the chip while its carry is on
-the way is 2 and 3 passes. About 12 operations a number forward and 30 backward: 5 to 8 a byte, so memory decides.
+Memory traffic for B = 1, T = 32,768, D = 4,096, G = 64 in bfloat16 (one pass over x is 268 MB, statistics between
+launches 0.3 MB, partial sums of the weight gradient 17 MB): forward 3 passes, 0.81 GB; backward 5 passes, 1.34 GB (x
+and the gradient of y twice, the gradient of x once). The minimum, with tiles that stay on the chip between launches,
+would be 2 and 3 passes. About 12 FLOPs per number forward and 30 backward are 5 to 8 per byte: memory is the limit.
 
-Cumulative statistics are pooled as (count, mean, average variance), so that a large offset takes no digits.
+Cumulative statistics are combined as (count, mean, mean variance), which avoids cancellation if the mean is large.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def timestep_norm_triton(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float] | None, eps: float,
     state: TimestepNormState, segments: Segments,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
-    """Same contract as ``timestep_norm`` for dtypes of the kernels, without context exchange."""
+    """Compute ``timestep_norm`` for the dtypes of the kernels, without context exchange."""
     begins = None if segments.starts is None else segments.shared("begins", lambda: _begins(segments))
     decays = None if betas is None else list(betas)
     y, count, mean, variance, _ = _timestep_norm(
@@ -49,17 +49,14 @@ def timestep_norm_triton(
 
 
 def _begins(segments: Segments) -> Tensor:
-    """(B, T) int32: the step of the call at which each step's document began; −1 if before the call."""
+    """Return the step of the call at which the document of each step started, or −1 if before; (B, T) int32."""
     assert segments.starts is not None
     steps = np.where(segments.starts, np.arange(segments.length), -1)
     return torch.from_numpy(np.maximum.accumulate(steps, axis=1).astype(np.int32)).to(segments.device)
 
 
-# What is compiled and launched
-
-
 def _sizes(length: int, features: int, groups: int) -> dict[str, int]:
-    """The tile of a program. A step's groups are next to each other: 64 numbers at least, whole memory lines."""
+    """Return the sizes of a tile. It spans at least 64 adjacent numbers per step (whole cache lines) if D allows."""
     size = features // groups
     width = tile(size, 1)
     together = min(tile(groups, 1), max(1, 64 // width))
@@ -73,7 +70,7 @@ def _carry_sizes(groups: int) -> dict[str, int]:
 
 
 def _decay(betas: list[float] | None) -> dict[str, Any]:
-    """β, 1 − β and log β: rounded once, from float64."""
+    """Return β, 1 − β and log β, computed in float64 and rounded once."""
     beta_mean, beta_variance = betas or (1.0, 1.0)
     log_mean, log_variance = (math.log(beta) if beta > 0 else -1e9 for beta in (beta_mean, beta_variance))
     return {
@@ -117,7 +114,7 @@ def _backward(
     mean: Tensor, variance: Tensor, begins: Tensor | None, carry: Tensor, groups: int, betas: list[float] | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, 1 + weight, bias, and the state's mean and variance."""
+    """Return the gradients of x, weight, bias, and the mean and variance of the state."""
     batch, length, features = x.shape
     sizes, decay = _sizes(length, features, groups), _decay(betas)
     tiles, across = blocks(length, sizes["steps"]), blocks(groups, sizes["together"])
@@ -129,7 +126,7 @@ def _backward(
         "p_later": later, "length": length, "tiles": tiles, "eps": eps,
     }  # fmt: skip
     if tiles > 1:
-        # With as many warps as the others it would get so few registers a thread that some spill.
+        # With as many warps as the other kernels, a thread would have too few registers, and some would spill.
         Launch(
             gradient_summaries, (batch * (tiles - 1) * across,), {**given, **sizes, **decay}, warps_of(sizes) // 2
         ).run()
@@ -145,9 +142,6 @@ def _backward(
         "p_grad_mean": grad_before[0], "p_grad_variance": grad_before[1], **sizes, **decay,
     }, warps_of(sizes)).run()  # fmt: skip
     return grad_x, parts[0].sum(0), parts[1].sum(0), *grad_before
-
-
-# Registration
 
 
 _timestep_norm = custom_op("timestep_norm")(_forward)

@@ -25,8 +25,8 @@ from gecko.ops.timestep_norm.triton_forward import (
 
 @triton.jit
 def _join_pooled_gradients(k_after, r_after, q_after, m_after, k, r, q, m):
-    """Σ (g_mean − 2 (mean_t − m) g_variance) / n and Σ g_variance / n over two stretches, m the mean at their first
-    step; k is 0 where the later one is of another document."""
+    """Combine two consecutive ranges of steps: r = Σ (g_mean − 2 (mean_t − m) g_variance) / n, q = Σ g_variance / n. m
+    is the mean at the first step of a range. k is 0 if the later range starts another document, else 1."""
     return k_after * k, r + k * (r_after - 2 * (m_after - m) * q_after), q + k * q_after, m
 
 
@@ -36,7 +36,7 @@ def _gradient_tile(p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_carry,
                    beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
                    features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
                    steps: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
-    """Gradients by the running statistics of each step, summed backwards over the tile, and what they are made of."""
+    """Return the gradients of the running statistics, summed backwards in time over the tile, and their inputs."""
     i_t = i_tile * steps + tl.arange(0, steps)
     m_x = held_places(i_t, i_group, length, groups, size, width)
     offsets = tile_offsets(i_row, i_t, i_group, length, features, size, width)
@@ -85,7 +85,7 @@ def gradient_summaries(p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_ca
                         beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
                         features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
                         together: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
-    """Of every tile but the first, the sums at its first step, to p_later (B, tiles − 1, 3, G)."""
+    """Store the sums at the first step of every tile except the first to p_later (B, tiles − 1, 3, G)."""
     i_row, i_before, i_group = program_place(tiles - 1, groups, together)
     i_tile = i_before + 1
     _, _, _, _, _, _, _, _, b_r, b_q, b_origin = _gradient_tile(
@@ -106,7 +106,7 @@ def gradient_carries(p_begin, p_later, length, tiles,
                       beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
                       groups: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr,
                       columns: tl.constexpr, tiles_at_once: tl.constexpr):  # fmt: skip
-    """The sums at the first step of each tile over all later steps of its document, in place of the tile's own."""
+    """Replace the sums at the first step of each tile by those over all later steps of the document."""
     i_row, _zero, i_group = program_place(1, groups, columns)
     m_group = i_group < groups
     zeros = tl.zeros([tiles_at_once, columns], tl.float32)
@@ -117,7 +117,7 @@ def gradient_carries(p_begin, p_later, length, tiles,
         i_before = first + tl.arange(0, tiles_at_once).to(tl.int64)
         held = i_before >= 0
         i_tile = i_before + 1
-        # The last tile has no later one, and past the row's end no document begins.
+        # No tile follows the last one, and no document starts after the end of the row.
         i_begin = load_begins(p_begin, i_row, tl.where(held, (i_tile + 1) * steps, length), length)
         goes_on = i_begin <= i_tile * steps
         b_goes_on = tl.where(goes_on, 1.0, 0.0)[:, None] + zeros
@@ -149,7 +149,8 @@ def gradients(p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_carry, p_we
                beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
                features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
                together: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
-    """Gradient of x, of weight and bias by tile, to p_…_parts (B · tiles, D), and, in the first tile, of the state."""
+    """Compute the gradient of x, the gradients of weight and bias per tile (p_…_parts, (B · tiles, D)), and, in the
+    first tile of a row, the gradients of the state."""
     i_row, i_tile, i_group = program_place(tiles, groups, together)
     b_x, b_grad, b_scaled, b_deviation, b_rstd, b_mu, b_a, b_b, b_r, b_q, b_origin = _gradient_tile(
         p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_carry, p_weight,

@@ -1,4 +1,4 @@
-"""Triton kernels of the timestep norm, and the device functions they share with its gradients (``triton_backward.py``).
+"""Triton kernels of the timestep norm, and device functions shared with its gradients (``triton_backward.py``).
 
 Time is axis 0, groups are axis 1, and the features of a group are axis 2.
 """
@@ -13,13 +13,14 @@ import triton.language as tl
 
 @triton.jit
 def join_decayed(a_before, b_before, m_before, v_before, a, b, m, v):
-    """Two stretches of m ← a m + …, v ← b v + … one after the other."""
+    """Compose two consecutive ranges of steps m ← a m + …, v ← b v + …."""
     return a_before * a, b_before * b, a * m_before + m, b * v_before + v
 
 
 @triton.jit
 def _join_pooled(k_before, n_before, m_before, v_before, k, n, m, v):
-    """Mean and variance of two samples together; k is 0 where the second begins a document."""
+    """Combine count, mean and variance of two consecutive ranges of steps. k is 0 if a document starts in the second,
+    else 1."""
     n_before = k * n_before
     total = n_before + n
     share = n_before / tl.maximum(total, 1.0)
@@ -29,7 +30,7 @@ def _join_pooled(k_before, n_before, m_before, v_before, k, n, m, v):
 
 @triton.jit
 def _one_minus_exp(z):
-    """1 − exp(z) for z ≤ 0, to the last digits near 0 too."""
+    """Return 1 − exp(z) for z ≤ 0, without cancellation near 0."""
     near = tl.maximum(z, -0.5)
     series = near * (1 + near / 2 * (1 + near / 3 * (1 + near / 4 * (1 + near / 5 * (1 + near / 6 * (1 + near / 7))))))
     return tl.where(z > -0.5, -series, 1 - tl.exp(z))
@@ -37,7 +38,7 @@ def _one_minus_exp(z):
 
 @triton.jit
 def program_place(tiles, groups: tl.constexpr, together: tl.constexpr):
-    """Row, tile and groups of this program; groups follow each other first."""
+    """Return the row, the tile and the groups of this program. Consecutive programs have consecutive groups."""
     across = (groups + together - 1) // together
     program = tl.program_id(0).to(tl.int64)
     i_group = (program % across) * together + tl.arange(0, together)
@@ -71,7 +72,7 @@ def load_begins(p_begin, i_row, i_t, length):
 
 @triton.jit
 def counts_up_to(p_count, i_row, i_t, i_begin):
-    """Steps of its document up to each step, that one included."""
+    """Return the number of steps of the document up to and including each step."""
     return tl.where(i_begin < 0, tl.load(p_count + i_row) + i_t, i_t - i_begin) + 1
 
 
@@ -85,7 +86,8 @@ def group_moments(b_x, m_x, size: tl.constexpr):
 @triton.jit
 def _scan(b_mu, b_sigma2, m_first, m_t, beta_mean, beta_variance, added_mean, added_variance,
           cumulative: tl.constexpr):  # fmt: skip
-    """What the steps of the tile up to each one come to, as the joins take it. Steps past the end change nothing."""
+    """Scan the steps of the tile: return the combined arguments of the join up to each step. Steps past the end are
+    identities."""
     b_held = tl.where(m_t, 1.0, 0.0)[:, None] + tl.zeros_like(b_mu)
     b_goes_on = tl.where(m_first & m_t, 0.0, 1.0)[:, None] + tl.zeros_like(b_mu)
     if cumulative:
@@ -101,7 +103,7 @@ def _scan(b_mu, b_sigma2, m_first, m_t, beta_mean, beta_variance, added_mean, ad
 @triton.jit
 def load_before_tile(p_count, p_mean, p_variance, p_begin, p_carry, i_row, i_tile, i_group, length, tiles,
                  groups: tl.constexpr, steps: tl.constexpr):  # fmt: skip
-    """Statistics of the document that is being read where the tile begins, and its steps so far."""
+    """Return mean, variance and number of steps of the current document before the tile."""
     m_group, first = i_group < groups, i_tile == 0
     state = i_row * groups + i_group
     carry = ((i_row * (tiles - 1) + i_tile - 1) * 2) * groups + i_group
@@ -120,7 +122,7 @@ def load_before_tile(p_count, p_mean, p_variance, p_begin, p_carry, i_row, i_til
 @triton.jit
 def running_statistics(b_mu, b_sigma2, b_m_before, b_v_before, count_before, m_first, m_t,
                 beta_mean, beta_variance, added_mean, added_variance, cumulative: tl.constexpr):  # fmt: skip
-    """Running mean and variance at every step of the tile, without bias correction."""
+    """Return the running mean and variance at every step of the tile, without bias correction."""
     b_a, b_b, b_m, b_v = _scan(
         b_mu, b_sigma2, m_first, m_t, beta_mean, beta_variance, added_mean, added_variance, cumulative
     )
@@ -134,7 +136,7 @@ def running_statistics(b_mu, b_sigma2, b_m_before, b_v_before, count_before, m_f
 
 @triton.jit
 def bias_corrections(b_count, log_mean, log_variance, cumulative: tl.constexpr):
-    """What running mean and variance are divided by."""
+    """Return the divisors of the running mean and variance: 1 − βⁿ, or 1 for cumulative statistics."""
     if cumulative:
         by_mean = tl.full(b_count.shape, 1.0, tl.float32)
         by_variance = by_mean
@@ -145,7 +147,7 @@ def bias_corrections(b_count, log_mean, log_variance, cumulative: tl.constexpr):
 
 @triton.jit
 def row_of(b_x, i_t, i):
-    """The row of b_x (steps, groups) at step i."""
+    """Return the row of b_x (steps, groups) at step i."""
     return tl.sum(tl.where((i_t == i)[:, None], b_x, 0.0), 0)
 
 
@@ -154,7 +156,7 @@ def summaries(p_x, p_begin, p_carry, length, tiles,
                beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
                features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
                together: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
-    """Mean and variance that the steps of each tile come to by themselves, to p_carry (B, tiles − 1, 2, G)."""
+    """Store the mean and variance of each tile, from its own steps alone, to p_carry (B, tiles − 1, 2, G)."""
     i_row, i_tile, i_group = program_place(tiles - 1, groups, together)
     i_t = i_tile * steps + tl.arange(0, steps)
     m_x = held_places(i_t, i_group, length, groups, size, width)
@@ -176,7 +178,7 @@ def carries(p_count, p_mean, p_variance, p_begin, p_carry, length, tiles,
              beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
              groups: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr,
              columns: tl.constexpr, tiles_at_once: tl.constexpr):  # fmt: skip
-    """Statistics after each tile, in place of what the tile by itself comes to."""
+    """Replace the statistics of each tile alone in p_carry by the running statistics after the tile."""
     i_row, _zero, i_group = program_place(1, groups, columns)
     m_group = i_group < groups
     b_m_before = tl.load(p_mean + i_row * groups + i_group, mask=m_group, other=0.0)
@@ -186,7 +188,7 @@ def carries(p_count, p_mean, p_variance, p_begin, p_carry, length, tiles,
     for first in range(0, tiles - 1, tiles_at_once):
         i_tile = first + tl.arange(0, tiles_at_once).to(tl.int64)
         held = i_tile < tiles - 1
-        # A document that began in the tile, or with it, has nothing of what came before.
+        # A document that started in the tile, or at its first step, does not depend on earlier tiles.
         i_begin = load_begins(p_begin, i_row, tl.where(held, i_tile * steps + steps - 1, length), length)
         goes_on = (i_begin < i_tile * steps) | (held == 0)
         b_goes_on = tl.where(goes_on, 1.0, 0.0)[:, None] + zeros
@@ -195,7 +197,7 @@ def carries(p_count, p_mean, p_variance, p_begin, p_carry, length, tiles,
         m_tile = held[:, None] & m_group[None]
         b_m, b_v = tl.load(p_tile, mask=m_tile, other=0.0), tl.load(p_tile + groups, mask=m_tile, other=0.0)
         if cumulative:
-            # Of the last document's steps in the tile; all of them where it goes on.
+            # Steps of the last document in the tile: all of them if it started before.
             b_n = tl.where(goes_on, steps, i_tile * steps + steps - i_begin).to(tl.float32)[:, None] * b_held
             b_a, b_b, b_m, b_v = tl.associative_scan((b_goes_on, b_n, b_m, b_v), 0, _join_pooled)
             i_last = tl.zeros([1], tl.int64) + tl.maximum(first * steps - 1, 0)
@@ -220,7 +222,7 @@ def normalise_tiles(p_x, p_begin, p_carry, length, tiles, p_count, p_mean, p_var
                beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
                features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
                together: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
-    """y of each tile; the last one writes the state."""
+    """Compute y of each tile. The last tile of a row stores the state."""
     i_row, i_tile, i_group = program_place(tiles, groups, together)
     i_t = i_tile * steps + tl.arange(0, steps)
     m_x = held_places(i_t, i_group, length, groups, size, width)

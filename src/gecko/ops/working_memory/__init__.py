@@ -1,4 +1,4 @@
-"""Working memory: what left the attention window, in a matrix of constant size (paper Eq. 9–16)."""
+"""Working memory: a matrix per head that stores the tokens that have left the attention window (paper Eq. 9–16)."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ __all__ = ["ChunkSummary", "WorkingMemoryState", "working_memory", "working_memo
 
 @dataclass(frozen=True)
 class WorkingMemoryState(TensorRecord):
-    """The memory and what is about to enter it; float32 or wider.
+    """The memory, and summaries of the two chunks that have not entered it yet; float32 or wider.
 
-    A token enters when its chunk leaves the attention window, two chunks later. Until then its chunk is
-    kept as a summary, so that the state is the same however the text was cut into calls.
+    A chunk enters the memory when it leaves the attention window, two chunks later. Until then the state holds its
+    summary. The state therefore does not depend on how the text was split into calls.
     """
 
     memory: Tensor
-    """M after the chunks up to u − 2, u being the chunk of the next token, (B, H, key_head_dim, value_head_dim)."""
+    """(B, H, key_head_dim, value_head_dim): M after chunk u − 2, where chunk u is the chunk of the next token."""
     normaliser: Tensor
-    """(B, H, key_head_dim): log z of the adaptive rule, τ of the linear one."""
+    """(B, H, key_head_dim): log z (adaptive rule) or τ (linear rule)."""
     previous: ChunkSummary
-    """Chunk u − 1."""
+    """Summary of chunk u − 1."""
     current: ChunkSummary
-    """The tokens of chunk u so far, of the document being read."""
+    """Summary of the tokens read so far of chunk u, from the current document only."""
     previous_resets: Tensor
-    """(B,) bool: the document at the end of chunk u − 1 began in it, so that entering it forgets all before."""
+    """(B,) bool: a document started in chunk u − 1, so the memory is cleared before that chunk enters."""
 
     @classmethod
     def empty(
@@ -67,24 +67,25 @@ def working_memory(
     state: WorkingMemoryState | None = None,
     segments: Segments | None = None,
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """Read the memory of everything before the attention window, and write what leaves it.
+    """Read the memory for each query, and write each chunk into the memory when it leaves the attention window.
 
-    Adaptive (paper Eq. 16): with w the sum of exp(k) over a chunk, z that over the document,
-    ρ = w / z, φ the softmax of k over the chunk's time and ψ over its features,
+    Adaptive rule (paper Eq. 16): w is the sum of exp(k) over a chunk, z the sum over the document so far, ρ = w / z,
+    φ the softmax of k over the time steps of the chunk, and ψ the softmax over features:
         M ← (1 − ρ) ⊙ M + ρ ⊙ Σ_j φ_j (v_j − ψ(k_j) M)ᵀ,   read: ψ(q)ᵀ M.
-    Linear (Infini-attention, paper Eq. 9–11): with ψ = elu + 1 and τ the sum of ψ(k) over the document,
+    Linear rule (Infini-attention, paper Eq. 9–11): ψ = elu + 1, and τ is the sum of ψ(k) over the document so far:
         M ← M + Σ_j ψ(k_j) (v_j − ψ(k_j) M / ψ(k_j) τ)ᵀ,   read: ψ(q)ᵀ M / ψ(q) τ.
-    A query of chunk u reads the memory after chunk u − 2, or zero if that ends in another document.
-    Only the tokens of a chunk's last document enter.
+    A query of chunk u reads the memory after chunk u − 2. It reads zero if chunk u − 2 ends in another document.
+    If a chunk holds several documents, only the tokens of the last one enter.
 
     Args:
-        q, k: (B, H, T, key_head_dim), not rotated; v: (B, H, T, value_head_dim). Arithmetic is float32 or wider.
+        q, k: (B, H, T, key_head_dim), without rotary embedding; v: (B, H, T, value_head_dim). Arithmetic is float32
+            or wider.
 
     Returns:
         (B, H, T, value_head_dim) in the dtype of v, and the state after the last token.
 
     Raises:
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes are inconsistent.
     """
     batch, heads, length, key_dim = q.shape
     check_shape("k", k, (batch, heads, length, key_dim))
@@ -128,7 +129,7 @@ def _check_state(state: WorkingMemoryState, lists: tuple[int, int], key_dim: int
 
 
 def _cpu_kernel_takes(inputs: tuple[Tensor, ...], state: WorkingMemoryState) -> bool:
-    """Whether the C kernels take these sizes and dtypes: features that fill whole registers."""
+    """Return whether the C kernels support these dtypes and sizes: features per head must fill whole registers."""
     floats = (x for x in state.tensors().values() if x.is_floating_point())
     fits = all(x.shape[-1] % CPU_KERNEL_WIDTH == 0 for x in inputs)
     return choose_backend(*inputs, *floats, triton=False, cpu=fits) == "cpu"

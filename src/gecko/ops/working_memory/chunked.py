@@ -27,13 +27,14 @@ from gecko.segments import ContextExchange, Segments
 
 @dataclass(frozen=True)
 class Grid:
-    """n chunks, the first of which holds ``phase`` tokens of earlier calls, the last maybe ``empty`` places.
+    """Grid of n chunks that covers a call. The first chunk has ``phase`` tokens of earlier calls before the call's own,
+    and the last chunk ends with ``empty`` unused places.
 
-    whole: every place holds a token that is counted.
-    counted: (B, 1, n, c, 1) bool, tokens of the call that belong to the last document of their chunk so far.
-    allowed: (B, 1, n, c, 1) bool, tokens whose document began before the previous chunk: they may read.
-    resets: (B, n) bool, the document at the chunk's end (so far) began in it.
-    continues: (B,) bool, the document at the end of the first chunk began before the call.
+    whole: every place of the grid holds a counted token.
+    counted: (B, 1, n, c, 1) bool, tokens of the call that belong to the last document of their chunk (so far).
+    allowed: (B, 1, n, c, 1) bool, tokens that may read: their document started before the previous chunk.
+    resets: (B, n) bool, the document at the end of the chunk (so far) started in that chunk.
+    continues: (B,) bool, the document at the end of the first chunk started before the call.
     """
 
     phase: int
@@ -70,19 +71,19 @@ class Grid:
         )  # fmt: skip
 
     def lay(self, x: Tensor) -> Tensor:
-        """(B, H, T, d) to (B, H, n, c, d)."""
+        """Reshape (B, H, T, d) to (B, H, n, c, d), with zeros in the places without tokens."""
         return padded(x, self.phase, self.empty).unflatten(2, (self.chunks, -1))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b for batches of matrices of one dtype, float32: sums of 16-bit numbers are not rounded to 16 bits."""
+    """Return a b in float32 for batches of matrices of one dtype. Sums over 16-bit factors are not rounded."""
     if a.is_cuda and a.itemsize == 2:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())
 
 
 class _AffineChain(torch.autograd.Function):
-    """One map at a time, in scratch that stays in cache: where matrices of a batch lie apart, products do not write."""
+    """Apply one map at a time to a contiguous tensor in cache, and copy each memory to the strided output."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +110,7 @@ class _AffineChain(torch.autograd.Function):
 
 
 def affine_chain(a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """M_{i+1} = A_i M_i + B_i from M_0 = ``initial``.
+    """Compute M_{i+1} = A_i M_i + B_i from M_0 = ``initial``.
 
     Args:
         a: (B, H, n, key, key); b: (B, H, n, key, value); initial: (B, H, key, value).
@@ -121,7 +122,7 @@ def affine_chain(a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]
 
 
 def segmented_scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, first: Tensor) -> Tensor:
-    """x_i combined with all before it down to x_{first_i}, in log₂ n steps.
+    """Return the inclusive scan over x_{first_i}, …, x_i for each i, in log₂ n steps.
 
     Args:
         combine: associative, on tensors (B, H, m, key); x: (B, H, n, key); first: (B, n) int64.
@@ -143,14 +144,14 @@ def weights_before(
     rule: Rule, chunk_size: int, state: WorkingMemoryState, weights: Tensor, normalisers: Tensor, resets: Tensor,
     segments: Segments,
 ) -> tuple[WorkingMemoryState, Tensor]:  # fmt: skip
-    """``state`` with the normaliser before this rank's first chunk but one and the weight of the one before it.
+    """Add the normaliser before the previous chunk (the last one of the rank before), and its weight, to ``state``.
 
     Args:
-        weights: (B, H, n, key) of this rank's chunks; normalisers: (B, H, n + 2, key), from ``state`` alone.
-        resets: (B, n + 1), the previous chunk's first.
+        weights: (B, H, n, key) of this rank's chunks; normalisers: (B, H, n + 2, key), computed without other ranks.
+        resets: (B, n + 1), first that of the previous chunk.
 
     Returns:
-        The state, and ``resets`` with the previous chunk's set.
+        The state, and ``resets`` with the correct value for the previous chunk.
     """
     exchange = segments.exchange
     assert exchange is not None
@@ -171,14 +172,14 @@ def weights_before(
 
 
 def summary_before(previous: ChunkSummary, last: ChunkSummary, exchange: ContextExchange) -> ChunkSummary:
-    """``previous``, whose weight is known, with the sums of the rank before's ``last`` chunk."""
+    """Send the sums of this rank's ``last`` chunk to the next rank, and add the received ones to ``previous``."""
     arrived = exchange.previous(torch.cat([last.key_sum, last.value_sum], dim=-1)).wait()
     key_sum, value_sum = arrived.split([last.key_sum.shape[-1], last.value_sum.shape[-1]], dim=-1)
     return ChunkSummary(previous.weight, previous.key_sum + key_sum, previous.value_sum + value_sum)
 
 
 def affine_chain_of_ranks(exchange: ContextExchange, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """``affine_chain`` from what all earlier ranks' chains come to; ``initial`` is zero but on rank 0."""
+    """Compute ``affine_chain`` starting from the result of all earlier ranks. ``initial`` is zero except on rank 0."""
     key_dim, value_dim = a.shape[-1], initial.shape[-1]
     identity = torch.eye(key_dim, dtype=a.dtype, device=a.device).expand(*initial.shape[:2], -1, -1)
     maps, whole = affine_chain(a, torch.cat([torch.zeros_like(a), b], dim=-1), torch.cat([identity, initial], dim=-1))
@@ -198,10 +199,10 @@ if TYPE_CHECKING:
 def working_memory_chunked(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """``working_memory`` for rows that agree on position mod c.
+    """Compute ``working_memory`` for rows with the same chunk offset.
 
-    The chain enters the previous chunk first, then those of the grid but the last: a chunk is read two
-    chunks later. ``entered[i]`` is the i-th of them; ``memories[i]`` what chunk i of the grid reads.
+    The previous chunk enters the memory first, then all chunks of the grid except the last: a chunk can be read two
+    chunks later. ``memories[:, :, i]`` is the memory that chunk i of the grid reads.
     """
     phase = common_chunk_offset(segments, chunk_size)
     assert phase is not None, "rows must agree on their phase"
@@ -240,7 +241,7 @@ def working_memory_chunked(
 
 
 def normalisers_of(rule: Rule, state: WorkingMemoryState, weights: Tensor, resets: Tensor) -> Tensor:
-    """(B, H, n + 2, key): before the previous chunk, after it, and after each chunk of the grid."""
+    """Return the normalisers (B, H, n + 2, key) before and after the previous chunk, and after each grid chunk."""
     all_weights = torch.cat([state.normaliser.unsqueeze(2), state.previous.weight.unsqueeze(2), weights], dim=2)
     index = torch.arange(1, all_weights.shape[2], device=resets.device)
     first = torch.where(resets, index, 0).cummax(dim=1).values
@@ -250,8 +251,8 @@ def normalisers_of(rule: Rule, state: WorkingMemoryState, weights: Tensor, reset
 def _enter(
     rule: Rule, previous: ChunkSummary, current: ChunkSummary, chunks: ChunkSummary
 ) -> tuple[ChunkSummary, tuple[ChunkSummary, ChunkSummary]]:
-    """Of the previous chunk and the grid's n, the first of these completed by its earlier tokens: the first n, which
-    the chain enters, (B, H, n, …), and the last two."""
+    """Return the chunks that enter the memory, (B, H, n, …): the previous one and all of the grid but the last. Also
+    return the last two of all. ``current`` has the earlier tokens of the grid's first chunk."""
     first = rule.merge(current, _slice(chunks, 0))
     parts = zip(previous.tensors().values(), first.tensors().values(), chunks.tensors().values(), strict=True)
     entering, before_last, last = zip(*(_entering(*part) for part in parts), strict=True)
@@ -260,9 +261,9 @@ def _enter(
 
 def _entering(previous: Tensor, first: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     count = chunks.shape[2]
-    if count == 1:  # a copy: where decoding overwrites a state, no other may lie in the same memory
+    if count == 1:  # clone: decoding overwrites a state in place, so no other tensor may share its memory
         return previous.unsqueeze(2), previous.clone(), first
-    # Parts, not slices: the gradient of a slice is as large as what it was cut from.
+    # split instead of slices: the gradient of a slice is as large as the tensor that it was taken from.
     _, middle, last = chunks.split([1, count - 2, 1], dim=2)
     entering = torch.cat([previous.unsqueeze(2), first.unsqueeze(2), middle], dim=2)
     return entering, middle[:, :, -1] if count > 2 else first, last.squeeze(2)
@@ -279,7 +280,7 @@ if TYPE_CHECKING:
 def working_memory_step(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """Read, add the token to its chunk's summary, and let rows that complete a chunk enter the previous one."""
+    """Compute ``working_memory`` for one token per row. If the token completes its chunk, the previous chunk enters."""
     q, k, v = inputs
     token = segments.shared(("memory", chunk_size), lambda: _Token.of(segments, chunk_size))
     out = rule.read(q, token.allowed, state.memory, state.normaliser)
@@ -299,14 +300,14 @@ def working_memory_step(
 
 @dataclass(frozen=True)
 class _Token:
-    """What the token's place in the stream comes to, for each row; the same in all layers."""
+    """Flags of one token per row, which follow from its position. They are the same in all layers."""
 
     began_here: Tensor
-    """(B,) bool: its document began in its chunk."""
+    """(B,) bool: the token's document started in the token's chunk."""
     allowed: Tensor
-    """(B, 1, 1, 1) bool: its document began before the previous chunk, so that it may read."""
+    """(B, 1, 1, 1) bool: the token may read, because its document started before the previous chunk."""
     completes: Tensor | None
-    """Rows whose chunk it completes; None where there is none."""
+    """Indices of the rows in which the token completes its chunk; None if there are none."""
 
     @classmethod
     def of(cls, segments: Segments, chunk_size: int) -> _Token:
@@ -321,7 +322,7 @@ class _Token:
 
 
 def _complete_chunk(rule: Rule, state: WorkingMemoryState, token: _Token, overwrites: bool) -> WorkingMemoryState:
-    """For the rows whose chunk is complete: the previous one enters the memory, and a chunk without tokens begins."""
+    """In rows with a complete chunk, enter the previous chunk into the memory and start an empty current chunk."""
     rows = token.completes
     assert rows is not None, "there must be such rows"
     done = state.map(lambda x: x.index_select(0, rows))

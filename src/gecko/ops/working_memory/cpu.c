@@ -1,24 +1,24 @@
-// The summaries and the reading of the working memory by the adaptive rule; between them is ``native_chain.c``. phi is
-// exp(k - w), psi the softmax over features.
+// Summarise chunks and read the working memory, for the adaptive rule. The chain of updates that runs between the two
+// is in ``cpu_chain.c``. phi is exp(k - w), psi is the softmax over features.
 //
-// Summaries, of slots 0 (the chunk before the call) and i + 1 (chunk i of the call, its counted tokens t):
-//     w = log sum of exp(k_t),   K = sum of phi_t psi(k_t)^T,   V = sum of phi_t v_t^T,
-// the first chunk's with its earlier tokens, w', K', V', where a = exp(w' - w): K = ... + a K', V = ... + a V'.
-// Read, chunk i: out_t = psi(q_t)^T M_i, zero where it is not allowed.
+// Summary of chunk i of the call, in slot i + 1, over its counted tokens t (slot 0 holds the chunk before the call):
+//     w = log sum of exp(k_t),   K = sum of phi_t psi(k_t)^T,   V = sum of phi_t v_t^T.
+// The first chunk adds the summary w', K', V' of its tokens of earlier calls: K += a K', V += a V', a = exp(w' - w).
+// Read in chunk i: out_t = psi(q_t)^T M_i, or zero if token t is not allowed to read.
 //
-// Backward of the read, y = psi(q_t): dy = M_i dout_t, dM_i += y dout_t^T.
-// Of the summaries, r = rows of (dK K + dV V) summed, which is what w takes by phi and a:
+// Backward of the read, with y = psi(q_t): dy = M_i dout_t, dM_i += y dout_t^T.
+// Backward of the summaries, with r = row sums of (dK K + dV V) elementwise, the gradient of w through phi and a:
 //     dk_t = phi_t (dK psi_t + dV v_t + dw - r) + softmax backward of (dK^T phi_t),   dv_t = dV^T phi_t.
 //
-// Counted tokens are the last of their chunk, and allowed ones the first: no mask is read.
+// Counted tokens are the last ones of their chunk and allowed tokens the first ones, so counts replace masks.
 #include "cpu_sizes.h"
 
-enum { TILE = 64 };  // tokens at a time
+enum { TILE = 64 };  // tokens per product
 
 typedef struct { int64_t begin, end; } span;
 typedef struct { const float *weight, *key_sum, *value_sum; } summary;
 
-// Tokens of the call that chunk i holds.
+// Return the tokens of the call that are in chunk i.
 static span tokens_of(const sizes *a, int64_t i) {
     int64_t begin = i * a->chunk - a->phase;
     return (span){begin < 0 ? 0 : begin, least(begin + a->chunk, a->length)};
@@ -32,7 +32,7 @@ static int64_t of_chunk(const sizes *a, const int64_t *counts, int64_t stream, i
     return counts[stream / a->heads * a->chunks + i];
 }
 
-// One of many summaries, or of none.
+// Return summary ``index``, or null pointers if there are no summaries.
 static summary summary_at(const sizes *a, const float *weights, const float *key_sums, const float *value_sums,
                           int64_t index) {
     if (!weights) return (summary){0, 0, 0};
@@ -40,7 +40,7 @@ static summary summary_at(const sizes *a, const float *weights, const float *key
                      value_sums + index * a->keys * a->values};
 }
 
-// Softmax of each of ``count`` rows.
+// Compute the softmax of each of ``count`` rows.
 static void softmax(float *to, const float *from, int64_t count, int64_t width) {
     for (int64_t t = 0; t < count; t++, to += width, from += width) {
         vec top = load(from), total = {0};
@@ -56,7 +56,7 @@ static void softmax(float *to, const float *from, int64_t count, int64_t width) 
     }
 }
 
-// Gradient of what the softmax was taken of, from that of the softmax.
+// Compute the gradient of the input of a softmax from the gradient of its output.
 static void softmax_backward(float *to, const float *softmax, const float *grad, int64_t count, int64_t width) {
     for (int64_t t = 0; t < count; t++, to += width, softmax += width, grad += width) {
         vec total = {0};
@@ -74,7 +74,7 @@ static void raise_top(float *top, const float *k, int64_t count, int64_t width) 
     }
 }
 
-// exp(k - below), and its sums over tokens added to ``sums``, if there are such.
+// to = exp(k - below). Add the sums over tokens to ``sums`` unless it is null.
 static void exponentials(float *to, const float *k, const float *below, float *sums, int64_t count, int64_t width) {
     for (int64_t z = 0; z < width; z += LANES) {
         vec level = load(below + z), total = {0};
@@ -87,14 +87,14 @@ static void exponentials(float *to, const float *k, const float *below, float *s
     }
 }
 
-// to (rows, columns) = factor of the row * from.
+// to (rows, columns) = factor[row] * from.
 static void scale_rows(float *to, const float *from, const float *factor, int64_t rows, int64_t columns) {
     for (int64_t z = 0; z < rows; z++)
         for (int64_t n = 0; n < columns; n += LANES)
             store(to + z * columns + n, factor[z] * load(from + z * columns + n));
 }
 
-// The sums of the first chunk begin with its earlier tokens, relative to ``top``.
+// Initialise the sums of a chunk: with its ``earlier`` tokens relative to ``top``, or with zero.
 static void begin_sums(const sizes *a, const float *top, float *sum, const summary *earlier, float *key_sum,
                        float *value_sum) {
     if (!earlier) {
@@ -106,7 +106,7 @@ static void begin_sums(const sizes *a, const float *top, float *sum, const summa
     scale_rows(value_sum, earlier->value_sum, sum, a->keys, a->values);
 }
 
-// Relative to the largest key of each feature, and divided by what that leaves of w at the end.
+// Summarise one chunk. Sums are relative to the largest key of each feature, and are normalised at the end.
 static void summarise_chunk(const sizes *a, const float *k, const float *v, span tokens, const summary *earlier,
                             float *weight, float *key_sum, float *value_sum, float *scratch) {
     float *top = scratch, *sum = top + a->keys, *phi = sum + a->keys, *psi = phi + TILE * a->keys;
@@ -129,8 +129,8 @@ static void summarise_chunk(const sizes *a, const float *k, const float *v, span
     scale_rows(value_sum, value_sum, sum, a->keys, a->values);
 }
 
-// Slots 1 on of weights (streams, chunks + 1, keys), key_sums (..., keys, keys) and value_sums (..., keys, values).
-// ``earlier``: of the first chunk's tokens before the call (streams, ...), or null where there are none.
+// Fill slots 1 to chunks of weights (streams, chunks + 1, keys), key_sums (..., keys, keys) and value_sums
+// (..., keys, values). ``earlier`` is the summary of the first chunk's tokens before the call (streams, ...), or null.
 int64_t working_memory_summarise(const float *k, const float *v, const int64_t *counted, const float *earlier_weight,
                                  const float *earlier_key_sum, const float *earlier_value_sum, float *weights,
                                  float *key_sums, float *value_sums, SIZES, int64_t threads) {
@@ -205,7 +205,8 @@ static void read_chunk_backward(const sizes *a, const float *q, const float *mem
     }
 }
 
-// Gradients of q and, in slots 0 to chunks - 1 of ``grad_memories`` (streams, chunks + 1, keys, values), of each M.
+// Compute the gradients of q and of each M, in slots 0 to chunks - 1 of ``grad_memories`` (streams, chunks + 1, keys,
+// values).
 int64_t working_memory_read_backward(const float *q, const float *memories, const float *grad, const int64_t *allowed,
                                      float *grad_q, float *grad_memories, SIZES, int64_t threads) {
     sizes a = TAKE_SIZES;
@@ -230,7 +231,7 @@ int64_t working_memory_read_backward(const float *q, const float *memories, cons
     return refused;
 }
 
-// to += phi (grad + level), of ``count`` tokens.
+// to += phi (grad + level), for ``count`` tokens.
 static void add_exponentials_backward(float *to, const float *phi, const float *grad, const float *level, int64_t count,
                                       int64_t width) {
     for (int64_t t = 0; t < count; t++, to += width, phi += width, grad += width)
@@ -238,7 +239,7 @@ static void add_exponentials_backward(float *to, const float *phi, const float *
             store(to + z, load(to + z) + load(phi + z) * (load(grad + z) + load(level + z)));
 }
 
-// ``made`` and ``grad``: a summary and its gradient.
+// Compute the gradients of k and v in one chunk from the summary ``made`` and its gradient ``grad``.
 static void summarise_chunk_backward(const sizes *a, const float *k, const float *v, span tokens, summary made,
                                      summary grad, float *grad_k, float *grad_v, float *scratch) {
     int64_t keys = a->keys, values = a->values;
@@ -263,7 +264,7 @@ static void summarise_chunk_backward(const sizes *a, const float *k, const float
     }
 }
 
-// Gradients of k and v from those of summaries in slots before ``live``; the others have none.
+// Compute the gradients of k and v from those of the summaries in slots before ``live``; other slots have no gradient.
 int64_t working_memory_summarise_backward(const float *k, const float *v, const int64_t *counted, const float *weights,
                                           const float *key_sums, const float *value_sums, const float *grad_weights,
                                           const float *grad_key_sums, const float *grad_value_sums, float *grad_k,

@@ -1,8 +1,8 @@
-"""Working memory by the C kernels, for the adaptive rule: one pass for summaries, the chain, and one pass to read.
+"""Working memory by C kernels, for the adaptive rule: summarise the chunks, run the chain of updates, read the memory.
 
-Counted tokens are the last of their chunk, and allowed ones the first, so that counts stand for masks and nothing is
-padded. Summaries lie in one tensor, in the order in which the chain enters them: slot 0 holds the chunk before the
-call, slot i + 1 chunk i of it.
+Counted tokens are always the last ones of their chunk, and allowed tokens the first ones. The kernels therefore take
+counts instead of masks, and no padding. All summaries are in one tensor, in the order in which they enter the memory:
+slot 0 is the chunk before the call, slot i + 1 is chunk i of the call.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def working_memory_cpu(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """``working_memory`` by the adaptive rule for rows that agree on position mod c, on one rank.
+    """Compute ``working_memory_chunked`` with the adaptive rule on one rank, in float32.
 
-    See ``working_memory_chunked``. float32, in features that are multiples of 16.
+    Features per head are multiples of 16.
     """
     phase = common_chunk_offset(segments, chunk_size)
     assert phase is not None, "rows must agree on their phase"
@@ -48,10 +48,11 @@ def working_memory_cpu(
 
 @dataclass(frozen=True)
 class Spans:
-    """How a call lies on the grid: its first chunk holds ``phase`` tokens of earlier calls.
+    """Position of the call on the grid of n chunks; the first chunk holds ``phase`` tokens of earlier calls.
 
-    steps: how many of the n chunks the call completes, and how many slots the chain enters: n, or n − 1.
-    counted, allowed: (B, n) int64, how many of the call's last and first tokens in a chunk are; see ``Grid``.
+    steps: number of chunks that the call completes, n or n − 1. The chain enters the same number of slots.
+    counted, allowed: (B, n) int64, number of counted tokens (the last ones of the call in each chunk) and of allowed
+        tokens (the first ones); see ``Grid``.
     """
 
     chunk_size: int
@@ -67,13 +68,15 @@ class Spans:
         return cls(chunk_size, grid.phase, grid.chunks, (grid.phase + length) // chunk_size, counted, allowed)
 
     def sizes(self, q: Tensor, v: Tensor) -> tuple[int, ...]:
-        """What every kernel takes at its end."""
+        """Return the last arguments of every kernel."""
         return *q.shape, v.shape[-1], self.chunk_size, self.phase, self.chunks
 
 
 class WorkingMemoryCPU(torch.autograd.Function):
-    """Outputs, the memory and the normaliser after the call, the summary of the chunk before the next token's, and that
-    of the next token's where the call leaves it incomplete."""
+    """Return the outputs, the memory and the normaliser after the call, and the summary of the last complete chunk.
+
+    If the call ends within a chunk, the summary of that chunk follows.
+    """
 
     @staticmethod
     def forward(ctx: Any, spans: Spans, resets: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
@@ -103,7 +106,7 @@ class WorkingMemoryCPU(torch.autograd.Function):
         q, k, v, resets, memories, rho, share, *sums = ctx.saved_tensors
         sums, earlier, spans = sums[:3], sums[3:], ctx.spans
         sizes = spans.sizes(q, v)
-        # Without gradients of the state, none enters the memory that is not read in this call.
+        # Without gradients of the state, only the memories that this call reads have gradients.
         of_state = any(x is not None for x in grads_after)
         steps, live = (spans.steps, spans.chunks + 1) if of_state else (spans.chunks - 1, spans.chunks - 1)
         grad_memory, grad_normaliser, *grads_left = _whole(grads_after, sums) if of_state else (None, None)
@@ -128,18 +131,18 @@ class WorkingMemoryCPU(torch.autograd.Function):
 
 
 def _at(slots: Tensor, index: int) -> Tensor:
-    """A copy: a view would hold all slots in memory as long as the state lives."""
+    """Return a copy of one slot. A view would keep all slots allocated as long as the state exists."""
     return slots[:, :, index].clone(memory_format=torch.contiguous_format)
 
 
 def _whole(grads: tuple[Tensor | None, ...], sums: list[Tensor]) -> list[Tensor]:
-    """Gradients of the memory, the normaliser and the summaries that are left, zeros for missing ones."""
+    """Return the gradients of the memory, the normaliser and the returned summaries, with zeros for missing ones."""
     like = (sums[2], sums[0], *sums, *sums)
     return [torch.zeros_like(x[:, :, 0]) if g is None else g.contiguous() for g, x in zip(grads, like, strict=False)]
 
 
 def _of_earlier(earlier: list[Tensor], sums: list[Tensor], grads: list[Tensor], live: int) -> list[Tensor | None]:
-    """Gradients of the summary of the first chunk's earlier tokens, whose share of the chunk's own is ``a``."""
+    """Return the gradients of the summary of the first chunk's earlier tokens. ``a`` is their share of its weight."""
     if not earlier or live < 2:
         return [None] * len(earlier)
     weight, key_sum, value_sum = (x[:, :, 1] for x in sums)

@@ -1,22 +1,23 @@
-// The chain of the working memory by the adaptive rule: summaries w, K, V (``cpu.c``) enter one after the other, slot
-// j as the j-th:
+// The chain of updates of the working memory, for the adaptive rule. The summaries w, K, V (``cpu.c``) enter one after
+// the other, in the order of their slots j:
 //     N_{j+1} = log(e^{N_j} + e^{w_j}),   rho_j = exp(w_j - N_{j+1}),
-//     M_{j+1} = M_j + rho_j (V_j - M_j - K_j M_j),   or V_j, w_j where the slot ``resets``.
+//     M_{j+1} = M_j + rho_j (V_j - M_j - K_j M_j).
+// If the slot ``resets``, N_{j+1} = w_j and M_{j+1} = V_j.
 //
-// Backward, with D_j the gradient of M_j:
+// Backward; D_j is the gradient of M_j, and row sums are over elementwise products:
 //     E_j = rho_j D_{j+1},   D_j = dM_j + D_{j+1} - E_j - K_j^T E_j,   dV_j = E_j,   dK_j = -E_j M_j^T,
-//     g_j = rho_j drho_j = rows of E_j (V_j - M_j - K_j M_j) summed = rows of (dV V + dK K) summed + diagonal of dK,
+//     g_j = rho_j drho_j = row sums of E_j (V_j - M_j - K_j M_j) = row sums of (dV V + dK K) + diagonal of dK,
 //     dw_j = g_j + s (dN_{j+1} - g_j),   dN_j = (1 - s) (dN_{j+1} - g_j),   s = sigmoid(w_j - N_j).
 #include "cpu_sizes.h"
 
-enum { COLUMNS = 64 };  // of the memory that one task takes through the chain
+enum { COLUMNS = 64 };  // columns of the memory per task
 
 static inline vec logarithm_of(vec x) {
     for (int n = 0; n < LANES; n++) x[n] = logf(x[n]);
     return x;
 }
 
-// rho, the share of w in N (the same but for an empty sum, of which all is new), and N after the last slot.
+// Compute rho, the share of w in N, and N after the last slot. rho equals the share, but is 1 if both sums are empty.
 static void normalise(const sizes *a, const float *weights, const float *before, const uint8_t *resets, float *rho,
                       float *share, float *after, int64_t steps) {
     for (int64_t z = 0; z < a->keys; z += LANES) {
@@ -37,12 +38,12 @@ static void normalise(const sizes *a, const float *weights, const float *before,
     }
 }
 
-// Some columns of a memory.
+// Copy ``width`` columns of a memory.
 static void copy_columns(float *to, const float *from, const sizes *a, int64_t width) {
     for (int64_t z = 0; z < a->keys; z++) memcpy(to + z * a->values, from + z * a->values, sizeof(float) * width);
 }
 
-// M + rho (V - M - found), for ``width`` columns.
+// to = M + rho (V - M - found), for ``width`` columns.
 static void enter(const sizes *a, float *to, const float *memory, const float *found, const float *value_sum,
                   const float *rho, int64_t width) {
     for (int64_t z = 0; z < a->keys; z++)
@@ -70,7 +71,8 @@ static void chain_columns(const sizes *a, const float *key_sums, const float *va
     if (steps < a->chunks) copy_columns(last, memories + steps * matrix, a, width);
 }
 
-// M_0 to M_{chunks - 1}, what is kept for backward, and M and N after ``steps`` slots: all chunks, or all but the last.
+// Compute M_0 to M_{chunks - 1}, the tensors saved for backward, and M and N after ``steps`` slots. ``steps`` is
+// ``chunks`` or one less.
 int64_t working_memory_chain(const float *weights, const float *key_sums, const float *value_sums, const uint8_t *resets,
                              const float *normaliser, const float *initial, float *rho, float *share, float *memories,
                              float *last_normaliser, float *last, int64_t steps, SIZES, int64_t threads) {
@@ -101,7 +103,7 @@ int64_t working_memory_chain(const float *weights, const float *key_sums, const 
     return refused;
 }
 
-// From -D_{j+1} in ``total`` to -D_j but for K^T E; dM gives its place to E. Where the slot resets, rho is 1.
+// Replace -D_{j+1} in ``total`` by -D_j without the term K^T E, and dM in ``grad`` by E. If the slot resets, rho is 1.
 static void leave(const sizes *a, float *total, float *grad, const float *rho, int64_t width) {
     for (int64_t z = 0; z < a->keys; z++)
         for (int64_t n = 0; n < width; n += LANES) {
@@ -112,7 +114,7 @@ static void leave(const sizes *a, float *total, float *grad, const float *rho, i
         }
 }
 
-// The negative of D is kept, to which K^T E is added.
+// Run the chain backwards for some columns. ``total`` is -D, so that the product K^T E can be added to it.
 static void chain_columns_backward(const sizes *a, const float *key_sums, const float *rho, const uint8_t *resets,
                                    const float *grad_last, float *grads, float *grad_initial, int64_t steps,
                                    int64_t width, float *total) {
@@ -135,7 +137,7 @@ static void chain_columns_backward(const sizes *a, const float *key_sums, const 
             store(grad_initial + z * a->values + n, -load(total + z * COLUMNS + n));
 }
 
-// dK of one slot from E and M, and g.
+// Compute dK of one slot from E and M, and g.
 static void entering_backward(const sizes *a, const float *key_sum, const float *value_sum, const float *memory,
                               const float *entered, int reset, float *grad_key_sum, float *g, float *turned) {
     int64_t keys = a->keys, values = a->values;
@@ -153,7 +155,7 @@ static void entering_backward(const sizes *a, const float *key_sum, const float 
     }
 }
 
-// Of the running normalisers: dw in the place of g, and the gradient of N_0.
+// Backward of the normalisers: replace g by dw, and compute the gradient of N_0.
 static void normalise_backward(const sizes *a, const float *share, const float *grad_last, float *grad_weights,
                                float *grad_normaliser, int64_t steps) {
     for (int64_t z = 0; z < a->keys; z += LANES) {
@@ -168,8 +170,8 @@ static void normalise_backward(const sizes *a, const float *share, const float *
     }
 }
 
-// ``grads``: in, the gradients of every M that was read; out, in slots before ``steps``, those of value sums. The same
-// slots of grad_weights and grad_key_sums, and the gradients of the memory and the normaliser at the beginning.
+// ``grads`` holds the gradients of every M that was read. In slots before ``steps``, replace them by the gradients of
+// the value sums. Also fill these slots of grad_weights and grad_key_sums, and the gradients of M_0 and N_0.
 int64_t working_memory_chain_backward(const float *key_sums, const float *value_sums, const float *memories,
                                       const float *rho, const float *share, const uint8_t *resets, const float *grad_last,
                                       const float *grad_last_normaliser, float *grads, float *grad_weights,

@@ -1,10 +1,10 @@
-// What the working memory's kernels share: the sizes of a call, and the places of slots.
+// Shared by the kernels of the working memory: the sizes of a call and the index of a slot.
 #pragma once
 
 #include "../backends/cpu_matrix.h"
 
-// A call of one stream (a row's head) covers ``chunks`` chunks, the first of which holds ``phase`` tokens of earlier
-// calls.
+// A stream is one head of one row. A call covers ``chunks`` chunks of each stream. The first chunk holds ``phase``
+// tokens of earlier calls.
 typedef struct { int64_t rows, heads, length, keys, values, chunk, phase, chunks, streams; } sizes;
 
 #define SIZES                                                                                       \

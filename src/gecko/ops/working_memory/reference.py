@@ -1,4 +1,4 @@
-"""Working memory token by token, as the equations read."""
+"""Reference implementation of the working memory: token by token, directly from the equations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def working_memory_reference(
     state: WorkingMemoryState,
     segments: Segments,
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """Same contract as ``working_memory``; one row at a time."""
+    """Compute ``working_memory`` one row at a time."""
     outputs, states = [], []
     for row in range(segments.batch):
         one = state.map(operator.itemgetter(row))
@@ -57,14 +57,14 @@ def _read_row(
 
 
 def _found(rule: Rule, q: Tensor, state: WorkingMemoryState) -> Tensor:
-    """ψ(q)ᵀ M, of the linear rule divided by ψ(q) τ."""
+    """Return ψ(q)ᵀ M, for the linear rule divided by ψ(q) τ."""
     psi = q.softmax(-1) if rule == "adaptive" else F.elu(q) + 1
     found = torch.einsum("hz,hzv->hv", psi, state.memory)
     return found if rule == "adaptive" else found / (psi * state.normaliser).sum(-1, keepdim=True)
 
 
 def _with_token(rule: Rule, k: Tensor, v: Tensor, state: WorkingMemoryState, in_chunk: bool) -> ChunkSummary:
-    """The current chunk with one more token, whose document began ``in_chunk`` or before it."""
+    """Return the summary of the current chunk with one more token. ``in_chunk``: its document started in this chunk."""
     current = state.current
     if rule == "adaptive":
         psi, weight = k.softmax(-1), torch.logaddexp(current.weight, k)
@@ -80,14 +80,14 @@ def _with_token(rule: Rule, k: Tensor, v: Tensor, state: WorkingMemoryState, in_
 
 
 def _over_total(psi: Tensor, state: WorkingMemoryState, in_chunk: bool) -> Tensor:
-    """ψ(k) over ψ(k) τ, with τ of the document before this chunk; zero where it has nothing there."""
+    """Return ψ(k) / (ψ(k) τ), where τ sums over the document before this chunk; zero if it has no tokens there."""
     before = state.previous.weight + (0 if state.previous_resets else state.normaliser)
     total = (psi * (torch.zeros_like(before) if in_chunk else before)).sum(-1, keepdim=True)
     return psi / total if bool((total > 0).all()) else torch.zeros_like(psi)
 
 
 def _with_chunk(rule: Rule, state: WorkingMemoryState, empty: ChunkSummary) -> WorkingMemoryState:
-    """The previous chunk has entered the memory, and the current one has taken its place."""
+    """Return the state after a complete chunk: the previous chunk enters the memory, the current one replaces it."""
     memory, norm, previous = state.memory, state.normaliser, state.previous
     if state.previous_resets:
         memory, norm = torch.zeros_like(memory), empty.weight

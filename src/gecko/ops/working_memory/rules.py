@@ -1,8 +1,8 @@
-"""The two rules of writing: how a chunk is summarised, and how a summary changes the memory.
+"""The two update rules of the memory: how a chunk is summarised, and how a summary updates the memory.
 
-Both are affine in the memory, M ← A M + B, so that chunks are summarised in parallel and only the
-short chain of A and B is sequential. A normaliser is what the rule accumulates over the chunks of a
-document: log z (adaptive) or τ (linear).
+Both rules are affine in the memory, M ← A M + B. Chunks are therefore summarised in parallel, and only the short chain
+of products with A is sequential. The normaliser is a sum over all chunks of a document so far: log z (adaptive) or
+τ (linear).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from gecko.runtime.records import TensorRecord
 
 EMPTY_LOG = -1e30
-"""Log of an empty sum: finite, because logaddexp(−∞, −∞) has no gradient."""
+"""Logarithm of an empty sum. It is finite because the gradient of logaddexp(−∞, −∞) is NaN."""
 
 
 @dataclass(frozen=True)
 class ChunkSummary(TensorRecord):
-    """Some tokens of one chunk, reduced to what the memory needs of them.
+    """Sums over some tokens of one chunk, which replace the tokens when the memory is updated.
 
     weight: (…, key): log Σ exp(k) (adaptive) or Σ ψ(k) (linear).
     key_sum: (…, key, key): Σ_j φ_j ψ_jᵀ.  value_sum: (…, key, value): Σ_j φ_j v_jᵀ.
@@ -35,42 +35,42 @@ class ChunkSummary(TensorRecord):
 
 
 class Rule(Protocol):
-    """What a rule must say; see ``Adaptive`` and ``Linear``."""
+    """Interface of the update rules ``Adaptive`` and ``Linear``."""
 
     empty_weight: float
-    """The weight of no tokens."""
+    """Weight of an empty set of tokens."""
 
     def weigh(self, k: Tensor, counted: Tensor | None) -> Tensor:
-        """Weight (…, key) of the tokens k (…, T, key) that are ``counted`` (…, T, 1); None is all."""
+        """Return the weight (…, key) of the ``counted`` (…, T, 1) tokens among k (…, T, key); None counts all."""
 
     def accumulate(self, first: Tensor, second: Tensor) -> Tensor:
-        """The weight of two sets of tokens together."""
+        """Return the weight of the union of two sets of tokens."""
 
     def summarise(self, k: Tensor, v: Tensor, counted: Tensor | None, weight: Tensor, before: Tensor) -> ChunkSummary:
-        """The counted tokens of one chunk, whose weight is ``weight``, after chunks that come to ``before``."""
+        """Summarise the counted tokens of one chunk, given their ``weight`` and the normaliser ``before`` the chunk."""
 
     def merge(self, first: ChunkSummary, second: ChunkSummary) -> ChunkSummary:
-        """Two parts of one chunk as one."""
+        """Merge the summaries of two parts of one chunk."""
 
     def add(
         self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor], overwrites: bool
     ) -> ChunkSummary:
-        """The same as merging the summary of one token, k (…, 1, key) and v (…, 1, value), in fewer steps.
+        """Add one token, k (…, 1, key) and v (…, 1, value). Faster than ``summarise`` and ``merge``.
 
-        ``overwrites``: into the tensors of ``summary``, without gradients.
+        If ``overwrites``, write into the tensors of ``summary``, without gradients.
         """
 
     def affine(self, summary: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
-        """A and B of M ← A M + B; ``after`` is the normaliser with this chunk."""
+        """Return A and B of M ← A M + B. ``after`` is the normaliser including this chunk."""
 
     def read(self, q: Tensor, allowed: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
-        """What queries (…, T, key) find in the memory (…, key, value), zero where not ``allowed`` (…, T, 1)."""
+        """Read the memory (…, key, value) for queries (…, T, key); return zero where not ``allowed`` (…, T, 1)."""
 
 
 def empty_summary(
     rule: Rule, shape: tuple[int, ...], key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> ChunkSummary:
-    """No tokens."""
+    """Return the summary of an empty set of tokens."""
 
     def zeros(*sizes: int) -> Tensor:
         return torch.zeros(*shape, *sizes, dtype=dtype, device=device)
@@ -101,7 +101,7 @@ class Adaptive:
     def add(
         self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor], overwrites: bool
     ) -> ChunkSummary:
-        # The token's share of the weight; that of all before it is 1 − share.
+        # share: the token's fraction of the new weight; the earlier tokens have 1 − share.
         share = (k.squeeze(-2) - summary.weight).sigmoid().unsqueeze(-1)
         weight = torch.logaddexp(summary.weight, k.squeeze(-2))
         lerp = Tensor.lerp_ if overwrites else Tensor.lerp
@@ -166,7 +166,7 @@ def _elu1(x: Tensor) -> Tensor:
 
 
 def _normalised(features: Tensor, normaliser: Tensor) -> Tensor:
-    """ψ / (ψ τ), and zero before anything was accumulated."""
+    """Return ψ / (ψ τ), or zero if τ is zero."""
     total = features @ normaliser.unsqueeze(-1)
     empty = total == 0
     return (features / total.masked_fill(empty, 1)).masked_fill(empty, 0)

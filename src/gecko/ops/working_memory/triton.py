@@ -1,22 +1,22 @@
-"""Working memory by kernels: features, library products for what chunks come to, factors, one kernel for the chain, one
-product to read.
+"""Working memory on a GPU: Triton kernels for features, factors and the chain of updates, cuBLAS for the products.
 
-The products φᵀψ, φᵀv and ψ(q) M are large, dense and batched (at gecko-7b 256 × 2,048 × 2,048 each), so cuBLAS's; their
-operands are made by kernels in the dtype of v and not kept: backward makes them again.
+The products φᵀψ, φᵀv and ψ(q) M are large, dense and batched (256 × 2,048 × 2,048 each for gecko-7b), so cuBLAS
+computes them. Triton kernels compute their operands in the dtype of v. The operands are not kept for the backward pass,
+which computes them again.
 
-Counted for one layer at T = 32 K, one row, bf16, of multiply-adds two operations each:
+Cost of one layer at T = 32 K, one row, bf16 (a multiply-add is two FLOPs):
 
 | | gecko-7b (H 4) | gecko-1b (H 2) |
 |---|---|---|
 | q, k, v read, out written | 1.13 GiB | 0.56 GiB |
 | φ, ψ, ψ(q) written and read | 0.38 GiB | 0.19 GiB |
 | sums of values (float32) and memories, written and read | 0.38 GiB | 0.19 GiB |
-| φᵀψ, φᵀv, ψ(q) M | 17 + 137 + 137 GFLOP | the half |
-| chain, three tf32 products each | 17 GFLOP | the half |
-| backward | two products for each of these | the half |
-| kept beside inputs and output: sums of values and keys, A, memories | 224 MiB | 112 MiB |
+| φᵀψ, φᵀv, ψ(q) M | 17 + 137 + 137 GFLOP | half |
+| chain, three tf32 products each | 17 GFLOP | half |
+| backward | two products for each of these | half |
+| saved besides inputs and output: sums of values and keys, A, memories | 224 MiB | 112 MiB |
 
-gecko-7b forward on an H200 at 4.8 TB/s and 790 TFLOP/s: 0.42 ms for the bytes, 0.37 ms for the products.
+gecko-7b forward on an H200 (4.8 TB/s, 790 TFLOP/s), at least: 0.42 ms for memory traffic, 0.37 ms for products.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Entering:
-    """The grid's chunks, and what the chain takes of those that enter, the previous one first."""
+    """Summaries of the grid's chunks, and inputs of the chain. Its steps are the chunks that enter the memory."""
 
     chunks: ChunkSummary
     a: Tensor
     rho: Tensor
     normaliser: Tensor
-    """After the last that enters, (B, H, key)."""
+    """(B, H, key), after the last chunk that enters."""
     divisor: Tensor | None
-    """What ψ of queries is divided by in each chunk, (B, H, n, key); the adaptive rule divides by nothing."""
+    """(B, H, n, key): τ of the linear rule, by which the reads of each chunk are normalised. None: adaptive rule."""
 
 
 def working_memory_triton(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """``working_memory`` for rows that agree on position mod c, on one rank. See ``working_memory_chunked``."""
+    """Compute ``working_memory`` for rows with the same chunk offset, on one rank. See ``working_memory_chunked``."""
     phase = common_chunk_offset(segments, chunk_size)
     assert phase is not None, "rows must agree on their phase"
     grid = segments.shared(("memory", chunk_size), lambda: Grid.build(segments, phase, chunk_size))
@@ -81,7 +81,7 @@ def working_memory_triton(
 
 
 def _at(chunks: ChunkSummary, index: int) -> ChunkSummary:
-    """A copy: a view would hold all of them in memory as long as the state lives."""
+    """Return a copy of one summary. A view would keep all of them allocated as long as the state exists."""
     return chunks.map(lambda x: x[:, :, index].clone())
 
 
@@ -91,7 +91,7 @@ def _nothing(rule: Rule, state: WorkingMemoryState) -> ChunkSummary:
 
 
 def _with_earlier(rule: Rule, grid: Grid, state: WorkingMemoryState, chunks: ChunkSummary) -> ChunkSummary:
-    """The first of the chunks completed by its tokens of earlier calls; on a border there are none."""
+    """Add the tokens of earlier calls to the first chunk. There are none if the call starts at a chunk boundary."""
     if not grid.phase:
         return chunks
     first = rule.merge(state.current.where(grid.continues, _nothing(rule, state)), _at(chunks, 0))
@@ -133,7 +133,7 @@ def _enter_linear(
 
 @custom_op("memory_weigh")
 def weigh(k: Tensor, counted: Tensor, adaptive: bool) -> Tensor:
-    """Weights of chunks, (B, H, n, key) float32, of keys k (B, H, n, c, key) that are ``counted`` (B, 1, n, c, 1)."""
+    """Return chunk weights (B, H, n, key), float32, of the ``counted`` (B, 1, n, c, 1) keys k (B, H, n, c, key)."""
     return weigh_forward(k, counted, adaptive)
 
 
@@ -144,7 +144,7 @@ def _(k, counted, adaptive):
 
 @custom_op("memory_weigh_backward")
 def weigh_gradient(grad: Tensor, k: Tensor, counted: Tensor, weight: Tensor, adaptive: bool) -> Tensor:
-    """Gradient of ``weigh`` by k."""
+    """Return the gradient of ``weigh`` with respect to k."""
     return weigh_backward(grad, k, counted, weight, adaptive)
 
 
@@ -169,11 +169,12 @@ weigh.register_autograd(_pass_back_weigh, setup_context=_keep_weigh)
 def summarise(
     k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor | None, adaptive: bool
 ) -> tuple[Tensor, Tensor]:
-    """Σ φ ψᵀ and Σ φ vᵀ of each chunk, (B, H, n, key, key) and (B, H, n, key, value) float32.
+    """Return Σ φ ψᵀ and Σ φ vᵀ of each chunk, (B, H, n, key, key) and (B, H, n, key, value) float32.
 
     Args:
         k: (B, H, n, c, key); v: (B, H, n, c, value); counted: (B, 1, n, c, 1) bool.
-        weight, before: (B, H, n, key) float32: what φ and the linear rule's ψ are divided by; None for the adaptive.
+        weight: (B, H, n, key) float32, the weight of the counted keys; it normalises φ of the adaptive rule.
+        before: (B, H, n, key) float32, τ before each chunk, which normalises ψ of the linear rule; else None.
     """
     phi, psi = features(k, counted, weight, before, adaptive, v.dtype)
     assert phi is not None
@@ -192,7 +193,7 @@ def summarise_gradient(
     grad_keys: Tensor, grad_values: Tensor, k: Tensor, v: Tensor, counted: Tensor, weight: Tensor,
     before: Tensor | None, adaptive: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``summarise`` by k, v and the weight (adaptive) or ``before`` (linear)."""
+    """Return the gradients of ``summarise`` for k, v and the weight (adaptive) or ``before`` (linear)."""
     phi, psi = features(k, counted, weight, before, adaptive, v.dtype)
     assert phi is not None
     grad_keys, grad_values = (x.flatten(0, 2).to(v.dtype) for x in (grad_keys, grad_values))
@@ -223,11 +224,11 @@ summarise.register_autograd(_pass_back_summarise, setup_context=_keep)
 
 @custom_op("memory_recall")
 def recall(q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor | None, adaptive: bool) -> Tensor:
-    """ψ(q) M, zero where not allowed, (B, H, n, c, value) in the dtype of the memories.
+    """Return ψ(q) M, zero where not allowed, (B, H, n, c, value) in the dtype of the memories.
 
     Args:
         q: (B, H, n, c, key); memories: (B · H, n, key, value); allowed: (B, 1, n, c, 1) bool.
-        normaliser: (B, H, n, key) float32, what the linear rule divides by; None for the adaptive.
+        normaliser: (B, H, n, key) float32, τ of the linear rule; None for the adaptive rule.
     """
     _, psi = features(q, allowed, None, normaliser, adaptive, memories.dtype)
     return torch.bmm(psi, memories.flatten(0, 1)).view(*q.shape[:4], -1)
@@ -242,7 +243,7 @@ def _(q, memories, allowed, normaliser, adaptive):
 def recall_gradient(
     grad: Tensor, q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor | None, adaptive: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``recall`` by q, the memories and the normaliser; that is empty for the adaptive rule."""
+    """Return the gradients of ``recall`` for q, the memories and the normaliser (empty for the adaptive rule)."""
     grad = grad.flatten(0, 2)
     _, psi = features(q, allowed, None, normaliser, adaptive, memories.dtype)
     grad_psi = torch.bmm(grad, memories.flatten(0, 1).mT)

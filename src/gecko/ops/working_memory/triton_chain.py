@@ -1,10 +1,12 @@
-"""The memory's chain M_{s+1} = A_s M_s + ρ_s ⊙ B_s in one kernel, which walks over the chunks; tiles of the values'
-features are independent and run in parallel. float32 throughout, in the matrix units' three-fold form of it.
+"""Compute the chain of memory updates M_{s+1} = A_s M_s + ρ_s ⊙ B_s in one kernel.
 
-One kernel beats one product a step: that would be a launch, and a trip of the memory to and fro, for each chunk.
-gecko-7b at T = 32 K, one row, a layer: 17 GFLOP (three times that in tf32: 0.1 ms at 495 TFLOP/s); B read (128 MiB)
-and the memories written (64 MiB in bf16): 0.04 ms at 4.8 TB/s; A (16 MiB) is read by every tile, from the L2 cache.
-gecko-1b the half.
+A program loops over the chunks for one tile of value features; the tiles are independent. Arithmetic is float32, with
+three tf32 products per product on tensor cores ("tf32x3"). A product per step would need a launch, and a read and a
+write of the memory in HBM, for each chunk.
+
+Cost for gecko-7b at T = 32 K, one row, one layer: 17 GFLOP (three times that in tf32: 0.1 ms at 495 TFLOP/s); reading
+B (128 MiB) and writing the memories (64 MiB in bf16): 0.04 ms at 4.8 TB/s. Every tile reads A (16 MiB) from the L2
+cache. gecko-1b: half of it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from gecko.ops.working_memory.chunked import product
 
 
 _TILE = {"block_r": 128, "block_s": 32}
-"""Rows of the memory that one product makes, and keys' features that it sums over at a time."""
+"""Rows of the memory per product, and key features that a product sums over at a time."""
 
 
 @triton.jit(do_not_specialize=["steps", "reads"])
@@ -31,8 +33,8 @@ def _chain_kernel(
     p_a, p_first, p_b, p_rho, p_initial, p_memories, p_even, p_odd, steps, reads, key_width: tl.constexpr,
     value_width: tl.constexpr, block_r: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """The memory goes from step to step through two buffers, of which each program has its own columns: M_s is in the
-    first for odd s."""
+    """Run the chain for one tile of columns. Two buffers hold the current memory in turn: M_s is in ``p_even`` for odd
+    s. Each program uses its own columns of the buffers."""
     size: tl.constexpr = key_width * value_width
     i_row = tl.program_id(1).to(tl.int64)
     i_v = tl.program_id(0) * block_v + tl.arange(0, block_v)
@@ -61,7 +63,7 @@ def _chain_kernel(
 
 @triton.jit
 def _columns(begin, i_v, key_width: tl.constexpr, value_width: tl.constexpr, rows: tl.constexpr):
-    """Rows of a memory from ``begin`` on, the offsets of their columns ``i_v``, and which of these there are."""
+    """Return the rows of a memory from ``begin`` on, and the offsets and the mask of their columns ``i_v``."""
     i_d = begin + tl.arange(0, rows)
     m_d = (i_d < key_width)[:, None] & (i_v < value_width)[None, :]
     return i_d, i_d[:, None] * value_width + i_v[None, :], m_d
@@ -73,7 +75,7 @@ def _chain_backward_kernel(
     p_odd, steps, reads, key_width: tl.constexpr, value_width: tl.constexpr, block_r: tl.constexpr,
     block_s: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """The same walk backwards. ``totals`` are the gradients by M_1 … M_steps."""
+    """Run the chain backwards for one tile of columns. ``totals`` are the gradients of M_1 … M_steps."""
     size: tl.constexpr = key_width * value_width
     i_row = tl.program_id(1).to(tl.int64)
     i_v = tl.program_id(0) * block_v + tl.arange(0, block_v)
@@ -107,7 +109,7 @@ def _chain_backward_kernel(
 
 
 def _common(a: Tensor, b: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and arguments: columns as wide as leave a program for each of a large card's multiprocessors."""
+    """Return grid and arguments. Tiles are the widest ones that still give every SM of a large GPU a program."""
     rows, reads, keys, values = b.shape
     block_v = 64 if rows * values >= 64 * 128 else 32
     limits = {name: min(size, tile(keys)) for name, size in _TILE.items()}
@@ -130,14 +132,14 @@ def chain_forward(
 
 
 def _last(a: Tensor, even: Tensor, odd: Tensor) -> Tensor:
-    """The buffer that the last step wrote to; the first one where there was none."""
+    """Return the buffer that the last step wrote to, or the first one if there were no steps."""
     return odd if a.shape[1] and a.shape[1] % 2 == 0 else even
 
 
 def chain_backward_forms(
     grad_memories: Tensor, grad_last: Tensor, a: Tensor, first: Tensor, b: Tensor, rho: Tensor, memories: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients by a, first, b, rho and initial."""
+    """Return the gradients of a, first, b, rho and initial."""
     (_, steps), (keys, values) = a.shape[:2], b.shape[2:]
     if steps < b.shape[1]:
         grad_last = grad_last + grad_memories[:, steps]
@@ -165,7 +167,7 @@ def chain_backward_forms(
 def chain(
     a: Tensor, first: Tensor, b: Tensor, rho: Tensor, initial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """M_{s+1} = A_s M_s + ρ_s ⊙ B_s for R rows, where B_0 is ``first`` and B_s, s ≥ 1, is ``b``[:, s − 1].
+    """Compute M_{s+1} = A_s M_s + ρ_s ⊙ B_s for R rows, where B_0 is ``first`` and B_s, s ≥ 1, is ``b``[:, s − 1].
 
     Args:
         a: (R, steps, key, key); first: (R, key, value); b: (R, reads, key, value), reads = steps or steps + 1;
@@ -186,7 +188,7 @@ def _(a, first, b, rho, initial, dtype):
 def chain_backward(
     grad_memories: Tensor, grad_last: Tensor, a: Tensor, first: Tensor, b: Tensor, rho: Tensor, memories: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``chain`` by a, first, b, rho and initial."""
+    """Return the gradients of ``chain`` for a, first, b, rho and initial."""
     return chain_backward_forms(grad_memories, grad_last, a, first, b, rho, memories)
 
 

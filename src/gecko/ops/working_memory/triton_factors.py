@@ -1,15 +1,15 @@
-"""The adaptive rule's factors of the chain, from summaries: slot s holds the s-th chunk that enters, the previous one
-first. With N_0 the normaliser before it, σ the sigmoid,
+"""Compute the factors A and ρ of the chain from the summaries, for the adaptive rule.
 
-    ρ_s = σ(w_s − N_s),   N_{s+1} = log(e^{N_s} + e^{w_s}),   A_s = (1 − ρ_s) I − ρ_s K_s,
+Slot s holds the s-th chunk that enters the memory; slot 0 is the previous chunk. N_0 is the normaliser before slot 0:
 
-or ρ_s = 1, N_{s+1} = w_s, A_s = 0 where the slot resets. Backward, with g_s = ∂/∂w_s of what ρ_s and A_s do,
+    ρ_s = sigmoid(w_s − N_s),   N_{s+1} = log(e^{N_s} + e^{w_s}),   A_s = (1 − ρ_s) I − ρ_s K_s.
 
-    g_s = ρ_s (dρ_s − rows of (dA_s K_s) summed − diagonal of dA_s),   dK_s = −ρ_s dA_s,
+If the slot resets, ρ_s = 1, N_{s+1} = w_s and A_s = 0. Backward; g_s is the gradient through ρ_s and A_s:
+
+    g_s = ρ_s (dρ_s − row sums of (dA_s ⊙ K_s) − diagonal of dA_s),   dK_s = −ρ_s dA_s,
     dw_s = g_s + ρ_s (dN_{s+1} − g_s),   dN_s = (1 − ρ_s) (dN_{s+1} − g_s).
 
-PyTorch's operations would be many, a launch each; the numbers themselves are few (A of gecko-7b at T = 32 K: 16 MiB,
-written and read once).
+The tensors are small (A of gecko-7b at T = 32 K: 16 MiB), so the launches of PyTorch's operations would dominate.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 
 
 _TILE = 4096
-"""Numbers of a matrix that a program holds, 32 a thread."""
+"""Elements of a matrix per program, 32 per thread."""
 
 _NOTHING = tl.constexpr(-1e29)
-"""Normalisers below it are those of no tokens."""
+"""Normalisers below this value are those of an empty set of tokens."""
 
 
 @triton.jit(do_not_specialize=["steps", "reads", "heads"])
@@ -38,7 +38,8 @@ def _normalise_kernel(
     p_normaliser, p_first, p_weights, p_resets, p_rho, p_share, p_last, steps, reads, heads, width: tl.constexpr,
     block_d: tl.constexpr,
 ):  # fmt: skip
-    """ρ of every slot; the share of w in N, which differs where both are of no tokens; and N after the last slot."""
+    """Store ρ of every slot, the share of w in N, and N after the last slot. ρ differs from the share only if both sets
+    of tokens are empty."""
     i_row = tl.program_id(0).to(tl.int64)
     i_d = tl.program_id(1) * block_d + tl.arange(0, block_d)
     m_d = i_d < width
@@ -58,7 +59,7 @@ def _normalise_kernel(
 
 @triton.jit
 def _vector(p_first, p_rest, i_row, s, reads, size: tl.constexpr):
-    """Where slot s of a row begins: the first is apart from the rest."""
+    """Return the pointer to slot s of a row. Slot 0 is in another tensor than the rest."""
     p_slot = p_rest + (i_row * reads + s - 1) * size
     if s == 0:
         p_slot = p_first + i_row * size
@@ -67,7 +68,7 @@ def _vector(p_first, p_rest, i_row, s, reads, size: tl.constexpr):
 
 @triton.jit
 def _square(i_step, steps, width: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr):
-    """Row and slot of a program, rows and columns of its part of the matrix, their offsets, and which there are."""
+    """Return the row, the slot, and the matrix rows, matrix columns, offsets and mask of a program's tile."""
     i_r = tl.program_id(1) * block_r + tl.arange(0, block_r)
     i_c = tl.arange(0, block_c)
     m_k = (i_r < width)[:, None] & (i_c < width)[None, :]
@@ -93,7 +94,7 @@ def _factor_backward_kernel(
     p_first, p_keys, p_rho, p_resets, p_grad_a, p_grad_rho, p_grad_first, p_grad_keys, p_g, steps, reads, heads,
     width: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr,
 ):  # fmt: skip
-    """dK and g."""
+    """Store dK and g."""
     i_step = tl.program_id(0).to(tl.int64)
     i_row, s, i_r, i_c, i_k, m_k = _square(i_step, steps, width, block_r, block_c)
     resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
@@ -130,13 +131,13 @@ def _normalise_backward_kernel(
 
 
 def _vectors(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and tile of kernels over so many vectors."""
+    """Return the grid and the tile of kernels over ``rows`` vectors."""
     block_d = min(tile(width), 128)
     return (rows, blocks(width, block_d)), {"block_d": block_d}
 
 
 def _matrices(count: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and tile of kernels over so many square matrices."""
+    """Return the grid and the tile of kernels over ``count`` square matrices."""
     block_c = tile(width)
     block_r = max(1, min(block_c, _TILE // block_c))
     return (count, blocks(width, block_r)), {"block_r": block_r, "block_c": block_c}
@@ -167,7 +168,7 @@ def factors_backward(
     grad_a: Tensor, grad_rho: Tensor, grad_last: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor,
     resets: Tensor, rho: Tensor, share: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients by the normaliser, the first slot's weight and keys, and the others'."""
+    """Return the gradients of the normaliser, of weight and keys of slot 0, and of weights and keys of the others."""
     rows, reads, width = weights.shape
     steps = rho.shape[1]
     g, by_first_keys, by_keys = torch.empty_like(rho), torch.zeros_like(first_keys), _zeros_after(steps, keys)
@@ -193,7 +194,7 @@ def factors_backward(
 
 
 def _zeros_after(steps: int, x: Tensor) -> Tensor:
-    """Room for the gradient of x (R, reads, …), of which slots that do not enter have none."""
+    """Allocate the gradient of x (R, reads, …), with zeros for the slots that do not enter."""
     room = torch.empty_like(x)
     room[:, max(steps - 1, 0) :].zero_()
     return room
@@ -204,16 +205,16 @@ def factors(
     normaliser: Tensor, first_weight: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor, resets: Tensor,
     steps: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """A and ρ of the first ``steps`` slots, for R rows.
+    """Compute A and ρ of the first ``steps`` slots, for R rows (batch rows × heads).
 
     Args:
         normaliser: N_0, (R, key); first_weight, first_keys: w_0 and K_0, (R, key) and (R, key, key).
-        weights, keys: of slot 1 on, (R, reads, key) and (R, reads, key, key), reads ≥ steps − 1. All
+        weights, keys: from slot 1 on, (R, reads, key) and (R, reads, key, key), reads ≥ steps − 1. All
             float32 and contiguous.
-        resets: (B, reads + 1) bool, the same for R / B rows each.
+        resets: (B, reads + 1) bool, each row shared by R / B heads.
 
     Returns:
-        A, (R, steps, key, key); ρ, (R, steps, key); N_steps, (R, key); and for backward the share of w in N.
+        A, (R, steps, key, key); ρ, (R, steps, key); N_steps, (R, key); the share of w in N, for the backward pass.
     """
     return factors_forward(normaliser, first_weight, first_keys, weights, keys, resets, steps)
 
@@ -230,7 +231,7 @@ def factors_gradient(
     grad_a: Tensor, grad_rho: Tensor, grad_last: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor,
     resets: Tensor, rho: Tensor, share: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``factors`` by all but the resets."""
+    """Return the gradients of ``factors`` for all inputs except the resets."""
     return factors_backward(grad_a, grad_rho, grad_last, first_keys, weights, keys, resets, rho, share)
 
 

@@ -1,10 +1,10 @@
-"""Kernels from keys and queries to features of the memory: weights of chunks, φ, ψ, and back.
+"""Kernels that compute the features of keys and queries (chunk weights, φ and ψ) and their gradients.
 
-Keys x and masks lie on the grid of chunks: x (B, H, n, c, d), mask (B, 1, n, c, 1) bool; what the mask hides has no
-features and takes no gradient. Adaptive: φ = exp(x − weight), weight = log Σ exp(x) over a chunk's time, ψ = softmax(x)
-over features. Linear: φ = e = elu(x) + 1, weight = Σ e, ψ = e / (e · before).
+Inputs are on the grid of chunks: x (B, H, n, c, d), mask (B, 1, n, c, 1) bool. Features and gradients of masked tokens
+are zero. Adaptive: weight = log Σ exp(x) over the time steps of a chunk, φ = exp(x − weight), ψ = softmax of x over
+features. Linear: φ = e = elu(x) + 1, weight = Σ e, ψ = e / (e · before).
 
-Each reads x once and writes each feature once, in the dtype of x; in gecko-7b at T = 32 K 64 MiB each in bf16.
+Each kernel reads x once and writes each feature once: 64 MiB each in bf16 for gecko-7b at T = 32 K.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gecko.ops.working_memory.rules import EMPTY_LOG
 
 
 _TILE = 2048
-"""Numbers that a program holds, 16 a thread."""
+"""Elements of x per program, 16 per thread."""
 
 _EMPTY_LOG = tl.constexpr(EMPTY_LOG)
 
@@ -36,7 +36,7 @@ def _weigh_kernel(
     p_x, p_mask, p_out, chunks, heads, chunk_size: tl.constexpr, width: tl.constexpr, adaptive: tl.constexpr,
     block_t: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Weight of a chunk: log Σ exp(x), or Σ e."""
+    """Store the weight of a chunk: log Σ exp(x) (adaptive) or Σ e (linear)."""
     i_chunk = tl.program_id(0).to(tl.int64)
     i_mask = i_chunk // (heads * chunks) * chunks + i_chunk % chunks
     i_d = tl.program_id(1) * block_d + tl.arange(0, block_d)
@@ -63,7 +63,8 @@ def _weigh_kernel(
 @triton.jit
 def _tile_of(p_x, p_mask, chunks, heads, chunk_size: tl.constexpr, width: tl.constexpr, block_t: tl.constexpr,
              block_d: tl.constexpr):  # fmt: skip
-    """A tile of tokens of one chunk: the chunk, offsets, which there are and which of them the mask shows, and x."""
+    """Load a tile of tokens of one chunk. Return the chunk, the features, the offsets, the mask of places that exist,
+    the mask of tokens that are not masked, and x."""
     of_chunk: tl.constexpr = (chunk_size + block_t - 1) // block_t
     i_chunk = (tl.program_id(0) // of_chunk).to(tl.int64)
     i_t = tl.program_id(0) % of_chunk * block_t + tl.arange(0, block_t)
@@ -89,7 +90,7 @@ def _phi(b_x, p_weight, i_chunk, i_d, m_x, width: tl.constexpr, adaptive: tl.con
 
 @triton.jit
 def _psi(b_x, p_before, i_chunk, i_d, m_x, width: tl.constexpr, adaptive: tl.constexpr):
-    """ψ and what it is divided by: Σ e, for the linear rule e · before; 1 where that is zero, and ψ is zero as well."""
+    """Return ψ and its divisor: Σ e (adaptive) or e · before (linear). If the divisor is zero, return ψ = 0 and 1."""
     if adaptive:
         b_top = tl.max(tl.where(m_x, b_x, -1e30), 1)
         b_e = tl.where(m_x, tl.exp(tl.minimum(b_x - b_top[:, None], 0.0)), 0.0)
@@ -121,7 +122,7 @@ def _features_backward_kernel(
     p_x, p_mask, p_weight, p_before, p_grad_phi, p_grad_psi, p_grad, p_part, chunks, heads, chunk_size: tl.constexpr,
     width: tl.constexpr, adaptive: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Gradient by x, and this tile's part of the gradient by the weight (adaptive) or by ``before`` (linear)."""
+    """Store the gradient of x, and this tile's part of the gradient of the weight (adaptive) or ``before`` (linear)."""
     i_chunk, i_d, i_x, m_all, m_x, b_x = _tile_of(p_x, p_mask, chunks, heads, chunk_size, width, block_t, block_d)
     b_psi, b_total = _psi(b_x, p_before, i_chunk, i_d, m_x, width, adaptive)
     b_dpsi = tl.load(p_grad_psi + i_x, mask=m_x, other=0.0).to(tl.float32)
@@ -162,7 +163,7 @@ def _weigh_backward_kernel(
 
 
 def _common(x: Tensor, mask: Tensor, adaptive: bool) -> tuple[tuple[int], dict[str, object]]:
-    """The grid and arguments of a kernel over tiles of whole tokens."""
+    """Return the grid and the arguments of a kernel over tiles of whole tokens."""
     _, heads, chunks, chunk, width = x.shape
     block_d = tile(width)
     block_t = max(4, _TILE // block_d)
@@ -174,7 +175,7 @@ def _common(x: Tensor, mask: Tensor, adaptive: bool) -> tuple[tuple[int], dict[s
 
 
 def weigh_forward(x: Tensor, mask: Tensor, adaptive: bool) -> Tensor:
-    """(B, H, n, d) float32."""
+    """Return the weights of chunks, (B, H, n, d) float32."""
     _, heads, chunks, chunk, width = x.shape
     out = x.new_empty(*x.shape[:3], width, dtype=torch.float32)
     block_d = min(tile(width), 64)
@@ -189,7 +190,7 @@ def weigh_forward(x: Tensor, mask: Tensor, adaptive: bool) -> Tensor:
 
 
 def weigh_backward(grad: Tensor, x: Tensor, mask: Tensor, weight: Tensor, adaptive: bool) -> Tensor:
-    """Gradient by x."""
+    """Return the gradient of ``weigh_forward`` with respect to x."""
     out = torch.empty_like(x)
     grid, common = _common(x, mask, adaptive)
     more = dict(p_weight=weight, p_grad_weight=grad.contiguous(), p_grad=out)
@@ -200,9 +201,9 @@ def weigh_backward(grad: Tensor, x: Tensor, mask: Tensor, weight: Tensor, adapti
 def features(
     x: Tensor, mask: Tensor, weight: Tensor | None, before: Tensor | None, adaptive: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """φ, if ``weight`` (B, H, n, d) is given, and ψ, as batches of matrices (B · H · n, c, d) of ``dtype``.
+    """Return φ and ψ as batches of matrices (B · H · n, c, d) of ``dtype``. φ is None if ``weight`` is None.
 
-    ``before`` (B, H, n, d) is what the linear rule divides by.
+    ``weight`` and ``before`` are (B, H, n, d); the linear rule normalises ψ by ``before``.
     """
     psi = torch.empty(x.shape, dtype=dtype, device=x.device)
     phi = None if weight is None else torch.empty_like(psi)
@@ -216,7 +217,7 @@ def features_backward(
     x: Tensor, mask: Tensor, weight: Tensor | None, before: Tensor | None, grad_phi: Tensor | None, grad_psi: Tensor,
     adaptive: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Gradient by x, and by the weight (adaptive, with φ) or ``before`` (linear), (B, H, n, d) float32."""
+    """Return the gradients of x, and of the weight (adaptive, with φ) or ``before`` (linear), (B, H, n, d) float32."""
     out = torch.empty_like(x)
     grid, common = _common(x, mask, adaptive)
     part = None
