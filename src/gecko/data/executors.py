@@ -23,7 +23,7 @@ from gecko.data.tokenizers import Tokenizer
 from gecko.runtime.extras import require
 
 MOST_THREADS = 8
-"""Largest number of workers that are threads: the tokenizer releases Python's lock, and threads start at once."""
+"""Largest number of workers that run as threads: the tokenizer releases the GIL, and threads start at once."""
 RUN_FOLDER = "executor"
 """Folder of datatrove's logs, inside the folder of the shards."""
 SLURM_JOB = "slurm_job"
@@ -33,13 +33,13 @@ SLURM_JOB = "slurm_job"
 def run_here(plan: TokenizingPlan, tokenizer: Tokenizer, workers: int) -> Iterator[ShardRecord]:
     """Write the missing shards with the plan's tokenizer, and yield the record of each when it is complete.
 
-    At most ``workers`` shards are encoded at a time; with threads, as many others are written meanwhile.
+    At most ``workers`` shards are encoded at a time. With threads, the same number of others is written at that time.
 
     Raises:
         ValueError, OSError: as ``run_task``, after all started shards have ended.
     """
     waiting = [number for number, task in enumerate(plan.tasks) if read_record(plan, task) is None]
-    # The largest first, so that the last to end is a small one.
+    # The largest shards first, so that no large shard is still running at the end.
     waiting.sort(key=lambda number: -plan.tasks[number].size)
     with _pool(plan, tokenizer, max(1, min(workers, len(waiting)))) as submit:
         futures = [submit(number) for number in waiting]
@@ -60,7 +60,7 @@ def _pool(plan: TokenizingPlan, tokenizer: Tokenizer, workers: int) -> Iterator[
         with ProcessPoolExecutor(workers, context, initializer=_set_up_worker) as pool:
             yield lambda number: pool.submit(run_task, plan.folder, number)
         return
-    # The end of a shard waits for the disk several times; another shard is encoded meanwhile.
+    # Completing a shard waits for the disk several times. Meanwhile another shard is encoded.
     with ThreadPoolExecutor(workers) as encoders, ThreadPoolExecutor(2 * workers) as writers:
         yield lambda number: writers.submit(write_shard, plan, plan.tasks[number], tokenizer, encoders)
 
@@ -123,7 +123,8 @@ def run_on_slurm(plan: TokenizingPlan, workers: int, *, partition: str, hours: i
     )  # fmt: skip
     executor.run()
     job = str(executor.job_id)
-    # More tasks than an array may have become several arrays; this is the last, which starts after the others.
+    # datatrove submits several arrays if there are more tasks than one may have. This is the last array, which starts
+    # after the others.
     (plan.folder / RUN_FOLDER / SLURM_JOB).write_text(job, encoding="utf-8")
     return job
 

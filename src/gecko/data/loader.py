@@ -87,7 +87,7 @@ class PackedRows:
     """Rows of a corpus in memory.
 
     Every epoch concatenates all documents in a new random order and cuts them into rows of ``sequence_length + 1``
-    tokens, the last of which is the first of the next row. The rows are shuffled too, so that a batch is not from one
+    tokens. The last token of a row is the first of the next. The rows are shuffled too, so that a batch is not from one
     book. Tokens at the end of an epoch that do not fill a row are left out of that epoch. The orders of the last two
     epochs are cached.
 
@@ -135,9 +135,9 @@ def rows_in(tokens: int, sequence_length: int) -> int:
 def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length: int) -> Iterator[Batch]:
     """Yield the whole corpus once, documents packed in their order; the last batch may have fewer rows.
 
-    Every token but the first of each document is a target exactly once, so all batches together have
-    ``corpus.num_tokens - len(corpus)`` targets that are not ignored, and these stand for ``corpus.num_bytes`` bytes of
-    text. The last row is padded with a separate document that has no targets.
+    Every token except the first of each document is a target exactly once. So all batches together have
+    ``corpus.num_tokens - len(corpus)`` targets that are not ignored, which encode ``corpus.num_bytes`` bytes of text.
+    The last row is padded with a separate document that has no targets.
 
     Raises:
         ValueError: a size is below 1.

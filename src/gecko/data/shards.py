@@ -1,4 +1,4 @@
-"""Token shards: a tokenized corpus on disk, and training rows of it that are mapped into memory.
+"""Token shards: a tokenized corpus on disk, and its memory-mapped training rows.
 
 A shard has three data files. ``NAME.ds`` and ``NAME.ds.index`` have the format of datatrove: the concatenated ids of
 all documents, little-endian, and the end of each document, in tokens, as uint64. ``NAME.ds.bytes`` holds the number of
@@ -290,7 +290,7 @@ class ShardedRows:
     """Rows of the training documents of shards.
 
     The documents are concatenated in the order in which they were written, and cut into rows of
-    ``sequence_length + 1`` tokens, the last of which is the first of the next row. The last row of the corpus may be
+    ``sequence_length + 1`` tokens. The last token of a row is the first of the next. The last row of the corpus may be
     shorter: it is padded with a separate document without targets, so every epoch reads every token. Every epoch
     shuffles the rows of the whole corpus.
 

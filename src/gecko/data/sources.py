@@ -20,7 +20,7 @@ from gecko.data.shards import is_shard_folder
 from gecko.runtime.extras import require
 
 STDLIB = "stdlib"
-"""Name of the source that is the source files of the Python standard library."""
+"""Name of the source that reads the ``.py`` files of the Python standard library."""
 
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"})
 """Folders in the standard library's folder that the source leaves out."""
@@ -87,7 +87,7 @@ def _glob_files(pattern: str) -> list[Path]:
 
 
 def _sorted_below(root: Path, skip: Callable[[str], bool]) -> list[Path]:
-    """Return the files below ``root`` whose name, and whose folders' names, are not skipped."""
+    """Return the files below ``root``, without files and folders whose name is skipped, sorted by path."""
     files = []
     for folder, folder_names, file_names in os.walk(root):
         # Pruned in place, so that a large folder such as site-packages or .git is not walked at all.
@@ -163,7 +163,7 @@ class Source:
 def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> list[Source]:
     """Find the files and data sets of one source or of several; arguments and errors as for ``load_documents``.
 
-    A source whose files all belong to earlier sources is left out.
+    A source is left out if all its files belong to earlier sources.
     """
     specs = [os.fspath(source)] if isinstance(source, str | os.PathLike) else list(source)
     if not specs or not all(specs):

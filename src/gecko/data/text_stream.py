@@ -21,7 +21,7 @@ _BYTE_ORDER_MARK = "\ufeff"
 def encode_stream(
     tokenizer: Tokenizer, content: Iterable[bytes], where: str, *, block: int = BLOCK
 ) -> Iterator[Tensor]:
-    """Encode a text that arrives in pieces of bytes, as 1-D int64 tensors; concatenated, they encode the whole text.
+    """Encode a text given in pieces of bytes. Yield 1-D int64 tensors that join to the ids of the whole text.
 
     The bytes tokenizer accepts any bytes; the others accept UTF-8 only.
 

@@ -34,7 +34,7 @@ SHARD_BYTES = (1 << 20, 1 << 30)
 _MANIFEST_SECONDS = 60.0
 """Age of a temporary manifest after which its process must be gone; writing takes far less."""
 SHARDS = 64
-"""Number of shards of a corpus, within ``SHARD_BYTES``; as many processor cores can work on it."""
+"""Intended number of shards of a corpus, unless ``SHARD_BYTES`` forbids it; each core can work on another shard."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _check_outside(folder: Path, sources: list[str]) -> None:
 
 
 def _groups(parts: list[tuple[str, Part]]) -> Iterator[list[tuple[str, Part]]]:
-    """Group consecutive files of a source into shards; a piece of a data set is a shard by itself."""
+    """Group consecutive files of a source into shards; a piece of a data set is always a separate shard."""
     least, most = SHARD_BYTES
     target = min(max(sum(part.size for _, part in parts) // SHARDS, least), most)
     group: list[tuple[str, Part]] = []

@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids that stand for no text, such as the document borders; no text encodes to them."""
+        """Ids that do not represent text, such as the document borders; no text encodes to them."""
 
     @property
     def special_texts(self) -> Mapping[str, int]:
@@ -203,7 +203,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def text_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
-    """Return the ``ids`` that stand for text.
+    """Return the ``ids`` that represent text.
 
     Raises:
         ValueError: an id is negative.

@@ -255,7 +255,7 @@ def _open_training(
 
 
 def _mixed_held_out(shares: Sequence[tuple[TrainingData, int]], most: int) -> TokenizedCorpus:
-    """Join held-out documents in the mixture's proportions; the source with the fewest for its share sets the limit."""
+    """Join held-out documents in the mixture's proportions, at most ``most`` tokens or what the sources allow."""
     held = [data.held_out_tokens * BLOCK // count for data, count in shares]
     most = min(most, *held)
     return _joined([data.held_out(max(2, -(-most * count // BLOCK))) for data, count in shares])

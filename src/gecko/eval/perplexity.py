@@ -114,7 +114,8 @@ def _checked(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _block(lengths: tuple[int, ...], total: int) -> int:
-    """Small enough for many units, large enough for them to be few and nearly independent; divides every segment."""
+    """Return the tokens per block, a divisor of every segment. Blocks are large, so that they are nearly independent
+    and at most ``MOST_BLOCKS``, but small enough that there are many."""
     block = lengths[0]
     while block % 2 == 0 and block > LEAST_BLOCK:
         block //= 2
@@ -124,7 +125,7 @@ def _block(lengths: tuple[int, ...], total: int) -> int:
 
 
 def _block_losses(model: ScoredModel[Any], plan: _Plan, length: int, report: Report) -> Values:
-    """Summed losses of every block of the scored tokens, (blocks,)."""
+    """Return the summed losses of every block of the scored tokens, (blocks,)."""
     sums = np.zeros(plan.total.tokens // plan.block)
     place = 0
     for text, size in zip(plan.texts, plan.sizes, strict=True):

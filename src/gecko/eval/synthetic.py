@@ -1,6 +1,6 @@
 """Synthetic tasks of random tokens, and ``diagnose``, which trains and tests a small model on one of them.
 
-A batch holds for every answer the position of the token that it repeats, so that accuracy can be given by distance.
+A batch has the position of the token that each answer repeats, so that accuracy can be reported by distance.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TaskSize:
 
 
 def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
-    """Generate multi-query associative recall: pairs of key and value, then each key again, whose value is the answer.
+    """Generate multi-query associative recall: pairs of key and value, then each key again; the answer is its value.
 
     As in Zoology, keys are from the lower half of the vocabulary without token 0, and values from the upper half,
     without repetition in a row. Queries are at even positions after the pairs, with random tokens or token 0 between.
@@ -96,7 +96,7 @@ def selective_copying(size: TaskSize, rows: int, generator: torch.Generator) -> 
 
 
 def induction_heads(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
-    """Generate random tokens with a special token (id 0) once inside and once at the end; the answer follows the first.
+    """Generate random tokens with a special token (id 0) twice: inside, where the answer follows it, and at the end.
 
     ``size.items`` has no effect: there is one item.
 

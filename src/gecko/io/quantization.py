@@ -1,7 +1,7 @@
 """Weights in 8 or 4 bits: w ≈ s · q, with integers q and one scale s per row (8 bits) or per group of a row (4 bits).
 
-Only the matrices in blocks, which are most of a large model, are quantised. Embedding, head, norms and moving average
-keep their dtype. torchao rounds and multiplies; this module selects the weights and defines their file format.
+Only the matrices in blocks, which are most of a large model, are quantised. Embedding, head, norms and CEMA keep their
+dtype. torchao rounds and multiplies; this module selects the weights and defines their file format.
 """
 
 from __future__ import annotations

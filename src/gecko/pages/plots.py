@@ -35,7 +35,7 @@ class LineStyle:
         )  # fmt: skip
 
     def line(self, points: int) -> dict[str, Any]:
-        """Return matplotlib arguments for a line through ``points`` points, about ten of which are marked."""
+        """Return matplotlib arguments for a line through ``points`` points, with markers at about ten of them."""
         return {
             "color": self.color, "linestyle": self.dashes, "linewidth": 1.7, "marker": self.marker, "markersize": 5,
             "markevery": max(1, points // 10),

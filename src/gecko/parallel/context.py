@@ -3,11 +3,11 @@
     group = ContextGroup(mesh["context"].get_group())
     columns = group.slice(sequence_length, config.chunk_size)
     loss = model.loss(tokens[:, columns], targets[:, columns], segment_ids[:, columns], context=group)
-    loss.backward()    # gradients of the parameters: to be summed over the group
+    loss.backward()    # then sum the gradients of the parameters over the group
 
 The loss is the mean over the targets of all ranks and is equal on each. Its gradient on one rank is the contribution of
-that rank's tokens, so the sum over the group is the gradient of one device. Multiply an average over the group (FSDP's
-default) by the group's size. Every rank must make the same calls in the same order.
+that rank's tokens, so the sum over the group is the gradient that one device would compute. Multiply an average over
+the group (FSDP's default) by the group's size. Every rank must make the same calls in the same order.
 
 ``prefill_on_ranks`` reads one long text: each rank computes its own chunks, and all ranks get the same state.
 """
@@ -33,7 +33,7 @@ _FIELDS = ("rows", "tokens", "chunk_size", "segment_ids or none", "state or none
 
 
 def call_header(batch: int, length: int, chunk_size: int, segment_ids: Tensor | None, clock: Clock | None) -> Tensor:
-    """(8,) int64: what must be the same on all ranks, by ``_FIELDS``, and whether the state stands inside a chunk."""
+    """Return (8,) int64: ``_FIELDS``, which must be equal on all ranks, and whether the state ends inside a chunk."""
     stand = Clock.start(batch) if clock is None else clock
     inside = bool((stand.position % chunk_size).any())
     given = (segment_ids is not None, clock is not None, _digest(stand.position), _digest(stand.document_start), inside)
@@ -41,7 +41,7 @@ def call_header(batch: int, length: int, chunk_size: int, segment_ids: Tensor | 
 
 
 def check_headers(headers: Tensor) -> None:
-    """Raise ValueError, on every rank alike, where ``headers`` (R, 8) are not one call of whole chunks."""
+    """Raise ValueError, the same on every rank, unless ``headers`` (R, 8) are of the same call and of whole chunks."""
     for name, column in zip(_FIELDS, headers.T, strict=False):
         if len(column.unique()) > 1:
             raise ValueError(
@@ -66,12 +66,12 @@ def _digest(numbers: Tensor) -> int:
 
 
 def document_record(segment_ids: Tensor, chunk_size: int) -> Tensor:
-    """(B, 4): the ids of a rank's first and last token, and the last place after the first at which a document
-    starts, among all tokens and among those before the last chunk; −1 where none does."""
+    """Return (B, 4) for a rank: the ids of its first and last token, and the index of the last document start after the
+    first token, among all tokens and among those before the last chunk; −1 if there is none."""
     ids = segment_ids.detach().to("cpu", torch.int64)
     starts = torch.where(ids[:, 1:] != ids[:, :-1], torch.arange(1, ids.shape[1]), -1)
     starts = torch.cat([torch.full_like(ids[:, :1], -1), starts], dim=1)
-    # One column more in front, so that a rank of one chunk has a column too.
+    # At least one column, also if the rank holds a single chunk.
     earlier = starts[:, : max(1, ids.shape[1] - chunk_size)]
     return torch.stack([ids[:, 0], ids[:, -1], starts.amax(1), earlier.amax(1)], dim=1)
 
@@ -81,22 +81,23 @@ class Part:
     """One rank's part of the rows of a call; tensors of shape (B,)."""
 
     clock: Clock
-    """Before its first token."""
+    """Clock before the part's first token."""
     begins: Tensor
-    """Whether a document starts at its first token."""
+    """Whether a document starts at the part's first token."""
     start_before_last: Tensor
-    """Where the document started that is there before its last chunk."""
+    """Position at which the document started that is open just before the part's last chunk."""
 
 
 def parts_of_call(length: int, chunk_size: int, records: Tensor, clock: Clock | None) -> list[Part]:
-    """Every rank's part, from all ranks' records (R, B, 4); ``clock`` before the first, None where nothing was read."""
+    """Return every rank's part, from the records (R, B, 4) of all ranks and the ``clock`` before the first rank's
+    tokens, which is None if nothing was read."""
     now = Clock.start(records.shape[1]) if clock is None else clock
     parts: list[Part] = []
     for first_id, last_id, last_start, early_start in (record.unbind(1) for record in records):
         fresh = clock is None and not parts
         begins = torch.zeros_like(first_id, dtype=torch.bool) if fresh else first_id != now.segment_id
         start = torch.where(begins, now.position, now.document_start)
-        # The first token is before the last chunk only where there are two.
+        # The first token is before the last chunk only if there are at least two chunks.
         start_early = start if length > chunk_size else now.document_start
         before_last = torch.where(early_start >= 0, now.position + early_start, start_early)
         parts.append(Part(now, begins, before_last))
@@ -106,18 +107,18 @@ def parts_of_call(length: int, chunk_size: int, records: Tensor, clock: Clock | 
 
 
 def no_documents(size: int, batch: int, clock: Clock | None) -> Tensor:
-    """The records of ranks whose rows go on without a document's start."""
+    """Return the records (R, B, 4) of ranks in whose rows no document starts."""
     ids = torch.zeros(batch, dtype=torch.int64) if clock is None else clock.segment_id
     none = torch.full_like(ids, -1)
     return torch.stack([ids, ids, none, none], dim=1).expand(size, -1, -1)
 
 
 def reaching_counts(parts: list[Part], rank: int) -> Tensor:
-    """``ContextExchange.counts`` of a rank."""
+    """Return ``ContextExchange.counts`` of a rank."""
     start = parts[rank].clock.document_start
     counts = torch.zeros(len(parts) - 1, len(start), dtype=torch.int64)
     for before in range(rank):
-        # What rank 0 had read in earlier calls counts as its own.
+        # Tokens that rank 0 read in earlier calls count as its own.
         begin = parts[before].clock.position if before else torch.minimum(start, parts[0].clock.position)
         held = parts[before + 1].clock.position - torch.maximum(start, begin)
         counts[rank - 1 - before] = held.clamp(min=0)
@@ -125,7 +126,7 @@ def reaching_counts(parts: list[Part], rank: int) -> Tensor:
 
 
 def reaching_chunks(parts: list[Part], rank: int, chunk_size: int) -> Tensor:
-    """``ContextExchange.chunks_reach`` of a rank."""
+    """Return ``ContextExchange.chunks_reach`` of a rank."""
     reach = torch.zeros(len(parts) - 1, len(parts[0].begins), 2, dtype=torch.bool)
     for before in range(rank):
         start, end = parts[rank - 1].start_before_last, parts[before + 1].clock.position
@@ -139,7 +140,7 @@ class ContextGroup:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.line = P2PGroup(process_group)
         types = {device.type for device in process_group._device_types}
-        # Layouts are made on the host; a group without a host backend carries them over the device's.
+        # Layouts are computed on the CPU. If the group has no CPU backend, they are exchanged on its device.
         self._host = torch.device("cpu") if "cpu" in types else torch.device(next(iter(types)))
 
     @property
@@ -151,10 +152,10 @@ class ContextGroup:
         return self.line.size
 
     def slice(self, length: int, chunk_size: int) -> slice:
-        """The columns of rows of ``length`` tokens that this rank holds.
+        """Return the columns that this rank holds of rows of ``length`` tokens.
 
         Raises:
-            ValueError: ``length`` is not so many whole chunks that each rank gets as many.
+            ValueError: ``length`` cannot be divided into an equal number of whole chunks per rank.
         """
         if length % (self.size * chunk_size):
             raise ValueError(
@@ -168,10 +169,10 @@ class ContextGroup:
         self, batch: int, length: int, chunk_size: int, *,
         segment_ids: Tensor | None, clock: Clock | None, device: torch.device,
     ) -> Segments:  # fmt: skip
-        """The documents of this rank's tokens, at their place in the stream, and the exchange with the others.
+        """Return the documents of this rank's tokens, their positions in the stream, and the exchange with other ranks.
 
         Raises:
-            ValueError: the ranks' tokens are not as many whole chunks each, or their calls differ; on all ranks.
+            ValueError: on all ranks, if the ranks hold different numbers of chunks or their calls differ.
         """
         check_headers(self._gather(call_header(batch, length, chunk_size, segment_ids, clock)))
         if segment_ids is None:
@@ -192,19 +193,20 @@ class ContextGroup:
         return torch.zeros_like(parts[0].begins) if last else parts[self.rank + 1].begins
 
     def mean(self, local: Tensor, count: Tensor) -> Tensor:
-        """The mean over all ranks' terms, the same number on each, from this rank's mean over ``count`` of them."""
+        """Return the mean over the terms of all ranks, identical on each; ``local`` is the mean of this rank's
+        ``count`` terms."""
         return _GroupMean.apply(local, count, self.line.group)
 
     def last_state(self, state: GeckoState) -> GeckoState:
-        """The last rank's state after a call, which is that of the whole rows, on every rank."""
+        """Return, on every rank, the last rank's state after a call; it is the state after the whole rows."""
         clock = self.from_last([x.to(self._host) for x in state.clock.tensors().values()])
         rest = self.from_last([x for name, x in state.tensors().items() if not name.startswith("clock.")])
         found = iter([*(x.cpu() for x in clock), *rest])
         return state.map(lambda _: next(found))
 
     def from_last(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The last rank's tensors, on every rank; all ranks have the same shapes and dtypes, on one device."""
-        # A copy, because one element is contiguous at any stride, and bytes are seen only at stride 1.
+        """Return the last rank's tensors on every rank. Shapes and dtypes agree on all ranks; all are on one device."""
+        # Copy: a tensor of one element is contiguous at any stride, but a view as bytes needs stride 1.
         whole = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
         packed = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in whole])
         dist.broadcast(packed, group=self.line.group, group_src=self.size - 1)
@@ -212,7 +214,7 @@ class ContextGroup:
         return [part.clone().view(tensor.dtype).view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _gather(self, values: Tensor) -> Tensor:
-        """(R, …): every rank's ``values``, on the host."""
+        """Return every rank's ``values`` as (R, …) on the CPU."""
         own = values.to(self._host)
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self.line.group)
@@ -264,17 +266,17 @@ def prefill_on_ranks(
     *,
     piece: int | None = None,
 ) -> Prefill:
-    """``gecko.inference.read`` shared by the ranks of a group: the same reading, on every rank.
+    """Read a prompt as ``gecko.inference.read`` does, shared by the ranks of a group. Every rank gets the same result.
 
-    All ranks give the same text and state. Tokens that do not fill a chunk on every rank, fewer than
-    ranks × chunk_size at each end, are read by all of them.
+    All ranks pass the same tokens and state. The tokens at both ends that do not fill a chunk on every rank, fewer than
+    ranks × chunk_size at each end, are read by every rank.
 
     Args:
-        piece: tokens that a rank reads in one call, whole chunks; None: some whole windows. After ranks × piece
-            tokens the state goes round once.
+        piece: tokens per rank and call, a multiple of ``chunk_size``; None: ``piece_length(model.config)``. The last
+            rank's state is sent to all after each ranks × piece tokens.
 
     Raises:
-        TypeError, ValueError: as ``read``; ``piece`` is no multiple of the chunk size.
+        TypeError, ValueError: as ``read``; ``piece`` is not a multiple of the chunk size.
     """
     size, chunk = piece_length(model.config) if piece is None else piece, model.config.chunk_size
     if size < 1 or size % chunk:
@@ -291,8 +293,8 @@ def prefill_on_ranks(
 
 
 def _shares(part: Tensor, position: int, unit: int, chunk: int) -> Iterable[tuple[bool, Tensor]]:
-    """``part`` up to the next chunk's start, then what divides into whole chunks on all ranks, then the rest; and
-    whether the ranks share it."""
+    """Split ``part`` into the tokens up to the next chunk, those that fill whole chunks on all ranks, and the rest.
+    Return each that is not empty with whether the ranks share it."""
     before = min(-position % chunk, len(part))
     whole = (len(part) - before) // unit * unit
     sizes = [before, whole, len(part) - before - whole]
@@ -303,7 +305,7 @@ def _shares(part: Tensor, position: int, unit: int, chunk: int) -> Iterable[tupl
 def _read_call(
     model: Gecko, tokens: Tensor, state: GeckoState | None, group: ContextGroup | None
 ) -> tuple[Tensor, GeckoState]:
-    """What the head projects for the last token, (1, 1, D), and the state after it."""
+    """Return the last token's hidden vector, the input of the head (1, 1, D), and the state after it."""
     columns = slice(None) if group is None else group.slice(len(tokens), model.config.chunk_size)
     part = tokens[columns].unsqueeze(0).to(model.embedding.weight.device)
     hidden, state = model.hidden(part, state=state, context=group)

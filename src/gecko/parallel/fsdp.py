@@ -1,4 +1,4 @@
-"""A model whose parameters, gradients and optimizer state are divided among ranks (FSDP2)."""
+"""Sharding of a model's parameters, gradients and optimizer state among ranks (FSDP2)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from gecko.models.registry import LanguageModel
 
 _METHODS = ("loss", "token_losses")
-"""What is called of a model besides ``forward``."""
+"""Methods of a model that run a forward pass besides ``forward``."""
 
 
 def shard_model(model: LanguageModel, mesh: DeviceMesh, *, bfloat16: bool) -> None:
-    """Divide ``model`` among the ranks of ``mesh`` in place: each block is gathered as it is needed.
+    """Shard ``model`` among the ranks of ``mesh`` in place. The parameters of a block are gathered when it runs.
 
-    Parameters and reductions stay float32. With ``bfloat16`` the blocks' matrices are gathered, and their
-    gradients computed, in bfloat16; norms, moving averages, embedding and head stay float32.
+    Parameters and gradient reductions stay float32. With ``bfloat16`` the matrices of blocks are gathered, and their
+    gradients computed, in bfloat16; norms, CEMA, embedding and head stay float32.
     """
-    # A block's float32 inputs, and with them its streaming state, must not be cast silently.
+    # FSDP must not cast a block's float32 inputs, because they include its state.
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
         if bfloat16:
-            # One group, so one exchange. The first of them to run is what all else in the block depends on,
-            # so its backward ends last, as the group's end must.
+            # All float32 layers in one group, so that they need one all-gather. The first layer of the group comes
+            # first in the block, so its backward pass ends last, as FSDP requires for the end of a group.
             fully_shard([m for m in block.modules() if isinstance(m, model.float32_layers)], mesh=mesh, mp_policy=exact)
         fully_shard(block, mesh=mesh, mp_policy=half if bfloat16 else exact)
     fully_shard(model, mesh=mesh, mp_policy=exact)
     model.sharded = True
-    # Blocks return views as states. Nobody writes into them, which is what it warns of.
+    # Blocks return views as states. The warning is about writes into views, and there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for name in _METHODS:
         register_fsdp_forward_method(model, name)
@@ -44,14 +44,14 @@ def shard_model(model: LanguageModel, mesh: DeviceMesh, *, bfloat16: bool) -> No
 def empty_sharded_model(
     template: LanguageModel, mesh: DeviceMesh, device: torch.device, *, bfloat16: bool
 ) -> LanguageModel:
-    """``template``, built on the meta device, sharded and with memory of any content."""
+    """Shard ``template``, a model on the meta device, and allocate its parameters without initialising them."""
     shard_model(template, mesh, bfloat16=bfloat16)
     return template.to_empty(device=device)
 
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
-    """Set a sharded model's parameters to the whole tensors that the first rank has; the others give None."""
+    """Set a sharded model's parameters to the whole tensors ``weights`` of the first rank; the others pass None."""
     for name, parameter in model.named_parameters():
         sharded = cast(DTensor, parameter)
         whole = torch.empty(sharded.shape, dtype=sharded.dtype) if weights is None else weights[name]
@@ -60,17 +60,17 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
 
 
 def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
-    """Whether the next backward passes exchange gradients, or leave them where they are for a later one."""
+    """Set whether the next backward passes reduce gradients over the ranks, or accumulate them for a later one."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
 
 
 def release(model: nn.Module) -> None:
-    """Give up the gathered parameters that a forward pass without a backward pass leaves at the root."""
+    """Free the gathered parameters of the root module, which a forward pass without a backward pass keeps."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def whole(tensor: Any) -> Tensor:
-    """The full value of a tensor that may be sharded."""
+    """Return the full value of a tensor that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -27,14 +27,15 @@ from torch.distributed.rendezvous import rendezvous
 from gecko.parallel.context import ContextGroup
 
 _PAUSE = 0.02
-"""Seconds between two looks."""
+"""Seconds between two checks of the store."""
 
 
 def fresh_rendezvous(store: Store, rank: int, world: int, timeout: timedelta) -> Store:
-    """An empty part of ``store``, the same for all ranks of this start.
+    """Return an unused prefix of ``store``, the same for all ranks of this start of the job.
 
-    Each writes a random word; the first reads them out with a word of its own, until each has heard itself and
-    answered with the first one's: only processes that run at the same time can do that. RuntimeError at ``timeout``.
+    Each rank writes a random word. The first rank publishes the words of all until each rank has found its own word
+    among them and answered with the first rank's word; only processes that run at the same time can do that.
+    Raise RuntimeError at ``timeout``.
     """
     word = uuid.uuid4().hex
     deadline = time.monotonic() + timeout.total_seconds()
@@ -65,7 +66,7 @@ def _listen(store: Store, word: str, rank: int, deadline: float) -> str:
 
 
 def _written(store: Store, keys: list[str]) -> list[str]:
-    """What is under ``keys``; nothing where one is missing, for which ``get`` would wait, and raise its own error."""
+    """Return the values of ``keys``; an empty list if one is missing, because ``get`` would wait for it and fail."""
     return [store.get(key).decode() for key in keys] if store.check(keys) else []
 
 
@@ -78,7 +79,7 @@ def _pause(deadline: float) -> None:
 T = TypeVar("T")
 
 FAILED = 2
-"""Exit code of a rank whose error another one reports."""
+"""Exit code of a rank if the first rank reports the error."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,13 @@ class MeshSizes:
 
     @property
     def data_ranks(self) -> int:
-        """Groups that a batch's rows are divided among."""
+        """Number of groups of ranks among which the rows of a batch are divided."""
         return self.replicate * self.shard
 
     @classmethod
     def of(cls, world: int, replicate: int, shard: int | None, context: int) -> MeshSizes:
-        """Sizes for ``world`` ranks; ``shard`` None is what the others leave. ValueError where the product differs."""
+        """Return the sizes for ``world`` ranks; ``shard=None`` uses all that remain. Raise ValueError if the product of
+        the sizes is not ``world``."""
         sizes = cls(replicate, shard or max(1, world // (replicate * context)), context)
         if sizes.data_ranks * context != world:
             asked = "what is left" if shard is None else shard
@@ -107,19 +109,19 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ``world`` processes of a job; alone, every method does the obvious without a network.
+    """This process among the ``world`` processes of a job. A single process needs no process group.
 
-    Ranks are laid out as (replicate, shard, context): those that share a sequence are neighbours.
+    Ranks are ordered as (replicate, shard, context), so ranks that share a row are neighbours.
     """
 
     rank: int = 0
     sizes: MeshSizes = MeshSizes()
     mesh: DeviceMesh | None = None
-    """With the dimensions replicate, shard and context; None for a process that is alone."""
+    """Device mesh with the dimensions replicate, shard and context; None for a single process."""
     context: ContextGroup | None = None
-    """The ranks that hold the rest of this rank's rows; None where it holds them whole."""
+    """The ranks that share this rank's rows; None if it holds whole rows."""
     timeout: timedelta = default_pg_timeout
-    """How long they wait for each other in a collective; a new process group must be told."""
+    """Timeout of collectives; pass it to every new process group."""
 
     @property
     def world(self) -> int:
@@ -127,7 +129,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that speaks for all."""
+        """Whether this is the rank that writes files and messages."""
         return self.rank == 0
 
     @property
@@ -139,14 +141,14 @@ class Ranks:
         return self.rank // self.sizes.context
 
     def columns(self, length: int) -> slice:
-        """This rank's tokens of a row of ``length``."""
+        """Return the columns that this rank holds of a row of ``length`` tokens."""
         part = length // self.sizes.context
         first = self.rank % self.sizes.context * part
         return slice(first, first + part)
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
-        """What ``fully_shard`` takes: shard and context as one dimension, below replicate where there are replicas."""
+        """The mesh for ``fully_shard``: shard and context form one dimension, after replicate if that is above 1."""
         assert self.mesh is not None
         flat = _limited(self.mesh["shard", "context"]._flatten("shard_context"), self.timeout)
         if self.sizes.replicate == 1:
@@ -156,14 +158,14 @@ class Ranks:
         return _limited(DeviceMesh(self.mesh.device_type, ids, mesh_dim_names=names), self.timeout)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a CPU tensor over all ranks, the same bits on each."""
+        """Return the sum of a CPU tensor over all ranks, bitwise identical on each."""
         if self.world > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's ``value``, on every rank."""
+        """Return the values of all ranks, on every rank."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -171,7 +173,7 @@ class Ranks:
         return values
 
     def broadcast(self, value: T) -> T:
-        """The first rank's ``value``, on every rank."""
+        """Return the first rank's ``value``, on every rank."""
         if self.world == 1:
             return value
         values = [value]
@@ -179,11 +181,11 @@ class Ranks:
         return values[0]
 
     def run_or_abort_all(self, work: Callable[[], T]) -> T:
-        """``work()`` on every rank; if it fails on one it fails on all, and only the first rank says why.
+        """Return the result of ``work()`` on each rank. If it fails on one rank, all raise; only the first says why.
 
         Raises:
-            ValueError, OSError, RuntimeError: the error, on the first rank.
-            SystemExit: on all others.
+            ValueError, OSError, RuntimeError: on the first rank, the error.
+            SystemExit: on all other ranks.
         """
         if self.world == 1:
             return work()
@@ -204,14 +206,14 @@ class Ranks:
 
 
 def _limited(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
-    """``mesh``, whose groups take none of the world's settings over: NCCL's would give up after 10 minutes."""
+    """Set the timeout of the groups of ``mesh``, which do not inherit it; NCCL's default is 10 minutes."""
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)
     return mesh
 
 
 def launched() -> tuple[int, int, int]:
-    """Rank, number of ranks and rank on this machine, as torchrun says; (0, 1, 0) without it."""
+    """Return rank, number of ranks, and rank on this machine, as torchrun set them; (0, 1, 0) without torchrun."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     rank, world, local = (int(os.environ.get(name, default)) for name, default in zip(names, "010", strict=True))
     return rank, world, local
@@ -219,7 +221,7 @@ def launched() -> tuple[int, int, int]:
 
 @contextmanager
 def only_first_rank_reports() -> Iterator[None]:
-    """For what all ranks do alike before they are connected: an error is the first one's to report."""
+    """Context for checks that all ranks run before they connect: only the first rank raises the error itself."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
@@ -230,9 +232,9 @@ def only_first_rank_reports() -> Iterator[None]:
 
 @contextmanager
 def connected(sizes: MeshSizes, device: torch.device, timeout: timedelta | None) -> Iterator[Ranks]:
-    """The ranks that torchrun started, connected: gloo for host memory, NCCL for CUDA.
+    """Context in which the ranks that torchrun started are connected: by gloo for CPU tensors, by NCCL for CUDA.
 
-    A collective of any group fails that takes longer than ``timeout``; None: than half an hour.
+    A collective of any group fails if it takes longer than ``timeout`` (None: half an hour).
     """
     rank, world, _ = launched()
     if world == 1:
@@ -249,5 +251,5 @@ def connected(sizes: MeshSizes, device: torch.device, timeout: timedelta | None)
         context = ContextGroup(mesh["context"].get_group()) if sizes.context > 1 else None
         yield Ranks(rank, sizes, mesh, context, timeout)
     finally:
-        # After an error the others may be gone, and waiting for them would hide it.
+        # No barrier: after an error the other ranks may be gone, and waiting for them would hide the error.
         dist.destroy_process_group()

@@ -17,19 +17,19 @@ from torch.autograd.function import once_differentiable
 
 
 class P2PGroup:
-    """The ranks of a process group in a row, and what travels along it."""
+    """Sends tensors between the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # A compiled block is cut at an exchange, because the compiler does not see the other ranks. The functions are
-        # wrapped here and not on import: ``torch.compiler.disable`` imports the compiler, which takes 2 s.
+        # An exchange is a graph break in a compiled block, because the compiler cannot trace communication. The
+        # functions are not wrapped on import, because ``torch.compiler.disable`` imports the compiler, which takes 2 s.
         self.start: Callable[[Tensor, Transfer], Tensor] = torch.compiler.disable(_Start.apply)
         self.wait: Callable[[Tensor, Transfer], Tensor] = torch.compiler.disable(_Wait.apply)
 
     def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], distances: Sequence[int]) -> list[dist.Work]:
-        """Start sending ``outgoing[i]`` to the rank ``distances[i]`` places on and receiving ``incoming[i]`` from that
-        as far behind, where there are such ranks."""
+        """Start sending ``outgoing[i]`` to the rank ``self.rank + distances[i]`` and receiving ``incoming[i]`` from the
+        rank ``self.rank − distances[i]``, if these ranks exist."""
         operations = []
         for out, into, distance in zip(outgoing, incoming, distances, strict=True):
             if 0 <= self.rank + distance < self.size:
@@ -40,7 +40,7 @@ class P2PGroup:
 
 
 class Transfer:
-    """One exchange, on its way: every rank's x to the ranks that are ``distances`` places on."""
+    """One exchange: every rank sends its x to the ranks ``rank + distance`` for each distance."""
 
     def __init__(self, line: P2PGroup, distances: Sequence[int]) -> None:
         self.line, self.distances = line, list(distances)
@@ -52,17 +52,17 @@ class Transfer:
         return self
 
     def wait(self) -> Tensor:
-        """(distances, …): what the ranks as far behind sent, zero where there are none."""
+        """Wait for the tensors of the ranks ``rank − distance`` and return them, (distances, …); zeros for none."""
         return self.line.wait(self._arriving, self)
 
     def post(self, outgoing: Tensor, incoming: Tensor, *, back: bool) -> None:
         distances = [-distance for distance in self.distances] if back else self.distances
         self._works = self.line.post(outgoing.unbind(0), incoming.unbind(0), distances)
-        # They must outlive the transfer.
+        # The buffers must stay alive until the transfer ends.
         self._kept = (outgoing, incoming)
 
     def finish(self) -> Tensor:
-        """What arrived."""
+        """Wait for the transfer and return the received tensors."""
         for work in self._works:
             work.wait()
         arrived = self._kept[1]

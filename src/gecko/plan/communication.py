@@ -102,5 +102,5 @@ def traffic(
 
 
 def _link(gpu: GPU, ranks: int) -> float:
-    """Return the bandwidth of a ring of so many ranks, which is that of its slowest link."""
+    """Return the bandwidth of a ring of ``ranks`` GPUs, which is that of its slowest link."""
     return gpu.node_link if ranks <= GPUS_PER_NODE else gpu.network

@@ -84,7 +84,7 @@ class GeckoCounts:
     def activations(self, itemsize: int) -> float:
         """Return the bytes per token that a block keeps for backward.
 
-        The residual stream, norms, moving averages, queries, keys and the memory are always float32.
+        The residual stream, norms, CEMA, queries, keys and the memory are always float32.
         """
         config, key_dim = self.config, self.config.key_dim
         kept = float((4 * FLOAT + 3 * itemsize) * config.model_dim + 5 * itemsize * config.value_dim)
@@ -264,7 +264,7 @@ class Counts(Protocol):
     def context_bytes(self, itemsize: int, ranks: int) -> int:
         """Return the bytes that the busiest of ``ranks`` context ranks sends in a layer's forward pass, per row.
 
-        The backward pass sends as many.
+        The backward pass sends the same number.
         """
 
 

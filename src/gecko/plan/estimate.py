@@ -16,7 +16,7 @@ DAY = 86_400
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Numbers that cannot be computed. Measure a hundred steps, and set the values that they had."""
+    """Numbers that cannot be computed. Run a hundred steps, and set the values measured there."""
 
     efficiency: float = 0.5
     """Fraction of peak FLOP/s that all kernels together reach."""

@@ -143,7 +143,7 @@ def step_memory(run: Run, share: Share) -> dict[str, int]:
     config, groups = run.model, group_sizes(run.model, bfloat16=share.bfloat16)
     counts = counts_of(config)
     kept = share.tokens * kept_by_model(config, share.itemsize, run.activation_checkpointing)
-    # The block that is differentiated has its activations, and as many bytes of gradients.
+    # The block that is differentiated has its activations, and gradients of the same size.
     work = (
         share.tokens
         * counts.activations(share.itemsize)
@@ -162,10 +162,10 @@ def step_memory(run: Run, share: Share) -> dict[str, int]:
 
 
 def _buffers(run: Run, groups: GroupSizes, share: Share) -> int:
-    """Gathered weights, gradients before they are reduced, and what context ranks hand over."""
+    """Return the bytes of gathered weights, of gradients before reduction, and of the context exchange."""
     block = groups.blocks // run.model.num_layers
     if share.divided == 1:
-        # Autocast's copies of the weights in hand, which stay where nothing is recomputed.
+        # Autocast's bf16 copies of the weights: of one block with recomputation, otherwise of all blocks.
         held = 1 if run.activation_checkpointing == "full" else run.model.num_layers
         return held * block if share.bfloat16 else 0
     # Two gathered blocks (the current and the next), one block of gradients, and float32 gradients being reduced.

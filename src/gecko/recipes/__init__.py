@@ -16,31 +16,31 @@ _FIXED = ("recipe", "overrides", "model.model_type")
 
 
 def apply_overrides(run: Run, overrides: Sequence[str]) -> Run:
-    """``run`` with each ``key=value`` applied, as ``optimizer.learning_rate=3e-3``; the last of two wins.
+    """Return ``run`` with each ``key=value`` applied, for example ``optimizer.learning_rate=3e-3``.
 
-    Values are read as the field's annotation asks. The changes apply together, so that fields which must
-    agree can change in any order. ValueError for an unknown key (with the nearest), a value that does not fit, or
-    minutes for a run whose steps are fixed.
+    The annotation of the field determines how a value is parsed. If a key occurs twice, the last value applies. All
+    changes apply together, so fields that must agree can change in any order. Raise ValueError for an unknown key (with
+    the nearest one), a value that does not fit, or minutes for a run whose steps are fixed.
     """
     overrides = [current_override(override) for override in overrides]
     values = run.to_dict()
     set_fields(values, overrides, _FIXED)
     changed = Run.from_dict(values)
-    # Of two values for a key the command needs the last one only.
+    # The command needs only the last value of each key.
     latest = {override.partition("=")[0]: override for override in (*run.overrides, *overrides)}
     _check_minutes(run, changed, overrides)
     return dataclasses.replace(changed, overrides=tuple(latest.values()))
 
 
 def shown(run: Run) -> Iterator[str]:
-    """A line for each setting that an override can change: the one that sets it to what it is, and what it means."""
+    """Yield a line for each setting that an override can change: ``key=value`` with its value, and its meaning."""
     for name, value, meaning in settings_help(run):
         if name not in _FIXED:
             yield f"{f'{name}={value}':<34} {meaning}"
 
 
 def _check_minutes(run: Run, changed: Run, overrides: Sequence[str]) -> None:
-    """ValueError where ``overrides`` change the minutes alone, and the run has steps, which go before them."""
+    """Raise ValueError if ``overrides`` change the minutes of a run with steps, because steps take precedence."""
     steps_given = any(override.startswith("steps=") for override in overrides)
     if changed.steps is None or steps_given or changed.minutes in (None, run.minutes):
         return
@@ -66,9 +66,9 @@ __all__ = ["RECIPES", "apply_overrides", "get_recipe", "shown"]
 
 
 def get_recipe(name: str) -> Run:
-    """The run of that name, or the one in a ``recipe.json`` that an earlier run wrote.
+    """Return the run of a recipe name, or the run in a ``recipe.json`` that an earlier run wrote.
 
-    ValueError for an unknown name, with the nearest one; FileNotFoundError for a missing file.
+    Raise ValueError for an unknown name, with the nearest one, and FileNotFoundError for a missing file.
     """
     if name.endswith(".json"):
         path = Path(name).expanduser()
@@ -80,7 +80,7 @@ def get_recipe(name: str) -> Run:
 
 
 def _with_true_origin(run: Run) -> Run:
-    """``run`` without its recipe and overrides where they give another one: its file was edited, or the recipe."""
+    """Clear ``recipe`` and ``overrides`` if they no longer give ``run``: its file or the recipe was edited."""
     try:
         again = apply_overrides(get_recipe(run.recipe), run.overrides) if run.recipe in RECIPES else None
     except ValueError:

@@ -27,7 +27,7 @@ from gecko.train import (
 
 
 def compare_gecko() -> Run:
-    """Gecko of a million parameters on 10 M bytes, with which the others are compared. Set data.source."""
+    """Gecko of a million parameters on 10 M bytes, the reference of the comparison. Set data.source."""
     return _comparison("compare_gecko", GeckoConfig.preset("tiny"))
 
 
@@ -52,12 +52,12 @@ def compare_window() -> Run:
 
 
 def compare_cumulative() -> Run:
-    """Gecko whose timestep norm takes the statistics of all that was read, as Megalodon's."""
+    """Gecko with Megalodon's timestep norm: cumulative statistics of all tokens read."""
     return _gecko("compare_cumulative", timestep_betas=None)
 
 
 def compare_no_memory() -> Run:
-    """Gecko that has only its moving average for what left the window."""
+    """Gecko without working memory: only CEMA keeps information about tokens outside the window."""
     return _gecko("compare_no_memory", memory="none")
 
 
@@ -80,7 +80,7 @@ def _gecko(name: str, **changes: Any) -> Run:
 
 
 def _comparison(name: str, model: ModelConfig) -> Run:
-    """10 M bytes in 1,221 steps of 8,192."""
+    """Return a run on 10 M bytes: 1,221 steps of 8,192."""
     return Run(
         model=model,
         output=f"runs/{name}",

@@ -1,14 +1,6 @@
 """Recipes for pretraining, from one million parameters on two CPU cores to 7 B parameters on 256 GPUs.
 
-- ``tiny``: about a million parameters that learn Python's standard library in minutes, on two CPU cores.
-- ``gecko_15m``: 15 M parameters on bytes; a night on a desktop's CPU, minutes on a GPU.
-- ``gecko_125m``: 125 M parameters on one GPU. Set ``data.source`` and ``data.tokenizer``: the default corpus is too
-  small.
-- ``gecko_1b``: 1.3 B parameters on 2 T tokens of Dolma, as in the paper; 64 GPUs. Set ``data.source`` to token shards.
-- ``gecko_7b``: 7 B parameters, 2 T tokens, context of 32K, as in the paper; 256 GPUs. Set ``data.source`` and
-  ``data.tokenizer``.
-- ``megalodon_7b``: Megalodon-7B, the paper's baseline, with the settings of ``gecko_7b``.
-- ``llama2_7b``: Llama2-7B, the paper's baseline, on the rows of ``gecko_7b``.
+``gecko train --list`` shows the first docstring line of each recipe.
 
 Rows of 32K tokens need a rotary base of 500,000, as in Gecko-7B and Llama 2 Long (Xiong et al., 2023), the paper's
 Llama with such a context. A Llama's attention needs all keys of a row, so ranks cannot share rows, and 128 rows occupy
@@ -35,6 +27,7 @@ from gecko.train import (
 
 
 def tiny() -> Run:
+    """The demo: about a million parameters that learn Python's standard library in minutes, on two CPU cores."""
     return Run(
         model=GeckoConfig.preset("tiny"),
         output="runs/tiny",
@@ -51,6 +44,7 @@ def tiny() -> Run:
 
 
 def gecko_15m() -> Run:
+    """15 M parameters on bytes: an overnight run on a desktop's CPU, minutes on a GPU."""
     return Run(
         model=GeckoConfig.preset("gecko-15m"),
         output="runs/gecko_15m",
@@ -67,6 +61,7 @@ def gecko_15m() -> Run:
 
 
 def gecko_125m() -> Run:
+    """125 M parameters on one GPU. Set data.source and data.tokenizer; the default corpus is far too small."""
     return Run(
         model=GeckoConfig.preset("gecko-125m"),
         output="runs/gecko_125m",
@@ -84,10 +79,11 @@ def gecko_125m() -> Run:
 
 
 _STEPS_1B = 953_674
-"""2 T tokens at 2,097,152 a step, which is OLMo-1B's batch: its step 966,000 has seen 2,025 B tokens."""
+"""2 T tokens at 2,097,152 per step, which is OLMo-1B's batch: its step 966,000 has seen 2,025 B tokens."""
 
 
 def gecko_1b() -> Run:
+    """1.3 B parameters on Dolma, 2 T tokens, as in the paper: 64 GPUs. Set data.source to its token shards."""
     return Run(
         model=GeckoConfig.preset("gecko-1b"),
         output="runs/gecko_1b",
@@ -107,14 +103,15 @@ def gecko_1b() -> Run:
 
 
 _STEPS_7B = 476_837
-"""2 T tokens at 4,194,304 a step."""
+"""2 T tokens at 4,194,304 per step."""
 
 
 def gecko_7b() -> Run:
+    """7 B parameters, 2 T tokens, 32K context, as in the paper: 256 GPUs. Set data.source and data.tokenizer."""
     return Run(
         model=GeckoConfig.preset("gecko-7b"),
         output="runs/gecko_7b",
-        # Llama 2's tokenizer has its own licence: get the file from its makers.
+        # Llama 2's tokenizer has its own licence: download the file from Meta.
         data=DataSettings(
             source="shards/pretraining", tokenizer="tokenizers/llama2/tokenizer.model", validation_fraction=1e-5
         ),
@@ -134,10 +131,12 @@ def gecko_7b() -> Run:
 
 
 def megalodon_7b() -> Run:
+    """Megalodon-7B, the paper's baseline, trained as Gecko-7B is. Set data.source and data.tokenizer."""
     return dataclasses.replace(gecko_7b(), model=GeckoConfig.preset("megalodon-7b"), output="runs/megalodon_7b")
 
 
 def llama2_7b() -> Run:
+    """Llama2-7B, the paper's baseline, on the rows that Gecko-7B is trained on. Set data.source and data.tokenizer."""
     return dataclasses.replace(
         gecko_7b(),
         model=LlamaConfig.preset("llama2-7b", rope_base=500_000.0),

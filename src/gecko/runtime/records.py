@@ -1,4 +1,4 @@
-"""Nested, immutable records of tensors, of which states are made."""
+"""Nested, immutable records of tensors: the base class of states."""
 
 from __future__ import annotations
 

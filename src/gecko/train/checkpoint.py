@@ -24,10 +24,10 @@ _UNFINISHED = ".partial-"
 _DIVERGED = "diverged-"
 _ALONE = Ranks()
 _NOT_FOR_SPACE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
-"""Errors of a path, which room on the disk does not mend."""
+"""Error numbers that freeing disk space does not fix."""
 
 Entries = dict[str, dict[str, str | int]]
-"""Size and sha256 of files, by their path in the checkpoint."""
+"""Size and SHA-256 of each file, by its path in the checkpoint."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -39,11 +39,11 @@ def checkpoint_step(path: Path) -> int:
 
 
 def write_checkpoint(folder: Path, step: int, write_files: Callable[[Path], None]) -> Path:
-    """Make ``folder/step-N`` with what ``write_files(temporary_folder)`` writes, and a manifest of it.
+    """Create the checkpoint ``folder/step-N`` from the files that ``write_files(temporary_folder)`` writes.
 
-    The files are written and flushed to disk beside the target and renamed in one move, so whatever
-    happens meanwhile, ``step-N`` is either whole or absent and older checkpoints are untouched.
-    OSError, saying what to do, where the files cannot be written (a full disk).
+    The files and a manifest are flushed to disk in a temporary folder, which is then renamed. At any time ``step-N`` is
+    either complete or absent, and older checkpoints do not change.
+    Raise OSError with advice if the files cannot be written, for example on a full disk.
     """
     try:
         partial = begin_checkpoint(folder, step)
@@ -54,7 +54,7 @@ def write_checkpoint(folder: Path, step: int, write_files: Callable[[Path], None
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path:
-    """An empty folder, beside the checkpoints, for the files of a new one. What an earlier save left goes."""
+    """Create and return an empty folder for a new checkpoint. Remove what an interrupted save left behind."""
     partial = folder / f"{_UNFINISHED}{_PREFIX}{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     remove_unfinished(folder)
@@ -63,7 +63,7 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
 
 
 def complete_checkpoint(partial: Path, step: int, entries: Entries) -> Path:
-    """Turn ``partial``, whose flushed files ``entries`` describes, into the checkpoint of ``step``."""
+    """Turn the folder ``partial`` into the checkpoint of ``step``; ``entries`` describes its files, already flushed."""
     folder = partial.parent
     target = checkpoint_path(folder, step)
     write_manifest(partial, entries)
@@ -82,7 +82,7 @@ def all_files(folder: Path) -> list[Path]:
 
 
 def flushed_entries(folder: Path, files: Iterable[Path]) -> Entries:
-    """What the manifest of ``folder`` says of ``files``, once the disk has them."""
+    """Flush ``files`` to disk and return their entries for the manifest of ``folder``."""
     entries: Entries = {}
     for path in files:
         _sync(path)
@@ -92,7 +92,7 @@ def flushed_entries(folder: Path, files: Iterable[Path]) -> Entries:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what an interrupted save or removal left behind."""
+    """Delete the files that an interrupted save or removal left behind."""
     for leftover in folder.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -100,13 +100,13 @@ def remove_unfinished(folder: Path) -> None:
 def keep_newest(
     folder: Path, step: int, keep: int, keep_every: int | None = None, best: Callable[[list[Path]], Path] | None = None
 ) -> None:
-    """Delete old checkpoints, but not the ``keep`` newest up to ``step``, nor those whose step ``keep_every`` divides.
+    """Delete old checkpoints. Keep the ``keep`` newest up to ``step`` and those at multiples of ``keep_every``.
 
     Checkpoints after ``step`` are deleted too: the run that writes ``step`` found them damaged and resumed from an
-    earlier one. So are checkpoints that were set aside before ``step``.
+    earlier one. Checkpoints of steps before ``step`` that ``set_aside`` renamed are also deleted.
 
     Args:
-        best: returns one of the checkpoints up to ``step``, which is kept too.
+        best: chooses one of the checkpoints up to ``step``, which is kept too.
     """
     written = list_checkpoints(folder)
     later = [path for path in written if checkpoint_step(path) > step]
@@ -120,25 +120,25 @@ def keep_newest(
         *passed,
         *(path for path in earlier if keep_every is None or checkpoint_step(path) % keep_every),
     ]:
-        # Renamed first: a removal cut short must not leave a checkpoint that looks whole.
+        # Rename first: an interrupted removal must not leave a checkpoint that looks complete.
         doomed = path.rename(folder / f"{_UNFINISHED}{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class GoingOn:
-    """The checkpoint that the next session finds, after one ended in skipped steps."""
+    """Checkpoint from which ``--resume`` continues after a session ended in skipped steps."""
 
     newest: Path | None
-    """None where there is none."""
+    """The newest checkpoint, or None."""
     aside: tuple[Path, ...]
-    """Checkpoints that have the weights that gave the skipped steps, under their new names."""
+    """New paths of the checkpoints that hold the weights of the skipped steps."""
     usable: bool = True
-    """False: ``newest`` has those weights too."""
+    """Whether ``newest`` holds other weights than those of the skipped steps."""
 
 
 def set_aside(folder: Path, step: int) -> GoingOn:
-    """Rename the checkpoints of ``step`` and later, so that a run goes on from the one before; it must be sound."""
+    """Rename the checkpoints of ``step`` and later, so that the run resumes from the newest sound one before them."""
     written = list_checkpoints(folder)
     bad = [path for path in written if checkpoint_step(path) >= step]
     good = next((path for path in written if path not in bad and _fault(path, _ALONE) is None), None)
@@ -148,21 +148,20 @@ def set_aside(folder: Path, step: int) -> GoingOn:
 
 
 def _free(path: Path) -> Path:
-    """``path``, after what an earlier divergence at this step left there is removed."""
+    """Remove what an earlier divergence at this step left at ``path``, and return ``path``."""
     shutil.rmtree(path, ignore_errors=True)
     return path
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints in the folder, newest first, sound or not."""
+    """Return all checkpoints in the folder, newest first, including damaged ones."""
     return sorted((p for p in folder.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdigit()), reverse=True)
 
 
 def verify_checkpoint(path: Path, ranks: Ranks = _ALONE) -> None:
-    """ValueError or FileNotFoundError, naming the file, unless every file has the size and sha256 of the manifest.
+    """Check that every file has the size and SHA-256 in the manifest; several ranks divide the files among themselves.
 
-    OSError where one cannot be read.
-    Of many ranks each looks at some of the files: it takes all of them to have looked.
+    Raise ValueError (damaged) or FileNotFoundError (missing) that names the file, or OSError if a file cannot be read.
     """
     files = sorted(read_manifest(path).items())
     for name, entry in files[ranks.rank :: ranks.world]:
@@ -189,11 +188,10 @@ def read_manifest(path: Path) -> Entries:
 
 
 def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
-    """The newest sound checkpoint; damaged and unreadable ones are passed over with a warning. None where there is
-    none at all.
+    """Return the newest sound checkpoint, or None if the folder has no checkpoint.
 
-    All ``ranks`` call it together and get the same, or fail together: ValueError where there are checkpoints and all
-    are damaged, OSError where the first rank cannot look for them.
+    Damaged and unreadable checkpoints are skipped with a warning. All ``ranks`` call this together and get the same
+    result or fail together: ValueError if all checkpoints are damaged, OSError if the first rank cannot list them.
     """
     candidates = ranks.broadcast(ranks.run_or_abort_all(lambda: list_checkpoints(folder) if ranks.is_main else []))
     for path in candidates:
@@ -244,7 +242,7 @@ def _sync(path: Path) -> None:
 
 
 def write_failure(folder: Path, step: int, error: BaseException) -> OSError:
-    """The error to raise where the checkpoint of ``step`` could not be written; what it left behind is removed."""
+    """Remove the partial checkpoint of ``step``, and return the error to raise because it could not be written."""
     remove_unfinished(folder)
     previous = next((path.name for path in list_checkpoints(folder) if checkpoint_step(path) < step), None)
     kept = f"The previous one, {previous}, is intact." if previous else "There is no earlier one."

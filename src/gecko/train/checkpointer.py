@@ -59,20 +59,20 @@ _OPTIMIZER, _RANDOM, _TRAINER = "optimizer.safetensors", "random.safetensors", "
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run is."""
+    """Progress of a run, saved in each checkpoint."""
 
     step: int = 0
-    """Finished steps, the skipped ones too; also the index of the next batch."""
+    """Number of finished steps, including skipped ones; also the index of the next batch."""
     seconds: float = 0.0
     """Time spent so far, over all sessions."""
     skipped: int = 0
-    """Steps skipped, ..."""
+    """Number of skipped steps."""
     consecutive_skips: int = 0
-    """... and those of them since the last step that was taken."""
+    """Number of steps skipped since the last step that was not skipped."""
     recent_losses: tuple[float, ...] = ()
-    """Of the last steps that were finite, as the rule for spikes looks back on them, ..."""
+    """Losses of the last finite steps, from which ``SpikeRule`` computes mean and deviation."""
     recent_grad_norms: tuple[float, ...] = ()
-    """... and their gradient norms."""
+    """Gradient norms of the same steps."""
 
 
 def checkpoints_folder(run: Run) -> Path:
@@ -80,7 +80,7 @@ def checkpoints_folder(run: Run) -> Path:
 
 
 def tokenizer_folder(run: Run) -> Path:
-    """A copy of the tokenizer's files, which every checkpoint gets: wherever one goes, they go along."""
+    """Return the folder with the run's copy of the tokenizer, which is copied into every checkpoint."""
     return run.folder / "tokenizer"
 
 
@@ -92,7 +92,7 @@ def write_whole(
     position: TrainerState,
     data: DataRecord,
 ) -> None:
-    """A checkpoint's files, by one rank that has all of the model."""
+    """Write all files of a checkpoint from one process that holds the whole model."""
     model.save(folder)
     save_file(optimizer_tensors(model, optimizer), folder / _OPTIMIZER)
     write_small_files(folder, run, position, random_state(), data)
@@ -101,7 +101,7 @@ def write_whole(
 def write_small_files(
     folder: Path, run: Run, position: TrainerState, random: Mapping[str, Tensor], data: DataRecord
 ) -> None:
-    """What is the same for all ranks: random state, position, record of the data, config, recipe and tokenizer."""
+    """Write the files that are not sharded: random and trainer state, data record, config, recipe and tokenizer."""
     data.save(folder)
     save_file(dict(random), folder / _RANDOM)
     (folder / _TRAINER).write_text(json.dumps(asdict(position), indent=2) + "\n", encoding="utf-8")
@@ -112,13 +112,13 @@ def write_small_files(
 
 
 def training_tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters by name and optimizer state by ``parameter name/state name``, sharded where the model is."""
+    """Return parameters by name and optimizer state by ``parameter name/state name``; sharded if the model is."""
     parameters = {name: parameter.detach() for name, parameter in named_parameters(model)}
     return {**parameters, **optimizer_tensors(model, optimizer)}
 
 
 def restore_snapshot(path: Path, model: LanguageModel, optimizer: torch.optim.Optimizer) -> TrainerState:
-    """Load the model, optimizer and random state of a verified checkpoint, all ranks together."""
+    """Load the model, optimizer and random state of a verified checkpoint. All ranks call it together."""
     read_tensors(path, training_tensors(model, optimizer))
     _set_random_state(path / _RANDOM)
     return read_trainer_state(path)
@@ -130,9 +130,9 @@ def read_trainer_state(path: Path) -> TrainerState:
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
-    """Fill ``tensors``, sharded in any way, from a checkpoint; all ranks together, or one ``alone``.
+    """Fill ``tensors``, which may be sharded in any way, from a checkpoint.
 
-    ValueError where it lacks one of them or has another shape.
+    All ranks call it together, or one rank with ``alone``. Raise ValueError if a tensor is missing or differs in shape.
     """
     shards = path / SHARDS
     if shards.is_dir():
@@ -151,22 +151,21 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False)
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:
-    """Write, alone, the model of a checkpoint to ``folder`` as one ``model.safetensors``, which
-    ``gecko.models.registry.load_any`` reads.
+    """Write the model of a checkpoint to ``folder`` as one ``model.safetensors``; ``load_any`` reads the folder.
 
-    Into the checkpoint itself too, unless it has one: its manifest then lists the new file. OSError where the disk is
-    full.
+    One process calls it. ``folder`` may be the checkpoint itself: its manifest then lists the new file, and nothing is
+    written if the file exists already. Raise OSError if writing fails.
     """
     if folder == checkpoint and WEIGHTS in read_manifest(checkpoint):
         return
     model = meta_model(load_config(checkpoint / CONFIG))
-    # Not by ``to_empty``, which makes two weights of one that embedding and head share.
+    # Not ``to_empty``: it makes two tensors of a weight that embedding and head share.
     weights = {name: torch.empty_like(weight, device="cpu") for name, weight in model.named_parameters()}
     read_tensors(checkpoint, {name: weight.detach() for name, weight in weights.items()}, alone=True)
     model.load_state_dict(weights, strict=False, assign=True)
     model.save(folder)
     if folder == checkpoint:
-        # Its config is what it was, byte for byte: killed here, the checkpoint is as sound as before.
+        # ``save`` wrote the same config.json as before, so the checkpoint is still sound if the process is killed here.
         write_manifest(folder, {**read_manifest(folder), **flushed_entries(folder, [folder / WEIGHTS])})
 
 
@@ -187,8 +186,8 @@ def _set_random_state(path: Path) -> None:
 def lowest_loss(checkpoints: list[Path]) -> Path:
     """Return the checkpoint with the lowest mean training loss over its last steps; the newest of equal ones.
 
-    A divergence to finite losses that the rule for spikes comes to accept raises this mean, so the checkpoint before
-    it stays until the loss is as low again.
+    If the loss jumps to higher finite values that ``SpikeRule`` accepts after a while, their mean is higher. The
+    checkpoint before the jump is then kept until the loss is as low again.
 
     Args:
         checkpoints: newest first, at least one.
@@ -197,7 +196,7 @@ def lowest_loss(checkpoints: list[Path]) -> Path:
 
 
 def _recent_loss(checkpoint: Path) -> float:
-    """Infinite if the checkpoint has no losses, or is damaged."""
+    """Return the mean of the recent losses; infinity if the checkpoint has none or is damaged."""
     try:
         losses = read_trainer_state(checkpoint).recent_losses
     except (ValueError, OSError):
@@ -206,15 +205,15 @@ def _recent_loss(checkpoint: Path) -> float:
 
 
 _SLICE = 1.0
-"""Seconds between two beats."""
+"""Seconds between two calls of ``beat``."""
 
 
 class Checkpointer:
-    """Context that saves checkpoints, and drops those beyond ``run.checkpoint.keep`` when it is told to.
+    """Context that saves checkpoints, and removes old ones when ``drop_older`` is called.
 
-    Many ranks copy what they have to host memory and go on; a thread of each writes it. They talk on a
-    process group of their own: the training's is busy. ``beat`` is called while ranks wait for the disk. Every
-    checkpoint gets ``data``.
+    With several ranks, each rank copies its shards to host memory, and a thread writes them while training continues.
+    The threads use a process group of their own, because training uses the default one at the same time. ``beat`` is
+    called while a rank waits for the disk. Every checkpoint contains ``data``.
     """
 
     def __init__(self, run: Run, ranks: Ranks, beat: Callable[[], None], data: DataRecord) -> None:
@@ -225,7 +224,7 @@ class Checkpointer:
         self._writing: Future[None] | None = None
 
     def save(self, model: LanguageModel, optimizer: torch.optim.Optimizer, position: TrainerState) -> None:
-        """Begin to save; OSError where this or the save before it fails."""
+        """Save a checkpoint (one rank) or start to (several). Raise OSError if this or the previous save fails."""
         if self.ranks.world == 1:
             write_checkpoint(
                 self.folder,
@@ -240,7 +239,7 @@ class Checkpointer:
         self._writing = self._executor.submit(self._complete, partial, shards, position, random)
 
     def wait(self) -> None:
-        """Until the last save is on the disk, on all ranks; OSError where it failed."""
+        """Wait until all ranks have written the last save to disk. Raise OSError if it failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             while not wait([writing], _SLICE).done:
@@ -248,9 +247,9 @@ class Checkpointer:
             self.ranks.run_or_abort_all(writing.result)
 
     def drop_older(self, step: int) -> None:
-        """Keep, besides the checkpoint of ``step``, those that ``run.checkpoint`` says; all ranks call it.
+        """Remove the checkpoints that ``run.checkpoint`` does not keep once ``step`` is saved. All ranks call it.
 
-        Many ranks do it once the save that is in progress is done; if that fails, nothing is dropped.
+        Several ranks do so after the save in progress; if that fails, nothing is removed.
         """
         if self.ranks.world == 1:
             self._keep_newest(step)
@@ -263,23 +262,23 @@ class Checkpointer:
         self._keep_newest(step)
 
     def set_aside(self, step: int) -> GoingOn:
-        """Where ``--resume`` goes on after the weights of ``step`` gave nothing but skipped steps.
+        """Return where ``--resume`` continues after all steps from the weights of ``step`` were skipped.
 
-        The first rank renames the checkpoints of those weights, if there is an earlier one to go on from.
+        The first rank renames the checkpoints with those weights if there is an earlier sound checkpoint.
         """
         return set_aside(self.folder, step) if self.ranks.is_main else GoingOn(None, ())
 
     @property
     def failed(self) -> bool:
-        """Whether ``wait`` would raise, as far as this rank knows by now."""
+        """Whether the last save has failed, as far as this rank knows; ``wait`` then raises the error."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # After an error too: a thread without its process group does not end, and Python waits for it in the end. This
-        # one needs nothing of the other ranks but theirs, which fail as soon as those are gone.
+        # Wait for the thread, also after an error: without its process group it would never end, and Python joins it at
+        # exit. It waits for the threads of other ranks only, and their operations fail when those ranks have exited.
         if isinstance(error, Exception) and self._writing is not None and not self._writing.done():
             print(f"rank {self.ranks.rank} ends once its checkpoint is written: {error!r}", file=sys.stderr, flush=True)
         self._executor.shutdown()
@@ -290,7 +289,7 @@ class Checkpointer:
             keep_newest(self.folder, step, settings.keep, settings.keep_every, lowest_loss)
 
     def _begin(self, step: int) -> Path:
-        """On the first rank: the folder it made for all. It may fail there alone, so nothing is exchanged in here."""
+        """Create the folder on the first rank and return it. No communication here: only the first rank may fail."""
         if not self.ranks.is_main:
             return self.folder
         try:
@@ -307,7 +306,7 @@ class Checkpointer:
     def _complete(
         self, partial: Path, shards: Future[Any], position: TrainerState, random: Mapping[str, Tensor]
     ) -> None:
-        """In the thread: wait for all ranks' files; then the first rank makes them a checkpoint."""
+        """Wait, in the thread, for the files of all ranks; then the first rank completes the checkpoint."""
         parts = self._gather(self._written(partial, shards))
         error = next((found for found, _ in parts if found is not None), None)
         if error is None:
@@ -317,7 +316,7 @@ class Checkpointer:
             raise write_failure(self.folder, position.step, RuntimeError(error))
 
     def _written(self, partial: Path, shards: Future[Any]) -> tuple[str | None, Entries]:
-        """What went wrong with this rank's files, or what the manifest says of them."""
+        """Return an error message or None, and the manifest entries of this rank's files."""
         error = _failure(shards)
         if error is not None:
             return error, {}
@@ -329,7 +328,7 @@ class Checkpointer:
     def _complete_first(
         self, partial: Path, position: TrainerState, random: Mapping[str, Tensor], parts: list[Entries]
     ) -> str | None:
-        """On the first rank: the small files, the manifest and the name of a finished checkpoint; what went wrong."""
+        """Write the small files and the manifest on the first rank, and rename the folder. Return an error or None."""
         if not self.ranks.is_main:
             return None
         try:
@@ -347,7 +346,7 @@ class Checkpointer:
 
 
 def _failure(work: Future[Any]) -> str | None:
-    """What went wrong in it, once it has ended. DCP's errors are no Exceptions, so no ``except`` would do."""
+    """Return the error message of ``work`` once it ends, or None. DCP's error class is not a subclass of Exception."""
     error = work.exception()
     if isinstance(error, CheckpointException):
         return "; ".join(str(found) for found, _ in error.failures.values())

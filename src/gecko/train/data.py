@@ -20,10 +20,10 @@ from gecko.train.run import Run
 
 
 class Prefetcher:
-    """This rank's rows of the run's batches.
+    """Makes this rank's rows of each batch, one step ahead in a thread.
 
-    ``rows`` gives a group of rows, as many as a rank takes, by its number: groups ``step · n`` and the n − 1
-    after it make up the batch of a step that n data ranks share. So any number of ranks sees the same batches.
+    ``rows(i)`` returns group i of the rows; a group has the rows of one rank and step. With n data ranks the batch of a
+    step consists of the groups ``step · n`` to ``step · n + n − 1``, so any number of ranks sees the same batches.
     """
 
     def __init__(self, rows: Callable[[int], Batch], ranks: Ranks) -> None:
@@ -32,7 +32,7 @@ class Prefetcher:
         self._ahead: tuple[int, Future[Batch]] | None = None
 
     def batch(self, step: int) -> Batch:
-        """The batch of ``step``, from 0; the next one is begun."""
+        """Return this rank's rows of ``step``, counted from 0, and start to make those of the next step."""
         ready = self._ahead
         made = ready[1] if ready is not None and ready[0] == step else self._executor.submit(self._make, step)
         batch = made.result()
@@ -47,19 +47,20 @@ class Prefetcher:
 class RunData:
     tokenizer: Tokenizer
     rows: Callable[[int], Batch]
-    """The rows of one rank and step, by their number among all of them; see :class:`gecko.train.data.Prefetcher`."""
+    """Returns a group of rows by its index; see :class:`gecko.train.data.Prefetcher`."""
     held_out: HeldOut
-    """For the losses on the way, ..."""
+    """Rows for the held-out losses during training."""
     final: HeldOut
-    """... and for that of the finished model."""
+    """Rows for the held-out loss of the finished model."""
     record: DataRecord
-    """For the run's checkpoints."""
+    """Record that each checkpoint gets."""
 
 
 def load_data(run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT) -> RunData:
-    """Read, tokenize and split the run's source; ValueError where it is too small or the tokenizer does not fit.
+    """Read, tokenize and split the run's source.
 
-    ``layout`` is that of the rows, the one that the run was begun with.
+    ``layout`` is the row layout that the run started with. Raise ValueError if the source is too small or the tokenizer
+    does not fit the model.
     """
     tokenizer = load_tokenizer(run.data.tokenizer)
     check_vocabulary(tokenizer, run.model.vocab_size)
@@ -81,10 +82,10 @@ def load_data(run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT
 
 
 def replayed(run: Run, step: int) -> Iterator[str]:
-    """Lines about the batch of ``step``, counted from 1 as in ``metrics.jsonl``: each row, and in it each document.
+    """Yield lines that describe the batch of ``step``, counted from 1 as in ``metrics.jsonl``: its rows and documents.
 
-    It takes no checkpoint: a batch is a function of the seed and its number. Where the run has one, that says how
-    documents become rows. ValueError for a step that there is not.
+    No checkpoint is needed, because a batch is a function of the seed and the step. If the run has one, its row layout
+    is used. Raise ValueError if the run has no such step.
     """
     if step < 1:
         raise ValueError(f"steps are counted from 1, as in metrics.jsonl; got {step}.")
@@ -104,6 +105,6 @@ def replayed(run: Run, step: int) -> Iterator[str]:
 
 
 def _text(tokenizer: Tokenizer, tokens: torch.Tensor) -> str:
-    """Without the tokens at a document's borders."""
+    """Decode ``tokens`` without those that mark the start and the end of a document."""
     borders = (tokenizer.document_start, tokenizer.document_end)
     return tokenizer.decode([token for token in tokens.tolist() if token not in borders])

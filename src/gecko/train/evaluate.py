@@ -20,21 +20,21 @@ from gecko.train.step import autocast
 
 _ALONE = Ranks()
 POSITION_BINS = 128
-"""At most so many points of the loss by position are kept."""
+"""Largest number of bins of the loss by position."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Rows of a held-out corpus, read ``batch_size`` at a time."""
+    """Rows of a held-out corpus, evaluated ``batch_size`` at a time."""
 
     rows: Batch
     batch_size: int
     bytes_per_token: float
-    """Bytes of text over targets."""
+    """Bytes of text divided by the number of targets."""
 
     @classmethod
     def of(cls, corpus: TokenizedCorpus, rows: int, sequence_length: int, batch_size: int) -> HeldOut:
-        """The corpus from its start, at most ``rows`` rows: every token but a document's first is a target once."""
+        """Return at most ``rows`` rows from the corpus's start. All tokens except documents' first are targets once."""
         head = corpus.head(rows * sequence_length + 1)
         batches = list(validation_batches(head, batch_size, sequence_length))
         joined = Batch(
@@ -45,16 +45,16 @@ class HeldOut:
         return cls(joined, batch_size, head.num_bytes / joined.scored_tokens)
 
     def spread(self, rows: int) -> HeldOut:
-        """``rows`` of these rows, from all over: neighbouring rows are often of one document."""
+        """Return ``rows`` evenly spaced rows, because neighbouring rows are often parts of one document."""
         available = len(self.rows.tokens)
         chosen = torch.arange(min(rows, available)) * available // min(rows, available)
         kept = Batch(self.rows.tokens[chosen], self.rows.targets[chosen], self.rows.segment_ids[chosen])
         return HeldOut(kept, self.batch_size, self.bytes_per_token)
 
     def batches(self, device: torch.device, ranks: Ranks = _ALONE) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """This rank's tokens, targets and segment ids, (at most ``batch_size``, T) each, on ``device``.
+        """Yield this rank's tokens, targets and segment ids on ``device``; each at most (``batch_size``, T).
 
-        As many for every rank: rows without targets are added where they do not come out even.
+        All ranks get the same number of batches. If the rows cannot be divided evenly, rows without targets are added.
         """
         missing = -len(self.rows.tokens) % (self.batch_size * ranks.data_ranks) if ranks.world > 1 else 0
         fills = ((self.rows.tokens, 0), (self.rows.targets, IGNORED), (self.rows.segment_ids, 0))
@@ -68,18 +68,18 @@ class HeldOut:
 @dataclass(frozen=True)
 class Evaluation:
     loss: float
-    """Mean over all held-out targets, nats a token."""
+    """Mean over all held-out targets, in nats per token."""
     nats_per_byte: float
-    """The same for a byte of text: comparable between tokenizers."""
+    """The same loss per byte of text, which is comparable between tokenizers."""
     loss_by_position: list[float | None]
-    """Mean over the rows at ``bin_width`` positions each, from the row's start; None where no row has a target."""
+    """Mean loss in bins of ``bin_width`` positions from the row's start; None if no row has a target in the bin."""
     bin_width: int
     tokens: int
-    """Targets."""
+    """Number of targets."""
     row_losses: list[float] = field(default_factory=list)
-    """Sum over each row's targets, nats, so that two models can be compared row by row, ..."""
+    """Sum of the losses of each row in nats, so that two models can be compared row by row."""
     row_targets: list[int] = field(default_factory=list)
-    """... and how many these are."""
+    """Number of targets of each row."""
 
 
 @torch.no_grad()
@@ -90,7 +90,8 @@ def evaluate(
     ranks: Ranks = _ALONE,
     beat: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """The loss of ``model`` on the held-out rows, by all ranks together; sums in float64. ``beat()`` at each batch."""
+    """Return the loss of ``model`` on the held-out rows, summed in float64. All ranks call it together.
+    ``beat()`` is called before each batch."""
     device = next(model.parameters()).device
     length = held_out.rows.targets.shape[1]
     rows, at_once = len(held_out.rows.targets), held_out.batch_size
@@ -113,7 +114,7 @@ def evaluate(
 
 
 def _summary(by_position: Tensor, by_row: Tensor, bytes_per_token: float) -> Evaluation:
-    """Total loss and number of targets, by position (2, T) and by row (2, R)."""
+    """Summarise the loss sums and target counts by position (2, T) and by row (2, R)."""
     width = -(-by_position.shape[1] // POSITION_BINS)
     bins = zip(*(_binned(sums, width).tolist() for sums in by_position), strict=True)
     means = [loss / targets if targets else None for loss, targets in bins]
@@ -130,7 +131,7 @@ def _binned(values: Tensor, width: int) -> Tensor:
 
 
 def sample_text(run: Run, model: LanguageModel, tokenizer: Tokenizer) -> str:
-    """The model's continuation of the run's prompt."""
+    """Generate and return the continuation of the run's prompt."""
     prompt = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)])
     return tokenizer.decode([token for _, token in _tokens(run, model, prompt, {tokenizer.document_end})])
 

@@ -34,10 +34,10 @@ Kind = Literal["train", "validation"]
 
 
 class MetricsWriter:
-    """Appends records to ``metrics.jsonl``.
+    """Appends records to ``metrics.jsonl``, TensorBoard and Weights & Biases.
 
-    Resumed at ``step``, it first drops what later steps had written; a new run, with ``step`` None, starts
-    a new file. So the curve of an interrupted run has every step once. Non-finite numbers are written as null.
+    If the run resumes at ``step``, records of later steps are removed first, so that each step occurs once. If ``step``
+    is None, a new file is started. Non-finite numbers are written as null.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class MetricsWriter:
         path = folder / METRICS
         truncate_metrics(path, -1 if step is None else step)
         self._path = path
-        # Unbuffered: what the disk refuses must not be written again when the file is closed.
+        # Unbuffered: if a write fails, closing the file must not write the same bytes again.
         self._file = path.open("ab", buffering=0)
         self._board = Board(folder / "tensorboard", 0 if step is None else step + 1)
         self._wandb = None if wandb is None else _weights_and_biases(folder, wandb, settings)
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """One record. ``step`` counts finished optimizer steps.
+        """Write one record. ``step`` is the number of finished optimizer steps.
 
         Raises:
-            OSError: the disk refused it; the message says what to do.
+            OSError: the record cannot be written; the message says what to do.
         """
         record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in values.items()}}
         scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
@@ -69,7 +69,7 @@ class MetricsWriter:
             self._wandb.log({"step": step, **scalars})
 
     def flush(self) -> None:
-        """Until the disk has all records: a checkpoint must not outlive those of the steps before it."""
+        """Flush all records to disk. Call it before a save: no checkpoint may exist without the records before it."""
         with self._explained("the numbers of the last steps"):
             os.fsync(self._file.fileno())
 
@@ -97,7 +97,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records, in order. A last line cut short by a killed process is left out.
+    """Return all records in order, without an incomplete last line, which a killed process leaves.
 
     Raises:
         ValueError: another line is damaged; the message names it.
@@ -106,12 +106,12 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def mend_metrics(path: Path) -> None:
-    """``mend_lines`` of a metrics file."""
+    """Remove torn and damaged lines from a metrics file; see ``mend_lines``."""
     mend_lines(path, _FIELDS)
 
 
 def seconds_by_step(records: Iterable[Record], tokens_per_step: int) -> dict[int, float]:
-    """Spent in training steps by the end of each, without evaluations and checkpoints; 0 at step 0."""
+    """Return the seconds spent in training steps up to each step, without evaluations and checkpoints; 0 at step 0."""
     clock, seconds = {0: 0.0}, 0.0
     for record in records:
         if record["kind"] == "train" and record.get("tokens_per_second"):
@@ -121,7 +121,7 @@ def seconds_by_step(records: Iterable[Record], tokens_per_step: int) -> dict[int
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Drop the records after ``step``; a warning where some of the steps before it have none."""
+    """Remove the records after ``step``. Warn if steps up to ``step`` have no record."""
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["step"] <= step]
@@ -143,7 +143,7 @@ def _finite(value: Any) -> Any:
 
 
 def _weights_and_biases(folder: Path, project: str, settings: Mapping[str, Any] | None) -> Any:
-    """The run of this folder there: the same one when it is resumed. Charts are over ``step``."""
+    """Start the run of this folder on Weights & Biases, or continue it. Its charts are over ``step``."""
     wandb = require("wandb", "wandb")
     name = folder / "wandb-id"
     if not name.exists():
@@ -158,10 +158,9 @@ def _weights_and_biases(folder: Path, project: str, settings: Mapping[str, Any] 
 
 
 class Board:
-    """Scalars by step in a folder for TensorBoard; nothing where it is not installed.
+    """Writes scalars by step for TensorBoard; does nothing if TensorBoard is not installed.
 
-    Where the disk refuses the file, one warning says so and the rest of the session's numbers are left out: they are in
-    ``metrics.jsonl``.
+    If the file cannot be written, it warns once and writes no more in this session; ``metrics.jsonl`` has all numbers.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -172,7 +171,7 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return
-        # TensorBoard's thread raises what its next call raises too.
+        # An error of TensorBoard's thread is raised again by the next call, so its traceback is not printed.
         threading.excepthook = self._without_traceback
         self._guarded(lambda: setattr(self, "_writer", SummaryWriter(str(folder), purge_step=first_step)))
 
@@ -207,33 +206,33 @@ class Board:
 SESSIONS = "sessions.jsonl"
 DATA = "data.json"
 _FIRST_LAYOUT = 1
-"""Of the rows of checkpoints without a ``DataRecord``."""
+"""Row layout of checkpoints without a ``DataRecord``."""
 
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What a checkpoint says of the data that its run trains on."""
+    """Identification of the training data, saved in each checkpoint."""
 
     digest: str
-    """Of all documents as ids."""
+    """Hash of the token ids of all documents."""
     row_layout: int
-    """How the documents become rows; see ``gecko.data.loader.ROW_LAYOUT``."""
+    """Version of the rule by which documents become rows; see ``gecko.data.loader.ROW_LAYOUT``."""
 
     def save(self, folder: Path) -> None:
         (folder / DATA).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, checkpoint: Path) -> DataRecord | None:
-        """None where the version of Gecko that wrote the checkpoint did not write one."""
+        """Return the record of a checkpoint; None if an early version of Gecko wrote the checkpoint without one."""
         path = checkpoint / DATA
         what = "the digest and the row layout of the training data"
         return parse_object(path, what, partial(build, cls)) if path.is_file() else None
 
 
 def row_layout(checkpoint: Path | None) -> int:
-    """The layout of the rows of the run that ``checkpoint`` is of; without one, that of a new run.
+    """Return the row layout of the run of ``checkpoint``; that of new runs if it is None.
 
-    ValueError where this version does not know the layout.
+    Raise ValueError if this version does not know the layout.
     """
     if checkpoint is None:
         return ROW_LAYOUT
@@ -248,10 +247,11 @@ def row_layout(checkpoint: Path | None) -> int:
 
 
 def record_session(folder: Path, step: int | None, parameters: int, hardware: Mapping[str, str], data: str) -> None:
-    """Add a line; ``step`` is the one the session goes on after, None where the run starts, and the file with it.
+    """Add a line for this session to ``sessions.jsonl``.
 
     Args:
-        data: the digest of what it reads.
+        step: the session resumes after this step. None: the run starts, and with it a new file.
+        data: digest of the training data.
     """
     line = {"step": step or 0, **code_version(), "parameters": parameters, "hardware": dict(hardware), "data": data}
     with whole_file(folder / SESSIONS) as temporary:
@@ -259,10 +259,10 @@ def record_session(folder: Path, step: int | None, parameters: int, hardware: Ma
 
 
 def check_same_data(folder: Path, checkpoint: Path, data: str) -> bool:
-    """ValueError where the run was trained on something else than what has the digest ``data``.
+    """Raise ValueError if the run was trained on data with a digest other than ``data``.
 
-    The checkpoint says what that was; for checkpoints of earlier versions, the run's sessions do. False where neither
-    does. Row i is a function of all documents: with others a run would read some twice, and train on what was held out.
+    The digest is in the checkpoint or, for earlier versions, in the run's sessions. Return False if neither has it.
+    Row i is a function of all documents: with others the run would read some twice, and train on held-out ones.
     """
     record = DataRecord.load(checkpoint)
     sessions = read_sessions(folder) if record is None else []
@@ -277,5 +277,5 @@ def check_same_data(folder: Path, checkpoint: Path, data: str) -> bool:
 
 
 def read_sessions(folder: Path) -> list[dict[str, Any]]:
-    """All lines, in order; none of runs of versions that did not write them."""
+    """Return all lines in order; none if an early version of Gecko wrote the run."""
     return read_lines(folder / SESSIONS)

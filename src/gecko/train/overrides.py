@@ -23,25 +23,25 @@ _WORDS: dict[str, bool] = {"true": True, "yes": True, "1": True, "false": False,
 
 
 OLD_NAMES = {"accumulation": "gradient_accumulation_steps"}
-"""Names that fields of a run had in earlier versions, and their names now; recipes and overrides take both."""
+"""Field names of earlier versions and their current names. Recipes and overrides accept both."""
 
 
 def current_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with the names that fields have now."""
+    """Return ``values`` with current field names."""
     return {OLD_NAMES.get(name, name): value for name, value in values.items()}
 
 
 def current_override(override: str) -> str:
-    """Return ``key=value`` with the name that the field has now."""
+    """Return ``key=value`` with the current field name."""
     key, separator, value = override.partition("=")
     return OLD_NAMES.get(key, key) + separator + value
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """An instance of the dataclass ``cls``; nested dataclasses take nested mappings.
+    """Build an instance of the dataclass ``cls``; nested dataclasses take nested mappings.
 
-    Raises ValueError that names the field (with its dotted path) when a name is unknown, a required
-    field is missing, or a value does not fit the annotation.
+    Raise ValueError that gives the dotted name of the field if the name is unknown, a required field is missing, or a
+    value does not fit the annotation.
     """
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
 
 
 def convert(value: Any, annotation: Any, name: str) -> Any:
-    """``value`` (text or a JSON value) as ``annotation``; ``name`` is the field in error messages."""
+    """Convert ``value`` (text or a JSON value) to the type ``annotation``; error messages call the field ``name``."""
     if annotation == ModelConfig:
         return _model(_fields(value, name), name)
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
@@ -80,7 +80,7 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _model(fields: Mapping[str, Any], name: str) -> ModelConfig:
-    """The config of the kind that ``model_type`` names; a Gecko's without one, as it is in older files."""
+    """Build the config of the architecture ``model_type``; without it, as in older files, that of a Gecko."""
     kind = fields.get("model_type", MODEL_TYPE)
     if kind not in CONFIGS:
         raise ValueError(unknown_name(f"{name}.model_type", kind, CONFIGS))
@@ -114,7 +114,7 @@ def _is_none(value: Any) -> bool:
 
 
 def _listed(text: str) -> list[str]:
-    """Items between commas, in one pair of brackets or in none: a glob may begin or end with a bracket of its own."""
+    """Split ``text`` at commas. Remove one enclosing pair of brackets only: a glob may start or end with a bracket."""
     text = text.strip()
     if len(text) > 1 and text[0] + text[-1] in ("()", "[]"):
         text = text[1:-1]
@@ -139,9 +139,9 @@ def _scalar(value: Any, kind: type, name: str) -> Any:
 
 
 def set_fields(values: dict[str, Any], overrides: Iterable[str], fixed: Collection[str] = ()) -> None:
-    """Put each ``key=value``, its key dotted, into nested ``values``, as text; keys in ``fixed`` are as unknown ones.
+    """Set each ``key=value``, with a dotted key, in the nested ``values``; the value stays text.
 
-    ValueError for an unknown key, with the nearest.
+    Raise ValueError for an unknown key, with the nearest known one. Keys in ``fixed`` count as unknown.
     """
     known = [name for name in flatten(values) if name not in fixed]
     for override in overrides:
@@ -155,7 +155,7 @@ def set_fields(values: dict[str, Any], overrides: Iterable[str], fixed: Collecti
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names."""
+    """Return nested mappings as one mapping with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -166,9 +166,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def settings_help(settings: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Of each field: its dotted name, its value as an override takes it, and the first line of its docstring.
+    """Yield for each field its dotted name, its value as an override takes it, and the first line of its docstring.
 
-    Fields of nested dataclasses stand in their place. The docstring is the text below the field in the source.
+    A nested dataclass yields its fields. The docstring of a field is the string below it in the source.
     """
     meanings = _first_lines(type(settings))
     for field in dataclasses.fields(settings):
@@ -180,7 +180,7 @@ def settings_help(settings: Any, prefix: str = "") -> Iterator[tuple[str, str, s
 
 
 def _first_lines(cls: type) -> dict[str, str]:
-    """Python keeps no docstrings of fields, so they are read where they were written."""
+    """Return the first docstring line of each field, from the source: Python keeps no docstrings of fields."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
     return {

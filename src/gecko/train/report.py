@@ -23,7 +23,7 @@ _BLUE = "#2a6f97"
 
 
 def loss_curve(training: Sequence[Record], validation: Sequence[Record]) -> str:
-    """Training loss (thin, and smoothed) and held-out loss (dots) over steps."""
+    """Plot training loss (each step and smoothed) and held-out loss (dots) over steps; return SVG."""
     figure, axes = new_figure("optimizer step", "loss, nats per token")
     points = [(r["step"], r["loss"]) for r in training if r["loss"] is not None]
     axes.plot(*_columns(points), color=LIGHT, linewidth=0.7, alpha=0.7, label="training, each step")
@@ -39,7 +39,7 @@ def loss_curve(training: Sequence[Record], validation: Sequence[Record]) -> str:
 
 
 def loss_by_position(losses: Sequence[float | None], bin_width: int, chunk_size: int | None) -> str:
-    """Held-out loss over the position in the row, with a vertical line at chunk borders if there are any."""
+    """Plot held-out loss over the position in the row, with vertical lines at chunk borders if any; return SVG."""
     figure, axes = new_figure("position in the row, tokens", "held-out loss, nats per token")
     length = len(losses) * bin_width
     for border in [] if chunk_size is None else chunk_borders(length, chunk_size):
@@ -48,14 +48,14 @@ def loss_by_position(losses: Sequence[float | None], bin_width: int, chunk_size:
     axes.plot([(i + 0.5) * bin_width for i in range(len(values))], values, color=_BLUE, linewidth=1.6)
     settled = [value for value in values[len(values) // 20 :] if math.isfinite(value)]
     if settled:
-        # The first few positions have no context to go by; their loss would flatten all the rest.
+        # The first positions have little context, so their loss is high and would flatten the rest of the curve.
         axes.set_ylim(min(settled) - 0.05, max(settled) + 0.05)
     axes.set_xlim(0, length)
     return svg(figure)
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means of about fifty equal groups of points, each at the middle of its group."""
+    """Return the means of about fifty equal groups of points, each at the middle of its group."""
     width = max(1, len(points) // 50)
     groups = [points[start : start + width] for start in range(0, len(points) - width + 1, width)]
     return [(group[len(group) // 2][0], sum(loss for _, loss in group) / width) for group in groups]
@@ -83,7 +83,7 @@ class Table:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the metrics file does not know."""
+    """Facts for the report that are not in the metrics file."""
 
     parameters: int
     evaluation: Evaluation
@@ -94,7 +94,7 @@ class RunFacts:
 
 
 def write_report(run: Run, facts: RunFacts) -> Path:
-    """Write ``report.html`` into the run's folder from its metrics. ImportError where matplotlib is missing."""
+    """Write ``report.html`` into the run's folder from its metrics. Raise ImportError if matplotlib is missing."""
     records = read_metrics(run.folder / METRICS)
     training = [record for record in records if record["kind"] == "train"]
     validation = [record for record in records if record["kind"] == "validation"]
@@ -120,7 +120,7 @@ def write_report(run: Run, facts: RunFacts) -> Path:
 
 
 def _generate_command(run: Run) -> str | None:
-    """None for a Llama, which ``gecko generate`` does not take."""
+    """Return the command that generates text; None for a Llama, which ``gecko generate`` does not accept."""
     if isinstance(run.model, LlamaConfig):
         return None
     return shlex.join(["gecko", "generate", str(run.folder), "--prompt", run.sample.prompt])
@@ -153,7 +153,7 @@ def _pictures(run: Run, facts: RunFacts, training: Sequence[Record], validation:
 
 
 def _rows_of(validation: Sequence[Record]) -> int:
-    """There may be fewer than were asked for."""
+    """Return the number of held-out rows, which may be smaller than ``evaluation.rows``."""
     return max((len(record.get("row_losses", ())) for record in validation), default=0)
 
 

@@ -1,6 +1,6 @@
-"""Settings of a training run, as one frozen value that decides what is trained and where it is written.
+"""Settings of a training run: the frozen dataclass :class:`Run` determines what is trained and where it is saved.
 
-Settings that belong together form a dataclass that checks them. Error messages name fields as overrides do.
+Each group of settings is a dataclass that validates its fields. Error messages name a field as overrides do.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from gecko.train.overrides import build, current_fields, current_override
 
 
 def check_counts(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """ValueError where a named attribute is below 1."""
+    """Raise ValueError if a named attribute is below 1."""
     _check(settings, names, prefix, lambda value: value >= 1, "must be at least 1")
 
 
 def check_positive(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """ValueError where a named attribute is not above 0 and finite."""
+    """Raise ValueError if a named attribute is not above 0 and finite."""
     _check(settings, names, prefix, lambda value: 0 < value < math.inf, "must be above 0 and finite")
 
 
 def check_limits(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """The same of attributes that may be left out, as None."""
+    """Raise ValueError if a named attribute is neither None nor above 0 and finite."""
     _check(settings, names, prefix, lambda value: 0 < value < math.inf, "must be above 0 and finite, or none")
 
 
 def check_not_negative(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """ValueError where a named attribute is below 0 or not finite."""
+    """Raise ValueError if a named attribute is below 0 or not finite."""
     _check(settings, names, prefix, lambda value: 0 <= value < math.inf, "must be 0 or above, and finite")
 
 
 def check_fractions(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """ValueError where a named attribute is not in 0..1."""
+    """Raise ValueError if a named attribute is not in 0..1."""
     _check(settings, names, prefix, lambda value: 0 <= value <= 1, "is a fraction and must lie in 0..1")
 
 
 def _check(settings: object, names: Sequence[str], prefix: str, holds: Callable[[float], bool], rule: str) -> None:
-    """None is no number; fields that may not be None are refused before, by their type."""
+    """Raise ValueError if a named attribute breaks the rule. None passes; where it is invalid, its type is refused."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not holds(value):
@@ -57,19 +57,19 @@ def _check(settings: object, names: Sequence[str], prefix: str, holds: Callable[
 class DataSettings:
     source: str = "stdlib"
     """A folder of token shards (``gecko tokenize``), or texts: ``stdlib``, a file, a folder, a glob, a data set.
-    Texts are what ``gecko.data.load_documents`` takes; they are tokenized and held in memory."""
+    ``gecko.data.load_documents`` reads texts; they are tokenized and held in memory."""
     sources: tuple[str, ...] = ()
-    """``SOURCE=WEIGHT`` each: a mixture of sources in place of ``source``; weights are parts of the rows."""
+    """A mixture in place of ``source``: ``SOURCE=WEIGHT`` for each. Weights are the proportions of rows."""
     field: str = "text"
-    """Field of JSON Lines, Parquet and data sets that holds the text. Shards were made of one field."""
+    """Field of JSON Lines, Parquet and data sets that holds the text. It does not apply to token shards."""
     tokenizer: str = "bytes"
     """``bytes``, a ``tokenizer.json``, its folder, a SentencePiece ``.model``, or a name on the Hugging Face hub."""
     validation: str | None = None
-    """Held-out texts with a source of their own. None: ``validation_fraction`` of the documents.
+    """Source of the held-out texts. None: ``validation_fraction`` of the documents.
     It takes anything that ``source`` takes; all of ``source`` or ``sources`` is then trained on, and a file that is in
     both is refused."""
     validation_fraction: float = 0.05
-    """Part of the documents held out, where ``validation`` is None."""
+    """Fraction of the documents that is held out if ``validation`` is None."""
 
     def __post_init__(self) -> None:
         if not 0 < self.validation_fraction < 1:
@@ -81,15 +81,15 @@ class OptimizerSettings:
     learning_rate: float = 3e-3
     """Peak rate; the schedule multiplies it."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decays of AdamW's running means of the gradient and of its square."""
+    """Decay factors of AdamW's running means of the gradient and of its square."""
     eps: float = 1e-8
-    """Added to the root of the mean square, by which AdamW divides."""
+    """AdamW's epsilon, added to the root of the mean square by which it divides."""
     weight_decay: float = 0.1
-    """Part of a parameter that each step takes away from it, times the learning rate."""
+    """AdamW's weight decay: each step subtracts learning rate × weight decay × parameter."""
     decay: Literal["all", "matrices"] = "all"
     """Which parameters decay. Norm weights are offsets from 1, so decaying ``all`` pulls them to the identity."""
     clip: float = 1.0
-    """Largest gradient norm; a larger gradient is scaled down to it."""
+    """Maximum gradient norm; larger gradients are scaled down to it."""
 
     def __post_init__(self) -> None:
         check_positive(self, ("learning_rate", "eps"), "optimizer.")
@@ -102,16 +102,16 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """Learning rate over the run. Lengths are fractions of all steps."""
+    """Learning-rate schedule. Lengths are fractions of all steps."""
 
     kind: Literal["cosine", "wsd"] = "cosine"
-    """``cosine``: warm-up, then a cosine. ``wsd``: warm-up, stable, then a straight line down."""
+    """``cosine``: warm-up, then cosine decay. ``wsd``: warm-up, constant, then linear decay."""
     warmup: float = 0.02
-    """Part of the run in which the rate climbs to its peak."""
+    """Fraction of the run in which the rate rises to its peak."""
     decay: float = 0.2
-    """Part of the run that the ``wsd`` schedule decays in."""
+    """Fraction of the run, at its end, in which the ``wsd`` schedule decays."""
     final: float = 0.0
-    """What is left of the peak rate at the end."""
+    """Learning rate at the end, as a fraction of the peak rate."""
 
     def __post_init__(self) -> None:
         check_fractions(self, ("warmup", "decay", "final"), "schedule.")
@@ -125,11 +125,11 @@ class ScheduleSettings:
 @dataclass(frozen=True)
 class EvaluationSettings:
     every: int = 100
-    """Steps between two held-out losses."""
+    """Steps between two evaluations of the held-out loss."""
     rows: int = 64
-    """Held-out rows for each of them: always the same ones, spread over the rows of the final loss."""
+    """Number of rows of each evaluation; always the same rows, evenly spaced among ``final_rows``."""
     final_rows: int = 1024
-    """Held-out rows, at most, for the loss of the finished model."""
+    """Maximum number of held-out rows for the loss of the finished model."""
 
     def __post_init__(self) -> None:
         check_counts(self, ("every", "rows", "final_rows"), "evaluation.")
@@ -140,9 +140,9 @@ class CheckpointSettings:
     every: int = 500
     """Steps between two checkpoints; one more is written at the end."""
     keep: int = 2
-    """Number of newest checkpoints to keep; the one with the lowest training loss is kept besides them."""
+    """Number of newest checkpoints to keep; the one with the lowest training loss is kept too."""
     keep_every: int | None = None
-    """Besides those, checkpoints of steps that this divides stay for good."""
+    """Also keep all checkpoints whose step is a multiple of this number."""
 
     def __post_init__(self) -> None:
         check_counts(self, ("every", "keep", "keep_every"), "checkpoint.")
@@ -150,18 +150,18 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """How the processes that ``torchrun`` starts share the work: ``replicate · shard · context`` is their number.
+    """Device mesh of the processes that ``torchrun`` starts; their number is ``replicate · shard · context``.
 
-    They split a batch into ``replicate · shard`` groups of rows and each row into ``context`` runs of tokens.
+    A batch is divided into ``replicate · shard`` groups of rows, and each row into ``context`` parts.
     """
 
     replicate: int = 1
-    """Copies of the model (HSDP). Each is kept by ``shard · context`` ranks, best those of one fast network."""
+    """Copies of the model (HSDP), each sharded over ``shard · context`` ranks, which need the fastest links."""
     shard: int | None = None
-    """Ranks among which parameters, gradients and optimizer state are divided, with those of ``context`` (FSDP2).
-    None: as many as ``replicate`` and ``context`` leave."""
+    """Ranks that shard parameters, gradients and optimizer state (FSDP2), together with those of ``context``.
+    None: the number of processes divided by ``replicate · context``."""
     context: int = 1
-    """Ranks that hold consecutive parts of each row, whole attention chunks."""
+    """Ranks that hold consecutive parts of each row; a part consists of whole attention chunks."""
 
     def __post_init__(self) -> None:
         check_counts(self, ("replicate", "shard", "context"), "parallel.")
@@ -169,13 +169,13 @@ class ParallelSettings:
 
 @dataclass(frozen=True)
 class SkipSettings:
-    """Which steps are spikes, and skipped: by the rolling mean and standard deviation of loss and gradient norm."""
+    """Rule that skips spikes, by the rolling mean and standard deviation of loss and gradient norm."""
 
     deviations: float | None = 6.0
-    """A step whose loss or gradient norm is more than so many standard deviations above their mean is skipped.
-    Both are of the steps before it. None: only steps that are not finite are skipped."""
+    """Skip a step whose loss or gradient norm is more than this many standard deviations above the mean.
+    Both are of the last ``window`` steps. None: skip only steps with non-finite values."""
     window: int = 128
-    """So many steps before it; nothing is skipped before half of them are there."""
+    """Number of previous steps in mean and deviation; no spike is skipped before half of them are done."""
 
     def __post_init__(self) -> None:
         check_counts(self, ("window",), "skip.")
@@ -184,14 +184,14 @@ class SkipSettings:
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """The text written at the end of a run."""
+    """Text that the finished model generates at the end of a run."""
 
     prompt: str = "The "
-    """What the text begins with."""
+    """Prompt of the generated text."""
     tokens: int = 600
-    """How many are written after the prompt."""
+    """Maximum number of tokens generated after the prompt."""
     temperature: float = 0.7
-    """Logits are divided by it; 0 takes the most probable token each time."""
+    """Sampling temperature; 0 takes the most probable token each time."""
 
     def __post_init__(self) -> None:
         check_not_negative(self, ("tokens", "temperature"), "sample.")
@@ -206,7 +206,7 @@ class Run:
 
     model: ModelConfig
     output: str
-    """Folder of the checkpoints, the metrics and the report."""
+    """Folder for checkpoints, metrics and report."""
     data: DataSettings = field(default_factory=DataSettings)
     batch_size: int = 8
     """Rows of one optimizer step."""
@@ -217,41 +217,41 @@ class Run:
     steps: int | None = None
     """Optimizer steps. None: as many as fit into ``minutes``, measured once when the run starts."""
     minutes: float | None = None
-    """Time until the command ends, with evaluations, checkpoints and report; used only where ``steps`` is None."""
+    """Time until the command ends, with evaluations, checkpoints and report; used only if ``steps`` is None."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     precision: Precision = "float32"
-    """``bfloat16``: products in bf16 under autocast; parameters, optimizer and statistics stay float32.
-    ``auto``: that where the device multiplies bf16 natively, chosen once when the run starts."""
+    """``bfloat16``: matrix products in bf16 under autocast; parameters, optimizer and statistics stay float32.
+    ``auto``: bfloat16 if the device has bf16 instructions, else float32; chosen once when the run starts."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """``full``: recompute each block in the backward pass instead of keeping its activations.
     ``selective``: keep the outputs of its linear layers and recompute the rest."""
     compile: bool = False
-    """Compile each block with ``torch.compile``; with activation checkpointing ``none`` or ``full``."""
+    """Compile each block with ``torch.compile``; requires activation checkpointing ``none`` or ``full``."""
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     init_from: str | None = None
-    """A model's folder, or a checkpoint of another run, to start from with a new optimizer (fine-tuning)."""
+    """Model folder or checkpoint whose weights the run starts from, with a new optimizer (fine-tuning)."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     sample: SampleSettings = field(default_factory=SampleSettings)
     skip: SkipSettings = field(default_factory=SkipSettings)
     max_skips: int = 10
-    """Steps in a row that may be skipped before the run gives up."""
+    """Number of consecutive skipped steps at which the run stops with an error."""
     hang_minutes: float | None = 30.0
-    """With several ranks: one that makes no progress for so long writes its stack to ``stacks/`` and exits.
-    So ``torchrun --max-restarts`` starts the job again. None: no stacks, and ranks wait half an hour for each other."""
+    """With several ranks: minutes without progress after which a rank writes its stack to ``stacks/`` and exits.
+    ``torchrun --max-restarts`` then restarts the job. None: no stacks, and collectives time out after half an hour."""
     profile: tuple[int, int] | None = None
-    """First and last step of which each rank writes a trace to ``profile/``, for chrome://tracing or Perfetto."""
+    """First and last step that each rank traces into ``profile/``, for chrome://tracing or Perfetto."""
     wandb: str | None = None
-    """Project on Weights & Biases to send the metrics to; needs the extra ``wandb``."""
+    """Project on Weights & Biases that receives the metrics; needs the extra ``wandb``."""
     seed: int = 0
-    """Decides the first weights, the documents held out, and the order of rows."""
+    """Determines the initial weights, the held-out documents and the order of rows."""
     device: str = "auto"
-    """``auto`` (CUDA where there is one), ``cpu``, ``cuda``, ``cuda:1``."""
+    """``auto`` (CUDA if available, else CPU), ``cpu``, ``cuda``, ``cuda:1``."""
     threads: int | None = None
-    """CPU threads; None leaves PyTorch's choice."""
+    """Number of CPU threads. None: PyTorch's default."""
     recipe: str = ""
-    """Where this run came from: the recipe's name, and the overrides applied to it."""
+    """Name of the recipe that this run was made from; ``overrides`` were applied to it."""
     overrides: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -265,7 +265,7 @@ class Run:
         return self.batch_size * self.sequence_length
 
     def rows_per_rank(self, data_ranks: int) -> int:
-        """Rows of a batch for each of ``data_ranks`` groups of ranks; ValueError where they do not come out even."""
+        """Return the rows of a batch per data rank. Raise ValueError if the batch cannot be divided evenly."""
         accumulated = self.gradient_accumulation_steps
         parts = data_ranks * accumulated
         if self.batch_size % parts:
@@ -281,20 +281,20 @@ class Run:
         return Path(self.output).expanduser()
 
     def command(self) -> str:
-        """The command that trains this run again."""
+        """Return the command that trains this run again."""
         source = self.recipe or str(self.folder / "recipe.json")
         return shlex.join(["gecko", "train", source, *self.overrides])
 
     def with_steps(self, steps: int) -> Run:
-        """The run with its number of steps fixed, also in its command."""
+        """Return the run with a fixed number of steps, also in its command."""
         return dataclasses.replace(self, steps=steps, overrides=(*self.overrides, f"steps={steps}"))
 
     def with_precision(self, precision: Precision) -> Run:
-        """The run with its precision fixed, also in its command."""
+        """Return the run with a fixed precision, also in its command."""
         return dataclasses.replace(self, precision=precision, overrides=(*self.overrides, f"precision={precision}"))
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields; the model's begin with ``model_type``, which says whose config it is."""
+        """Return all fields as nested dictionaries. The model's first field is ``model_type``, its architecture."""
         values = dataclasses.asdict(self)
         return {**values, "model": {"model_type": model_type(self.model), **values["model"]}}
 
@@ -312,7 +312,7 @@ class Run:
 
     @classmethod
     def load(cls, path: str | Path) -> Run:
-        """Read what ``save`` wrote. ValueError that names the file if it is damaged or a field does not fit."""
+        """Read a run that ``save`` wrote. Raise ValueError that names the file if it is damaged or a field invalid."""
 
         def parse(values: dict[str, Any]) -> Run:
             return cls.from_dict({name: value for name, value in values.items() if name != "command"})

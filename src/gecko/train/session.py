@@ -59,7 +59,7 @@ from gecko.train.trainer import Sinks, Trainer, TrainingProgress
 RESULTS, SAMPLE = "results.json", "sample.txt"
 _LOCK = ".training"
 _STDERR = 2
-"""Its number: the object may be another program's, with a lock."""
+"""File descriptor of stderr. The object ``sys.stderr`` may have been replaced by one that takes a lock."""
 _SAME_ON_RESUME = ("model", "data", "batch_size", "sequence_length", "seed")
 
 

@@ -35,12 +35,12 @@ _PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'
 
 
 def check_same_tokenizer(folder: Path, given: str) -> None:
-    """Compare the tokenizer ``given`` with that of the model in ``folder``.
+    """Check that the tokenizer ``given`` is that of the model in ``folder``, if that is known.
 
-    Where neither is there nothing is known. A warning where the model's cannot be loaded and may be the same.
+    Warn if the model's tokenizer cannot be loaded and may be the same.
 
     Raises:
-        ValueError: they make other ids of the same text.
+        ValueError: the two produce different ids for the same text.
     """
     known = known_tokenizer(folder)
     if known is None or known == given:
@@ -48,7 +48,7 @@ def check_same_tokenizer(folder: Path, given: str) -> None:
     try:
         same = _ids(load_tokenizer(known)) == _ids(load_tokenizer(given))
     except (FileNotFoundError, ValueError, ImportError) as error:
-        # What is missing is a file or a library: the bytes need neither.
+        # A file or a library is missing. The bytes tokenizer needs neither: if it is ``given``, ``known`` is another.
         same = given != ByteTokenizer.name
         if same:
             warnings.warn(f"data.tokenizer could not be compared with that of init_from: {error}", stacklevel=2)
@@ -60,9 +60,9 @@ def check_same_tokenizer(folder: Path, given: str) -> None:
 
 
 def known_tokenizer(folder: Path) -> str | None:
-    """The tokenizer whose files lie beside a model, else the one that the recipe there names; None where neither is.
+    """Return the tokenizer of a model folder: its tokenizer files, else the name in its recipe, else None.
 
-    The files come first: a recipe may name a path of another machine.
+    The files take precedence, because the recipe may name a path on another machine.
     """
     if holds_tokenizer(folder):
         return str(folder)
@@ -70,14 +70,14 @@ def known_tokenizer(folder: Path) -> str | None:
 
 
 def _ids(tokenizer: Tokenizer) -> list[int]:
-    """Of a text with something of everything: files of one tokenizer, saved by other libraries, differ in bytes."""
+    """Tokenize a varied text. Files cannot be compared: libraries save the same tokenizer with different bytes."""
     return [tokenizer.document_start, *tokenizer.encode(_PROBE).tolist(), tokenizer.document_end]
 
 
 def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool) -> LanguageModel:
-    """A new model, or the one of ``run.init_from``; where not ``fresh`` the weights are still to be loaded.
+    """Return a new model or that of ``run.init_from``. Without ``fresh``, its weights are still to be loaded.
 
-    Of many ranks only the first makes the whole model, on the CPU; each gets its part of it.
+    With several ranks, only the first builds the whole model, on the CPU; each rank receives its shards.
     """
     if ranks.world == 1:
         model = (_initial(run) if fresh else build_model(run.model)).to(device)
@@ -100,8 +100,8 @@ def _configured(model: LanguageModel, run: Run) -> LanguageModel:
 
 
 def compile_block(block: nn.Module) -> None:
-    """Compile a block but for what mixes tokens: documents lie elsewhere in every batch, and that is laid out on the
-    host. What is left has one shape, so that it is compiled once and recomputed by the same code."""
+    """Compile a block, except the operators that mix tokens: their layout depends on the documents of each batch and
+    is computed on the host. The rest has fixed shapes, so it is compiled once and recomputed by the same code."""
     if isinstance(block, Block):  # a Llama's attention is never compiled
         mixer: Any = block.mixer
         for module in (mixer.norm, mixer.cema):
@@ -130,7 +130,7 @@ def _initial(run: Run) -> LanguageModel:
 
 
 def _model_folder(folder: Path) -> Path:
-    """``folder`` itself, or the newest checkpoint of the run in it."""
+    """Return the newest checkpoint if ``folder`` is a run, else ``folder``."""
     checkpoints = folder / "checkpoints"
     if (folder / CONFIG).is_file() or not checkpoints.is_dir():
         return folder
@@ -149,31 +149,31 @@ def _check_joined(folder: Path) -> None:
 
 
 WARMUP_STEPS = 4
-"""Not timed: a process's first steps are several times slower than the rest."""
+"""Steps that are not timed, because the first steps of a process are several times slower than the rest."""
 TIMED_STEPS = 8
 MEASURING_PART = 0.1
-"""At most so much of the time is measured; one step always is."""
+"""Maximum fraction of the time budget spent on measuring; at least one step is measured."""
 WRITE_BYTES_PER_SECOND = 200e6
-"""Assumed for a checkpoint: written, flushed to disk and read for its checksums."""
+"""Assumed speed of saving a checkpoint: write, flush to disk and read for the checksums."""
 REPORT_SECONDS = 4.0
-"""Assumed for drawing the report, and for ending the process."""
+"""Assumed time to draw the report and to end the process."""
 _SAMPLED = 8
-"""Tokens that are generated to time the sample."""
+"""Number of tokens generated to time the sample."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that the parts of a run take."""
+    """Seconds that each part of a run takes."""
 
     step: float
     evaluation: float
-    """Of a held-out loss of the curve."""
+    """Seconds of one evaluation of ``evaluation.rows``."""
     checkpoint: float
     end: float
-    """After the last step: the final held-out loss, the sample and the report."""
+    """Seconds after the last step: the final held-out loss, the sample and the report."""
 
     def seconds(self, run: Run, steps: int) -> float:
-        """Of all of a run of so many steps: its curve has a held-out loss before the first and after the last step."""
+        """Return the seconds of a run of ``steps`` steps, with evaluations before the first and after the last step."""
         evaluations = 1 + -(-steps // run.evaluation.every)
         checkpoints = -(-steps // run.checkpoint.every)
         return steps * self.step + evaluations * self.evaluation + checkpoints * self.checkpoint + self.end
@@ -183,21 +183,21 @@ class Costs:
 class Budget:
     steps: int
     seconds: float
-    """Expected until the command ends, from where the steps were found."""
+    """Expected seconds from now until the command ends."""
     left: float
-    """Of ``run.minutes``, then."""
+    """Seconds left of ``run.minutes``."""
 
 
 def steps_in_budget(
     run: Run, model: LanguageModel, batches: Prefetcher, data: RunData, ranks: Ranks, begin: float
 ) -> Budget:
-    """The steps that fit into ``run.minutes`` with all else that the command does; at least 1.
+    """Return the number of steps, at least 1, for which the whole command takes at most ``run.minutes``.
 
-    All ranks measure together, and the first rank's clock counts.
-    The steps measured have a learning rate of 0 and an optimizer of their own: the model does not change.
+    All ranks measure together, and all use the first rank's times.
+    The measured steps use a learning rate of 0 and a separate optimizer, so the model does not change.
 
     Args:
-        begin: when the command began, by ``time.perf_counter()``.
+        begin: ``time.perf_counter()`` at the start of the command.
     """
     if run.minutes is None:
         raise ValueError("minutes must be set to measure how many steps fit into them; got None.")
@@ -210,7 +210,7 @@ def steps_in_budget(
 
 
 def _step_seconds(run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ranks, limit: float) -> float:
-    """The median after the warm-up; where ``limit`` seconds end the measuring before, the shortest."""
+    """Return the median time of a step after warm-up; the shortest time if ``limit`` seconds pass during warm-up."""
     device = next(model.parameters()).device
     optimizer = build_optimizer(model, run.optimizer)
 
@@ -227,7 +227,7 @@ def _step_seconds(run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ra
 
 
 def _costs(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, step: float) -> Costs:
-    """From one batch of held-out rows, and a few tokens of a sample."""
+    """Estimate the costs from one batch of held-out rows and a few tokens of a sample."""
     at_once = data.held_out.batch_size * ranks.data_ranks
     batch = _timed(lambda: evaluate(model, data.held_out.spread(at_once), run.precision, ranks))
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -239,7 +239,7 @@ def _costs(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, step: fl
 
 
 def _sample_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks) -> float:
-    """Of parts of a model none can be drawn; the first rank's whole model is not there yet."""
+    """Return the seconds of the sample; 0 with several ranks, which cannot generate from a sharded model."""
     count = min(_SAMPLED, run.sample.tokens)
     if not count or ranks.world > 1:
         return 0.0
@@ -248,7 +248,7 @@ def _sample_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks)
 
 
 def most_steps(run: Run, costs: Costs, left: float) -> int:
-    """The largest number of steps whose run takes at most ``left`` seconds; at least 1."""
+    """Return the largest number of steps of a run that takes at most ``left`` seconds; at least 1."""
     low, high = 1, max(2, int(left / costs.step) + 2)
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of a batch in parts, clipping, the rule for spikes, AdamW and its learning rate."""
+"""One optimizer step: gradient accumulation, clipping, spike detection, AdamW and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gecko.train.run import OptimizerSettings, Precision, ScheduleSettings, Skip
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Fused AdamW, its state allocated. ``decay="matrices"`` spares all but the weights of linear maps and tables."""
+    """Return fused AdamW with allocated state. ``decay="matrices"`` decays only ``matrix_names`` of the model."""
     matrices = matrix_names(model)
     decays = {name: settings.decay == "all" or name in matrices for name, _ in named_parameters(model)}
     groups = [
@@ -38,7 +38,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
         fused=True,
     )
     for _, parameter in named_parameters(model):
-        # As AdamW makes it in its first step; a checkpoint is loaded into it.
+        # The same state as AdamW creates in its first step. It exists from the start, so a checkpoint can be loaded.
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
@@ -48,12 +48,12 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The trained parameters, tied ones once."""
+    """Return the trained parameters by name; a tied parameter occurs once."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def matrix_names(model: nn.Module) -> set[str]:
-    """Names of the weights of linear layers and embeddings."""
+    """Return the names of the weights of linear layers and embeddings."""
     return {
         f"{name}.weight" if name else "weight"
         for name, module in model.named_modules()
@@ -67,7 +67,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state, keyed ``parameter name/state name``."""
+    """Return the optimizer's state, keyed ``parameter name/state name``."""
     return {
         f"{name}/{key}": value
         for name, parameter in named_parameters(model)
@@ -76,11 +76,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int) -> float:
-    """What the peak rate is multiplied with in step ``step`` of ``0 .. steps - 1``; in ``[final, 1]`` after warm-up.
+    """Return the factor of the peak learning rate in step ``step`` of ``0 .. steps - 1``.
 
-    Warm-up climbs in a straight line from ``1 / warmup_steps`` to 1. Then with p from 0 towards 1 over
-    the decaying part: ``cosine`` is ``final + (1 - final) (1 + cos πp) / 2``, ``wsd`` stays at 1
-    and ends with ``1 - (1 - final) p``.
+    Warm-up rises linearly from ``1 / warmup_steps`` to 1. After it the factor is in ``[final, 1]``. With p from 0
+    towards 1 over the decay, ``cosine`` is ``final + (1 - final) (1 + cos πp) / 2``; ``wsd`` stays at 1 and then
+    decays as ``1 - (1 - final) p``.
     """
     if not 0 <= step < steps:
         raise ValueError(f"step must lie in 0..{steps - 1}; got {step}.")
@@ -96,9 +96,9 @@ def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int) -> f
 
 
 class SpikeRule:
-    """A step is a spike whose loss, or gradient norm, is far above the mean of the last steps.
+    """Detects spikes: steps whose loss or gradient norm is far above the mean of the last steps.
 
-    Spikes are remembered like other steps: where the loss has moved for good, they soon stop being spikes.
+    Spikes enter the mean like other steps. If the loss stays higher, later steps are soon no longer spikes.
     """
 
     def __init__(self, settings: SkipSettings, losses: Iterable[float] = (), grad_norms: Iterable[float] = ()) -> None:
@@ -107,7 +107,7 @@ class SpikeRule:
         self.grad_norms = deque(grad_norms, maxlen=settings.window)
 
     def judge(self, loss: float, grad_norm: float) -> str | None:
-        """Why this step, of finite numbers, is a spike; None where it is none. It is remembered either way."""
+        """Add a step with finite values to the history. Return why it is a spike, or None if it is not."""
         found = self._compare("loss", loss, self.losses) or self._compare("gradient norm", grad_norm, self.grad_norms)
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
@@ -133,7 +133,7 @@ _ALONE = Ranks()
 class Part:
     """This rank's tokens of some rows of a batch, on the device.
 
-    ``weight`` is the rows' part of the batch's targets; the sum over all parts and data ranks is 1.
+    ``weight`` is the fraction of the batch's targets in these rows; the sum over all parts and data ranks is 1.
     """
 
     tokens: Tensor
@@ -145,17 +145,17 @@ class Part:
 @dataclass(frozen=True)
 class StepResult:
     loss: float
-    """Mean over the batch's targets, nats a token, before the step."""
+    """Mean over the batch's targets before the step, in nats per token."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     finite: bool
-    """False: the parameters were left as they were, ..."""
+    """Whether loss and gradient norm are finite; if not, the step was skipped."""
     spike: str | None = None
-    """... as where this says why the step was one."""
+    """Why the step was a spike, and so was skipped; None if it was not."""
 
 
 def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = _ALONE) -> list[Part]:
-    """``parts`` equal groups of this rank's rows, which ``batch`` holds whole."""
+    """Split ``batch``, which holds this rank's rows in full, into ``parts`` equal parts with this rank's columns."""
     here = ranks.columns(batch.tokens.shape[1])
     columns = [
         column[:, here].to(device, non_blocking=True).chunk(parts)
@@ -178,13 +178,13 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 def compute_gradients(
     model: LanguageModel, parts: Sequence[Part], precision: Precision, ranks: Ranks = _ALONE
 ) -> float:
-    """Add the gradients of the mean loss over all ranks' parts to the parameters' ``grad``; that loss."""
+    """Add the gradients of the mean loss over all ranks' parts to the parameters' ``grad``, and return that loss."""
     total = torch.zeros((), dtype=torch.float64, device=parts[0].tokens.device)
     for part in parts:
         synchronise_gradients(model, part is parts[-1])
         with autocast(precision, part.tokens.device):
             loss = model.loss(part.tokens, part.targets, part.segment_ids, ranks.context) * part.weight
-        # FSDP averages gradients over the ranks; here each rank has a part of the sum.
+        # FSDP averages gradients over the ranks. The factor turns the average into the sum, which is the gradient.
         torch.autograd.backward(loss * ranks.world)
         total += loss.detach()
     # Ranks that share rows have the same loss.
@@ -192,9 +192,9 @@ def compute_gradients(
 
 
 def _clip(model: nn.Module, clip: float, ranks: Ranks) -> float:
-    """Scale gradients of a norm above ``clip``; their norm before, the same bits on all ranks."""
+    """Clip the gradients to the norm ``clip``. Return their norm before clipping, identical on all ranks."""
     norm = whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-    # Each replica adds up by itself, and NCCL need not round alike in all: with factors of their own they would drift.
+    # Each replica computes its own sum, and NCCL may round differently in each; different factors would let them drift.
     shared = ranks.broadcast(float(norm))
     nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm.new_tensor(shared))
     return shared
@@ -211,9 +211,9 @@ def train_step(
     ranks: Ranks = _ALONE,
     rule: SpikeRule | None = None,
 ) -> StepResult:
-    """One step of AdamW on the batch, by all ranks together.
+    """Run one step of AdamW on the batch. All ranks call it together.
 
-    Skipped, parameters and optimizer untouched, where anything is not finite, or a spike by ``rule``.
+    If the loss or the gradient norm is not finite, or a spike by ``rule``, parameters and optimizer do not change.
     """
     optimizer.zero_grad(set_to_none=True)
     loss = compute_gradients(model, parts, precision, ranks)

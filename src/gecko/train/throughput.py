@@ -26,7 +26,7 @@ from gecko.train.run import Run
 
 
 def describe_hardware(device: torch.device, ranks: int = 1) -> dict[str, str]:
-    """Device, processor, memory and software versions, of this rank's machine."""
+    """Return device, processor, memory and software versions of this rank's machine."""
     facts = {"Processor": f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} used by PyTorch"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -40,9 +40,9 @@ def describe_hardware(device: torch.device, ranks: int = 1) -> dict[str, str]:
 
 
 def select_device(name: str, local_rank: int | None = None) -> torch.device:
-    """The device ``name`` stands for; ValueError where this machine lacks it.
+    """Return the device called ``name``. Raise ValueError if this machine does not have it.
 
-    ``auto`` and ``cuda`` are the GPU of the number ``local_rank`` for one of several processes on a machine.
+    With several processes per machine, ``auto`` and ``cuda`` select the GPU with index ``local_rank``.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,8 +64,8 @@ def select_device(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether ``device`` has bf16 products of its own; without them they are slower than float32. So are those of
-    PyTorch on a CPU beside kernels in C that were built without such products."""
+    """Return whether bf16 products are faster than float32 on ``device``: whether it has instructions for them, and on
+    a CPU whether the C kernels, if there are any, were built with them."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -76,26 +76,26 @@ PEAK_FLOPS = {
     "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12,
     "L40S": 362e12, "A40": 150e12, "RTX 4090": 165e12, "V100": 125e12,
 }  # fmt: skip
-"""Dense products a second in bfloat16 (V100: float16), by whole words of the device's name, the first that fits; of
-the vendors' data sheets."""
+"""Peak dense FLOP/s in bfloat16 (V100: float16), from the vendors' data sheets. The first key that occurs in the
+device's name as whole words applies."""
 _FORWARD_AND_BACKWARD = 3
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
-    """FLOPs of training on one token of rows of ``length``, two for a multiplication and addition; backward costs
-    twice forward.
+    """Return the training FLOPs per token of rows of ``length`` tokens. A multiply-add counts as two FLOPs, and the
+    backward pass as twice the forward pass.
 
-    3 · (2 · numbers in matrices, without the embedding + 2 · (Z + V) · keys a query sees on average
+    3 · (2 · parameters of matrices, without the embedding + 2 · (Z + V) · mean number of keys per query
     + 2 · n · Z · V / heads for the working memory), where n is 3 for the adaptive rule (read, correct, write) and
-    2 for the linear one. In a Llama Z and V are the model's width, and a query sees half of its row. Norms, moving
-    averages and all else element by element are not counted.
+    2 for the linear one. In a Llama, Z and V are the model's width, and a query attends to half of its row. Norms,
+    CEMA and element-wise operations are not counted.
     """
     products = sum(layer.weight.numel() for layer in meta_model(config).modules() if isinstance(layer, nn.Linear))
     return _FORWARD_AND_BACKWARD * 2 * (products + _mixing_products(config, length))
 
 
 def _mixing_products(config: ModelConfig, length: int) -> float:
-    """Multiplications between tokens, for one of them."""
+    """Return the multiply-adds per token of attention and working memory."""
     if isinstance(config, LlamaConfig):
         return config.num_layers * 2 * config.model_dim * length / 2
     keys = {"chunk": 0.5, "sliding_window": 1.0, "sliding_chunk": 1.5}[config.attention] * config.chunk_size
@@ -106,7 +106,7 @@ def _mixing_products(config: ModelConfig, length: int) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Products a second of one device: of the table for a known GPU, else by measuring a product of matrices."""
+    """Return the peak FLOP/s of one device: from the table for a known GPU, else measured with a matrix product."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         known = next((flops for words, flops in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
@@ -116,7 +116,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most that this process has used so far: of the GPU's memory, or of the machine's."""
+    """Return the peak memory of this process so far in GiB: of the GPU, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB elsewhere
@@ -124,7 +124,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 class ThroughputMeter:
-    """Turns a run's tokens a second into MFU."""
+    """Converts a run's tokens/s into MFU."""
 
     def __init__(self, run: Run, device: torch.device, devices: int) -> None:
         dtype = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
@@ -135,7 +135,7 @@ class ThroughputMeter:
 
 
 def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The best of a few tries, which take some hundredths of a second; on a slow GPU seconds."""
+    """Return the best FLOP/s of a few measurements. They take some hundredths of a second, on a slow GPU seconds."""
     size, products = _measured_work(device)
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     seconds = []
@@ -150,7 +150,7 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _measured_work(device: torch.device) -> tuple[int, int]:
-    """Size of the matrices and number of their products: on a GPU so much that starting them takes no part of it."""
+    """Return matrix size and number of products; on a GPU they are so large that launch overhead is negligible."""
     return (8192, 4) if device.type == "cuda" else (768, 1)
 
 
@@ -162,7 +162,7 @@ def _wait(device: torch.device) -> None:
 class ProfileWindow:
     """Records the steps from ``window[0]`` to ``window[1]``, counted from 1, and writes them as a Chrome trace.
 
-    A session that ends or begins within the window writes its part, named after the steps that it has.
+    A session that starts or ends within the window writes its part of the steps; the file name contains their range.
     """
 
     def __init__(self, window: tuple[int, int] | None, folder: Path, rank: int) -> None:
@@ -171,7 +171,7 @@ class ProfileWindow:
         self._first = self._last = 0
 
     def step(self, number: int) -> AbstractContextManager[Any]:
-        """A context for the step of that number; to be called for every step."""
+        """Return a context for the step ``number``. Call it for every step, because it also ends the recording."""
         if self._window is None or not self._window[0] <= number <= self._window[1]:
             self.finish()
             return nullcontext()
@@ -183,7 +183,7 @@ class ProfileWindow:
         return torch.profiler.record_function(f"step {number}")
 
     def finish(self) -> None:
-        """Write what was recorded."""
+        """Stop recording, and write the trace if there is one."""
         if self._profiler is None:
             return
         self._profiler.stop()

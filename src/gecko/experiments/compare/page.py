@@ -65,7 +65,7 @@ def _curves(runs: Sequence[RunResult], xlabel: str, x: Callable[[Point], float])
 
 
 def _unit(largest: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    """Return the largest unit, with its size, of which ``largest`` is at least two."""
+    """Return name and size of the largest unit for which ``largest`` is at least two units."""
     return next((unit for unit in units if largest >= 2 * unit[1]), units[-1])
 
 

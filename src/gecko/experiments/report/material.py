@@ -53,7 +53,7 @@ class EvaluationFile:
     path: Path
     record: Mapping[str, Any]
     run: RunFolder | None = None
-    """Run in whose folder the file is."""
+    """Run that has the file in its folder, or None."""
 
     @property
     def kind(self) -> str:

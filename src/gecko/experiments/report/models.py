@@ -72,7 +72,7 @@ def _name(run: RunFolder) -> str:
 
 
 def identity_of_evaluation(file: EvaluationFile, runs: Sequence[RunFolder]) -> Identity:
-    """Return the identity of the run in whose folder the file is or that its model names; else a separate model."""
+    """Return the identity of the run that has the file in its folder or that its model names; else a new identity."""
     if file.kind == "diagnose":
         return Identity.of("", flatten(file.record["settings"]), int(file.record["seed"]))
     name = str(file.record["model"].get("name", file.path.stem))

@@ -171,7 +171,7 @@ class Picture:
     svg: str
     caption: str
     small: bool = False
-    """Whether several such pictures stand side by side if the page is wide enough."""
+    """Whether several such pictures are placed side by side if the page is wide enough."""
 
 
 @dataclass(frozen=True)
