@@ -1,9 +1,9 @@
-"""Bytes that ranks of a context group send for each layer, counted, against what must cross their borders.
+"""Bytes that ranks of a context group send per layer, compared with what must cross the borders between ranks.
 
     python benchmarks/context_exchange.py --write
 
-Counted on the ``tiny`` architecture over gloo, where the formula must give the same number to the byte; the
-formula then gives those of ``gecko-7b``, which is not run.
+Bytes are counted for the ``tiny`` architecture with gloo, where a formula must give exactly the same number. The
+formula then gives the bytes of ``gecko-7b``, which is not run.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "context_exchange.md"
 CHUNKS = 2
-"""Held by each rank; what is sent does not depend on it."""
+"""Chunks per rank; the number of bytes does not depend on it."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that one rank gives for one layer and row."""
+    """Bytes that one rank sends for one layer and row."""
 
     to_next: int
-    """To the next rank only: the last chunk's keys and values, and its summary."""
+    """Bytes to the next rank only: keys and values of the last chunk, and its summary."""
     to_later: int
-    """To each later rank: norm, moving average, the memory's weights and affine map."""
+    """Bytes to each later rank: norm, CEMA, the memory's weights and affine map."""
     border: int
-    """What a border must carry at least: norm, moving average, keys and values, affine map, log z."""
+    """Bytes that must cross a border: norm, CEMA, keys and values, affine map, log z."""
 
     @classmethod
     def of(cls, config: GeckoConfig, wide: int, value: int, key: int) -> Sizes:
-        """``wide``, ``value``, ``key``: bytes of a number of the statistics, of the values and of the keys."""
+        """Compute the sizes; ``wide``, ``value``, ``key``: bytes per number of statistics, values and keys."""
         key_head, value_head = config.key_head_dim, config.value_head_dim
         norm, cema = 2 * config.timestep_groups * wide, 2 * config.model_dim * config.cema_modes * wide
         window = config.chunk_size * (config.value_dim * value + config.key_dim * key)
@@ -53,11 +53,11 @@ class Sizes:
         return cls(window + affine, norm + cema + 2 * log_z + affine, norm + cema + window + affine + log_z)
 
     def sent(self, ranks: int) -> int:
-        """By all ranks together, in one direction."""
+        """Return the bytes that all ranks together send in one direction."""
         return (ranks - 1) * self.to_next + ranks * (ranks - 1) // 2 * self.to_later
 
     def busiest(self, ranks: int) -> int:
-        """By the rank that sends most."""
+        """Return the bytes of the rank that sends most."""
         return self.to_next + (ranks - 1) * self.to_later
 
     def minimum(self, ranks: int) -> int:
@@ -74,7 +74,7 @@ class CountingLine(Line):
 
 
 def count_on_rank(rank: int, ranks: int, config: GeckoConfig, folder: str) -> None:
-    """Write what this rank sends forward and backward to ``folder``."""
+    """Write the number of bytes that this rank sends forward and backward to ``folder``."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -91,7 +91,7 @@ def count_on_rank(rank: int, ranks: int, config: GeckoConfig, folder: str) -> No
 
 
 def count(config: GeckoConfig, ranks: int) -> list[tuple[int, int]]:
-    """Forward and backward bytes of every rank, for one layer: those of two layers less those of one."""
+    """Return forward and backward bytes of every rank for one layer, as the difference of two layers and one."""
     totals = []
     for layers in (1, 2):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,12 @@
-"""Where the time of a training step on the CPU goes: by part of the model, and by kind of operation.
+"""Time of a training step on the CPU, by part of the model and by kind of operation.
 
     python benchmarks/cpu_breakdown.py --write            # writes benchmarks/results/cpu_PROCESSOR.md
 
-``tiny`` (1 M parameters) or another preset, in float32, and in bfloat16 where the processor has its products. Times a
-token come from plain steps, shares from the profiler over other steps of the same run, which it slows down. Model FLOPs
-are those of ``gecko.train.throughput``, divided by the rate of large matrix products of the same dtype, measured
-between the steps: the faster of PyTorch's two libraries, since MKL leaves half of an AMD processor's float32 rate
-unused. With one thread, times are the processor's: a busy machine disturbs them less.
+Runs ``tiny`` (1 M parameters) or another preset, in float32, and in bfloat16 if the processor has bfloat16 products.
+Times per token are those of plain steps; shares are from the profiler, over other steps of the same run, because it
+slows steps down. Model FLOPs are those of ``gecko.train.throughput``, divided by the rate of large matrix products of
+the same dtype, measured between the steps. This is the faster of PyTorch's two libraries: MKL reaches only half of an
+AMD processor's float32 rate. With one thread, times are processor times, which other load disturbs less.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ KINDS = {
 }  # fmt: skip
 ELEMENTWISE = "element by element, and the rest"
 KERNELS = "kernels in C"
-"""Autograd functions of the operators' ``native.py``, whose names all begin alike."""
+"""Kind of the autograd functions of the operators' ``cpu.py``, recognised by a common prefix of their names."""
 _PREFIX = "part: "
 MATRIX = 2048
-"""Side of the matrices that the rate of products is measured by."""
+"""Size of the square matrices with which the rate of products is measured."""
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """One dtype and length of row. Seconds a step, and shares of the profiled time by (part, pass) and by kind."""
+    """Results of one dtype and row length: seconds per step, shares of profiled time by (part, pass) and by kind."""
 
     config: gecko.GeckoConfig
     precision: torch.dtype
@@ -70,21 +70,21 @@ class Breakdown:
     tokens: int
     seconds: float
     eager: float
-    """Seconds of a step without the kernels in C."""
+    """Seconds per step without the C kernels."""
     rate: float
-    """FLOPs a second of large matrix products, measured between the steps."""
+    """FLOP/s of large matrix products, measured between the steps."""
     parts: Counter[tuple[str, str]]
     kinds: Counter[str]
 
     @property
     def share(self) -> float:
-        """Model FLOPs a second over the rate of matrix products."""
+        """Model FLOP/s divided by the rate of matrix products."""
         return flops_per_token(self.config, self.length) * self.tokens / self.seconds / self.rate
 
 
 @contextmanager
 def named_parts(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the profiler sees which part of the model each operation of forward belongs to."""
+    """Within the context, the profiler sees to which part of the model each operation of forward belongs."""
     with ExitStack() as stack:
         for module in model.modules():
             if type(module) in MODULES:
@@ -124,9 +124,9 @@ def _named_function(target: str, part: str) -> Any:
 
 
 def shares(events: list[Any]) -> tuple[Counter[tuple[str, str]], Counter[str]]:
-    """Self time of all operations by (part, "forward" or "backward" or "other"), and by kind; both sum to 1.
+    """Return the self time of all operations by (part, "forward", "backward" or "other"), and by kind; both sum to 1.
 
-    The profiler gives an operation of forward and the node of backward that belongs to it the same number.
+    The profiler gives an operation of forward and its node of backward the same number.
     """
     part_of_node: dict[int, str] = {}
     for event in events:
@@ -162,7 +162,7 @@ def _within(event: Any, name: str) -> Any:
 
 
 def _part_of(event: Any) -> str | None:
-    """The innermost named range."""
+    """Return the part of the innermost named range."""
     names = [outer.name.removeprefix(_PREFIX) for outer in _ancestors(event) if outer.name.startswith(_PREFIX)]
     return names[-1] if names else None
 
@@ -186,7 +186,7 @@ def _normalised(counts: Counter[Any]) -> Counter[Any]:
 def measure(
     config: gecko.GeckoConfig, precision: torch.dtype, length: int, tokens: int, rounds: int, profiled: int
 ) -> Breakdown:
-    """Plain steps and matrix products in turn, then profiled steps."""
+    """Measure plain steps and matrix products alternately, then profiled steps."""
     torch.manual_seed(0)
     model = gecko.Gecko(config)
 
@@ -211,7 +211,7 @@ def measure(
 
 
 def _products(dtype: torch.dtype) -> Iterator[Callable[[], Tensor]]:
-    """A large product by each library that has one: for float32 MKL, and oneDNN, which has all others."""
+    """Yield a large product by each library that supports the dtype: MKL for float32 only, oneDNN for all."""
     a, b = torch.randn(2, MATRIX, MATRIX).to(dtype)
     yield partial(torch.mm, a, b)
     if dtype == torch.float32:
@@ -233,7 +233,7 @@ def _seconds(clock: Callable[[], float], function: Callable[[], Any]) -> float:
 
 
 def page(results: list[Breakdown], model: str, rounds: int, command: str) -> list[str]:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     lines = [
         "# A training step on the CPU", "", f"{hardware}. {load()}", "",

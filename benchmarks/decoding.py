@@ -1,9 +1,8 @@
-"""Decoding far into a text: time a token and resident memory by position, a long text streamed through, and reading in
-pieces of several sizes.
+"""Long texts: milliseconds per decoded token and memory by position, a long stream, and prefill by piece size.
 
     python benchmarks/decoding.py --up-to 1000000 --stream 2000000 --text book.txt --write
 
-Without --text the bytes are random, without --model the weights are: neither changes what is measured.
+Without --text the bytes are random, without --model the weights are random; neither changes the times.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class DecodingPoint:
 class StreamPoint:
     position: int
     seconds: float
-    """Since the beginning."""
+    """Seconds since the start."""
     resident: int
     peak: int
 
@@ -70,7 +69,7 @@ def main() -> None:
 
 
 def byte_pieces(texts: Sequence[str]) -> Iterator[Tensor]:
-    """Ids of bytes without end: of the files, over and over, or random."""
+    """Yield ids of bytes without end: the files repeated, or random bytes."""
     generator = torch.Generator().manual_seed(0)
     for path in cycle(texts or [""]):
         if not path:
@@ -82,7 +81,7 @@ def byte_pieces(texts: Sequence[str]) -> Iterator[Tensor]:
 
 
 def measure_decoding(model: gecko.Gecko, pieces: Iterator[Tensor], up_to: int, tokens: int) -> list[DecodingPoint]:
-    """Read to 1, 2, 5 · 10^k positions from 1,000 on, and decode a while at each."""
+    """Read to 1, 2, 5 · 10^k positions from 1,000 on, and decode ``tokens`` tokens at each."""
     source, reading, points = _Source(pieces), None, []
     for position in _positions(up_to):
         reading = _read_to(model, source, reading, position)
@@ -91,7 +90,7 @@ def measure_decoding(model: gecko.Gecko, pieces: Iterator[Tensor], up_to: int, t
 
 
 def measure_stream(model: gecko.Gecko, pieces: Iterator[Tensor], length: int) -> list[StreamPoint]:
-    """Read ``length`` tokens in one call, and look at memory and clock on the way."""
+    """Read ``length`` tokens in one call; record memory and time along the way."""
     points = []
     begin = time.perf_counter()
 
@@ -99,7 +98,7 @@ def measure_stream(model: gecko.Gecko, pieces: Iterator[Tensor], length: int) ->
         source = _Source(pieces)
         for count in range(CURVE_POINTS):
             yield from source.take(length * (count + 1) // CURVE_POINTS - length * count // CURVE_POINTS)
-            # What was handed out has been read up to a piece.
+            # The tokens given out so far have been read, except up to one piece.
             points.append(
                 StreamPoint(length * (count + 1) // CURVE_POINTS, time.perf_counter() - begin, _resident(), _peak())
             )
@@ -109,7 +108,7 @@ def measure_stream(model: gecko.Gecko, pieces: Iterator[Tensor], length: int) ->
 
 
 def measure_pieces(model: gecko.Gecko, pieces: Iterator[Tensor]) -> dict[int, float]:
-    """Tokens a second of reading in pieces of so many tokens; sizes take turns, and the median counts."""
+    """Return the tokens/s of prefill by piece size; sizes alternate, and the median counts."""
     text = torch.cat(list(_Source(pieces).take(4 * max(PIECES))))
     seconds: dict[int, list[float]] = {size: [] for size in PIECES}
     for size in PIECES * ROUNDS:
@@ -123,7 +122,7 @@ def report(
     arguments: argparse.Namespace, model: gecko.Gecko, decoding: list[DecodingPoint], streaming: list[StreamPoint],
     pieces: dict[int, float],
 ) -> str:  # fmt: skip
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     text = ", ".join(Path(path).name for path in arguments.text) or "random bytes"
     first, last = decoding[0], decoding[-1]
@@ -154,7 +153,7 @@ def report(
 
 
 class _Source:
-    """Takes exact numbers of tokens from pieces of any length."""
+    """Gives exact numbers of tokens from pieces of any length."""
 
     def __init__(self, pieces: Iterator[Tensor]) -> None:
         self._pieces, self._held = pieces, torch.empty(0, dtype=torch.int64)
@@ -189,20 +188,20 @@ def _positions(up_to: int) -> list[int]:
 
 
 def _warm_up(model: gecko.Gecko) -> None:
-    """The first calls of a process are slower, and its allocator finds its size within some pieces."""
+    """Read and decode some tokens: first calls are slower, and the allocator needs some pieces to settle."""
     reading = read(model, [torch.zeros(WARM_UP_PIECES * piece_length(model.config), dtype=torch.int64)])
     _decode(model, reading, 20)
 
 
 def _resident() -> int:
-    """Memory in use, in bytes, without what the C library keeps for later."""
+    """Return the memory in use, in bytes, without free memory that the C library keeps."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
 
 
 def _peak() -> int:
-    """The most memory the process ever had, in bytes."""
+    """Return the largest memory of the process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

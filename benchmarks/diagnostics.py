@@ -1,10 +1,10 @@
-"""What the working memory tells apart by itself, and what small models learn to keep in it.
+"""Accuracy of the working memory alone, and of small models that are trained on synthetic tasks with it.
 
     python benchmarks/diagnostics.py resolution      # the operator alone, without training
-    python benchmarks/diagnostics.py train           # gecko eval diagnose, for every case that has no result yet
+    python benchmarks/diagnostics.py train           # gecko eval diagnose, for every case without a result
     python benchmarks/diagnostics.py page            # results/evidence/diagnose/README.md from the results
 
-``train`` can be stopped and goes on with the next case; ``--minutes`` ends it before a case that would begin later.
+``train`` can be interrupted and continues with the next case; ``--minutes`` is the time after which no case starts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Rule = Literal["adaptive", "linear"]
 RULES: tuple[Rule, ...] = ("adaptive", "linear")
 KEY_DIMS = (8, 32, 128, 256)
 LENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Euclidean lengths of a key; a new model's keys have length 1 in every head, whatever its width."""
+"""Euclidean lengths of a key; the keys of a new model have length 1 in every head of any width."""
 ROWS, ROWS_AT_ONCE = 128, 32
 TOKENS, CHUNK, PAIRS, VALUES = 128, 16, 4, 32
 
@@ -48,14 +48,14 @@ COMMON = (
     "model.ffn_dim=128", "model.cema_modes=4", "model.chunk_size=8", "batch_size=32", "learning_rate=1e-2",
     "weight_decay=0", "steps=300", "test_rows=300",
 )  # fmt: skip
-"""One layer, so that what is further away than attention sees can only come from the memory or the moving average."""
+"""One layer: what attention does not see can only come from the memory or CEMA."""
 SEEDS = (0, 1, 2)
 RATES = ("3e-2", "3e-3")
-"""Tried besides, equally for all memories."""
+"""Additional learning rates, the same for all memories."""
 FAR = 2
-"""Chunks between answer and question from which on no attention sees the answer."""
+"""Distance in chunks between answer and question from which attention does not see the answer."""
 LONG = "model.memory_key_length=5.66"
-"""The root of the key width."""
+"""The square root of the key width."""
 MEMORIES = (
     ("model.memory=adaptive",), ("model.memory=adaptive", LONG), ("model.memory=linear",),
     ("model.memory=linear", LONG), ("model.memory=none",),
@@ -65,14 +65,14 @@ HARDER = (
     (LONG, "size.noise=true"), (LONG, "size.items=8"), (LONG, "size.items=15"), (LONG, "size.length=256"),
     (LONG, "model.key_dim=8"), (LONG, "size.length=128"), (LONGER, "size.length=256"),
 )  # fmt: skip
-"""To see where it breaks."""
+"""Harder cases, to find the limits."""
 
 
 @dataclass(frozen=True)
 class Case:
     task: str
     changes: tuple[str, ...]
-    """Of ``COMMON``."""
+    """Changes to ``COMMON``."""
     seed: int
 
     @property
@@ -88,7 +88,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """The most telling first."""
+    """Yield the cases, the most informative ones first."""
     for seed in SEEDS:
         yield from (Case("mqar", changes, seed) for changes in MEMORIES)
     tried = {rate: [Case("mqar", (*changes, f"learning_rate={rate}"), 0) for changes in MEMORIES] for rate in RATES}
@@ -103,7 +103,7 @@ def cases() -> Iterator[Case]:
 
 
 def train(minutes: float) -> None:
-    """In this process: starting one takes as long as some cases."""
+    """Train the cases in this process: starting a process takes as long as some cases."""
     torch.set_num_threads(1)
     begin = time.monotonic()
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def train(minutes: float) -> None:
 
 
 def resolution() -> None:
-    """How often the value of a key is the best match of what a query equal to the key reads, by the keys' length."""
+    """Measure, by key length, how often a query that equals a stored key reads the value of that key."""
     torch.set_num_threads(1)
     scores = []
     for rule in RULES:
@@ -136,7 +136,7 @@ def resolution() -> None:
 
 
 def _resolution(rule: Rule, key_dim: int, length: float) -> list[Score]:
-    """Accuracy, and how much what tokens read differs in relation to its size."""
+    """Return the accuracy, and the spread of what tokens read relative to its mean."""
     where = {"rule": rule, "key_dim": key_dim, "length": length}
     generator = torch.Generator().manual_seed(0)
     hits: list[bool] = []
@@ -147,7 +147,7 @@ def _resolution(rule: Rule, key_dim: int, length: float) -> list[Score]:
         read, _state = working_memory(keys[:, None], keys[:, None], one_hot[:, None], CHUNK, rule=rule)
         last = read[:, 0, -CHUNK:]
         spreads.append(float((last.std(1).square().sum(-1) / last.mean(1).square().sum(-1)).sqrt().mean()))
-        # What every token reads says nothing about one of them.
+        # What all tokens read has no information about a single one.
         told = (last - last.mean(1, keepdim=True))[:, -PAIRS:]
         best = told.gather(2, kept[:, None].expand(-1, PAIRS, -1)).argmax(-1)
         hits += (best == torch.arange(PAIRS)).flatten().tolist()
@@ -160,8 +160,8 @@ def _resolution(rule: Rule, key_dim: int, length: float) -> list[Score]:
 
 
 def _rows(key_dim: int, length: float, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys (B, T, key_dim) and values (B, T) of random tokens, and the values (B, PAIRS) of those at odd places of the
-    first chunk, whose keys are those of the last tokens once more."""
+    """Return keys (B, T, key_dim) and values (B, T) of random tokens, and values (B, PAIRS) to recall. These are stored
+    at odd places of the first chunk, and the last tokens have the same keys."""
     keys = torch.randn(ROWS_AT_ONCE, TOKENS, key_dim, generator=generator)
     keys *= length / math.sqrt(key_dim) / keys.square().mean(-1, keepdim=True).sqrt()
     values = torch.randint(VALUES, (ROWS_AT_ONCE, TOKENS), generator=generator)
@@ -173,7 +173,7 @@ def _rows(key_dim: int, length: float, generator: torch.Generator) -> tuple[Tens
 
 
 def page() -> str:
-    """The results as tables."""
+    """Return the results as Markdown tables."""
     lines = [
         "# Synthetic tasks, and what the memory tells apart",
         "",
@@ -235,7 +235,7 @@ def _training_lines() -> Iterator[str]:
 
 
 def _pooled(records: Sequence[dict[str, Any]], far: bool) -> tuple[int, int]:
-    """Right answers, and all, of the questions that are far or not."""
+    """Return the numbers of correct and of all answers, for questions that are far away or near."""
     hits = total = 0
     for record in records:
         for score in record["scores"]:

@@ -1,10 +1,10 @@
-"""What the host has to do for one block on a GPU, measured without one.
+"""Host time of one block on a GPU, measured without a GPU.
 
     python benchmarks/host.py --write           # writes benchmarks/results/host_PROCESSOR.md
 
-A GPU waits for its host where a step has few tokens. Here the kernels are taken for tensors of the CPU, and every
-launch is counted in place of being made, so that what is left is Python, PyTorch's dispatcher and autograd. Tensors are
-tiny, for PyTorch's own operations are computed; a block is the difference between models of six layers and of two.
+A GPU waits for its host if a step has few tokens. Here operators use their Triton kernels for CPU tensors, and a launch
+is only counted, so that the measured time is that of Python, PyTorch's dispatcher and autograd. Tensors are tiny,
+because PyTorch's own operations run. A block is the difference between models of six layers and of two.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ SMALL = GeckoConfig(
 
 
 class Step:
-    """Loss and backward of one model on one row, as training does them."""
+    """Loss and backward of one model on one row, as in training."""
 
     def __init__(self, config: ModelConfig, depth: int) -> None:
         self._model = build_model(dataclasses.replace(config, num_layers=depth))
         self._tokens = torch.randint(256, (1, TOKENS + 1))
 
     def __call__(self) -> tuple[float, float]:
-        """Seconds forward and backward."""
+        """Return the seconds of forward and backward."""
         begin = time.perf_counter()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss: Tensor = self._model.loss(self._tokens[:, :-1], self._tokens[:, 1:])
@@ -57,7 +57,7 @@ class Step:
 
 @contextlib.contextmanager
 def kernels_counted() -> Iterator[list[str]]:
-    """Operators take their Triton kernels for every plain tensor; the names of those that would be launched."""
+    """Make operators use Triton kernels for plain tensors; yield the names of the kernels that would be launched."""
     launched: list[str] = []
 
     def run(launch: dispatch.Launch) -> None:
@@ -73,7 +73,7 @@ def kernels_counted() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def by_the_dispatcher() -> Iterator[None]:
-    """Operators by what is registered with ``torch.library``, as if somebody watched."""
+    """Make operators use the custom operators registered with ``torch.library``, as if the call were traced."""
     with patch.object(dispatch, "is_watched", lambda: True):
         yield
 
@@ -83,7 +83,7 @@ Way = Callable[[], contextlib.AbstractContextManager[object]]
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Of one block: milliseconds forward and backward, and kernels launched by both."""
+    """Milliseconds of forward and backward of one block, and the number of its kernel launches."""
 
     forward: float
     backward: float
@@ -91,7 +91,7 @@ class Host:
 
 
 def measure(ways: dict[str, tuple[ModelConfig, Way]], rounds: int) -> dict[str, Host]:
-    """In turns; medians of ``rounds``, after some that import and build."""
+    """Measure all variants alternately; return medians of ``rounds``, after some rounds for imports and compilation."""
     steps = {name: [Step(config, depth) for depth in DEPTHS] for name, (config, _) in ways.items()}
     turns = [
         {name: [_counted(step, way) for step in steps[name]] for name, (_, way) in ways.items()}
@@ -101,20 +101,20 @@ def measure(ways: dict[str, tuple[ModelConfig, Way]], rounds: int) -> dict[str, 
 
 
 def _counted(step: Step, way: Way) -> tuple[float, float, int]:
-    """Seconds forward and backward, and launches."""
+    """Return the seconds of forward and backward, and the number of launches."""
     with way(), kernels_counted() as launched:
         return *step(), len(launched)
 
 
 def _per_block(turns: list[list[tuple[float, float, int]]]) -> Host:
-    """Of turns at both depths."""
+    """Return the results of one block from rounds of both depths."""
     few, many = ([statistics.median(column) for column in zip(*runs, strict=True)] for runs in zip(*turns, strict=True))
     forward, backward, launches = ((b - a) / (DEPTHS[1] - DEPTHS[0]) for a, b in zip(few, many, strict=True))
     return Host(1e3 * forward, 1e3 * backward, launches)
 
 
 def page(results: dict[str, Host], rounds: int) -> list[str]:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     own = next(iter(results.values()))
     rows = (

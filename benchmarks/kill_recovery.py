@@ -1,12 +1,12 @@
-"""A run whose processes are killed, again and again: it comes back by itself and ends as if nothing had happened.
+"""Kills processes of a run again and again: the run must recover and end with the same results.
 
     python benchmarks/kill_recovery.py              # 20 kills; writes benchmarks/results/kill_recovery.md
     python benchmarks/kill_recovery.py --kills 2
 
-The same small run is trained twice by several gloo processes under ``torchrun --max-restarts``: once left alone,
-once with ``kill -9`` of a random one of its processes at random moments: most at a random step and a random time
-within it, so in forward, backward, exchange or save, every fourth while the job is still starting again. Nobody
-does anything about it. Compared are the loss of every step, the held-out losses and every bit of the last checkpoint.
+The same small run is trained twice by several gloo processes under ``torchrun --max-restarts``: once undisturbed, and
+once with ``kill -9`` of a random process at random moments. Most kills are at a random step and a random time within
+it, so in forward, backward, exchange or save; every fourth is while the job is restarting. There is no other
+intervention. The loss of every step, the held-out losses and every bit of the last checkpoint are compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gecko.train.throughput import describe_hardware
 RESULTS = Path(__file__).parent / "results" / "kill_recovery.md"
 RESUMED = re.compile(r"continuing after step (\d+)")
 PATIENCE = 180
-"""Seconds after which a job that makes no progress counts as lost."""
+"""Seconds without progress after which a job counts as lost."""
 _TIMES = ("seconds", "tokens_per_second", "mfu", "memory_gib", "data_seconds")
 
 
@@ -48,11 +48,11 @@ class Kill:
     rank: int
     phase: str
     step: int
-    """The last one that the metrics showed."""
+    """Last step in the metrics."""
     checkpoint: int
-    """The newest finished one; 0 where there was none."""
+    """Step of the newest finished checkpoint; 0 if there is none."""
     resumptions: int
-    """So many sessions had gone on from a checkpoint before."""
+    """Number of sessions that had resumed from a checkpoint before."""
 
 
 def small_run(folder: Path, steps: int) -> Run:
@@ -82,7 +82,7 @@ def small_run(folder: Path, steps: int) -> Run:
 
 
 class Job:
-    """The run under torchrun, in a folder of its own."""
+    """The run under torchrun, in its own folder."""
 
     def __init__(self, recipe: Path, output: Path, ranks: int, restarts: int) -> None:
         self.output = output
@@ -100,7 +100,7 @@ class Job:
         return self.process.poll() is None
 
     def workers(self) -> list[psutil.Process]:
-        """The ranks' processes, in order."""
+        """Return the processes of the ranks, in order."""
         found = []
         for child in psutil.Process(self.process.pid).children():
             try:
@@ -117,7 +117,7 @@ class Job:
         return max((checkpoint_step(path) for path in list_checkpoints(self.output / "checkpoints")), default=0)
 
     def resumptions(self) -> list[int]:
-        """After which step sessions went on that found a checkpoint and lived to say so."""
+        """Return the step of each resumption that a session has reported."""
         return [int(step) for step in RESUMED.findall(self.log.read_text(encoding="utf-8"))]
 
     def wait(self) -> None:
@@ -126,7 +126,7 @@ class Job:
 
 
 def kill_at_random(job: Job, kills: int, steps: int, seed: int) -> list[Kill]:
-    """Kill ``kills`` times, each after the job has got somewhere since the last."""
+    """Kill ``kills`` times, each after the job has made progress since the last kill."""
     choose = random.Random(seed)
     moments = sorted(choose.sample(range(3, steps - 3), kills))
     done: list[Kill] = []
@@ -168,7 +168,7 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 
 
 def same_checkpoint(left: Path, right: Path) -> bool:
-    """Every bit of parameters and optimizer state of the newest checkpoints."""
+    """Return whether parameters and optimizer state of the newest checkpoints are bitwise equal."""
     ends = [list_checkpoints(folder / "checkpoints")[0] for folder in (left, right)]
     files = [sorted((end / SHARDS).iterdir()) for end in ends]
     if [file.name for file in files[0]] != [file.name for file in files[1]] or ends[0].name != ends[1].name:
@@ -181,7 +181,7 @@ def same_checkpoint(left: Path, right: Path) -> bool:
 
 
 def measure(folder: Path, *, kills: int, ranks: int, steps: int, seed: int) -> str:
-    """Train twice and compare; the report. RuntimeError where the two runs differ."""
+    """Train twice, compare, and return the report; RuntimeError if the two runs differ."""
     recipe = folder / "run.json"
     run = small_run(folder, steps)
     run.save(recipe)
@@ -209,8 +209,8 @@ def measure(folder: Path, *, kills: int, ranks: int, steps: int, seed: int) -> s
 
 
 def resumed_after(kills: list[Kill], resumptions: list[int]) -> list[int | None]:
-    """After which step the run went on after each kill; None: from the start. A session that was killed before
-    it went on has what the one after it says."""
+    """Return the step from which the run resumed after each kill; None: from the start. For a session that was killed
+    before it resumed, it is the step of the session after it."""
     found: list[int | None] = []
     for kill in kills:
         after = resumptions[kill.resumptions] if kill.resumptions < len(resumptions) else None

@@ -1,10 +1,10 @@
-"""One text of millions of tokens read as one document: memory, speed, and the loss by position.
+"""One text of millions of tokens read as one document: memory, speed, and loss by position.
 
     python benchmarks/long_reading.py books/*.txt --write     # 4,000,000 bytes of them, as gecko read reads
 
-Without files the text is the source of Python's standard library. The loss of a text goes up and down with
-what it says, so a second pass reads the same text afresh from the start of every bin: the difference between
-the two is what the long way behind costs, or gains. Errors are standard errors over pieces of the text.
+Without files the text is the source of Python's standard library. The loss varies with the content of the text.
+Therefore a second pass reads the same text with a new state at the start of every bin: the difference between the
+passes is the effect of the long context. Errors are standard errors over pieces of the text.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from gecko.runtime.process import keep_freed_memory
 
 EARLY = 10_000
 WARM_UP_PIECES = 100
-"""The C library's heap grows a little within the first few hundred thousand tokens, whatever is read."""
+"""Pieces read before the measurement: the C library's heap grows a little within some hundred thousand tokens."""
 
 
 @dataclass
 class Prefill:
     losses: Tensor
-    """Of every byte, nats."""
+    """Loss of every byte in nats."""
     seconds: float = 0.0
     memory: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Position: bytes in use there, and the most so far."""
+    """By position: bytes in use, and the largest number of bytes so far."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Bin:
     loss: float
     error: float
     change: float
-    """Against the same bytes read afresh from the bin's start."""
+    """Loss minus that of the same bytes read from a new state at the start of the bin."""
     change_error: float
 
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def warm_up(model: gecko.Gecko) -> int:
-    """Read another text first; the highest memory of the process after the first ``EARLY`` tokens of all."""
+    """Read another text first; return the largest memory of the process after the first ``EARLY`` tokens."""
     piece, cold = piece_length(model.config), 0
     text = torch.randint(0, 256, (WARM_UP_PIECES, piece))
     for done, _ in enumerate(score(model, text.unbind()), start=1):
@@ -77,8 +77,8 @@ def warm_up(model: gecko.Gecko) -> int:
 
 
 def read_once(model: gecko.Gecko, files: Sequence[Path], length: int) -> Prefill:
-    """The whole text, one state all the way."""
-    # Touched before anything is measured, so that it is the same at every position.
+    """Read the whole text with one state."""
+    # Written before the measurement, so that its memory is the same at every position.
     reading = Prefill(torch.full((length,), torch.nan))
     marks = iter([EARLY, *(length * part // 4 for part in (1, 2, 3, 4))])
     mark, done, begin = next(marks), 0, time.perf_counter()
@@ -93,7 +93,7 @@ def read_once(model: gecko.Gecko, files: Sequence[Path], length: int) -> Prefill
 
 
 def read_afresh(model: gecko.Gecko, files: Sequence[Path], length: int, width: int) -> Tensor:
-    """The loss of every byte, with nothing read before its bin."""
+    """Return the loss of every byte, with a new state at the start of its bin."""
     tokens = torch.cat(list(byte_tokens(files, length)))
     return torch.cat([
         losses
@@ -111,7 +111,7 @@ def compare(long: Tensor, fresh: Tensor, width: int, piece: int) -> list[Bin]:
 
 
 def trend(change: Tensor, piece: int) -> tuple[float, float]:
-    """Slope of a straight line through the pieces, nats a byte in a million positions, and its standard error."""
+    """Return the slope of a line fitted to the pieces, in nats per byte per million positions, and its error."""
     y = _piece_means(change, piece)
     x = (torch.arange(len(y), dtype=torch.float64) + 0.5) * piece / 1e6
     x = x - x.mean()
@@ -121,7 +121,7 @@ def trend(change: Tensor, piece: int) -> tuple[float, float]:
 
 
 def _mean(losses: Tensor, piece: int) -> tuple[float, float]:
-    """Neighbouring bytes are alike, so pieces, not bytes, count as independent."""
+    """Return mean and standard error. Neighbouring bytes are correlated, so pieces count as independent, not bytes."""
     means = _piece_means(losses, piece)
     return float(losses.double().mean()), float(means.std() / len(means) ** 0.5) if len(means) > 1 else float("nan")
 

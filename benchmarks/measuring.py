@@ -1,4 +1,4 @@
-"""What benchmarks of reading share: the model, the text, and the memory of this process."""
+"""Helpers of benchmarks that read texts: the model, the text, the memory of this process, and the result pages."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ BLOCK = 1 << 14
 RESULTS = Path(__file__).parent / "results"
 DEMO = "runs/demo"
 START = torch.tensor([256])
-"""Begins a document of bytes."""
+"""Token that starts a document of bytes."""
 
 
 def find_model(name: str) -> Path:
-    """A model's folder, or the newest checkpoint of a run's."""
+    """Return a model's folder, or the newest checkpoint of a run."""
     checkpoints = Path(name) / "checkpoints"
     newest = latest_checkpoint(checkpoints) if checkpoints.is_dir() else Path(name)
     if newest is None:
@@ -39,12 +39,12 @@ def find_model(name: str) -> Path:
 
 
 def text_files(names: Sequence[str]) -> list[Path]:
-    """The files named, or the source of Python's standard library."""
+    """Return the named files, or the source of Python's standard library."""
     return [Path(name) for name in names] or stdlib_files()
 
 
 def byte_tokens(files: Sequence[Path], length: int) -> Iterator[Tensor]:
-    """The first ``length`` bytes of the files, over and over, as ids in small parts."""
+    """Yield the first ``length`` bytes of the repeated files, as ids in small parts."""
     for path in cycle(files):
         with path.open("rb") as file:
             while length > 0 and (content := file.read(min(BLOCK, length))):
@@ -55,7 +55,7 @@ def byte_tokens(files: Sequence[Path], length: int) -> Iterator[Tensor]:
 
 
 def describe(model: gecko.Gecko, folder: Path, files: Sequence[Path], command: str) -> str:
-    """One paragraph that says what was measured where."""
+    """Return a paragraph that describes model, text, machine and command."""
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     text = "the source of Python's standard library" if len(files) > 20 else ", ".join(path.name for path in files)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -66,36 +66,36 @@ def describe(model: gecko.Gecko, folder: Path, files: Sequence[Path], command: s
 
 
 def load() -> str:
-    """How busy the machine was in the last minute, for pages that were written beside other work."""
+    """Return the load of the machine in the last minute, for pages that are measured beside other work."""
     return f"Load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores when this was written."
 
 
 def resident() -> int:
-    """Memory in use, in bytes, without what the C library keeps for later."""
+    """Return the memory in use, in bytes, without free memory that the C library keeps."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
 
 
 def peak() -> int:
-    """The most memory the process ever had, in bytes."""
+    """Return the largest memory of the process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def of_processor(name: str) -> str:
-    """The page ``name`` of this processor: timings of several stand side by side."""
+    """Return ``name`` with the name of this processor, because timings of each processor are a separate page."""
     processor = re.sub(r"\((r|tm)\)|\b(processor|cpu)\b|@.*", " ", processor_name().lower())
     return "_".join([name, *re.findall(r"[a-z0-9.]+", processor)]) + ".md"
 
 
 def publish(name: str, lines: Sequence[str], write: bool) -> None:
-    """Print a page, and put it among the results if asked to."""
+    """Print a page, and with ``write`` put it into the folder of results."""
     print("\n".join(lines) + "\n")
     if write:
         put(name, lines)
 
 
 def put(name: str, lines: Sequence[str]) -> None:
-    """Put a page among the results."""
+    """Put a page into the folder of results."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / name).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
-"""What the working memory's reach does to the loss: one long text, the memory emptied every so many bytes.
+"""Effect of the working memory's reach on the loss: one long text, with the memory emptied at regular intervals.
 
     python benchmarks/memory_reach.py runs/main/compare_gecko/seed-0 books/gibbon/*.txt --write
 
-The text is read once by rows that differ in one thing: how often their memory is emptied. Whatever else the state
-holds, norms, moving averages, keys and values of the window, is carried on in all of them. Differences are to the row
-whose memory reaches furthest, over the same bytes; intervals are bootstrapped over blocks of the text.
+The text is read once by several rows that differ only in how often their memory is emptied. The rest of the state
+(norms, CEMA, keys and values of the window) is kept in all of them. Differences are to the row with the longest reach,
+over the same bytes; intervals are bootstrapped over blocks of the text.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from gecko.state import GeckoState
 
 PIECE, BLOCK = 2048, 1024
 REACHES = (2, 4, 16, 64, 256, 1024, 4096)
-"""In units of 1,024 bytes."""
+"""Reaches in units of 1,024 bytes."""
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Row:
     reach: int
-    """Bytes after which the memory is emptied."""
+    """Number of bytes after which the memory is emptied."""
     loss: float
-    """Nats a byte."""
+    """Nats per byte."""
     change: Interval | None
     difference: float
-    """Loss minus that of the furthest reach."""
+    """Loss minus that of the longest reach."""
 
 
 def block_losses(model: gecko.Gecko, text: Tensor, reaches: Sequence[int]) -> Values:
-    """Losses in nats a byte, (rows, blocks): one row for each reach."""
+    """Return losses in nats per byte (rows, blocks), one row per reach."""
     rows, state, found = len(reaches), None, []
     with inference(model):
         for begin, tokens, targets in _pieces(text):
@@ -63,7 +63,7 @@ def _pieces(text: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def with_empty_memory(model: gecko.Gecko, state: GeckoState, rows: Tensor) -> GeckoState:
-    """The state with nothing in the memory of some ``rows`` (B,) bool."""
+    """Return the state with empty memory in the given ``rows`` (B,) bool."""
     fresh = model.empty_state(state.batch_size)
     mixers = []
     for mixer, empty in zip(state.mixers, fresh.mixers, strict=True):

@@ -1,13 +1,13 @@
-"""Operators, training steps, reading and decoding on the GPU that is there, beside their floors and peers.
+"""Operators, training steps, prefill and decoding on a GPU, compared with their floors and peers.
 
     python benchmarks/operators.py                             # all parts, into benchmarks/results/<card>.md
     python benchmarks/operators.py --only operators:gecko-7b activations --minutes 9 --out FOLDER
-    python benchmarks/operators.py --small                     # small shapes: that it runs to its end, on a CPU too
+    python benchmarks/operators.py --small                     # small shapes: checks that it runs, on a CPU too
 
-Every part runs in a process of its own, and every result is kept in ``<card>.json`` as it comes, from which the page is
-put together; another command on the same card and folder adds its parts to both. What crashes, hangs, does not fit into
-the memory, is not installed, or was not reached in time, stands on the page with the reason. Without a GPU the page is
-``gpu.md``, which says that the targets are open.
+Every part runs in a separate process, and every result is saved to ``<card>.json`` at once. The page is made from this
+file; another command on the same card and folder adds its parts to both. The page lists what crashed, hung, did not fit
+into memory, is not installed, or was not reached in time, with the reason. Without a GPU the page is ``gpu.md``, which
+says that the targets are open.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from gecko.train.throughput import describe_hardware, select_device
 
 
 def chosen(parts: dict[str, Part], only: list[str]) -> list[str]:
-    """Those named, by whole names or what stands before the colon; in the order of ``parts``.
+    """Return the selected parts in the order of ``parts``; a name is a whole name or the part of it before the colon.
 
     Raises:
-        ValueError: a name is none.
+        ValueError: a name matches no part.
     """
     for name in only:
         if not any(_names(name, part) for part in parts):
@@ -82,7 +82,7 @@ def write(path: Path, lines: list[str]) -> None:
 
 
 def write_page(record: Record) -> None:
-    """What cannot be shown must not end what measures: the results are kept anyway."""
+    """Write the page. An error is printed and does not end the measurement: the results are saved anyway."""
     try:
         write(record.path.with_suffix(".md"), page(record))
     except Exception as error:
@@ -90,7 +90,7 @@ def write_page(record: Record) -> None:
 
 
 def measure_all(names: list[str], order: list[str], record: Record, minutes: float) -> None:
-    """Each in its own process; what others are held against comes first, once a card."""
+    """Run each part in its own process; the rates that others are compared with come first, once per card."""
     own = [*sys.argv[1:], "--here", "--only"]
     runner = Runner(
         record, lambda part: [sys.executable, __file__, *own, part], order,
@@ -104,20 +104,20 @@ def measure_all(names: list[str], order: list[str], record: Record, minutes: flo
 
 def measure_here(parts: dict[str, Part], bench: Bench, record: Record) -> None:
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # its stacks, before it is stopped
+    faulthandler.register(signal.SIGUSR1)  # to print its stacks before it is killed
     if bench.device.type == "cuda":
-        torch.cuda.set_device(bench.device.index or 0)  # events are the current device's
+        torch.cuda.set_device(bench.device.index or 0)  # events belong to the current device
     try:
         for name, part in parts.items():
             measure(name, part, bench, record)
     except Exception as error:
         traceback.print_exception(error)
         sys.stderr.flush()
-        os._exit(1)  # what else ends a process may wait for a card that no longer answers
+        os._exit(1)  # a normal exit may wait for a card that no longer responds
 
 
 def describe(device: torch.device) -> tuple[str, str]:
-    """The name of the card as a file's, and the machine in words."""
+    """Return the name of the card for file names, and a description of the machine."""
     facts = describe_hardware(device)
     hardware = "; ".join([facts.pop("GPU", "CPU"), *facts.values()])
     return re.sub(r"\W+", "_", re.split("[,;]", hardware)[0].lower()), hardware

@@ -1,4 +1,4 @@
-"""What fewer bits cost: of the weights, of a state in a file, and of a state between calls.
+"""Effect of fewer bits: in weights, in the file of a state, and in a state between calls.
 
     python benchmarks/quantization.py --write
 
@@ -30,7 +30,7 @@ from gecko.train.evaluate import HeldOut, evaluate
 Round = Callable[[gecko.GeckoState], gecko.GeckoState]
 
 AHEAD = (1, 16, 256, 2048)
-"""Bytes after a snapshot whose loss is looked at."""
+"""Numbers of bytes after a snapshot over which the loss is measured."""
 DECODED = 100
 
 
@@ -91,7 +91,7 @@ def _file_size(model: gecko.Gecko) -> int:
 
 
 def _speed(model: gecko.Gecko, tokens: Tensor) -> tuple[float, float]:
-    """Tokens a second of reading, milliseconds of a decoded token."""
+    """Return tokens/s of prefill, and milliseconds per decoded token."""
     read(model, [tokens[:8192]])
     begin = time.perf_counter()
     reading = read(model, [tokens])
@@ -104,7 +104,7 @@ def _speed(model: gecko.Gecko, tokens: Tensor) -> tuple[float, float]:
 
 
 def _file_section(model: gecko.Gecko, stream: Tensor, texts: int) -> list[str]:
-    """Stop in the middle of the held-out text, save, load, and go on."""
+    """Stop in the middle of held-out texts, save, load, and continue."""
     places = torch.linspace(20_000, len(stream) - max(AHEAD) - 1, texts).long().tolist()
     costs: list[Tensor] = []
     logits: list[float] = []
@@ -133,7 +133,7 @@ def _file_section(model: gecko.Gecko, stream: Tensor, texts: int) -> list[str]:
 
 @torch.no_grad()
 def _continue(model: gecko.Gecko, state: gecko.GeckoState, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of what follows, and the logits after the first token."""
+    """Return the losses of the following tokens, and the logits after the first one."""
     losses, _ = model.token_losses(tokens[None, :-1], tokens[None, 1:], state=state)
     return losses[0], model(tokens[None, :1], state=state)[0][0, 0]
 
@@ -176,7 +176,7 @@ def _policy_losses(model: gecko.Gecko, tokens: Tensor, piece: int, after: Round)
 
 
 def _rounder(names: frozenset[str] | None) -> Round:
-    """Rounds the tensors of these names, or all numbers that are not whole."""
+    """Return a function that rounds the tensors of these names, or (None) all floating-point tensors."""
 
     def rounded(state: gecko.GeckoState) -> gecko.GeckoState:
         values = iter([

@@ -1,13 +1,14 @@
-"""Retrieval past the attention window: small models are trained on books with needles, and asked for others.
+"""Retrieval beyond the attention window: small models are trained on books with needles, and tested with other needles.
 
     python benchmarks/retrieval.py documents   # needles in books, as runs/needles/*.jsonl
     python benchmarks/retrieval.py train       # gecko train on books and needles, for every model
-    python benchmarks/retrieval.py ask         # accuracy by distance, of every model that is trained
+    python benchmarks/retrieval.py ask         # accuracy by distance, of every trained model
     python benchmarks/retrieval.py page        # results/evidence/retrieval/README.md
 
-A needle, ``[K7]``, says the number of a letter, at a random place of a book's prose. Where it stands again, it is a
-question: what follows ``[K``. ``train`` can be stopped and goes on with ``--steps`` as
-before; ``--models`` takes some of them. All paths are relative to where the commands are run, the same for each.
+A needle, ``[K7]``, gives the number 7 of the letter K, at a random place in a book's prose. When the same needle occurs
+again, it is a question: the model must predict what follows ``[K``. ``train`` can be interrupted, and continues with
+the same ``--steps``; ``--models`` selects some models. All paths are relative to the current folder, which must be the
+same for all commands.
 """
 
 from __future__ import annotations
@@ -44,17 +45,18 @@ RUNS = Path("runs/needles")
 
 NEEDLE = "[{key}{value}]"
 ANSWER = 2
-"""Its place in a needle."""
+"""Place of the answer in a needle."""
 KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 VALUES = 10
 PAIRS, MENTIONS = (1, 4), (2, 6)
-"""Different needles of a document to train on, and how often each stands there: from, to."""
+"""Ranges of the number of different needles in a training document, and of how often each occurs."""
 CHUNK = 8
-"""Attention sees 16 bytes at most, so that many distances beyond it fit into a short row."""
+"""Chunk size: attention sees at most 16 bytes, so that a short row contains many distances beyond it."""
 LENGTH = 128
-"""Tokens of a document to train on, its two ends included: a row."""
+"""Tokens of a training document with its start and end: one row."""
 TRAINED, TESTED = 32_000, {1: 400, 4: 300}
-"""Documents to train on; to ask, of each length, by their needles, each there twice: so its distance is one number."""
+"""Numbers of training documents, and of test documents per length by their number of needles. In a test document each
+needle occurs twice, so that it has one distance."""
 TEST_LENGTHS = (128, 512)
 TESTS = tuple(itertools.product(TEST_LENGTHS, TESTED))
 AT_ONCE = 8192
@@ -65,13 +67,13 @@ MODELS: dict[str, tuple[str, ...]] = {
     "gecko-long-keys": ("compare_gecko", "model.memory_key_length=5.66"),
     "no-memory": ("compare_no_memory",),
 }
-"""Recipe, and what differs from it. 5.66 is the root of a head's width, 32."""
+"""Recipe and overrides. 5.66 is the square root of the head dimension, 32."""
 NEEDLES, BOOKS = 0.875, 0.125
-"""Parts of the rows to train on."""
+"""Shares of the training rows."""
 ROWS, RATE = 16, "6e-3"
-"""Of a step: a quarter of what the recipes read, and less than their 8e-3."""
+"""Batch size and learning rate: a quarter of the recipes' batch size, and less than their 8e-3."""
 BANDS = ((0, 1), (2, 4), (5, 8), (9, 15), (16, 31), (32, 63))
-"""Chunks between answer and question; from 2 on, no attention of one layer sees the answer."""
+"""Ranges of chunks between answer and question; from 2 on, attention of one layer does not see the answer."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Document:
 
 
 def document(texts: Sequence[str], characters: int, pairs: int, mentions: int, rng: random.Random) -> Document:
-    """Prose of one of the texts with needles, each ``mentions`` times."""
+    """Return prose of one of the texts with needles, each ``mentions`` times."""
     needles = [NEEDLE.format(key=key, value=rng.randrange(VALUES)) for key in rng.sample(KEYS, pairs)]
     prose = _prose(texts, characters - mentions * sum(map(len, needles)), rng)
     order = [*range(pairs)] * mentions
@@ -105,7 +107,7 @@ def _prose(texts: Sequence[str], characters: int, rng: random.Random) -> str:
 
 
 def read_books(folder: Path) -> list[str]:
-    """ASCII, so that characters are bytes, single spaces, and no brackets, which only needles have."""
+    """Return the books in ASCII, so that characters are bytes, with single spaces, and brackets only in needles."""
     books = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
     if not books:
         raise FileNotFoundError(f"{folder} must hold books as .txt; it has none.")
@@ -114,7 +116,7 @@ def read_books(folder: Path) -> list[str]:
 
 
 def write_documents(train: Path, held_out: Path) -> None:
-    """``train.jsonl`` of the first books; of the others a file for each length and number of needles."""
+    """Write ``train.jsonl``, and from held-out books a file per length and number of needles."""
     rng, texts = random.Random("train"), read_books(train)
     sizes = ((rng.randint(*PAIRS), rng.randint(*MENTIONS)) for _ in range(TRAINED))
     _write(RUNS / "train.jsonl", [document(texts, LENGTH - 2, *size, rng) for size in sizes])
@@ -196,7 +198,7 @@ def _batches(length: int, asked: int) -> Iterator[SyntheticBatch]:
         tokens = torch.tensor([[start, *record["text"].encode()] for record in records])
         targets, sources = torch.full_like(tokens, IGNORED), torch.full_like(tokens, -1)
         for row, record in enumerate(records):
-            # The start shifts all places by one; the question is the token before its answer.
+            # The start token shifts all places by one; the question is the token before its answer.
             places, earlier = (torch.tensor(side) for side in zip(*record["questions"], strict=True))
             targets[row, places], sources[row, places] = tokens[row, places + 1], earlier + 1
         yield SyntheticBatch(tokens, targets, sources)
@@ -215,7 +217,7 @@ def _description() -> str:
 
 
 def page() -> str:
-    """The results as tables."""
+    """Return the results as Markdown tables."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
     records = sorted(
         found, key=lambda record: (record["settings"]["steps"], list(MODELS).index(record["model"]["name"]))

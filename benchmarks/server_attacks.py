@@ -1,9 +1,9 @@
-"""`gecko serve` under attack: the slowest answer of /health, and the memory, while one client does its worst.
+"""`gecko serve` under attack: the slowest response of /health, and the memory, during each attack of one client.
 
     python benchmarks/server_attacks.py --write
 
-The server is a process of its own; attacks come one after the other over loopback, from this process. Clients and
-server share the machine's processors, so the times are above those of a server that has them alone.
+The server is a separate process; attacks run one after the other over loopback, from this process. Clients and server
+share the machine's processors, so times are higher than those of a server alone.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "server_attacks.md"
 LONGEST = 0.5
-"""Seconds within which /health answers, at most."""
+"""Largest allowed time of /health in seconds."""
 PATIENCE = 12.0
-"""Seconds that a client waits for an answer, and then goes away."""
+"""Seconds after which a client that waits for a response disconnects."""
 MEGABYTE = 1 << 20
 BOUND = Limits().memory_bytes + 20 * Limits().body_bytes
-"""Memory in bytes that the server may add, by docs/serving.md: all requests, and one large body in preparation."""
+"""Limit of added memory in bytes, by docs/serving.md: all requests, and one large body in preparation."""
 Attack = Callable[[int], "Counter[str]"]
 
 
 @dataclass
 class Watch:
-    """What was seen while an attack ran."""
+    """Observations during an attack."""
 
     before: int
-    """Memory of the server in use, in bytes."""
+    """Memory in use by the server before the attack, in bytes."""
     slowest: float = 0
     peak: int = 0
     failures: int = 0
@@ -68,7 +68,7 @@ class Watch:
 
 
 def ask(port: int, path: str, content: bytes, method: str = "POST", headers: str = "", read: bool = True) -> str:
-    """The status of the answer, or what became of the connection."""
+    """Send a request; return the status of the response, or what happened to the connection."""
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
     message = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
     return send(port, message, read)
@@ -99,7 +99,7 @@ def at_once(calls: Sequence[Callable[[], str]]) -> Counter[str]:
 
 
 def complete(asked: dict[str, Any] | bytes, times: int = 1, path: str = "/v1/completions", **options: Any) -> Attack:
-    """An attack by ``times`` requests at once."""
+    """Return an attack of ``times`` requests at once."""
     content = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
     return lambda port: at_once([partial(ask, port, path, content, **options)] * times)
 
@@ -109,7 +109,7 @@ def raw(message: bytes, times: int = 1, **options: Any) -> Attack:
 
 
 def attacks() -> Iterator[tuple[str, Attack]]:
-    """Name and attack; made when it is their turn, as they are large."""
+    """Yield name and attack; each is created when it is needed, because it is large."""
     message, chat = {"role": "user", "content": "a"}, "/v1/chat/completions"
     large = b'{"prompt": "' + b"a" * (15 * MEGABYTE) + b'"}'
     short = {"prompt": "abc", "max_tokens": 1}
@@ -149,7 +149,7 @@ def attacks() -> Iterator[tuple[str, Attack]]:
 
 
 def watch(process: psutil.Process, port: int, attack: Attack) -> Watch:
-    """Ask for /health all the time while the attack runs, in a process of its own that does not slow the asking."""
+    """Ask for /health repeatedly while the attack runs in a separate process, so that it does not slow the requests."""
     seen = Watch(process.memory_info().rss)
     forking = multiprocessing.get_context("fork")
     receiving, sending = forking.Pipe(duplex=False)
@@ -174,7 +174,7 @@ def _healthy(port: int) -> bool:
 
 
 def settle(port: int) -> None:
-    """Wait until the server has nothing to do, for a minute at most."""
+    """Wait until the server is idle, for a minute at most."""
     for _ in range(600):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
             lines = response.read().decode().splitlines()
@@ -186,7 +186,7 @@ def settle(port: int) -> None:
 
 @contextmanager
 def server(folder: Path, threads: int = 1) -> Iterator[tuple[psutil.Process, int]]:
-    """A server of the model in ``folder``: its process and its port."""
+    """Start a server of the model in ``folder``; yield its process and its port."""
     command = [sys.executable, "-m", "gecko", "serve", str(folder), "--tokenizer", "bytes", "--name", "attacked",
                "--port", "0", "--prefix-cache", "0"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}

@@ -1,10 +1,10 @@
-"""`gecko serve` under load: many clients, mixed prompts, a third of them gone before their answer ends.
+"""`gecko serve` under load: many clients, mixed prompts; a third of the clients disconnects during the response.
 
     python benchmarks/server_load.py --minutes 10 --write
 
-It starts the server as a process of its own and talks to it on loopback. Clients and server share the machine's
-processors, so the times are above those of a server that has them alone. It fails if an answer is not the
-intended one, a place is not freed, or memory grows. Without --model, weights are random, which changes no time.
+Starts the server as a separate process and connects over loopback. Clients and server share the machine's processors,
+so times are higher than those of a server alone. Fails if a response is not the intended one, a place is not freed, or
+memory grows. Without --model, weights are random, which changes no time.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from gecko.train.throughput import describe_hardware
 RESULTS = Path(__file__).parent / "results" / "server_load.md"
 SHORTEST, LONGEST = 16, 20_000
 CLASSES = ((16, 256), (256, 2_000), (2_000, 20_000))
-"""Prompt lengths that are reported together, in tokens."""
+"""Ranges of prompt lengths that are reported together, in tokens."""
 SHARED = "This is a beginning that one prompt in four has in common with others. " * 40
 GONE_SHARE = 1 / 3
 PREFIX_CACHE = 64
-"""Megabytes; so few that it is full before memory is looked at."""
+"""Size in megabytes; so small that the cache is full before memory is measured."""
 WARM_UP = 15.0
 """Seconds that do not count: the first calls of a process are slower, and the prefix cache fills."""
 FLAT = 1.05
-"""Memory in use in the last third of the time, as a multiple of the first third's, at most."""
+"""Largest ratio of memory in use in the last third of the time to that in the first third."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One request as its client saw it, times in seconds."""
+    """One request as seen by its client; times in seconds."""
 
     length: int
     outcome: str
-    """``complete``, ``left``, or what went wrong."""
+    """``complete``, ``left``, or a description of the error."""
     first: float | None = None
     between: tuple[float, ...] = ()
 
@@ -65,9 +65,9 @@ class Visit:
 class Load:
     visits: list[Visit] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
-    """Memory in use by the server, in bytes, once a second."""
+    """Memory in use by the server in bytes, once per second."""
     seconds: float = 0
-    """Until the last client had its answer."""
+    """Seconds until the last client had its response."""
 
 
 def main() -> int:
@@ -100,7 +100,7 @@ def _model_folder(arguments: argparse.Namespace) -> Iterator[Path]:
 
 @contextmanager
 def _server(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[psutil.Process, int]]:
-    """The process and its port; ends it with SIGTERM, which must be a clean end."""
+    """Yield the process and its port; then stop it with SIGTERM, on which it must exit with code 0."""
     command = [sys.executable, "-m", "gecko", "serve", str(folder), "--tokenizer", "bytes", "--name", "load",
                "--port", "0", "--rows", str(arguments.rows), "--prefix-cache", str(PREFIX_CACHE)]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
@@ -135,19 +135,19 @@ async def _watch(process: psutil.Process, load: Load) -> None:
 
 
 async def _client(port: int, number: int, arguments: argparse.Namespace, end: float, load: Load) -> None:
-    """Ask, read the answer, think for a moment, again."""
+    """Send a request, read the response, wait a moment, and repeat."""
     chance = random.Random(number)
     while time.monotonic() < end:
         length = round(math.exp(chance.uniform(math.log(SHORTEST), math.log(LONGEST))))
         tokens = chance.randint(8, arguments.tokens)
-        # Some leave while they wait for the first token, some in the middle of the answer.
+        # Some leave while they wait for the first token, some in the middle of the response.
         patience = chance.expovariate(1 / 2) if chance.random() < GONE_SHARE else None
         load.visits.append(await _visit(port, _prompt(chance, length), tokens, patience))
         await asyncio.sleep(chance.uniform(0, 0.2))
 
 
 def _prompt(chance: random.Random, length: int) -> str:
-    """ASCII text of ``length`` − 1 characters; the server puts a token before it."""
+    """Return ASCII text of ``length`` − 1 characters; the server adds a token before it."""
     words = " ".join(f"{chance.getrandbits(20):x}" for _ in range(length // 5 + 1))
     return ((SHARED if chance.random() < 0.25 else "") + words)[: length - 1]
 
@@ -169,8 +169,8 @@ async def _visit(port: int, prompt: str, tokens: int, patience: float | None) ->
 async def _stream(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, prompt: str, tokens: int, times: list[float]
 ) -> str:
-    """Reads the answer's events, written by hand: a client library would cost as much as the server does."""
-    # Letters only: every token is a character and comes as a piece of its own.
+    """Read the events of a response. This is written by hand: a client library would cost as much as the server."""
+    # Letters only: every token is a character and arrives as a separate piece.
     bias = {str(byte): -100 for byte in (*range(97), *range(123, 257))}
     asked = {"prompt": prompt, "max_tokens": tokens, "stream": True, "seed": 0, "logit_bias": bias}
     body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
@@ -198,7 +198,7 @@ async def _stream(
 
 
 def _settled_numbers(port: int) -> dict[str, float]:
-    """The server's own numbers once it has nothing to do, or after ten seconds."""
+    """Return the server's metrics once it is idle, or after ten seconds."""
     for _ in range(100):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
             lines = response.read().decode().splitlines()
@@ -217,7 +217,7 @@ def _checks(load: Load, numbers: dict[str, float]) -> dict[str, bool]:
         "no row and no place of the queue is taken at the end": numbers["gecko_rows_active"] == 0
         and numbers["gecko_queue_length"] == 0,
         f"memory in the last third is at most {FLAT} × that of the first": late <= FLAT * early,
-        "SIGTERM ended the server with code 0": True,  # otherwise nothing would be written
+        "SIGTERM ended the server with code 0": True,  # otherwise the page would not be written
     }
 
 

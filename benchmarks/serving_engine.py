@@ -1,8 +1,8 @@
-"""Many texts side by side: tokens a second by how many, and time between tokens while a long prompt arrives.
+"""Many texts in one engine: tokens/s by number of texts, and time between tokens while a long prompt is read.
 
     python benchmarks/serving_engine.py --threads 2 --write
 
-Without --model the weights are random, which does not change what is measured.
+Without --model the weights are random, which does not change the times.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SAMPLINGS = {
     "temperature 1": Sampling(1.0),
     "top-k 50, top-p 0.9, min-p 0.05, penalty 1.2": Sampling(0.8, 50, 0.9, 0.05, 1.2),
 }
-"""What all rows ask for, by how it is called in the table."""
+"""Sampling parameters of all rows, by their name in the table."""
 ROWS = (1, 2, 4, 8, 16, 32)
 SECONDS_TO_WARM_UP = 1.0
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Milliseconds between two tokens of a running text."""
+    """Milliseconds between two tokens of a text."""
 
     median: float
     worst_of_hundred: float
@@ -64,13 +64,13 @@ def main() -> None:
 
 
 def measure_throughput(model: gecko.Gecko, sampling: Sampling, rows: int, steps: int) -> float:
-    """Tokens a second of ``rows`` texts together, each at a position of its own; the median step counts."""
+    """Return the tokens/s of ``rows`` texts together, at different positions; the median step counts."""
     engine = _running(model, sampling, rows)
     return rows / statistics.median(_step_times(engine, steps, rows))
 
 
 def measure_gaps(model: gecko.Gecko, steps: int, prompt: int) -> dict[str, Gaps]:
-    """Of eight texts, alone and while another's prompt is read."""
+    """Measure the gaps of eight texts, alone and while the prompt of another text is read."""
     engine = _running(model, Sampling(1.0), 8, places=9)
     found = {"alone": Gaps.of(_step_times(engine, steps, 8))}
     engine.submit(_request(prompt, Sampling(1.0), 1))
@@ -81,7 +81,7 @@ def measure_gaps(model: gecko.Gecko, steps: int, prompt: int) -> dict[str, Gaps]
 def report(
     arguments: argparse.Namespace, model: gecko.Gecko, speeds: dict[str, list[float]], gaps: dict[str, Gaps]
 ) -> list[str]:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     size = sum(parameter.numel() for parameter in model.parameters())
     return [
@@ -103,7 +103,7 @@ def report(
 
 
 def _running(model: gecko.Gecko, sampling: Sampling, rows: int, places: int | None = None) -> Engine:
-    """An engine in which so many texts are being continued, and go on being."""
+    """Return an engine in which ``rows`` texts are being continued, without an end."""
     engine = Engine(model, rows=places or rows)
     for row in range(rows):
         engine.submit(_request(10 + 37 * row, sampling, 1 << 40, seed=row))
@@ -127,7 +127,7 @@ def _step_times(engine: Engine, steps: int, rows: int) -> list[float]:
 
 
 def _times_while_reading(engine: Engine) -> list[float]:
-    """Of the steps until the text that came has its only token."""
+    """Return the times of the steps until the new text has its only token."""
     times: list[float] = []
     finished = False
     while not finished:
@@ -139,7 +139,7 @@ def _times_while_reading(engine: Engine) -> list[float]:
 
 
 def _warm_up(model: gecko.Gecko) -> None:
-    """The first calls of a process are slower."""
+    """Run an engine for some steps: the first calls of a process are slower."""
     engine, begin = _running(model, Sampling(1.0), 16), time.perf_counter()
     while time.perf_counter() - begin < SECONDS_TO_WARM_UP:
         engine.step()

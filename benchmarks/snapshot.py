@@ -1,9 +1,9 @@
-"""A second question about a book: from a snapshot of the reading state, and by reading the book again.
+"""Time to answer a second question about a book: from a snapshot of the state, and by reading the book again.
 
     python benchmarks/snapshot.py book.txt --write
 
-Time to first token: from the question's arrival to its first token, the model being loaded. From a snapshot
-that is reading the state's file, its checksum included, and the question; otherwise the book and the question.
+Time to first token is from the arrival of the question, with the model loaded. With a snapshot it includes loading the
+state's file, verifying its checksum, and reading the question; otherwise, reading the book and the question.
 """
 
 from __future__ import annotations

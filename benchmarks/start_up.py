@@ -2,9 +2,9 @@
 
     python benchmarks/start_up.py --write           # writes benchmarks/results/start_up_PROCESSOR.md
 
-``gecko train gecko_125m`` as a user starts it, on one short row, so that starting is what is timed. Cold: compiled
-kernels are looked for in empty folders, and the operating system is asked to forget the files of this Python's
-packages, as far as no other process has them in use.
+Runs ``gecko train gecko_125m`` as a user would, on one short row, so that the start dominates. Caches are cold: the
+folders for compiled kernels are empty, and the operating system is asked to drop the cached files of this Python's
+packages, which it does unless another process uses them.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from gecko.train.metrics import read_metrics
 from gecko.train.throughput import describe_hardware, select_device
 
 TARGET = 60
-"""Seconds."""
+"""Target in seconds."""
 PATIENCE = 1_800
-"""Seconds after which the process is taken for dead."""
+"""Seconds after which the process counts as hung."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds since the process started."""
+    """Seconds from the start of the process to each event."""
 
     built: float
-    """Packages imported, documents read, model and optimizer made."""
+    """Packages are imported, documents read, model and optimizer created."""
     evaluated: float
-    """The held-out row read once, before the first step."""
+    """The held-out row is evaluated, before the first step."""
     stepped: float
 
 
 def forget_files(folder: Path) -> int:
-    """Ask the operating system to drop the cached pages of all files in ``folder``; how many bytes they have."""
+    """Ask the operating system to drop the cached pages of all files in ``folder``; return their size in bytes."""
     total = 0
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -55,7 +55,7 @@ def forget_files(folder: Path) -> int:
 
 
 def start(recipe: str, device: str, length: int) -> Start:
-    """Start the training of a recipe on one row in a process of its own, and watch its metrics."""
+    """Train a recipe on one row in a separate process, and watch its metrics."""
     with tempfile.TemporaryDirectory() as folder:
         run, caches = Path(folder) / "run", Path(folder)
         environment = {
@@ -94,7 +94,7 @@ def _when(begin: float, process: subprocess.Popen[bytes], happened: Callable[[],
 
 
 def page(results: list[Start], forgotten: int, arguments: argparse.Namespace) -> list[str]:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     hardware = "; ".join(describe_hardware(select_device(arguments.device)).values())
     return [
         "# Start-up", "", f"{hardware}. {load()}", "",

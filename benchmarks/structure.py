@@ -69,7 +69,7 @@ def print_sample(seed: int) -> None:
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Docstrings of modules, classes and functions, with the signature of what they describe."""
+    """Yield docstrings of modules, classes and functions, with the signature of what they describe."""
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
@@ -79,7 +79,7 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def paragraphs() -> Iterator[tuple[str, str]]:
-    """Paragraphs of prose of at least 15 words in README and docs."""
+    """Yield paragraphs of prose of at least 15 words in README and docs."""
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         prose = re.sub(r"(?ms)^```.*?^```$", "", path.read_text(encoding="utf-8"))
         for text in prose.split("\n\n"):
@@ -92,7 +92,7 @@ def count_lines(path: Path) -> int:
 
 
 def function_lengths(files: dict[Path, int]) -> Iterator[int]:
-    """Lines of each function without its docstring."""
+    """Yield the number of lines of each function without its docstring."""
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -153,7 +153,7 @@ SMALL = (
 
 
 def walk_run() -> Walk:
-    """Train one step by the command line."""
+    """Train one step with the command line."""
     import torch
     from typer.testing import CliRunner
 

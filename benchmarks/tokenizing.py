@@ -1,11 +1,11 @@
-"""Tokenizing a corpus to shards, against the bare tokenizers library on the same text.
+"""Tokenizing a corpus to shards, compared with the bare tokenizers library on the same text.
 
     python benchmarks/tokenizing.py --tokenizer tokenizer.json --text books/*.txt --write
 
-Both encode the same documents on the same cores, in turns, each time in a process of its own (a process that has done
-it before is slower at it), and the median counts. The bare library is given all documents at once, already in memory,
-and its ids are thrown away; gecko reads the files, encodes, and writes token shards with checksums. Processor time is
-that of all threads: other work on the machine changes it less.
+Both encode the same documents on the same cores, alternately, each time in a new process (a second run in the same
+process is slower), and the median counts. The bare library gets all documents at once, already in memory, and its ids
+are discarded; gecko reads the files, encodes, and writes token shards with checksums. Processor time is that of all
+threads: other load on the machine changes it less.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ FAST = "tokenizers, encode_batch_fast"
 class Taken:
     seconds: float
     processor: float
-    """Seconds of all threads together."""
+    """Processor seconds of all threads together."""
 
 
 class Clock:
-    """Takes the time of a block."""
+    """Measures the time of a block."""
 
     taken: Taken
 
@@ -77,13 +77,13 @@ def main() -> None:
 
 
 def alone(measure: Callable[..., Taken], *given: object) -> Taken:
-    """``measure(*given)`` in a new process."""
+    """Return ``measure(*given)``, run in a new process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, *given).result()
 
 
 def bare(arguments: argparse.Namespace, method: str) -> Taken:
-    """What the library takes for all documents."""
+    """Measure the library on all documents."""
     texts = [Path(path).read_text(encoding="utf-8") for path in arguments.text]
     library = tokenizers.Tokenizer.from_file(arguments.tokenizer)
     library.encode_special_tokens = True
@@ -94,7 +94,7 @@ def bare(arguments: argparse.Namespace, method: str) -> Taken:
 
 
 def shards(arguments: argparse.Namespace) -> Taken:
-    """From finding the files to the manifest; the tokenizer is loaded before, as for the bare library."""
+    """Measure from finding the files to the manifest; the tokenizer is loaded before, as for the bare library."""
     folder = Path(tempfile.mkdtemp()) / "shards"
     tokenizer = load_tokenizer(arguments.tokenizer)
     try:

@@ -1,10 +1,10 @@
-"""Training speed against a Llama of equal size: tokens per second of a full step, by sequence length.
+"""Training speed compared with a Llama of equal size: tokens/s of a full step, by sequence length.
 
     python benchmarks/training.py --write    # writes benchmarks/results/training_PROCESSOR.md
 
-Both models have about 1 M parameters, train in float32 on two threads with the same AdamW, and take the
-same number of tokens a step. Steps of the two alternate, so that a noisy machine is noisy for both; the
-table holds medians and their ratio.
+Both models have about 1 M parameters, train in float32 on two threads with the same AdamW, and take the same number of
+tokens per step. Steps of the two alternate, so that noise of the machine affects both; the table shows medians and
+their ratio.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gecko.runtime.process import keep_freed_memory
 from gecko.train.throughput import describe_hardware
 
 REPEATS = {2_048: 5, 8_192: 4, 32_768: 2}
-"""Tokens a row, and timed rounds (Gecko, Llama, Gecko): attention over everything makes the long ones slow."""
+"""Timed rounds (Gecko, Llama, Gecko) by tokens per row; full attention makes long rows slow."""
 
 
 def llama_of_equal_size(config: gecko.GeckoConfig) -> nn.Module:
-    """Same width and depth; the feed-forward takes the parameters that Gecko spends elsewhere."""
+    """Return a Llama of the same width and depth, with wider feed-forward layers for an equal parameter count."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -40,7 +40,7 @@ def llama_of_equal_size(config: gecko.GeckoConfig) -> nn.Module:
 
 
 def step_of(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], float]:
-    """A training step on tokens (B, T + 1) that returns its seconds."""
+    """Return a training step on tokens (B, T + 1) that returns its seconds."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step(tokens: Tensor) -> float:
@@ -62,7 +62,7 @@ def llama_loss(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def measure(length: int, tokens: int, repeats: int) -> tuple[float, float]:
-    """Median tokens per second of Gecko and of Llama."""
+    """Return the median tokens/s of Gecko and of Llama."""
     torch.manual_seed(0)
     model = gecko.Gecko(gecko.GeckoConfig.preset("tiny"))
     llama = llama_of_equal_size(model.config)
@@ -81,7 +81,7 @@ def measure(length: int, tokens: int, repeats: int) -> tuple[float, float]:
 
 
 def matrix_rate(size: int = 2048, repeats: int = 7) -> float:
-    """GFLOP/s of a large float32 matrix product, the median of some."""
+    """Return the median GFLOP/s of a large float32 matrix product."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     a @ b
     times = []

@@ -1,10 +1,10 @@
-"""Training speed against megalodon-jax of the same shape: tokens per second of a full jitted step, by length of row.
+"""Training speed compared with megalodon-jax of the same shape: tokens/s of a full jitted step, by row length.
 
     pip install -c constraints.txt 'gecko-lm[benchmark,peers]'
     python benchmarks/training_jax.py --write        # writes benchmarks/results/training_jax_PROCESSOR.md
 
-Both have about 1 M parameters, train in float32 on the same cores with clipping and Adam, and take the same tokens a
-step. Steps of the two alternate, so that a noisy machine is noisy for both. Compilation is not timed.
+Both have about 1 M parameters, train in float32 on the same cores with clipping and Adam, and take the same tokens per
+step. Steps of the two alternate, so that noise of the machine affects both. Compilation is not timed.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from gecko.train.throughput import describe_hardware
 
 LEARNING_RATE, CLIP = 1e-3, 1.0
 TARGETS = {2_048: 2.0, 8_192: 6.0}
-"""Tokens a row, and how many times as fast Gecko is meant to be."""
+"""Target of Gecko's speed relative to megalodon-jax, by tokens per row."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     length: int
     ours: float
-    """Median tokens a second."""
+    """Median tokens/s."""
     theirs: float
     ratio: float
-    """Median over the rounds of the ratio of two steps side by side."""
+    """Median over the rounds of the ratio of two consecutive steps."""
 
 
 def jax_step(config: gecko.GeckoConfig) -> tuple[Callable[[Tensor], float], int]:
-    """A training step of megalodon-jax on tokens (B, T + 1), which returns its seconds, and its number of parameters.
+    """Return a training step of megalodon-jax on tokens (B, T + 1) that returns its seconds, and the number of
+    parameters.
 
-    Its own loss, which shifts the labels itself, and JAX's Adam, in one jitted call.
+    The step has the model's own loss, which shifts the labels, and JAX's Adam, in one jitted call.
     """
     eqx, jax = require("equinox", "peers"), require("jax", "peers")
     optimizers = require("jax.example_libraries.optimizers", "peers")
@@ -75,7 +76,7 @@ def jax_step(config: gecko.GeckoConfig) -> tuple[Callable[[Tensor], float], int]
 
 
 def _jax_model(config: gecko.GeckoConfig, jax: Any) -> Any:
-    """Megalodon with Gecko's widths; it has no memory, and its chunks do not overlap."""
+    """Return a Megalodon with Gecko's widths; it has no memory, and its chunks do not overlap."""
     package = require("megalodon_jax", "peers")
     shape = package.MegalodonConfig(
         vocab_size=config.vocab_size, model_dim=config.model_dim, num_layers=config.num_layers,
@@ -98,7 +99,7 @@ def compare(steps: list[Callable[[Tensor], float]], length: int, tokens: int, ro
 
 
 def page(results: list[Comparison], sizes: tuple[int, int], arguments: argparse.Namespace) -> list[str]:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     lines = [
         "# Training speed beside megalodon-jax", "", f"{hardware}, JAX {version('jax')}. {load()}", "",
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for both")
     parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
     arguments = parser.parse_args()
-    # Before JAX starts its threads, of which it makes as many as there are cores.
+    # Must come before JAX starts its threads, one per core.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()

@@ -1,4 +1,4 @@
-"""What all tests share: a fixed search for examples, and memory that is poisoned before it is written."""
+"""Fixtures and settings of all tests: a deterministic search for examples, and unwritten memory filled with NaN."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hypothesis import settings
 settings.register_profile("gecko", deadline=None, derandomize=True)
 settings.load_profile("gecko")
 
-# Test tensors are so small that waking a second thread costs more than it does, tenfold on a busy machine.
+# Test tensors are so small that waking a second thread costs more than it saves, tenfold on a busy machine.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def poisoned() -> Iterator[None]:
-    """Fills what torch.empty and its kin return with NaN, so that reading it before writing shows."""
+    """Fill the results of torch.empty and similar functions with NaN, so that reads before writes are noticed."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -28,5 +28,5 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture
 def eager_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators take no kernels in C."""
+    """Make operators use no C kernels."""
     monkeypatch.setattr("gecko.ops.backends.dispatch._cpu_kernels_installed", lambda: False)

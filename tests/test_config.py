@@ -1,4 +1,4 @@
-"""The config says what must hold, survives JSON, and knows its presets."""
+"""The config refuses contradictions, round-trips through JSON, and has presets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the reference release come in and go out unchanged; what we do not know is refused by name."""
+"""Checkpoints of the reference release round-trip unchanged; unknown parameters and fields are refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VARIANTS = {
 
 
 def reference(variant: str = "defaults"):
-    """A model, and its config and weights as the release names them."""
+    """Return a model, and its config and weights with the names of the release."""
     torch.manual_seed(0)
     model = gecko.Gecko(dataclasses.replace(cases.SMALL, **VARIANTS[variant]))
     return model, *to_reference(model.config, model.state_dict())
@@ -43,7 +43,7 @@ def test_names_are_the_release_s():
 
 
 def test_complex_gamma_and_derived_tensors():
-    """As the release saves them: gamma complex, with rotary tables and empty priors beside the parameters."""
+    """Write them as the release does: complex gamma, with rotary tables and empty priors beside the parameters."""
     model, config, weights = reference()
     saved = {k: torch.view_as_complex(x) if k.endswith("cema.gamma") else x for k, x in weights.items()}
     saved["rope.freqs"] = torch.ones(4)

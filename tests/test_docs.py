@@ -1,4 +1,4 @@
-"""What pages point at is there."""
+"""Targets of links in the documents exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE = re.compile(r"\b((?:benchmarks|docs|tests|src)/[\w/.-]+\.(?:py|md|h|c|json
 def test_links_and_files_of_a_page_exist(page: Path):
     text = page.read_text(encoding="utf-8")
     assert [name for name in LINK.findall(text) if not (page.parent / name).exists()] == []
-    places = (ROOT, ROOT / "tests")  # in CONTRIBUTING, tests are named by where they lie among the tests
+    places = (ROOT, ROOT / "tests")  # CONTRIBUTING names tests by their path within tests/
     assert [name for name in FILE.findall(text) if not any((place / name).exists() for place in places)] == []
 
 

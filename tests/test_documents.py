@@ -1,4 +1,4 @@
-"""Commands that the documents show can be run as they stand."""
+"""Commands in the documents can be run as written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OVERRIDE = re.compile(r"[a-z_.]+=")
 
 
 def commands() -> Iterator[tuple[str, str, list[str], int | None]]:
-    """Document, recipe, overrides and number of ranks (None: not said) of each training that is started or planned."""
+    """Yield document, recipe, overrides and number of ranks (None: not given) of each train and plan command."""
     for path in DOCUMENTS:
         text = re.sub(r"\\\n\s*", "", path.read_text(encoding="utf-8"))
         for command in COMMAND.finditer(text):
@@ -51,7 +51,7 @@ def test_a_recipe_suits_the_ranks_it_is_started_on(
 
 
 def test_slurm_and_torchrun_leave_a_run_as_long_to_save() -> None:
-    """torchrun kills its ranks half a minute after a signal, unless it is told otherwise."""
+    """By default torchrun kills its ranks half a minute after a signal."""
     script = (ROOT / "docs" / "pretraining.md").read_text(encoding="utf-8").partition("```bash")[2].partition("```")[0]
     signalled = re.search(r"--signal=TERM@(\d+)", script)
     options = re.search(r"torchrun (.*)-m gecko", script.replace("\\\n", ""))

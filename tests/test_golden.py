@@ -32,12 +32,12 @@ F64 = torch.float64
 
 
 def golden(kind: str) -> list[Any]:
-    """The cases of a kind, as parameters of a test."""
+    """Return the cases of a kind, as parameters of a test."""
     return [pytest.param(case, id=case["name"]) for case in MANIFEST["cases"] if case["kind"] == kind]
 
 
 def load(case: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a case; floats as float64 that require gradients."""
+    """Return the tensors of a case; floats are float64 and require gradients."""
     tensors = load_file(FOLDER / case["file"])
     return {k: x.double().requires_grad_() if x.is_floating_point() else x for k, x in tensors.items()}
 
@@ -52,7 +52,7 @@ def segment_ids(case: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
 
 
 def assert_near(actual: Tensor, expected: Tensor, name: str, tolerance: float = 1e-6) -> None:
-    """Elementwise, relative to the largest number; −1e30 is our log of an empty sum, −∞ the reference's."""
+    """Compare elementwise, relative to the largest number. The log of an empty sum is −1e30 here, there −∞."""
     expected, actual = expected.detach().clamp(min=-1e30), actual.detach().double()
     scale = max(1.0, expected[expected > -1e20].abs().max().item()) if (expected > -1e20).any() else 1.0
     torch.testing.assert_close(
@@ -61,7 +61,7 @@ def assert_near(actual: Tensor, expected: Tensor, name: str, tolerance: float = 
 
 
 def assert_gradient(actual: Tensor, expected: Tensor, name: str, tolerance: float = 1e-6) -> None:
-    """By relative norm."""
+    """Compare by the relative norm of the difference."""
     difference = (actual.double() - expected).norm() / expected.norm().clamp(min=1e-9)
     assert difference <= tolerance, f"{name}: relative norm of the difference is {difference:.2e}"
 
@@ -124,7 +124,7 @@ def test_intermediate_values(case):
     for name, value in found.items():
         assert_near(value, tensors[name], name)
     values = {name[7:]: x for name, x in tensors.items() if name.startswith("layer0/")}
-    # The file holds h at every step; the state is the last one. It keeps no norm statistics but the last either.
+    # The file contains h at every step; the state is the last one. Of the norm statistics it contains only the last.
     assert_mixer(state.mixers[0], values)
 
 
@@ -163,9 +163,10 @@ def test_stream(case):
 
 
 def assert_cache(config: gecko.GeckoConfig, state: gecko.GeckoState, tensors: Mapping[str, Tensor], which: str) -> None:
-    """Our state against the reference's cache.
+    """Compare our state with the reference's cache.
 
-    Its awm_prev_k are the memory's raw keys, which we hold as a summary only; they show in later memories.
+    Its awm_prev_k are the raw keys of the memory. Our state contains only a summary of them, which affects later
+    memories.
     """
     cache = {name[len(which) + 1 :]: x for name, x in tensors.items() if name.startswith(which)}
     assert state.position == cache["layer0.kv_count"].tolist() * state.batch_size
@@ -189,7 +190,7 @@ def from_ring(state: AttentionState, positions: range, chunk: int) -> tuple[Tens
 
 
 def turn(keys: Tensor, angles: Tensor, heads: int, base: float) -> Tensor:
-    """Keys (B, H, T, d) turned on by as many positions: the reference's cache holds them turned by absolute
+    """Rotate keys (B, H, T, d) by the positions ``angles``. The reference's cache holds keys rotated by absolute
     position, ours by the position in the chunk."""
     return rotate(keys, rotary_phases(angles, keys.shape[-1], base, keys.dtype, keys.device), heads)
 
@@ -198,7 +199,7 @@ def turn(keys: Tensor, angles: Tensor, heads: int, base: float) -> Tensor:
 
 
 def assert_operator(case: Mapping[str, Any], tensors: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-    """The outputs, and the gradient of Σ⟨cotangent, output⟩ by everything the file has one for."""
+    """Compare the outputs, and the gradients of Σ⟨cotangent, output⟩ by everything that has one in the file."""
     for name, output in outputs.items():
         assert_near(output, tensors[f"out/{name}"], name)
     differentiated = [name for name in case["grad_of"] if f"cotangent/{name}" in tensors]
@@ -218,14 +219,14 @@ def assert_operator(case: Mapping[str, Any], tensors: Mapping[str, Tensor], outp
 
 
 def document_segments(starts: Tensor | None, batch: int, length: int) -> Segments:
-    """A call that goes on with whatever state it is given, except where documents start."""
+    """Return the segments of a call that continues any given state, except where documents start."""
     ids = None if starts is None else starts.long().cumsum(1)
     return Segments.build(batch, length, segment_ids=ids, clock=Clock.start(batch))
 
 
 @pytest.mark.parametrize("case", golden("op.cema"))
 def test_cema(case):
-    """The file's x is (B, D, T), and its y holds the residual."""
+    """The file's x is (B, D, T), and its y includes the residual."""
     t = load(case)
     x = t["input/x"].transpose(1, 2)
     coefficients = CEMACoefficients.from_parameters(*(t[f"state/{n}"] for n in ("alpha", "delta", "theta", "gamma")))
@@ -240,7 +241,7 @@ def test_cema(case):
 
 @pytest.mark.parametrize("case", golden("op.timestep_decay_norm"))
 def test_timestep_decay_norm(case):
-    """We have no padding: padded steps leave the state alone and give 0, which is the call without these steps."""
+    """The reference's padded steps keep the state and give 0. We have no padding, so our call leaves them out."""
     t = load(case)
     x = t["input/x"]
     batch, length, _ = x.shape
@@ -298,7 +299,7 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def clock_before(t: Mapping[str, Tensor], position: int, batch: int) -> Clock:
-    """A clock at ``position``, in the document of the last key that was read before, or in one as old as the stream."""
+    """Return a clock at ``position``. The document starts with the last run of equal ids before, or at position 0."""
     at = torch.full((batch,), position)
     if "input/prev_segment_idx" not in t:
         return Clock(at, torch.zeros_like(at), torch.zeros_like(at))
@@ -332,7 +333,7 @@ def test_sliding_chunk_attention(case):
 
 
 def window_before(t: Mapping[str, Tensor], case: Mapping[str, Any]) -> AttentionState:
-    """The file's last keys, turned back from their chunk's start, in the ring."""
+    """Return a window state with the file's last keys, rotated back to positions in their chunk."""
     chunk, start = case["chunk_size"], case["start"]
     kept = t["input/prev_k"].shape[1]
     positions = torch.arange(start - kept, start)
@@ -340,21 +341,21 @@ def window_before(t: Mapping[str, Tensor], case: Mapping[str, Any]) -> Attention
     keys = turn(t["input/prev_k"].transpose(1, 2), back, case["n_rope_heads"], case["rope_base"])
     rings = []
     for x in (keys, t["input/prev_v"].transpose(1, 2)):
-        empty = x.new_full((*x.shape[:2], 2 * chunk, x.shape[3]), 1e3)  # what is not in the window must not matter
+        empty = x.new_full((*x.shape[:2], 2 * chunk, x.shape[3]), 1e3)  # values outside the window must not matter
         rings.append(empty.index_copy(2, positions % (2 * chunk), x))
     return AttentionState(*rings)
 
 
 @pytest.mark.parametrize("case", golden("op.adaptive_working_memory"))
 def test_adaptive_working_memory(case):
-    """The file's last keys and values are read first, by a memory that holds what the file says it does."""
+    """Start from the file's memory and read its last keys and values first."""
     t = load(case)
     chunk, heads = case["chunk_size"], case["n_heads"]
     q, k, v = (by_head(t[f"input/{name}"], heads) for name in ("q", "k", "v"))
     batch, length = q.shape[0], q.shape[2]
     state, clock = None, Clock.start(batch)
     if "input/memory" in t:
-        # Its chunk before the last complete one has already entered, so an empty one waits in its place.
+        # The chunk before the last complete one is already in the memory, so an empty one takes its place.
         nothing = WorkingMemoryState.empty("adaptive", batch, heads, k.shape[-1], v.shape[-1], F64)
         state = WorkingMemoryState(
             t["input/memory"], t["input/log_norm"], nothing.previous, nothing.current, nothing.previous_resets

@@ -1,4 +1,4 @@
-"""``import gecko`` is light: it neither loads nor starts what only some users need."""
+"""``import gecko`` is fast: it neither loads nor starts what only some users need."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def imported() -> tuple[float, list[str], bool]:
 
 
 def test_import_is_light():
-    for _ in range(4):  # processor time, and the best of a few: the machine may be busy with other tests
+    for _ in range(4):  # minimum of processor times: other tests may be running
         seconds, loaded, cuda = imported()
         assert loaded == []
         assert not cuda

@@ -1,4 +1,4 @@
-"""That the GPU's tests test: their operators keep the laws on the CPU too, and break them where they are broken."""
+"""The tests on a GPU can fail: their operators satisfy the laws on the CPU, and a wrong operator is found."""
 
 from __future__ import annotations
 

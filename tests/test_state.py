@@ -1,4 +1,4 @@
-"""The reading state is a value: it is saved, loaded, cut into rows and stacked without a change."""
+"""The reading state is immutable; saving, loading, cutting into rows and stacking do not change it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def reading(variant: str = "gecko", dtype: torch.dtype = torch.float32, batch: int = 2):
-    """A model, and its state after 29 tokens, of which the last 18 are one document."""
+    """Return a model, and its state after 29 tokens, of which the last 18 are one document."""
     model = cases.model(variant, dtype)
     with torch.no_grad():
         return model, model(tokens(batch, 29), torch.arange(29).ge(11).long().expand(batch, -1))[1]
@@ -43,7 +43,7 @@ def test_saved_state_goes_on_where_it_stood(variant, dtype, batch, tmp_path):
 
 
 EXACT = ("position", "document_start", "segment_id", "count", "mean", "variance", "normaliser", "weight")
-"""Last names of what a compact file must not round: clocks, counts, statistics, log sums."""
+"""Last names of the tensors that a compact file must not round: clocks, counts, statistics, log sums."""
 
 
 @variants
@@ -64,7 +64,7 @@ def test_compact_file_rounds_to_bfloat16_what_may_be_rounded_and_nothing_else(va
 
 
 def test_compact_twice_is_compact_once(tmp_path):
-    """Reading on from a compact state loses nothing by being saved compact again unread."""
+    """Saving a loaded compact state as compact again loses nothing."""
     reading()[1].save(tmp_path / "once", compact=True)
     once = gecko.GeckoState.load(tmp_path / "once")
     once.save(tmp_path / "twice", compact=True)
@@ -73,7 +73,7 @@ def test_compact_twice_is_compact_once(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
 def test_compact_keeps_the_dtype_that_each_part_has_in_memory(dtype, tmp_path):
-    """A model in bfloat16 keeps its window in it."""
+    """Here the window has another dtype than the rest of the state."""
     _, state = reading(dtype=torch.float64)
     window = state.mixers[0].attention.map(lambda x: x.to(dtype))
     mixers = (dataclasses.replace(state.mixers[0], attention=window), *state.mixers[1:])
@@ -85,7 +85,7 @@ def test_compact_keeps_the_dtype_that_each_part_has_in_memory(dtype, tmp_path):
 
 
 def test_state_survives_its_model_s_folder(tmp_path):
-    """A state fits the model that was saved and loaded again, and no other."""
+    """A state fits the same model after saving and loading, and no other model."""
     model, state = reading()
     model.save(tmp_path / "model")
     state.save(tmp_path / "state")
@@ -110,7 +110,7 @@ def test_rows_and_stack_are_inverse(rows):
 
 
 def test_size_is_what_the_config_says():
-    """Per layer: window, memory with two summaries, moving average, norm; once: norm and clock. Float32."""
+    """Float32, per layer: window, memory with two summaries, CEMA, norm. Once per model: norm and clock."""
     model, state = reading()
     c = model.config
     heads, key, value = c.num_heads, c.key_head_dim, c.value_head_dim

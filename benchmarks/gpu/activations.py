@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass, beside the inputs and outputs of its matrix products."""
+"""Activations that a block keeps for the backward pass, compared with inputs and outputs of its matrix products."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Activations:
     model: str
     length: int
     kept: int
-    """Bytes kept for backward."""
+    """Bytes kept for the backward pass."""
     needed: int
-    """Bytes of what linear layers, attention and memory read and write, each tensor once."""
+    """Bytes that linear layers, attention and memory read and write, each tensor once."""
 
 
 class _Storages:
-    """Memory seen so far, each piece once, without that of parameters and of what autocast makes of them."""
+    """Counts storages once each, without those of parameters and of their copies by autocast."""
 
     def __init__(self, model: nn.Module) -> None:
         self._sizes: dict[int, int] = {}
@@ -43,7 +43,7 @@ class _Storages:
         for tensor in found:
             if isinstance(tensor, Tensor) and not self._of_parameter(tensor):
                 self._sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-                self._alive.append(tensor)  # so that no other takes its place
+                self._alive.append(tensor)  # so that its address is not used again
 
     def _of_parameter(self, tensor: Tensor) -> bool:
         rounded = tensor.dtype == torch.bfloat16 and (*sorted(tensor.shape), torch.float32) in self._shapes
@@ -55,12 +55,12 @@ class _Storages:
 
 
 def measure(name: str, length: int, bench: Bench) -> Activations:
-    """One block of a preset on one row."""
+    """Measure one block of a preset on one row."""
     config = GeckoConfig.preset(name)
     torch.manual_seed(0)
     block = Block(config, 0).to(bench.device)
     kept, needed = _Storages(block), _Storages(block)
-    # Under autocast embeddings are float32, and so is what blocks hand on.
+    # Under autocast, embeddings and outputs of blocks are float32.
     x = bench.random(1, length, config.model_dim, dtype=torch.float32).requires_grad_()
     precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.add(tensor), tensor)[1], lambda x: x)
@@ -71,7 +71,7 @@ def measure(name: str, length: int, bench: Bench) -> Activations:
 
 @contextmanager
 def _watched(block: nn.Module, needed: _Storages) -> Iterator[None]:
-    """Notes what the products of a block read and write."""
+    """Record what the products of a block read and write."""
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         needed.add(*inputs, output)

@@ -1,4 +1,4 @@
-"""Every operator of the package, as it is dispatched, in its eager form, and that compiled."""
+"""Times of every operator of the package: as dispatched, in its eager form, and with the eager form compiled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AVERAGE, TIMESTEP, MIXING = "moving average", "timestep norm", "attention and me
 
 @dataclass(frozen=True)
 class Operator:
-    """A function of float tensors, all of which get gradients, and its floor."""
+    """A function of float tensors, which all get gradients, and its floor."""
 
     name: str
     function: Function
@@ -42,7 +42,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Timing:
-    """One form of one operator at one shape. Seconds; None, and a ``reason``, where it did not run."""
+    """Times of one form of one operator at one shape, in seconds; None, and a ``reason``, if it did not run."""
 
     operator: str
     form: str
@@ -51,22 +51,22 @@ class Timing:
     forward: float | None = None
     both: float | None = None
     launching_forward: float = 0.0
-    """Of the host, until all kernels were launched."""
+    """Seconds until the host had launched all kernels."""
     launching_both: float = 0.0
     reason: str = ""
 
     @property
     def host_bound(self) -> bool:
-        """Whether the host takes longer for the launches of either than the card for their work."""
+        """Whether launching takes the host longer than the kernels take the card, in forward or backward."""
         times = ((self.forward, self.launching_forward), (self.both, self.launching_both))
         return any(seconds is not None and launching > seconds for seconds, launching in times)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far an operator as it is dispatched is from its eager form: ‖kernel − eager‖ / ‖eager‖.
+    """Difference between a dispatched operator and its eager form: ‖kernel − eager‖ / ‖eager‖.
 
-    The largest of its outputs, and of its gradients; None, and a ``reason``, where one did not run.
+    The largest over outputs, and the largest over gradients; None, and a ``reason``, if one of the two did not run.
     """
 
     operator: str
@@ -77,10 +77,10 @@ class Agreement:
 
 
 def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
-    """All of them, one after the other, so that only one's tensors live at a time."""
+    """Yield all operators one after the other, so that only the tensors of one exist at a time."""
     config, length = shape.config, shape.length
     wide, heads = (1, length, config.model_dim), config.num_heads
-    # A model lays a call out once for all layers.
+    # A model computes the segments once for all layers.
     segments = Segments.build(1, length, device=bench.device)
     coefficients = _coefficients(config.model_dim, config.cema_modes, bench)
     yield Operator(
@@ -140,7 +140,7 @@ def _coefficients(channels: int, modes: int, bench: Bench) -> list[Tensor]:
 
 
 def measure(operator: Operator, form: str, shape: str, bench: Bench) -> Timing:
-    """Forward alone without gradients, and forward with backward."""
+    """Time forward alone without gradients, and forward with backward."""
     inputs = [x.detach().requires_grad_() for x in operator.inputs]
     try:
         with torch.no_grad():
@@ -159,9 +159,9 @@ def _outputs(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def measure_kernels(operator: Operator, shape: str, bench: Bench) -> Iterator[Timing | Agreement]:
-    """As it is dispatched, and how far that is from the eager form."""
+    """Time the dispatched operator, and compare it with the eager form."""
     yield measure(operator, GECKO, shape, bench)
-    bench.check()  # a kernel that failed must not count against the eager form
+    bench.check()  # a failed kernel must not count against the eager form
     yield compare(operator, shape)
 
 
@@ -192,14 +192,14 @@ def _outputs_and_gradients(
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Infinite where a number is NaN, so that it is the largest of several."""
+    """Return the relative difference; infinite if a number is NaN, so that it is the largest of several."""
     exact = theirs.float()
     found = float((ours.float() - exact).norm() / exact.norm().clamp(min=1e-30))
     return math.inf if math.isnan(found) else found
 
 
 def measure_compiled(operator: Operator, shape: str, bench: Bench) -> Timing:
-    """The eager form compiled."""
+    """Time the compiled eager form."""
     torch.compiler.reset()
     whole = Operator(operator.name, torch.compile(operator.function), operator.inputs, operator.floor)
     with eager_forms():
@@ -208,7 +208,7 @@ def measure_compiled(operator: Operator, shape: str, bench: Bench) -> Timing:
 
 @contextmanager
 def eager_forms() -> Iterator[None]:
-    """While it lasts, no operator takes its kernels."""
+    """Within the context, operators use no kernels."""
     with (
         patch.object(dispatch, "triton_kernels_installed", lambda: False),
         patch.object(dispatch, "_cpu_kernels_installed", lambda: False),

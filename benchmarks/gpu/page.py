@@ -12,12 +12,12 @@ from gpu.timing import Rates
 from gpu.training import Training
 
 LIMITS = {"bfloat16": 2e-2, "float32": 1e-3}
-"""Of differences between a kernel and the eager form, both of which round."""
+"""Limits of the difference between a kernel and the eager form, both of which round."""
 OPEN = "not measured: no GPU at hand"
 
 
 def open_targets(command: str) -> list[str]:
-    """The page of a machine without a GPU."""
+    """Return the page of a machine without a GPU."""
     return [
         "# GPU", "",
         "No GPU was at hand when this was written: **none of the targets below has been measured, and all of them are "
@@ -30,7 +30,7 @@ def open_targets(command: str) -> list[str]:
 
 
 def page(record: Record) -> list[str]:
-    """All tables of one card."""
+    """Return all tables of one card."""
     results, dtype = _results(record), record.fact("dtype")
     hardware = record.fact("hardware")
     commands = ", ".join(f"`{command}`" for command in record.fact("commands"))
@@ -61,7 +61,7 @@ def _rates(rates: Rates | None) -> str:
 
 
 def _warning(results: Results, dtype: str) -> list[str]:
-    """Wrong kernels, whose times mean nothing."""
+    """Return a warning about wrong kernels, whose times are meaningless."""
     wrong = [f"{a.operator} ({a.shape})" for a in results.agreements if _differs(a, dtype)]
     return [f"**Not what the eager form computes: {', '.join(wrong)}. Their times mean nothing.**", ""] if wrong else []
 
@@ -173,7 +173,7 @@ def _positions(results: Results) -> list[str]:
 
 
 def _parts(record: Record) -> list[str]:
-    """How each part ended, and which of its tasks did not."""
+    """Return a table of how each part ended, and which of its tasks failed."""
     lines = ["## Parts", "", "Each was measured in a process of its own.", "", "| part | |", "|---|---|"]
     for part, ending in record.parts().items():
         failed = [f"{name}: {reason}" for name, reason in record.tasks(part).items() if reason]

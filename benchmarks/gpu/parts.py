@@ -1,4 +1,4 @@
-"""What is measured, in parts, each of tasks that can fail alone."""
+"""Measurements as parts of tasks; each task can fail alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RATES = "rates"
 
 @dataclass(frozen=True)
 class Task:
-    """Something whose results are lost together; nothing is measured before they are asked for."""
+    """A unit of measurement that fails as a whole; its iterator measures on demand."""
 
     name: str
     results: Iterator[Result]
@@ -35,11 +35,11 @@ class Task:
 class Part:
     tasks: Callable[[Bench], Iterator[Task]]
     asked: bool = False
-    """Measured only where it is named."""
+    """Whether the part is measured only if it is named."""
 
 
 def full() -> dict[str, Part]:
-    """In the order they are measured in: what the targets need comes first."""
+    """Return all parts in the order of measurement: those that the targets need come first."""
     shapes = {name: Shape(name, GeckoConfig.preset(name), 32_768) for name in (SHAPE, MODEL, SMALLEST)}
     return {
         RATES: Part(partial(_rates, 2**29, 8_192)),
@@ -62,7 +62,7 @@ def full() -> dict[str, Part]:
 
 
 def small() -> dict[str, Part]:
-    """The same code on shapes that a CPU has time for."""
+    """Return the same parts with shapes that are small enough for a CPU."""
     shape = Shape("tiny", GeckoConfig.preset("tiny"), 512)
     return {
         RATES: Part(partial(_rates, 2**22, 512)),
@@ -76,10 +76,10 @@ def small() -> dict[str, Part]:
 
 
 def measure(name: str, part: Part, bench: Bench, record: Record) -> None:
-    """The tasks of a part that have not begun yet, each result kept as it comes.
+    """Measure the tasks of a part that have not started yet, and save each result at once.
 
     Raises:
-        RuntimeError: CUDA does nothing more in this process; the tasks left need another.
+        RuntimeError: CUDA no longer works in this process; the remaining tasks need another process.
     """
     for task in part.tasks(bench):
         if task.name not in record.tasks(name):
@@ -89,7 +89,7 @@ def measure(name: str, part: Part, bench: Bench, record: Record) -> None:
 
 
 def _measure_task(part: str, task: Task, record: Record) -> str:
-    """Why it failed, or ""."""
+    """Measure a task; return why it failed, or ""."""
     try:
         for result in task.results:
             record.add(part, task.name, result)
@@ -114,7 +114,7 @@ def _eager(shape: Shape, bench: Bench) -> Iterator[Task]:
 
 
 def _compiled(shape: Shape, bench: Bench) -> Iterator[Task]:
-    """Eager forms unroll hundreds of pieces, which may take longer to compile than a process is given."""
+    """Yield tasks that compile eager forms, which unroll hundreds of pieces; this may exceed the time limit."""
     for operator in operators(shape, bench):
         yield Task(operator.name, _later(measure_compiled, operator, shape.name, bench))
 

@@ -1,4 +1,4 @@
-"""What others have for the same place in a model, at the same length and width, where it is installed."""
+"""Operators of other projects for the same place in a model, at the same length and width, if they are installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu.timing import Bench
 from torch import Tensor
 
 HEAD = 128
-"""Width of a head of those whose heads may be chosen."""
+"""Head dimension of peers whose head dimension can be chosen."""
 SCAN, WINDOW, WHOLE = "associative scan in Triton", "SDPA with a mask, chunk by chunk", "SDPA flash over the whole row"
 GATED_DELTA, KIMI_DELTA = "gated delta rule (flash-linear-attention)", "KDA (flash-linear-attention)"
 
@@ -23,7 +23,7 @@ Maker = Callable[[Shape, Bench], Operator | Reason]
 
 
 def peers(shape: Shape, bench: Bench) -> Iterator[tuple[str, Iterator[Timing]]]:
-    """Each by its form; those that cannot run here say why."""
+    """Yield the timings of each peer by its form; a peer that cannot run here gives the reason."""
     makers: list[tuple[str, str, Maker, Floor]] = [
         (AVERAGE, SCAN, associative_scan, shape.moving_average()),
         ("chunk attention", WINDOW, window_attention, shape.attention()),
@@ -44,7 +44,7 @@ def _peer(name: str, form: str, make: Maker, floor: Floor, shape: Shape, bench: 
 
 
 def associative_scan(shape: Shape, bench: Bench) -> Operator | Reason:
-    """CEMA as most would write it: ``tl.associative_scan`` over time for every mode. No gradients by coefficients."""
+    """Return CEMA written in the usual way: ``tl.associative_scan`` over time. Coefficients get no gradients."""
     if bench.device.type != "cuda":
         return "its kernel needs a GPU"
     if importlib.util.find_spec("triton") is None:
@@ -65,7 +65,7 @@ def associative_scan(shape: Shape, bench: Bench) -> Operator | Reason:
 
 
 def window_attention(shape: Shape, bench: Bench) -> Operator | Reason:
-    """Each chunk's queries against its own and the previous chunk's keys, with a boolean mask."""
+    """Return attention of each chunk's queries to the keys of its own and the previous chunk, with a boolean mask."""
     config = shape.config
     chunk, chunks = config.chunk_size, shape.length // config.chunk_size
     if chunks < 2:
@@ -107,7 +107,7 @@ def kimi_delta_attention(shape: Shape, bench: Bench) -> Operator | Reason:
 
 
 def _of_flash_linear_attention(shape: Shape, bench: Bench, module: str, name: str, decays: int) -> Operator | Reason:
-    """A delta rule with ``decays`` logarithms of a decay for each head and token, in heads as wide as the model."""
+    """Return a delta rule with ``decays`` log decays per head and token, and heads as wide as the model together."""
     if bench.device.type != "cuda":
         return "its kernels need a GPU"
     if importlib.util.find_spec("fla") is None:
@@ -124,6 +124,6 @@ def _of_flash_linear_attention(shape: Shape, bench: Bench, module: str, name: st
         return function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
 
     size = shape.length * shape.config.model_dim
-    # Read, corrected and written once a token, as Gecko's memory is counted.
+    # The state is read, corrected and written once per token, as for Gecko's memory.
     floor = Floor(4 * size, 11 * size, 2 * 3 * size * HEAD)
     return Operator("token mixer", mix, [q, k, v, decay, beta], floor)

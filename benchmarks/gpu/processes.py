@@ -1,4 +1,4 @@
-"""Parts of a measurement in processes of their own: what crashes or hangs loses no more than the task at hand."""
+"""Runs the parts of a measurement in separate processes: a crash or a hang loses only the current task."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from typing import IO
 from gpu.record import Record
 
 STALLED_AFTER = 180.0
-"""Seconds without a result after which a process is ended: kernels are compiled in fewer."""
+"""Seconds without a result after which a process is killed; compiling kernels takes less."""
 LEAST = 20.0
-"""Seconds under which no process is started: it would not come to a result."""
+"""Seconds that must be left to start a process: with fewer it would not reach a result."""
 OUT_OF_TIME = "no time was left"
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Measures parts one after the other, each by ``command(part)``, which writes into ``record``."""
+    """Runs parts one after the other, each with ``command(part)``, which writes into ``record``."""
 
     record: Record
     command: Callable[[str], Sequence[str]]
     order: Sequence[str]
-    """All parts that there are."""
+    """Names of all parts."""
     page: Callable[[], None]
-    """Writes the page, after every result."""
+    """Writes the page; called after every result."""
     deadline: float
-    """By ``time.monotonic``."""
+    """Time limit, on the clock ``time.monotonic``."""
     stalled_after: float = STALLED_AFTER
     least: float = LEAST
 
     def run(self, part: str) -> None:
-        """Start a part again after the task that ended it, as long as there are others."""
+        """Run a part; restart it after a task that ended its process, while tasks are left."""
         self.record.begin(part, self.order)
         while self._left() > self.least:
             begun = len(self.record.tasks(part))
@@ -54,9 +54,9 @@ class Runner:
         return self.deadline - time.monotonic()
 
     def _process(self, part: str) -> str:
-        """Why the part's process did not end well; "" if it did."""
+        """Run the part's process; return why it failed, or ""."""
         with tempfile.TemporaryFile() as errors:
-            # A group of its own, so that compilers that it started end with it.
+            # A separate process group, so that compilers that it started end with it.
             process = subprocess.Popen(self.command(part), stderr=errors, process_group=0)
             try:
                 ending = self._wait(process)
@@ -70,7 +70,7 @@ class Runner:
         return f"{_code(process.returncode)}: {lines[-1].strip()[:200] if lines else 'no message'}"
 
     def _wait(self, process: subprocess.Popen[bytes]) -> str:
-        """Until the process ended; why it was not waited for longer, or ""."""
+        """Wait for the process; return why the wait was given up, or ""."""
         changed, last = self._version(), time.monotonic()
         while process.poll() is None:
             time.sleep(0.2)
@@ -88,16 +88,16 @@ class Runner:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The whole group; Python's stacks go to the errors before, where a part asks for them by faulthandler."""
+    """Kill the whole group, after Python has written its stacks, if the part registered faulthandler."""
     if process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
-    with suppress(ProcessLookupError):  # nothing of it is left
+    with suppress(ProcessLookupError):  # the group has already ended
         os.killpg(process.pid, signal.SIGKILL)
     try:
         process.wait(10)
     except subprocess.TimeoutExpired:
-        print(f"process {process.pid} does not end", file=sys.stderr)  # the driver holds it
+        print(f"process {process.pid} does not end", file=sys.stderr)  # the driver blocks it
 
 
 def _text(errors: IO[bytes]) -> str:

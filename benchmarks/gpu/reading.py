@@ -1,4 +1,4 @@
-"""Reading and decoding far into a text: tokens a second of prefill, and the time of a token at a position."""
+"""Prefill and decoding at large positions: tokens/s of prefill, and seconds per token by position."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Position:
     model: str
     position: int
     prefill: float
-    """Tokens a second, over all that was read up to here."""
+    """Tokens/s over everything read up to this position."""
     decode: float
-    """Seconds of one token."""
+    """Seconds per token."""
     launching: float
-    """Seconds in which the host launched its kernels."""
+    """Seconds in which the host launches the kernels of one token."""
 
 
 def positions(name: str, config: GeckoConfig, wanted: list[int], bench: Bench) -> Iterator[Position]:
-    """Read on to each position in turn, and decode there; weights and text are random."""
+    """Read to each position in turn, and decode there; weights and text are random."""
     torch.manual_seed(0)
     with bench.device:
         model = gecko.Gecko(config).to(bench.dtype)
-    # Kernels are compiled, memory is found; a text that goes on takes others than one that begins.
+    # Compile kernels and fill the allocator, both for the start of a text and for its continuation.
     text = torch.randint(config.vocab_size, (wanted[1],))
     read(model, [text], read(model, [text]).state)
     state, before, seconds = None, 0, 0.0
@@ -45,7 +45,7 @@ def positions(name: str, config: GeckoConfig, wanted: list[int], bench: Bench) -
 
 
 def _decoding(model: gecko.Gecko, state: gecko.GeckoState, bench: Bench) -> Call:
-    """A step writes into the state that it is given: a copy of the one that reading goes on from."""
+    """Time decoding steps on a copy of the state, because a step writes into the state that it is given."""
     current = state.map(torch.clone)
     token = torch.zeros(1, dtype=torch.int64, device=bench.device)
 

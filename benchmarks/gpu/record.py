@@ -1,4 +1,4 @@
-"""What was measured on a card so far: one file, written whole after every result, whatever ends a part later."""
+"""Results measured on a card so far: one file, written as a whole after every result, however a part ends."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ UNFINISHED = "did not end"
 
 
 class Record:
-    """Parts by name, each of tasks by name, each with results and, where it failed, a reason.
+    """Parts by name; each has tasks by name, with results and, if the task failed, a reason.
 
-    A part's process and the one that started it take turns: each reads the file anew before it changes it.
+    The process of a part and its parent write in turn: each reads the file again before it changes it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def describe(self, command: str, **facts: Any) -> None:
-        """Where, how and by which commands was measured; results of other commands stay."""
+        """Store where, how and with which commands was measured; results of earlier commands are kept."""
         with self._changed() as content:
             content.update(facts)
             content["commands"] = [*dict.fromkeys([*content.get("commands", []), command])]
@@ -43,27 +43,27 @@ class Record:
         return self._content()[name]
 
     def parts(self) -> dict[str, str]:
-        """How each part that was asked for ended; "" where well, or where it still runs."""
+        """Return how each requested part ended; "" if it succeeded or is still running."""
         return {name: part["ending"] for name, part in self._content()["parts"].items()}
 
     def tasks(self, part: str) -> dict[str, str]:
-        """Why each task of a part that began failed; "" where it did not."""
+        """Return why each started task of a part failed; "" if it did not."""
         return {name: task["reason"] for name, task in self._tasks(part).items()}
 
     def results(self, kind: type[Result]) -> Iterator[Any]:
-        """All of one kind, in the order of parts."""
+        """Yield all results of one kind, in the order of parts."""
         for part in self._content()["parts"]:
             for task in self._tasks(part).values():
                 yield from (_decoded(found) for found in task["found"] if found["kind"] == kind.__name__)
 
     def begin(self, part: str, order: Iterable[str]) -> None:
-        """Forget the results of a part, which are about to be measured; parts stay in ``order``."""
+        """Delete the results of a part, which is about to be measured; parts are kept in ``order``."""
         with self._changed() as content:
             content["parts"][part] = {"ending": "", "tasks": {}}
             content["parts"] = {name: content["parts"][name] for name in order if name in content["parts"]}
 
     def end(self, part: str, ending: str) -> None:
-        """Tasks that began and did not end fail for the same reason."""
+        """Store how a part ended; tasks that started and did not end fail for the same reason."""
         with self._changed() as content:
             content["parts"][part]["ending"] = ending
             for task in content["parts"][part]["tasks"].values():

@@ -1,8 +1,7 @@
-"""The moving average by ``tl.associative_scan``: the baseline that matrix products have to beat.
+"""CEMA with ``tl.associative_scan``: the baseline for the kernels, which use matrix products.
 
-Every program takes a block of channels and walks along time in blocks, one after the other; within a block, each of the
-N modes is an associative scan of (decay, value) pairs of complex numbers. Backward of x is the same filter run the
-other way.
+Every program takes a block of channels and walks along time in blocks. Within a block, each of the N modes is an
+associative scan of (decay, value) pairs of complex numbers. The backward pass for x is the same filter in reverse.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def _scan(
             tl.store(p_state + i_state, tl.sum(tl.where(last, s_real, 0.0), 0), m_channel)
             tl.store(p_state + i_state + 1, tl.sum(tl.where(last, s_imag, 0.0), 0), m_channel)
         tl.store(p_y + i_x, b_y.to(p_y.dtype.element_ty), m_x)
-        tl.debug_barrier()  # states are written by other threads than those that read them next
+        tl.debug_barrier()  # other threads read the states next than those that write them
 
 
 def _run(x: Tensor, q: Tensor, gain: Tensor, reverse: bool) -> Tensor:
@@ -92,5 +91,5 @@ class _ScannedAverage(torch.autograd.Function):
 
 
 def scanned_average(x: Tensor, q: Tensor, gain: Tensor) -> Tensor:
-    """y_t = Re Σ_n gain_n h_t with h_t = q h_{t−1} + x_t, from zero; x (B, T, D), q and gain (D, N) complex."""
+    """Compute y_t = Re Σ_n gain_n h_t with h_t = q h_{t−1} + x_t, from zero; x (B, T, D), q and gain (D, N) complex."""
     return _ScannedAverage.apply(x, q, gain)

@@ -1,4 +1,4 @@
-"""The shapes that operators are measured at, and what each must move and multiply at least."""
+"""Shapes at which operators are measured, and the minimum of bytes and FLOPs of each operator."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from gecko.config import GeckoConfig
 
 SCAN_CHUNK = 64
-"""Steps in one product of the moving average's matrix form, as FLOPs are counted."""
+"""Steps per product in CEMA's matrix form, which is the form whose FLOPs are counted."""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Counted by hand: each input read once and each output written once, and the products of the equations.
+    """Minimum work of an operator: each input read once, each output written once, and the products of the equations.
 
-    ``both`` is forward and backward together. Products of backward are twice those of forward; what a kernel computes
-    again is its own cost.
+    ``both`` is forward and backward together. The products of backward are twice those of forward; recomputation in a
+    kernel is not counted.
     """
 
     numbers_forward: float
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def visible_pairs(self) -> float:
-        """Pairs of a query and a key in its window, in one head."""
+        """Number of pairs of a query and a key in its window, in one head."""
         chunk, chunks = self.config.chunk_size, self.length / self.config.chunk_size
         return chunks * chunk * (chunk + 1) / 2 + max(0.0, chunks - 1) * chunk**2
 
@@ -65,14 +65,14 @@ class Shape:
         return self._mixing(2, 2 * self.visible_pairs * (self.config.key_dim + self.config.value_dim))
 
     def memory(self) -> Floor:
-        """Read, corrected and written once a token."""
+        """Read, correct and write the memory once per token."""
         return self._mixing(2, 2 * 3 * self.length * self.config.key_dim * self.config.value_head_dim)
 
     def attention_and_memory(self) -> Floor:
         return self._mixing(4, self.attention().flops_forward + self.memory().flops_forward)
 
     def _mixing(self, rows: int, flops: float) -> Floor:
-        """Of so many rows of queries and keys, and one of values: backward reads them again, and writes gradients."""
+        """Return the floor for ``rows`` queries and keys and one value per token; backward reads them again."""
         keys, values = rows * self.length * self.config.key_dim, self.length * self.config.value_dim
         return Floor(keys + 2 * values, 3 * keys + 5 * values, flops)
 
@@ -82,6 +82,6 @@ class Shape:
         return Floor(size, 3 * size, 2 * self.length * width * words)
 
     def whole_attention(self) -> Floor:
-        """Attention of every token to all before it, in heads as wide as the model together."""
+        """Return the floor of attention to all earlier tokens, with heads that are together as wide as the model."""
         size = self.length * self.config.model_dim
         return Floor(4 * size, 11 * size, 2 * self.length**2 * self.config.model_dim)

@@ -1,4 +1,4 @@
-"""What the kernels are meant to reach on an H200-class card, and what of it was measured."""
+"""Targets of the kernels on an H200-class card, and the measured values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gpu.timing import Rates
 from gpu.training import LLAMA, Training
 
 SHAPE = "gecko-7b"
-"""The targets of operators are at its width, a row of 32,768 tokens, bf16."""
+"""Shape of the operators' targets: its width, a row of 32,768 tokens, bf16."""
 MODEL = "gecko-1b"
 LENGTHS = {4_096: 1.0, 32_768: 1.5, 131_072: 3.0}
-"""Tokens a row, and how many times Llama's tokens a second."""
+"""Target speed relative to Llama, by tokens per row."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """All that was measured on one card."""
+    """All results of one card."""
 
     rates: Rates | None
     element_size: int
@@ -36,7 +36,7 @@ class Results:
         return next((t for t in found if t.both is not None), None)
 
     def agreement(self, timing: Timing) -> Agreement | None:
-        """Of an operator as it is dispatched with its eager form."""
+        """Return the agreement of the dispatched operator with its eager form."""
         found = (a for a in self.agreements if (a.operator, a.shape) == (timing.operator, timing.shape))
         return next(found, None) if timing.form == GECKO else None
 
@@ -45,7 +45,7 @@ class Results:
         return next((t for t in found if t.speed is not None), None)
 
     def bandwidth(self, timing: Timing, backward: bool) -> float | None:
-        """Share of the copy's bytes a second that the floor's bytes make."""
+        """Return the floor's bytes per second as a share of the copy rate."""
         seconds = timing.both if backward else timing.forward
         numbers = timing.floor.numbers_both if backward else timing.floor.numbers_forward
         if seconds is None or self.rates is None:
@@ -53,7 +53,7 @@ class Results:
         return numbers * self.element_size / seconds / self.rates.copy
 
     def products(self, timing: Timing, backward: bool) -> float | None:
-        """Share of the matrix rate that the floor's products make."""
+        """Return the floor's FLOP/s as a share of the matrix rate."""
         seconds = timing.both if backward else timing.forward
         flops = timing.floor.flops_both if backward else timing.floor.flops_forward
         return None if seconds is None or self.rates is None else flops / seconds / self.rates.products
@@ -63,7 +63,7 @@ class Results:
 class Target:
     what: str
     least: float
-    """At least, or with ``at_most`` at most."""
+    """Smallest value allowed; with ``at_most`` the largest."""
     unit: str
     find: Callable[[Results], float | None]
     at_most: bool = False

@@ -1,4 +1,4 @@
-"""Medians of times on whatever device is there, and the rates that they are held against."""
+"""Median times on any device, and the rates that they are compared with."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch import Tensor
 from gecko.train.throughput import peak_flops
 
 LONGEST = 5.0
-"""Seconds that the calls of one function take, about: of long ones there are fewer, but three."""
+"""Approximate seconds for all calls of one function: a long function is called less often, but at least three times."""
 SCRATCH_BYTES, FILLS = 2**28, 48
-"""Several times a card's cache, and how often it is filled before a call: some milliseconds of work."""
+"""Several times the size of a card's cache, and the number of fills before a call, which take some milliseconds."""
 NO_ROOM = "does not fit into the memory"
 
 
 def why(error: Exception) -> str:
-    """Why something was not measured, in a few words. One failure must not take the other results with it."""
-    # What cuBLAS and Triton cannot get is no OutOfMemoryError of PyTorch.
+    """Return in a few words why a measurement failed; it must not prevent other results."""
+    # Failed allocations of cuBLAS and Triton raise other errors than PyTorch's OutOfMemoryError.
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         return NO_ROOM
     traceback.print_exception(error)
@@ -35,27 +35,27 @@ def why(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """Seconds."""
+    """Times of one call."""
 
     seconds: float
-    """Of the device."""
+    """Seconds on the device."""
     launching: float
-    """Until the host had launched it all; 0 on a CPU, which launches nothing."""
+    """Seconds until the host had launched all kernels; 0 on a CPU."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how long is measured."""
+    """Device, dtype and number of repetitions of a measurement."""
 
     device: torch.device
     dtype: torch.dtype
-    """Of activations."""
+    """Dtype of activations."""
     repeats: int
     warm_ups: int
 
     def seconds(self, function: Callable[[], Any], *, queued: bool = False) -> Call:
-        """The median times of ``function``, which is called a few times before; ``queued`` as for ``once``."""
-        self.once(function)  # kernels are compiled, memory is found
+        """Return the median times of ``function`` after some warm-up calls; ``queued`` as for ``once``."""
+        self.once(function)  # compiles kernels and fills the allocator
         calls = max(3, int(LONGEST / self.once(function).seconds))
         for _ in range(min(calls, self.warm_ups) - 2):
             self.once(function)
@@ -63,10 +63,11 @@ class Bench:
         return Call(*(statistics.median(getattr(call, kind) for call in timed) for kind in ("seconds", "launching")))
 
     def once(self, function: Callable[[], Any], *, queued: bool = False) -> Call:
-        """The times of one call.
+        """Return the times of one call.
 
-        ``queued``: a GPU is given work before it, behind which the host can launch the call's kernels: what is
-        measured is their time, as in a long step, and not the host's. Nor is anything of the call in the cache.
+        ``queued``: the GPU first gets other work, during which the host launches the call's kernels. Then the time is
+        that of the kernels, as in a long step, and not that of the host, and the cache contains none of the call's
+        data.
         """
         if self.device.type != "cuda":
             begin = time.perf_counter()
@@ -100,34 +101,34 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def check(self) -> None:
-        """RuntimeError where a kernel of before has failed, after which CUDA does nothing more in this process."""
+        """Raise RuntimeError if an earlier kernel failed; CUDA then no longer works in this process."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     @property
     def memory(self) -> float:
-        """Bytes of the card; of a CPU none are counted."""
+        """Memory of the card in bytes; infinite for a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else math.inf
 
     def peak(self) -> int | None:
-        """Bytes of the card's memory since ``reset_peak``; None on a CPU, where processes do not know."""
+        """Return the largest memory in use since ``reset_peak``, in bytes; None on a CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device does at its best in this very run."""
+    """Highest rates of the device, measured in the same run."""
 
     copy: float
-    """Bytes a second, read and written, of a large copy."""
+    """Bytes per second, read and written, of a large copy."""
     products: float
-    """FLOPs a second of a large product of square matrices."""
+    """FLOP/s of a product of large square matrices."""
     peak: float
-    """FLOPs a second of the card, by its vendor where known."""
+    """FLOP/s of the card according to its vendor, if known."""
 
     @classmethod
     def measure(cls, bench: Bench, numbers: int, size: int) -> Rates:
-        """By copying ``numbers`` numbers, and a product of ``size`` × ``size``."""
+        """Measure a copy of ``numbers`` numbers, and a product of ``size`` × ``size`` matrices."""
         source = bench.random(numbers)
         target = torch.empty_like(source)
         copied = bench.seconds(lambda: target.copy_(source), queued=True).seconds

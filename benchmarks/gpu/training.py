@@ -1,4 +1,4 @@
-"""A training step from end to end: tokens a second, MFU and memory, of Gecko and of a Llama of equal size."""
+"""A whole training step: tokens/s, MFU and memory of Gecko and of a Llama of equal size."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from gecko.train.step import Part, build_optimizer, train_step
 from gecko.train.throughput import flops_per_token
 
 CHECKPOINTING: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
-"""Tried in this order: the first that fits is the fastest."""
+"""Modes in the order in which they are tried: the first that fits is the fastest."""
 LLAMA_HEAD = 64
 LLAMA = "Llama, SDPA flash"
 
 
 @dataclass(frozen=True)
 class Training:
-    """One model at one length of row, one row a step. Numbers are None where nothing fits."""
+    """Results of one model at one row length, with one row per step. Numbers are None if no mode fits."""
 
     model: str
     parameters: int
     length: int
     flops: float
-    """A token."""
+    """FLOPs per token."""
     checkpointing: str = ""
     seconds: float | None = None
     peak: int | None = None
-    """Bytes of the card."""
+    """Largest memory in use on the card, in bytes."""
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second."""
+        """Tokens/s."""
         return None if self.seconds is None else self.length / self.seconds
 
     def utilisation(self, rate: float) -> float | None:
-        """Of ``rate`` FLOPs a second."""
+        """Return the model FLOP/s as a share of ``rate`` FLOP/s."""
         return None if self.speed is None else self.speed * self.flops / rate
 
 
 def equal_llama(config: GeckoConfig) -> LlamaConfig:
-    """As deep and as wide; its feed-forward takes the parameters that Gecko spends elsewhere, to a multiple of 16."""
+    """Return a Llama as deep and as wide; a wider feed-forward layer (a multiple of 16) makes the parameters equal."""
     least = LlamaConfig(
         vocab_size=config.vocab_size, num_layers=config.num_layers, model_dim=config.model_dim,
         num_heads=max(1, config.model_dim // LLAMA_HEAD), ffn_dim=16, tie_embedding=config.tie_embedding,
@@ -58,12 +58,12 @@ def equal_llama(config: GeckoConfig) -> LlamaConfig:
 
 
 def count(config: ModelConfig) -> int:
-    """Parameters, tied ones once."""
+    """Return the number of parameters, with tied ones counted once."""
     return sum(parameter.numel() for parameter in meta_model(config).parameters())
 
 
 def train(name: str, config: ModelConfig, length: int, bench: Bench) -> Training:
-    """With the least recomputation that fits: of what is planned to need more than the card has, nothing is tried."""
+    """Measure with the least recomputation that fits. Modes whose planned memory is too large are not tried."""
     nothing = Training(name, count(config), length, flops_per_token(config, length))
     reason = NO_ROOM
     for checkpointing in CHECKPOINTING:
@@ -84,7 +84,7 @@ def train(name: str, config: ModelConfig, length: int, bench: Bench) -> Training
 
 
 def planned(config: ModelConfig, length: int, checkpointing: ActivationCheckpointing, bench: Bench) -> int:
-    """Bytes of one card, as ``gecko plan`` has them."""
+    """Return the bytes on one card that ``gecko plan`` computes."""
     run = Run(config, "", batch_size=1, sequence_length=length, steps=1, activation_checkpointing=checkpointing)
     return sum(step_memory(run, Share(1, 1, length, 1, bench.dtype == torch.bfloat16)).values())
 

@@ -1,4 +1,4 @@
-"""Benchmarks are scripts: their folder is on the path, as it is when one of them runs."""
+"""Benchmarks are scripts: put their folder on the path, as it is when one of them runs."""
 
 from __future__ import annotations
 

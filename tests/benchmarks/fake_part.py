@@ -1,4 +1,4 @@
-"""A process that measures a part which behaves as it is told: ``python fake_part.py RECORD PART``."""
+"""A process that measures parts which succeed, fail or hang as their names say: ``python fake_part.py RECORD PART``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A measurement on a GPU loses no more than the task that crashed, hung or was not reached, and the page says so."""
+"""A measurement on a GPU loses only the tasks that crashed, hung or were not reached, and the page lists them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def record(tmp_path, monkeypatch):
 
 
 def measured(record: Record, *parts: str, seconds: float = 300, stalled_after: float = 60, least: float = 0) -> str:
-    """The page after these parts."""
+    """Measure these parts and return the page."""
     path = record.path.with_suffix(".md")
     runner = Runner(
         record, lambda part: [sys.executable, str(FAKE), str(record.path), part], ORDER,

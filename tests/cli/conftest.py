@@ -1,4 +1,4 @@
-"""A run's folder with a random model, and the command line in this process or in one of its own."""
+"""A run folder with a random model, and the command line in this process or in a separate one."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Process = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 
 def write_run(folder: Path, steps: tuple[int, ...] = (1,)) -> Path:
-    """What training leaves behind, as far as other commands look at it."""
+    """Write the files of a training run that other commands read."""
     run = Run(model=CONFIG, output=str(folder), steps=max(steps))
     for step in steps:
         torch.manual_seed(step)
         model = gecko.Gecko(CONFIG)
         with torch.no_grad():
-            # Letters only, so that texts are the same however they are decoded, and never end by themselves.
+            # Only letters are likely, so that texts do not depend on decoding and never end early.
             model.final_norm.bias.fill_(1)
             model.head.weight[:97], model.head.weight[123:] = -1, -1
             model.head.weight[97:123] *= 4
@@ -53,7 +53,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command() -> Command:
-    """Runs ``gecko …`` in this process."""
+    """Return a function that runs ``gecko …`` in this process."""
 
     def run(*arguments: object, input: bytes | None = None) -> Result:
         return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
@@ -63,7 +63,7 @@ def command() -> Command:
 
 @pytest.fixture
 def process(environment: dict[str, str]) -> Process:
-    """Runs ``python -m gecko …`` in a process of its own."""
+    """Return a function that runs ``python -m gecko …`` in a separate process."""
 
     def run(*arguments: object, input: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(
@@ -76,5 +76,5 @@ def process(environment: dict[str, str]) -> Process:
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
-    """One thread: the models are tiny, and waking a second thread takes longer than they do."""
+    """Use one thread: the models are so small that waking a second thread takes longer than they do."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""``gecko compare`` hands on what it was given."""
+"""``gecko compare`` passes its arguments on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the comparison, which does nothing, was called with."""
+    """Return the arguments that the comparison, which is replaced, is called with."""
     seen: dict[str, Any] = {"failed": False}
 
     def compare(plan: Any, *, jobs: int, command: str, console: Any) -> Any:
@@ -25,7 +25,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe in a folder whose name reads like an override."""
+    """Return a recipe in a folder whose name looks like an override."""
     from gecko.recipes import get_recipe
 
     path = tmp_path / "rate=3" / "recipe.json"

@@ -1,4 +1,4 @@
-"""``gecko consolidate``: what two ranks wrote becomes one file that every command reads."""
+"""``gecko consolidate`` joins the parts that two ranks wrote into one file that every command reads."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TOKENS = torch.arange(24).reshape(1, 24)
 
 @pytest.fixture
 def logits() -> dict[int, torch.Tensor]:
-    """Of the model of each step."""
+    """Return the logits of the model of each step."""
     return {step: gecko_of(step)(TOKENS)[0] for step in (4, 8)}
 
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """Two checkpoints as several ranks leave them: the model is in parts, and there is no model.safetensors."""
+    """Return a run with two checkpoints as several ranks write them: the model in parts, without model.safetensors."""
     run = Run(model=CONFIG, output=str(tmp_path / "run"), steps=8)
     for step in (4, 8):
 
@@ -68,7 +68,7 @@ def test_a_run_becomes_its_newest_checkpoints_model(
     assert torch.equal(loaded(out), logits[8])
     written = {path.name for path in out.iterdir()}
     assert written == {"model.safetensors", "config.json", "recipe.json", "tokenizer.model"}
-    # It reads, and leaves the checkpoints as they were.
+    # The command leaves the checkpoints unchanged.
     for checkpoint in list_checkpoints(run_folder / "checkpoints"):
         assert not (checkpoint / "model.safetensors").exists()
         verify_checkpoint(checkpoint)
@@ -83,10 +83,10 @@ def test_another_model_is_not_overwritten(
     result = command("consolidate", run_folder, "--out", tmp_path / "model")
     assert result.exit_code == 2 and f"{tmp_path / 'model'} holds another model" in result.stderr
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
-    # Of another kind, which Gecko does not know.
+    # A model of another type, which Gecko does not know.
     (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
     assert "holds another model" in command("consolidate", run_folder, "--out", tmp_path / "model").stderr
-    # An older checkpoint of the run's own makes way.
+    # An older checkpoint of the same run is replaced.
     for step in (4, 8):
         checkpoint = run_folder / "checkpoints" / f"step-{step:08d}"
         assert command("consolidate", checkpoint, "--out", tmp_path / "own").exit_code == 0
@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_not_joined(command: Command, run_folder: Path, 
     result = command("consolidate", checkpoint, "--out", tmp_path / "model")
     assert result.exit_code == 2 and shard.name in result.stderr
     assert not (tmp_path / "model").exists()
-    # Of the run, the last good one is taken, and it is said which.
+    # For a run, the last good checkpoint is used, and its name is printed.
     result = command("consolidate", run_folder, "--out", tmp_path / "model")
     assert result.exit_code == 0 and "the model of step-00000004" in result.stdout
     assert "skipping the checkpoint" in result.stderr and "step-00000008" in result.stderr

@@ -1,4 +1,4 @@
-"""``gecko convert`` takes in what the releases write, and says what is wrong with anything else."""
+"""``gecko convert`` converts checkpoints of the releases, and says what is wrong with other files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gecko.convert import BLOCK, FIELDS, TOP, to_reference
 
 
 def release_of_gecko(folder: Path) -> gecko.Gecko:
-    """A random model as the release writes it: gamma complex, derived tensors beside the parameters."""
+    """Write a random model as Gecko's release does: with complex gamma and with derived tensors."""
     model = cases.model("gecko", torch.float32)
     config, weights = to_reference(model.config, model.state_dict())
     state = {name: torch.view_as_complex(x) if name.endswith("cema.gamma") else x for name, x in weights.items()}
@@ -27,7 +27,7 @@ def release_of_gecko(folder: Path) -> gecko.Gecko:
 
 
 def release_of_megalodon(folder: Path) -> gecko.Gecko:
-    """As Megalodon's writes it: axes of length 1, a norm's prior as logarithm, a base that is null."""
+    """Write a model as Megalodon's release does: axes of length 1, log of a norm's prior, null RoPE base."""
     changes = {**cases.VARIANTS["megalodon"], "rope_base": 10_000.0}
     torch.manual_seed(1)
     model = gecko.Gecko(gecko.GeckoConfig(**{**cases.SMALL.to_dict(), **changes}))
@@ -101,7 +101,7 @@ def test_nothing_is_lost_where_dtypes_are_mixed(command: Callable[..., Any], tmp
 
 
 class Code:
-    """What a file must not be able to run."""
+    """An object whose unpickling would run code."""
 
     def __reduce__(self) -> Any:
         return print, ("run",)

@@ -1,4 +1,4 @@
-"""Megalodon checkpoints against ``megalodon-jax``, an independent implementation; skipped where it is not installed."""
+"""Converted Megalodon checkpoints equal ``megalodon-jax``, an independent implementation; skipped if not installed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_converted_megalodon_computes_what_the_peer_does(variant: str, tmp_path:
     theirs = peer.MegalodonForCausalLM(peer.MegalodonConfig(**fields), key=jax.random.PRNGKey(3))
     state = peer_files.export_upstream_state_dict(theirs)
     generator = torch.Generator().manual_seed(1)
-    for name, tensor in state.items():  # none at the special values it starts from
+    for name, tensor in state.items():  # none keeps its special initial value
         if tensor.is_floating_point() and "prior" not in name and name != "rope.freqs":
             tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
     if fields.get("share_emb"):

@@ -1,4 +1,4 @@
-"""``gecko doctor`` finds what is there, and what is wrong."""
+"""``gecko doctor`` describes the machine and finds faults."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_products_that_are_rounded_wrongly_are_found(monkeypatch: pytest.MonkeyP
 
 @needs_compiler
 def test_the_self_test_runs_every_kernel_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But SwiGLU's, which is for wide models."""
+    """Except SwiGLU's, which is for wide models."""
     monkeypatch.setattr(native, "_functions", {})
     self_test(torch.device("cpu"))
     sources = (path.read_text() for path in Path(native.__file__).parents[1].glob("*/cpu*.c"))
@@ -120,7 +120,7 @@ def test_the_self_test_leaves_random_numbers_alone() -> None:
 def test_bfloat16_is_called_fast_where_training_takes_it(
     monkeypatch: pytest.MonkeyPatch, device: str, multiplies: bool
 ) -> None:
-    """Not where it is emulated, which a GPU also counts as supported."""
+    """Emulated bfloat16, which a GPU also reports as supported, does not count."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or multiplies
@@ -133,7 +133,7 @@ def test_bfloat16_is_called_fast_where_training_takes_it(
 
 @pytest.mark.parametrize(("kernels", "fast"), [(True, False), (False, True)])
 def test_kernels_without_bfloat16_stay_with_float32(monkeypatch: pytest.MonkeyPatch, kernels: bool, fast: bool) -> None:
-    """As an old compiler makes them; PyTorch's own operations are faster in bfloat16."""
+    """An old compiler builds such kernels; PyTorch's own operations are faster in bfloat16."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(native, "multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(native, "library", lambda: object() if kernels else None)
@@ -155,7 +155,7 @@ def test_missing_packages_come_with_the_command_that_installs_them(
 def test_brackets_are_shown_as_they_are(
     command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an extra, a folder's name and an error."""
+    """In the name of an extra, the name of a folder, and an error."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken [here]")

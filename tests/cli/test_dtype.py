@@ -1,4 +1,4 @@
-"""``--dtype``: what weights are rounded or widened to once they are loaded."""
+"""``--dtype``: the dtype to which weights are converted after loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``~`` is the home folder wherever a path is given, also where the shell leaves it as it is: ``--out=~/run``."""
+"""``~`` is the home folder in every path option, also where the shell does not expand it: ``--out=~/run``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Command = Callable[..., Any]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Nothing is written to the folder one stands in."""
+    """Set a home folder, and check that nothing is written to the current folder."""
     for name in ("home", "elsewhere"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

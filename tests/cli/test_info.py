@@ -1,4 +1,4 @@
-"""``gecko info`` counts rightly."""
+"""``gecko info`` reports correct numbers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_activations_are_estimated_well(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("length", [256, 1024])
 @pytest.mark.usefixtures("eager_forms")
 def test_activations_of_a_model_are_estimated_well(length: int) -> None:
-    """With the tables, which are half of it in a short text."""
+    """Including the tables, which are half of the total for a short text."""
     config = gecko.GeckoConfig.preset("tiny")
     model, text = gecko.Gecko(config), torch.zeros(1, length, dtype=torch.int64)
     measured = saved(model, lambda: model.loss(text, text))
@@ -75,13 +75,13 @@ def test_activations_of_a_model_are_estimated_well(length: int) -> None:
 
 
 def kept_for_backward(config: gecko.GeckoConfig, length: int) -> int:
-    """Bytes that one block saves."""
+    """Return the number of bytes that one block saves."""
     block, x = Block(config, 0), torch.randn(1, length, config.model_dim, requires_grad=True)
     return saved(block, lambda: block(x, None, Segments.build(1, length)))
 
 
 def saved(module: torch.nn.Module, forward: Callable[[], Any]) -> int:
-    """Bytes that it saves for its backward pass, its parameters not counted."""
+    """Return the number of bytes saved for the backward pass, without the module's parameters."""
     storages = {parameter.untyped_storage().data_ptr(): 0 for parameter in module.parameters()}
     alive = []
 

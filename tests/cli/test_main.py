@@ -1,4 +1,4 @@
-"""The command as a whole: help, and how commands end."""
+"""The command as a whole: help, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_exit_codes(
 
 
 def test_a_bug_is_not_dressed_up_as_a_message(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # What torch raises here says nothing to a user: the place in the code does.
+    # torch's message says nothing to a user; the place in the code does.
     monkeypatch.setattr("gecko.cli.doctor.software", lambda: torch.zeros(2) @ torch.zeros(3))
     result = command("doctor")
     assert isinstance(result.exception, RuntimeError)
@@ -110,7 +110,7 @@ def test_interrupt_ends_at_once_and_quietly(run_folder: Path, environment: dict[
 
 
 def test_the_command_has_no_options_that_change_nothing() -> None:
-    """A list to look at when an option is added or taken away."""
+    """The lists must be updated when an option is added or removed."""
     known = {
         "tokenize": {"sources", "tokenizer", "out", "field", "workers", "verify", "executor", "partition", "hours"},
         "plan": {"recipe", "overrides", "gpus", "gpu", "efficiency", "overlap", "as_json"},

@@ -1,4 +1,4 @@
-"""Models are saved to folders for themselves: never into a training run, nor over its checkpoints."""
+"""Models are saved to their own folders, never into a training run or over its checkpoints."""
 
 from __future__ import annotations
 

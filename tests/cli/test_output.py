@@ -1,4 +1,4 @@
-"""Where commands write: looked at before the work, and nothing but a file is replaced."""
+"""Output paths of commands are checked before the work, and only regular files are replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_new_file_an_old_one_and_a_link_are_taken(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "far" / "target")
     for name in ("old", "link", "new/deep/file"):
         assert output_file(str(tmp_path / name), STATE) == tmp_path / name
-    # Where the file will be written.
+    # The folder of the future file exists.
     assert (tmp_path / "far").is_dir() and (tmp_path / "new" / "deep").is_dir()
 
 
@@ -39,7 +39,7 @@ Command = Callable[..., Any]
 
 
 def _written(folder: Path) -> dict[str, tuple[Kind, bytes]]:
-    """Files of each kind that commands write, as the package writes them."""
+    """Write a file of each kind with the package's own functions; return kind and content by name."""
     from gecko.eval.results import Results
     from gecko.pages import write_html
 
@@ -129,7 +129,7 @@ def test_an_input_of_the_kind_that_is_written_is_not_replaced(
             for force in (False, True):
                 with pytest.raises(FileExistsError, match="must not be a file that this command reads"):
                     output_file(str(tmp_path / out), kind, inputs=[str(read)], force=force)
-        # In a folder that is read, earlier results make way.
+        # Earlier results in a folder that is read are replaced.
         assert output_file(str(read), kind, inputs=[str(tmp_path)]) == read
     text = tmp_path / "results"
     for flags in ((), ("--force",)):
@@ -141,7 +141,7 @@ def test_an_input_of_the_kind_that_is_written_is_not_replaced(
 
 
 def test_a_state_is_continued_in_place(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    """A file that is no state is not replaced, although it is given as one."""
+    """A file that is not a state is not replaced, even if it is given as one."""
     book, state, notes = (tmp_path / name for name in ("book.txt", "book.state", "notes.txt"))
     for path in (book, notes):
         path.write_text("Some words of it. ")

@@ -64,7 +64,7 @@ def test_every_kind_of_source_and_several_of_them(command: Command, run_folder: 
 
 
 def test_a_state_goes_on_and_two_questions_are_independent(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    """Branching is a copy: what one question reads and writes, the other one does not see, nor does the file."""
+    """A state is copied for each question: neither question affects the other or the file."""
     book = tmp_path / "book.state"
     (tmp_path / "one").write_bytes(TEXT)
     (tmp_path / "two").write_bytes(b"and so on")
@@ -97,7 +97,7 @@ def test_loss_is_that_of_every_byte_after_the_first_token(command: Command, run_
 
 
 def told_losses(result: Any) -> tuple[str, str]:
-    """Nats a token, and a byte."""
+    """Return nats per token and nats per byte."""
     told = re.search(r"loss ([\d.]+) nats per token, ([\d.]+) nats per byte", result.stderr)
     assert told is not None, result.stderr
     return told[1], told[2]
@@ -107,14 +107,14 @@ def test_for_bytes_the_loss_a_token_is_that_a_byte(command: Command, run_folder:
     (tmp_path / "two").write_bytes(b"ab")
     a_token, a_byte = told_losses(command("read", run_folder, tmp_path / "two", "--loss", "-o", tmp_path / "s"))
     assert a_token == a_byte
-    # Of the first byte after a state there is no loss.
+    # The first byte after a state has no loss.
     a_token, a_byte = told_losses(command("read", run_folder, tmp_path / "two", "--loss", "--state", tmp_path / "s"))
     losses, _ = newest(run_folder).token_losses(torch.tensor([[256, *b"aba"]]), torch.tensor([[*b"abab"]]))
     assert a_token == a_byte and float(a_byte) == pytest.approx(losses[0, -1].item(), abs=2e-4)
 
 
 def test_the_loss_a_byte_of_longer_tokens(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    """Words of two bytes, and one unknown word of six: three losses over ten bytes."""
+    """Words of two bytes and one unknown word of six: three losses over ten bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "ab": 1, "<unk>": 2}, unk_token="<unk>"))
@@ -140,7 +140,7 @@ def test_a_compact_state_is_half_the_size_and_goes_on(command: Command, run_fold
 def test_ctrl_c_keeps_what_was_read_and_says_how_to_go_on(
     process: Command, run_folder: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """Interrupted anywhere and finished by the command that is shown, the state is that of the whole text."""
+    """After an interruption at any place, the command that is shown completes the state of the whole text."""
     text, book, out = TEXT * 4, tmp_path / "the book.gz", tmp_path / "s"
     book.write_bytes(gzip.compress(text))
     (tmp_path / "more").write_bytes(b"the end")
@@ -166,7 +166,7 @@ def test_ctrl_c_keeps_what_was_read_and_says_how_to_go_on(
 
 
 def _reads(pid: int, path: Path) -> bool:
-    """Whether the process has the file open."""
+    """Return whether the process has the file open."""
     folder = f"/proc/{pid}/fd"
     try:
         return any(os.readlink(f"{folder}/{name}") == str(path) for name in os.listdir(folder))
@@ -175,7 +175,7 @@ def _reads(pid: int, path: Path) -> bool:
 
 
 def stop_after(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a signal came after so many blocks."""
+    """Stop reading after the given number of blocks, as a signal would."""
     from gecko.train.health import StopSignal
 
     asked = iter(range(100))
@@ -187,7 +187,7 @@ def stop_after(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stopping_before_the_end(
     command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    """Stopped after two blocks of one of the books; the books before it are whole, the ones after are named."""
+    """Reading stops after two blocks of one book; the books before it are read whole, the ones after it are named."""
     books = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
     for book in books:
         book.write_bytes(TEXT)
@@ -218,7 +218,7 @@ def test_the_command_for_the_rest_names_device_and_dtype(
 def test_stopped_without_a_state_it_says_where_and_offers_no_command(
     command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest of a text, read without what came before, would be a new document."""
+    """Without the state, the rest of the text would be a new document."""
     (tmp_path / "book").write_bytes(TEXT)
     stop_after(2, monkeypatch)
     result = command("read", run_folder, tmp_path / "book", "--loss")

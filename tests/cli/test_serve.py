@@ -24,7 +24,7 @@ Command = Callable[..., Any]
 
 @contextmanager
 def serving(folder: Path, environment: dict[str, str], *options: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its address."""
+    """Start a server; yield the process and its address."""
     command = [sys.executable, "-m", "gecko", "serve", str(folder), "--port", "0", *map(str, options)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, "PYTHONUNBUFFERED": "1"}

@@ -1,4 +1,4 @@
-"""Help and version come without PyTorch, and imports are lazy."""
+"""Help and version do not import PyTorch, and imports are lazy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAVY = ("torch", "numpy", "safetensors", "gecko.config", "gecko.train")
 
 
 def _loaded(program: str) -> list[str]:
-    """Which of ``HEAVY`` a fresh process has imported after ``program``."""
+    """Return which modules of ``HEAVY`` a fresh process has imported after ``program``."""
     report = f"import json, sys; print(); print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     program = f"try:\n    {program}\nexcept SystemExit:\n    pass\n{report}"
     environment = {**os.environ, "PYTHONPATH": str(Path(gecko.__file__).parents[1])}

@@ -18,7 +18,7 @@ Command = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def states(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of them: one text, and what differs from it in one way each."""
+    """Return a folder of states: one text, and variations that differ from it in one way each."""
     folder = tmp_path_factory.mktemp("states")
     newest, older = (gecko.load(run_folder / "checkpoints" / f"step-0000000{step}") for step in (2, 1))
     tokens = torch.arange(1500) % 251
@@ -36,7 +36,7 @@ def states(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def parts(output: str) -> dict[str, list[str]]:
-    """Rows of the printed table by their first cell."""
+    """Return the rows of the printed table by their first cell."""
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if "│" in line]
     return {row[0]: row[1:] for row in rows if row[0]}
 
@@ -62,7 +62,7 @@ def test_show_counts_every_byte_of_every_part(command: Command, states: Path) ->
 
 
 def test_show_measures_what_is_there(command: Command, states: Path) -> None:
-    """The log of an empty sum stands for nothing and is not a large number."""
+    """The log of an empty sum means 0 and does not count as a large number."""
     state = gecko.GeckoState.load(states / "text")
     moving = torch.cat([mixer.cema.flatten() for mixer in state.mixers])
     table = parts(command("state", "show", states / "text").stdout)

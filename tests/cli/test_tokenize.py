@@ -1,4 +1,4 @@
-"""``gecko tokenize``, and training on what it wrote."""
+"""``gecko tokenize``, and training on its shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_shards_are_written_verified_and_found_again(command: Command, corpus: P
     arguments = ("tokenize", corpus, "--tokenizer", "bytes", "--field", "body", "--out", tmp_path / "shards")
     result = command(*arguments, "--verify")
     assert result.exit_code == 0, result.stderr
-    # Small neighbours share one.
+    # Small neighbouring files share one shard.
     assert "1 shards, 90 documents, 1,230 tokens of uint16" in result.stdout
     assert "every byte is as it was written" in result.stdout
     assert f"data.source={tmp_path / 'shards'} data.tokenizer=bytes" in result.stdout
@@ -38,7 +38,7 @@ def test_shards_are_written_verified_and_found_again(command: Command, corpus: P
 
 
 def test_nothing_that_exists_is_written_over(command: Command, corpus: Path, tmp_path: Path) -> None:
-    """Neither a source, nor the tokenizer, nor a folder with other files, also if their names are those of shards."""
+    """Not the sources, the tokenizer, nor a folder with other files, even if their names are those of shards."""
     taken = tmp_path / "taken"
     taken.mkdir()
     for name in ("tokenize.json", "manifest.json", "00000.ds"):
@@ -48,7 +48,7 @@ def test_nothing_that_exists_is_written_over(command: Command, corpus: Path, tmp
         for source in (corpus, corpus / "0.jsonl"):
             result = command("tokenize", source, "--tokenizer", "bytes", "--field", "body", "--out", out)
             if source != corpus and out == corpus / "shards":
-                # A new folder beside the one source.
+                # The output is a new folder beside the one source.
                 assert result.exit_code == 0
                 shutil.rmtree(out)
                 continue
@@ -68,8 +68,8 @@ def test_a_damaged_shard_is_reported(command: Command, corpus: Path, tmp_path: P
 def test_slurm_jobs_are_not_submitted_twice(
     command: Command, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With stand-ins for Slurm's commands; what is submitted does nothing."""
-    # Here, as its logger keeps the standard error that it finds.
+    """Slurm's commands are replaced by scripts; a submitted job does nothing."""
+    # Imported here because its logger keeps the standard error that it finds.
     pytest.importorskip("datatrove.executor")
     submitted, queue = tmp_path / "submitted", tmp_path / "queue"
     # The second script that is submitted merges statistics.
@@ -87,7 +87,7 @@ def test_slurm_jobs_are_not_submitted_twice(
     assert again.exit_code == 0 and "Slurm job 47 has not ended" in again.stdout, again.output
     assert "0 of 1 shards are there" in again.stdout
     assert submitted.read_text() == "\n"
-    # Ended, first still known to squeue and then no more: what is missing is submitted again.
+    # The job has ended: squeue first still lists it, then no longer; the missing shards are submitted again.
     queue.write_text("")
     assert "submitted as Slurm job 47" in command(*arguments).stdout
     queue.unlink()

@@ -1,4 +1,4 @@
-"""Which tokenizer a command takes: the one given, the one beside the model, the one its recipe names."""
+"""The tokenizer of a command: the given one, else the one beside the model, else the one that its recipe names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Command = Callable[..., Any]
 
 @pytest.fixture
 def folder(run_folder: Path, tmp_path: Path) -> Path:
-    """A model's, with its recipe."""
+    """Return the folder of a model with its recipe."""
     newest = latest_checkpoint(run_folder / "checkpoints")
     assert newest is not None
     return Path(shutil.copytree(newest, tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""``gecko train`` hands on what it was given."""
+"""``gecko train`` passes its arguments on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gecko.recipes import RECIPES
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the trainer, which does nothing, was called with."""
+    """Return the arguments that the trainer, which is replaced, is called with."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr("gecko.train.train", lambda run, resume: seen.update(run=run, resume=resume))
     return seen

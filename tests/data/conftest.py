@@ -18,7 +18,7 @@ LINES = ["the quick brown fox jumps over the lazy dog", "five dozen liquor jugs"
 
 @pytest.fixture(scope="session")
 def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE as Hugging Face stores it, without a tokenizer_config.json."""
+    """Return a byte-level BPE as Hugging Face stores it, without a tokenizer_config.json."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -39,7 +39,7 @@ def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def byte_fallback_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BPE that spells unknown characters in byte tokens, as Llama's tokenizer.json does."""
+    """Return a BPE that writes unknown characters as byte tokens, as Llama's tokenizer.json does."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, normalizers, processors
 
@@ -92,7 +92,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 @pytest.fixture
 def write_config(bpe_folder: Path, tmp_path: Path) -> Callable[[object], Path]:
-    """Copies the BPE beside a tokenizer_config.json of the given content."""
+    """Return a function that copies the BPE and writes a tokenizer_config.json with the given content."""
 
     def write(config: object) -> Path:
         (tmp_path / "tokenizer.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
@@ -104,13 +104,13 @@ def write_config(bpe_folder: Path, tmp_path: Path) -> Callable[[object], Path]:
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
-    """Thirty documents without digits, of which every third has letters of several bytes."""
+    """Return thirty documents without digits; every third contains multi-byte characters."""
     return [("é" if number % 3 == 0 else "a") * (number % 7 + 3) + "bcdef" for number in range(30)]
 
 
 @pytest.fixture
 def shard_folder(texts: list[str], tmp_path: Path) -> Path:
-    """The texts as shards of bytes, in three sources of one shard each."""
+    """Return the texts as shards of bytes, in three sources of one shard each."""
     (tmp_path / "source").mkdir()
     for name, part in (("a", texts[:10]), ("b", texts[10:20]), ("c", texts[20:])):
         lines = "".join(json.dumps({"text": text}) + "\n" for text in part)

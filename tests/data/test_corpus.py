@@ -30,7 +30,7 @@ def write_parquet(path: Path, texts: Sequence[str | None], field: str = "text") 
 
 
 def frames(content: bytes) -> bytes:
-    """A file of two zstd frames, as parallel compressors write."""
+    """Return a file of two zstd frames, as parallel compressors write."""
     middle = len(content) // 2
     return b"".join(zstandard.ZstdCompressor().compress(part) for part in (content[:middle], content[middle:]))
 
@@ -90,7 +90,7 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Files whose names sort otherwise than they were made, with hidden and empty ones between."""
+    """Return files that were not created in the order of their names, with hidden and empty ones in between."""
     for name in (
         "y/a.txt",
         "b/z.txt",
@@ -134,7 +134,7 @@ def test_list_keeps_its_order_and_reads_no_file_twice(tree: Path) -> None:
 
 
 def test_a_link_beside_its_file_is_not_read_again(tree: Path) -> None:
-    """Twice in one source, a document could be trained on and held out."""
+    """If a source contained a document twice, one copy could be trained on and the other held out."""
     (tree / "b" / "again.txt").symlink_to(tree / "b" / "a.txt")
     assert list(load_documents(tree / "b")) == ["b/a.txt", "b/z.txt"]
 
@@ -182,7 +182,7 @@ def test_hugging_face_name(spec: str, arguments: tuple[object, ...], monkeypatch
     assert list(load_documents(spec)) == ["one"]
 
 
-# What must be refused, and the words that say why and where.
+# Inputs that must be refused, and the words of the message that say why and where.
 
 
 def refuse(source: str | Path | list[str], error: type[Exception], message: str) -> None:
@@ -218,7 +218,7 @@ def test_no_text(tmp_path: Path, name: str, whole_folder: bool) -> None:
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.jsonl.gz", "a.jsonl.zst"])
 @pytest.mark.parametrize("whole_folder", [False, True])
 def test_compressed_file_of_no_bytes(tmp_path: Path, name: str, whole_folder: bool) -> None:
-    """It was cut off at its start."""
+    """The file was truncated at its start."""
     (tmp_path / name).write_bytes(b"")
     (tmp_path / "other.txt").write_text("text")
     refuse(tmp_path if whole_folder else tmp_path / name, ValueError, "a whole (gzip|zstd) file.*it is empty")
@@ -374,7 +374,7 @@ def test_records_that_are_malformed(tmp_path: Path, name: str, content: str, mes
     "name", ["x.zip", "x.tar", "x.tar.gz", "x.PDF", "x.docx", "x.pkl", "x.arrow", "x.parquet.gz", "x.xz"]
 )
 def test_formats_that_are_no_text_are_refused_at_once(tmp_path: Path, name: str) -> None:
-    """Also where each byte of the file could be text, as in a pickle of protocol 0, and for whole folders."""
+    """Also if each byte of the file could be text, as in a pickle of protocol 0, and for whole folders."""
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / name).write_text("could be text")
     for source in (tmp_path, tmp_path / name):

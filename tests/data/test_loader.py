@@ -21,7 +21,7 @@ seeds = st.integers(0, 2**70)
 
 
 class Numbered:
-    """A tokenizer that gives every token of a corpus an id of its own, so that rows tell where they come from."""
+    """Tokenizer that gives every token of a corpus a different id, so that rows show where they come from."""
 
     name, vocab_size, document_start, document_end, special_ids = "numbered", 1 << 20, 0, 0, frozenset({0})
 
@@ -40,7 +40,7 @@ class Numbered:
 
 
 def numbered_corpus(lengths: list[int]) -> TokenizedCorpus:
-    """Documents of the given numbers of text tokens; every stored token, borders included, is another number."""
+    """Return documents with the given numbers of text tokens; all stored tokens, also borders, are different."""
     built = TokenizedCorpus.build(["x" * length for length in lengths], Numbered())
     return TokenizedCorpus.of_whole(np.arange(len(built.tokens), dtype=np.uint32), built.lengths, built.text_bytes)
 
@@ -50,7 +50,7 @@ def document_of(corpus: TokenizedCorpus, token: int) -> int:
 
 
 def check_row(corpus: TokenizedCorpus, tokens: list[int], targets: list[int], segments: list[int]) -> None:
-    """Targets and segment ids of one row say which documents its tokens are of."""
+    """Check that targets and segment ids of one row match the documents of its tokens."""
     documents = [document_of(corpus, token) for token in tokens]
     ordinals = list(dict.fromkeys(documents))
     assert segments == [ordinals.index(document) for document in documents]

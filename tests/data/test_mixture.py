@@ -19,7 +19,7 @@ from gecko.data.training_data import BLOCK, MixedRows, block_counts, parse_sourc
 
 
 class Counting:
-    """Rows that say their source and their index."""
+    """Rows that contain their source and their index."""
 
     def __init__(self, source: int, rows_per_epoch: int = 1000) -> None:
         self.source, self.rows_per_epoch = source, rows_per_epoch
@@ -77,7 +77,7 @@ def test_batches_do_not_depend_on_their_size() -> None:
 
 @pytest.mark.parametrize("wanted", [2, 101, 1000])
 def test_held_out_tokens_are_in_the_proportions_of_the_mixture(wanted: int, tmp_path: Path) -> None:
-    """However long the documents of either source are."""
+    """For any lengths of documents in either source."""
     sources = []
     for name, length in (("long", 3000), ("short", 30)):
         (tmp_path / name).mkdir()
@@ -86,12 +86,12 @@ def test_held_out_tokens_are_in_the_proportions_of_the_mixture(wanted: int, tmp_
     held_out = open_training_data("", sources, ByteTokenizer(), request).held_out(wanted)
     first = int(held_out.lengths[0])
     assert first == max(2, -(-wanted // 2)) and held_out.num_tokens - first <= first
-    assert held_out.num_tokens - first >= first - 1  # a lone border token at the cut is dropped
+    assert held_out.num_tokens - first >= first - 1  # a single border token at the cut is dropped
     assert held_out.num_bytes == int((held_out.tokens < 256).sum())
 
 
 def test_a_source_that_holds_out_little_limits_the_others(tmp_path: Path) -> None:
-    """Else most of the loss would be that of texts which are hardly trained on."""
+    """Otherwise most of the held-out loss would be that of texts with a small share in training."""
     sources = []
     for name, weight, documents in (("large", 0.1, 100), ("small", 0.9, 4)):
         (tmp_path / name).mkdir()
@@ -106,7 +106,7 @@ def test_a_source_that_holds_out_little_limits_the_others(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", [as_files, as_shards])
 def test_sources_that_share_texts_hold_nothing_out(kind: Callable[..., str], tmp_path: Path) -> None:
-    """What one holds out the other would train on; with held-out texts of their own they may."""
+    """One source would train on documents that the other holds out; a separate held-out source prevents this."""
     source = kind([f"document {number}" for number in range(30)], tmp_path)
     part = source.replace("*", "1*")
     request = DataRequest(sequence_length=8, validation_fraction=0.2, seed=0)

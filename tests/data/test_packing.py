@@ -72,7 +72,7 @@ def test_head_is_the_first_tokens(texts: list[str], max_tokens: int) -> None:
     whole = np.concatenate([corpus.document(index) for index in range(len(corpus))])
     kept = np.concatenate([head.document(index) for index in range(len(head))])
     assert kept.tolist() == whole[: len(kept)].tolist()
-    # A lone border token at the cut is dropped: it would be a document with nothing to predict.
+    # A single border token at the cut is dropped: as a document it would have nothing to predict.
     assert min(max_tokens, len(whole)) - len(kept) in (0, 1)
     assert head.lengths.min() >= 2
     assert head.num_bytes == int((kept != 256).sum())
@@ -88,7 +88,7 @@ def test_a_head_of_a_head_is_the_shorter_of_both(texts: list[str], first: int, s
 
 
 def test_permutation_never_changes() -> None:
-    """These numbers hold for every version of NumPy; a change breaks the resumption of old runs."""
+    """These numbers hold for every version of NumPy; a change would break resuming old runs."""
     assert permutation(8, 1, 2).tolist() == PERMUTATION
     assert sorted(permutation(100, 3, 4).tolist()) == list(range(100))
 

@@ -1,4 +1,4 @@
-"""Commands that read one text refuse files of records: their markup is no text, and no command asks for a field."""
+"""Commands that read one text refuse files of records: markup is not text, and these commands have no field option."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ TOKENIZER = TokenizerRecord("numbers", "numbers", 1 << 20, 0, 0)
 
 
 class Shards:
-    """Shards in memory; every token of the corpus is another number, so rows tell where they come from."""
+    """Shards in memory; every token of the corpus is a different number, so that rows show where they come from."""
 
     def __init__(self, lengths: Sequence[Sequence[int]]) -> None:
         self.shards, self.documents, first = [], [], 0
@@ -96,18 +96,18 @@ def test_every_epoch_covers_the_training_documents_once(
     starts = {document[0] for document in corpus.documents}
     assert scored == Counter(trained - starts)
     assert not held_out & set(seen)
-    # The last token of all is a target, and need not be read again.
+    # The last token of all is a target, and need not be an input.
     assert set(seen.values()) == {1} and len(trained - set(seen)) <= 1
 
 
 def place_of(rows: ShardedRows, index: int) -> int:
-    """Where in the corpus a row lies, in rows."""
+    """Return the place of a row in the corpus, in rows."""
     epoch, row = divmod(index, rows.rows_per_epoch)
     return Shuffle.of(rows.rows_per_epoch, rows._seed, FIRST_EPOCH + epoch)[row]
 
 
 def test_rows_of_the_first_layout_never_change() -> None:
-    """They leave out what does not fill a row; a run that was begun with them needs them to the end."""
+    """They omit tokens that do not fill a row; a run that started with them needs them until its end."""
     rows = SplitShards(Shards([[9, 14], [12, 11, 8]]).folder, 0.2, 5).rows(6, layout=1)
     assert [rows.row(index)[0].tolist() for index in range(2 * rows.rows_per_epoch)] == FIRST_LAYOUT
 
@@ -146,7 +146,7 @@ def test_shuffle_is_a_permutation(count: int, seed: int, stream: int) -> None:
 
 
 def test_shuffle_never_changes_and_mixes() -> None:
-    """These numbers hold for every version; a change breaks the resumption of old runs."""
+    """These numbers hold for every version; a change would break resuming old runs."""
     shuffle = Shuffle.of(10, 1, 2)
     assert [shuffle[index] for index in range(10)] == SHUFFLE
     moved = [Shuffle.of(10_000, 0, stream)[index] for stream in (0, 1) for index in range(10_000)]
@@ -158,7 +158,7 @@ def test_shuffle_never_changes_and_mixes() -> None:
 SHUFFLE = [4, 2, 1, 8, 0, 9, 3, 5, 6, 7]
 
 
-# From the disk.
+# Shards on disk.
 
 REQUEST = DataRequest(sequence_length=8, validation_fraction=0.2, seed=0)
 
@@ -193,7 +193,7 @@ def test_a_changed_byte_is_found(shard_folder: Path, suffix: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"00001\{suffix} is damaged: it does not match its SHA-256\. .*Restore it"):
         open_training_data(str(shard_folder), (), ByteTokenizer(), REQUEST)
-    # Each of two ranks looks at its own shards.
+    # Each of two ranks checks its own shards.
     request = DataRequest(8, 0.2, 0, rank=0, ranks=2)
     open_training_data(str(shard_folder), (), ByteTokenizer(), request)
 

@@ -1,4 +1,4 @@
-"""Ids that are no text are passed on in bounded work, and decode as a whole text would."""
+"""Ids that are not text are passed on with bounded work, and decode as the whole text would."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gecko.data import ByteTokenizer, StreamDecoder, load_tokenizer
 
 PIECES = ("é".encode(), "你".encode(), "🎉".encode(), b"a", b"\x80", b"\xff", b"\xf0\x9f", b"\xf0\x9f\x8e", b"\xe4")
-"""Whole characters, bytes that are none, and characters that are cut off."""
+"""Whole characters, bytes that are no character, and truncated characters."""
 
 
 class Recording(ByteTokenizer):
@@ -53,7 +53,7 @@ def test_a_long_run_of_invalid_bytes_is_passed_on_as_it_comes() -> None:
 def test_a_text_that_goes_on_is_written_as_in_one_go(
     byte_fallback_file: Path, words: list[str], data: st.DataObject
 ) -> None:
-    """Spaces that words begin with are kept, that of the first one too."""
+    """Spaces before words are kept, also before the first word."""
     tokenizer = load_tokenizer(str(byte_fallback_file))
     before = " ".join(words[: data.draw(st.integers(1, len(words) - 1))])
     ids = tokenizer.encode(" ".join(words)).tolist()

@@ -18,7 +18,7 @@ from gecko.data.tokenizers import END_TOKENS
 
 any_case = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-# SentencePiece and Llama's BPE write the space as "▁", so text that holds that sign comes back with a space.
+# SentencePiece and Llama's BPE write a space as "▁", so a "▁" in the text is decoded as a space.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
 
 
@@ -150,7 +150,7 @@ def test_borders_are_those_of_the_configuration(
 
 
 def changed(folder: Path, into: Path, change: Callable[[Any], None]) -> Tokenizer:
-    """The tokenizer of ``folder`` with ``change`` made to the library's, saved ``into`` a folder."""
+    """Return the tokenizer of ``folder`` after ``change`` to the library's tokenizer; it is saved ``into`` a folder."""
     library = pytest.importorskip("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
     change(library)
     library.save(str(into / "tokenizer.json"))
@@ -170,7 +170,7 @@ def test_truncation_and_padding_of_another_use_are_not_taken_over(bpe_folder: Pa
 
 
 def test_text_that_spells_a_border_ends_no_document(bpe_folder: Path, tmp_path: Path) -> None:
-    """Also where the file does not call it special."""
+    """Also if the file does not mark the border as special."""
     border = "<|end|>"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": border}))
     tokens = pytest.importorskip("tokenizers")

@@ -1,4 +1,4 @@
-"""Corpora to shards, wherever the tasks run and whatever stops them."""
+"""Corpora to shards, on any executor and after any interruption."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BYTES = load_tokenizer("bytes")
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Twelve files, each a shard of its own."""
+    """Return twelve files, each of which becomes a shard."""
     monkeypatch.setattr("gecko.data.tokenize.SHARD_BYTES", (1, 1 << 30))
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -49,7 +49,7 @@ def plan_of(corpus: list[str], folder: Path, tokenizer: str = "bytes") -> Tokeni
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Names and hashes of what counts of a folder of shards."""
+    """Return names and hashes of the files that matter in a folder of shards."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -109,13 +109,13 @@ def test_any_number_of_workers_writes_the_same(
 ) -> None:
     one = make(corpus, tmp_path / "one")
     assert make(corpus, tmp_path / "three", workers=3) == one
-    # Above a number of threads it is processes.
+    # Above this number of threads, processes are used.
     monkeypatch.setattr(executors, "MOST_THREADS", 1)
     assert make(corpus, tmp_path / "processes", workers=2) == one
 
 
 class WatchedTokenizer(ByteTokenizer):
-    """Knows how often it was asked, and by how many at once at most."""
+    """Counts its calls, and the largest number of concurrent calls."""
 
     def __init__(self) -> None:
         self.calls, self.inside, self.most = 0, 0, 0
@@ -167,11 +167,11 @@ def test_datatrove_writes_the_same_and_the_last_rank_finishes(corpus: list[str],
 
 
 def test_slurm_jobs_write_the_same(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for Slurm's commands; sbatch runs the jobs of the array one after the other."""
+    """Slurm's commands are replaced by scripts; sbatch runs the jobs of the array one after the other."""
     corpus = [f"{corpus[0]}/0[0-2].jsonl"]
     one = make(corpus, tmp_path / "one")
     commands = {
-        # The second script merges statistics; nobody reads them.
+        # The second script merges statistics, which are not read.
         "sbatch": "script=${@: -1}; echo Submitted batch job 4711; grep -q array=0-2 $script || exit 0\n"
         "for id in 0 1 2; do "
         "SLURM_ARRAY_TASK_ID=$id RUN_OFFSET=0 SLURM_NODELIST=here bash $script >>$LOG 2>&1; done",
@@ -208,7 +208,7 @@ def test_tasks_find_relative_sources_from_any_folder(
 
 
 class RayStandIn:
-    """Runs what Ray's workers would, here; like datatrove's executor it keeps the errors of tasks to itself."""
+    """Runs here what Ray's workers would run; like datatrove's executor it does not raise the errors of tasks."""
 
     def __init__(self, pipeline: list[TokenizingStep], *, tasks: int, workers: int, **_: object) -> None:
         self.step, self.tasks = pipeline[0], tasks
@@ -222,7 +222,7 @@ class RayStandIn:
 def test_ray_tasks_write_the_same_and_one_that_fails_is_told(
     corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for the executor, which needs Ray."""
+    """The executor is replaced, because it needs Ray."""
     monkeypatch.setattr(executors, "require", lambda *_: SimpleNamespace(RayPipelineExecutor=RayStandIn))
     one = make(corpus, tmp_path / "one")
     plan = plan_of(corpus, tmp_path / "ray")
@@ -236,7 +236,7 @@ def test_ray_tasks_write_the_same_and_one_that_fails_is_told(
     assert contents(tmp_path / "ray") == one
 
 
-# Stopping and going on.
+# Interruption and continuation.
 
 WORK = """
 import sys
@@ -386,7 +386,7 @@ def test_a_broken_document_names_its_place(tmp_path: Path, corpus: list[str]) ->
 
 
 def test_what_killed_processes_left_goes(corpus: list[str], tmp_path: Path) -> None:
-    """But not a manifest that another process may be writing now."""
+    """Except a manifest, which another process may be writing."""
     plan = plan_of(corpus, tmp_path / "shards")
     names = ["tokenize.json", "00003.ds", "00003.ds.index", "00003.ds.bytes", "00003.json", "manifest.json"]
     for name in names:

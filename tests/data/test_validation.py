@@ -1,4 +1,4 @@
-"""Held-out documents with a source of their own."""
+"""Held-out documents from a separate source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def documents(corpus: TokenizedCorpus) -> list[str]:
 
 
 def first_epoch(data: TrainingData) -> list[int]:
-    """Tokens of the rows without padding, which is 0."""
+    """Return the tokens of the rows without padding, which is 0."""
     rows = (data.rows.row(index)[0].tolist() for index in range(data.rows.rows_per_epoch))
     return [token for row in rows for token in row if token]
 
@@ -54,14 +54,14 @@ def test_all_of_the_source_trains_and_all_of_the_other_is_held_out(
     for seed in range(3):
         data = opened(source, validation, seed)
         assert (data.documents, data.tokens) == (len(TRAINED), sum(len(text) + 2 for text in TRAINED))
-        # The last token of the corpus is a target only, unless padding follows it.
+        # The last token of the corpus is only a target, unless padding follows it.
         assert data.tokens - 1 - len(first_epoch(data)) in range(-1, LENGTH)
         assert set(first_epoch(data)) <= set("".join(TRAINED).encode()) | {256}
         orders.append(documents(data.held_out(10**6)))
         assert data.held_out_documents == len(HELD_OUT)
         assert data.held_out_tokens == sum(len(text) + 2 for text in HELD_OUT)
         assert data.held_out(30).num_tokens >= 30
-    # The same texts in the same order whatever the seed: losses of several seeds are over the same rows.
+    # The texts and their order do not depend on the seed: losses of several seeds are over the same rows.
     assert orders[0] == orders[1] == orders[2] != HELD_OUT
     assert sorted(orders[0]) == HELD_OUT
 

@@ -1,4 +1,4 @@
-"""A small random model as evaluations see it, and one that answers by rule."""
+"""A small random model with the interface of evaluations, and one that answers by rule."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model() -> GeckoModel:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
-    """Texts of files with this content."""
+    """Return a function that opens files with the given contents as texts."""
 
     def make(*contents: bytes, joined: bool = False) -> list[Text]:
         for number, content in enumerate(contents):
@@ -52,7 +52,7 @@ def write(tmp_path: Path) -> Any:
 
 
 class RuleModel:
-    """A ``ScoredModel`` without weights: ``loss`` of (position, token) is a token's loss, ``answer`` what it writes."""
+    """A ``ScoredModel`` without weights: ``loss`` maps (position, token) to a loss, ``answer`` a prompt to a text."""
 
     tokenizer = ByteTokenizer()
     chunk_size = 8

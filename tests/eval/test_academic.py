@@ -1,4 +1,4 @@
-"""lm-evaluation-harness over our model: its requests, and the tasks of Table 1 on files."""
+"""lm-evaluation-harness with our model: its requests, and the tasks of Table 1 read from files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
 
 
 def log_probabilities(model: GeckoModel, text: str) -> torch.Tensor:
-    """Of every byte of a document, from the logits of one call."""
+    """Return the log-probability of every byte of a document, from the logits of one call."""
     tokens = torch.tensor([[256, *text.encode()]])
     logits, _ = model.model(tokens[:, :-1])
     return logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
@@ -41,7 +41,7 @@ def test_loglikelihood_is_that_of_the_whole_text(model: GeckoModel, context: str
     found = HarnessModel(model).loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
     for (before, text), (value, greedy) in zip(pairs, found, strict=True):
         with torch.no_grad():
-            moved = len(before.rstrip().encode())  # spaces at the end of a context count to the continuation
+            moved = len(before.rstrip().encode())  # spaces at the end of a context count towards the continuation
             every = log_probabilities(model, before + text)[moved:]
         assert value == pytest.approx(float(every.sum()))
         assert isinstance(greedy, bool)
@@ -108,7 +108,7 @@ def test_choices_are_those_of_the_likeliest_text(model: GeckoModel, data: Path) 
 
 
 def test_all_that_a_folder_holds(model: GeckoModel, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shots as in Table 1, MMLU over the items of its subjects, and what is missing is said."""
+    """Shots are those of Table 1, MMLU is over the items of all subjects, and missing files are reported."""
     prompts: list[str] = []
     read = GeckoModel.read
 

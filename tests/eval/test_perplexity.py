@@ -27,7 +27,7 @@ def value(results: Results, name: str, context: int) -> float:
 
 
 def test_every_segment_is_read_from_a_fresh_state(model: GeckoModel, write: Any) -> None:
-    """Against the model called on each segment by itself, over two texts."""
+    """Compare with one call of the model for each segment, over two texts."""
     texts = write(TEXT[:700], TEXT[900:1500])
     results = perplexity(model, texts, [64, 256])
     for length in (64, 256):
@@ -51,7 +51,7 @@ def test_every_segment_is_read_from_a_fresh_state(model: GeckoModel, write: Any)
 @settings(max_examples=20)
 @given(length=st.sampled_from([(16,), (16, 64), (32, 64, 256)]), count=st.integers(256, 900))
 def test_the_same_tokens_are_scored_for_every_length(rule_model: Any, length: tuple[int, ...], count: int) -> None:
-    """A loss that depends on the token alone is the same at every length; one that counts tokens tells their number."""
+    """The loss depends on the token only, so it must be equal at every length, and so must the number of tokens."""
     content = np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8).tobytes()
     with TemporaryDirectory() as folder:
         (Path(folder) / "text").write_bytes(content)
@@ -119,5 +119,5 @@ def test_words_and_bytes_however_the_text_is_cut(tokenizer: Tokenizer, cut: int)
     size = measure(tokenizer, Cursor(iter(ids.split(cut))).take(len(ids)))
     assert size.words == len(TEXT.split())
     assert size.tokens == len(ids)
-    if cut > 3:  # a cut inside a character can cost its bytes
+    if cut > 3:  # a cut inside a character can lose its bytes
         assert size.bytes == len(TEXT)

@@ -1,4 +1,4 @@
-"""The one format of results, and intervals."""
+"""The format of results, and intervals."""
 
 from __future__ import annotations
 

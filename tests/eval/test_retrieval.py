@@ -1,4 +1,4 @@
-"""Passkey and needle: their texts, their lengths and depths, and how answers are counted."""
+"""Passkey and needle tasks: texts, lengths, depths, and scoring of answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def texts_of(task: str) -> list[str]:
 
 
 def rulers_prompt(context: str, key: str) -> str:
-    """RULER's template for one key and one value, changed as RULER changes it."""
+    """Return RULER's template for one key and one value, with RULER's modifications."""
     template = RULER.replace("Some", "A").replace("are all", "is").replace("are", "is").replace("answers", "answer")
     return template.format(type_needle_v="number", context=context, query=key)
 
@@ -105,7 +105,7 @@ def test_depths_are_exact_at_both_ends() -> None:
 
 
 def lines_before(sample: Sample) -> int:
-    """Of noise, before the needle."""
+    """Return the number of lines of noise before the needle."""
     return sample.prompt[: sample.prompt.index("One of the special")].count("\n") - 1
 
 
@@ -126,7 +126,7 @@ def test_drawn_places_in_essays_are_rulers_depths() -> None:
 
 
 def test_drawn_places_of_the_passkey_are_all_characters() -> None:
-    """Of 80 characters of noise, 0 to 80 stand before it."""
+    """With 80 characters of noise, 0 to 80 of them are before the passkey."""
     prompts = [haystack("passkey").build(80, None, random.Random(seed)).prompt for seed in range(2000)]
     assert {len(prompt.split("\n")[1]) for prompt in prompts} == set(range(81))
 

@@ -1,4 +1,4 @@
-"""What Gecko answers evaluations equals what the model computes on the whole text at once."""
+"""In evaluations, Gecko gives the losses and tokens that the model computes on the whole text at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_losses_do_not_depend_on_how_the_stream_is_cut(model: GeckoModel, cuts: 
 @settings(max_examples=20)
 @given(begin=st.integers(1, 60), length=st.integers(1, 40))
 def test_a_continuation_is_scored_after_what_was_read(model: GeckoModel, begin: int, length: int) -> None:
-    """Its losses are those of the whole text there, and reading goes on without changing what was read."""
+    """Its losses equal those of the whole text there, and reading on does not change an earlier state."""
     tokens = torch.tensor([256, *TEXT])[: begin + length]
     reading = model.read(tokens[:begin])
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_greedy_is_what_is_written(model: GeckoModel) -> None:
 
 
 def renewed_by_hand(model: gecko.Gecko, tokens: torch.Tensor) -> torch.Tensor:
-    """The release's loop, written out over whole tensors."""
+    """Compute the losses with the release's loop, over whole tensors."""
     chunk, state, losses = model.config.chunk_size, None, []
     inputs, targets = tokens[:-1], tokens[1:]
     for begin in range(0, len(inputs), 2 * chunk):

@@ -1,4 +1,4 @@
-"""SCROLLS: scores against the official ones, prompts, and data of both kinds."""
+"""SCROLLS: scores compared with the official ones, prompts, and data in both formats."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_scores_are_those_that_the_official_metric_publishes() -> None:
     [
         ("The Cat, sat!", ["a cat sat"], 100),  # case, punctuation and articles do not count
         ("dog-house", ["doghouse"], 100),  # punctuation leaves no space
-        ("cat cat dog", ["cat dog dog"], 200 / 3),  # words count as often as both hold them
-        ("theatre an", ["the theatre"], 100),  # articles are words, not beginnings of words
+        ("cat cat dog", ["cat dog dog"], 200 / 3),  # each word counts as often as both contain it
+        ("theatre an", ["the theatre"], 100),  # articles are whole words, not prefixes
         ("one two", ["three", "two four five", "two"], 200 / 3),  # the best reference
         ("yes", ["no"], 0),
     ],
@@ -66,7 +66,7 @@ def value(results: Results) -> float:
 
 @pytest.mark.parametrize(("task", "shots"), [("narrative_qa", 0), ("qasper", 2), ("qmsum", 1)])
 def test_prompts(rule_model: Any, task: str, shots: int) -> None:
-    """``{CONTEXT} Q: {QUESTION} A:`` after as many shots, of other documents; a document is read once."""
+    """``{CONTEXT} Q: {QUESTION} A:`` after the given number of shots of other documents; each document is read once."""
     prompts: list[str] = []
 
     def answer(prompt: str) -> str:
@@ -110,7 +110,7 @@ def test_shots_from_elsewhere_limits_and_empty_answers(rule_model: Any) -> None:
 
 
 def test_records_of_scrolls(tmp_path: Path) -> None:
-    """Question and document of one input; an item with several answers is repeated under its id."""
+    """An input contains question and document; an item with several answers is repeated with the same id."""
     rows = [
         ("1", "Why?\n\nA text.\n\nIts end.", "So."),
         ("2", "Who?\n\nOther.", "I."),

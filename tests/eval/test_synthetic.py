@@ -1,4 +1,4 @@
-"""Synthetic tasks: what is asked can be looked up in the row, and the distance told is where."""
+"""Synthetic tasks: each answer can be looked up in the row, and the reported distance is that to its source."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COPIED = ("src", "tests", "benchmarks", "pyproject.toml")
 MINUTES = 10
-"""The longest time that the tests of one fault may take."""
+"""Time limit in minutes for the tests of one fault."""
 PASSED, FAILED = 0, 1
 """Exit codes of pytest. Any other code, such as that of an error during collection, is not a failed test."""
 
@@ -75,7 +75,7 @@ def run_tests(folder: Path, tests: tuple[str, ...]) -> int:
 
 
 def is_found(folder: Path, fault: Fault) -> bool:
-    """Whether the tests of ``fault`` fail while it is planted in the copy at ``folder``."""
+    """Return whether the tests of ``fault`` fail while it is planted in the copy at ``folder``."""
     original = fault.plant(folder)
     try:
         return run_tests(folder, fault.tests) == FAILED

@@ -1,4 +1,4 @@
-"""The faults of ``faults.toml`` fit the code; ``make faults`` plants them."""
+"""The faults of ``faults.toml`` match the code and name existing tests; ``make faults`` plants them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files written by earlier code load, and mean what they meant. ``make.sh`` says how each file was made."""
+"""Files written by earlier code load with the same meaning. ``make.sh`` says how each file was made."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ RESULTS = ("perplexity", "positions", "retrieval")
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the files, as the current folder: runs name their texts relative to it."""
+    """Copy the files to the current folder: runs name their texts relative to it."""
     shutil.copytree(FILES, tmp_path / "files")
     monkeypatch.chdir(tmp_path / "files")
     return tmp_path / "files"
 
 
 def run(*arguments: object) -> bytes:
-    """Run ``gecko ARGUMENTS`` in this process; what it wrote to standard output."""
+    """Run ``gecko ARGUMENTS`` in this process; return its standard output."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return result.stdout_bytes

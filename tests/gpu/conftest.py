@@ -1,4 +1,4 @@
-"""Tests on the GPU that is there: ``pytest tests/gpu``."""
+"""Fixtures of the tests on a real GPU: ``pytest tests/gpu``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def _poisoned() -> Iterator[None]:
-    """Unwritten memory is NaN, on the device too. Products need not be deterministic: cuBLAS would refuse."""
+    """Fill unwritten memory with NaN, on the device too. Only warn about nondeterminism: cuBLAS would refuse."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_float32_matmul_precision("highest")  # an environment may have asked for TF32
+    torch.set_float32_matmul_precision("highest")  # the environment may have enabled TF32
     assert torch.empty(3, device="cuda").isnan().all()
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""A model on the GPU is the model on the CPU: logits, loss, every gradient, states; and bfloat16 stays near."""
+"""A model on the GPU equals the model on the CPU in logits, loss, gradients and states; bfloat16 is close to it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ IDS = torch.tensor([[0] * 5 + [1] * 40, [0] * 30 + [1] * 15])
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the largest number."""
+    """Return the largest difference, relative to the largest number."""
     expected = expected.detach().double()
     return float((actual.detach().cpu().double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request, device):
-    """One model on the CPU in float64, and on the GPU in float32."""
+    """Return one model twice: on the CPU in float64, and on the GPU in float32."""
     model = cases.model(request.param)
     return model, copy.deepcopy(model).float().to(device)
 

@@ -1,4 +1,4 @@
-"""Every operator keeps its laws on the GPU, where float32 takes kernels and float64 the eager forms."""
+"""Every operator satisfies its laws on the GPU, where float32 uses kernels and float64 the eager forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels in the tiles of real models: loss and every gradient of one block, beside the eager forms in float64."""
+"""Kernels with the tiles of real models: loss and gradients of one block equal those of the eager forms in float64."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if not torch.cuda.is_available():
 
 PRESETS = ["tiny", "megalodon-tiny", "gecko-15m", "gecko-125m", "gecko-1b", "gecko-7b"]
 TOLERANCE = {"float32": 2e-4, "bfloat16": 0.04}
-"""Of the gradient by one parameter, in norms (on a CPU these are 1e-7 and 0.01); the loss is held to a tenth of it."""
+"""Largest relative error (in norm) of a parameter's gradient; 1e-7 and 0.01 on a CPU. The loss gets a tenth of it."""
 
 
 def one_block(preset: str, device: torch.device) -> tuple[gecko.Gecko, torch.Tensor]:
-    """A model of the preset's widths, and two documents that fill more than two of its chunks."""
+    """Return a model with one block of the preset's widths, and a text of two documents longer than two chunks."""
     torch.manual_seed(0)
     config = dataclasses.replace(gecko.GeckoConfig.preset(preset), num_layers=1, vocab_size=264)
     return gecko.Gecko(config).to(device), torch.randint(0, 256, (1, 2 * config.chunk_size + 14), device=device)

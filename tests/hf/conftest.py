@@ -1,4 +1,4 @@
-"""Small models in folders, and transformers without network and progress bars."""
+"""Small models in folders; transformers without network and progress bars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BYTES = dataclasses.replace(cases.SMALL, vocab_size=264)
 
 
 def text_model() -> gecko.Gecko:
-    """A small model of bytes."""
+    """Return a small model of bytes."""
     torch.manual_seed(0)
     return gecko.Gecko(BYTES)
 
@@ -42,7 +42,7 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[gecko.Gecko, Any]]:
-    """A variant of ``cases`` and the model that transformers makes of its folder, both for reading."""
+    """Return a function that gives a variant of ``cases`` and the transformers model loaded from its folder."""
     made: dict[str, tuple[gecko.Gecko, Any]] = {}
 
     def get(variant: str = "gecko") -> tuple[gecko.Gecko, Any]:

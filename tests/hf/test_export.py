@@ -1,4 +1,4 @@
-"""A folder with its code works where gecko cannot be imported."""
+"""An exported folder with its code works without gecko installed."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ norm = float(sum(weight.grad.square().sum() for weight in model.parameters()))
 print(json.dumps([made, norm, type(model).__module__, "gecko" in sys.modules]))
 """
 PROMPTS = ["def f", "a longer prompt " * 40]
-"""The second one fills several chunks."""
+"""The second prompt fills several chunks."""
 
 
 def run(folder: Path, again: Path, installed: str, home: Path) -> list[Any]:
-    """What ``PROGRAM`` prints in a process of its own, with gecko installed or without."""
+    """Run ``PROGRAM`` in a separate process, with or without gecko installed; return what it prints."""
     environment = {**os.environ, "HF_MODULES_CACHE": str(home / "modules"), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder), str(again), installed],
@@ -73,7 +73,7 @@ def model() -> gecko.Gecko:
 
 @pytest.mark.parametrize("installed", ["with", "without"])
 def test_code_runs_with_and_without_gecko(installed, model, tmp_path):
-    """Where gecko is installed and not imported, nothing of it is loaded: its classes are not the copy's."""
+    """If gecko is installed but not imported, the exported code loads nothing of it: its classes are different ones."""
     export(model, tmp_path / "model", byte_tokenizer())
     generated, norm, module, imported = run(tmp_path / "model", tmp_path / "again", installed, tmp_path)
     prompts = byte_tokenizer()(PROMPTS).input_ids
@@ -97,7 +97,7 @@ def gradient(model: gecko.Gecko) -> float:
 def test_an_export_saved_by_the_package_keeps_its_code(arguments, model, tmp_path):
     export(model, tmp_path / "model", byte_tokenizer())
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **arguments)
-    # transformers 4 prefers the code of the folder to the registered class if it may run it.
+    # transformers 4 prefers the folder's code to the registered class if trust_remote_code is set.
     remote = transformers.__version__ < "5" and "trust_remote_code" in arguments
     assert isinstance(opened, GeckoForCausalLM) is not remote
     opened.save_pretrained(tmp_path / "saved")

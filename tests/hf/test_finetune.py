@@ -1,4 +1,4 @@
-"""Trainer, LoRA by PEFT and SFT by TRL: they train, and what they save opens again."""
+"""Trainer, LoRA with PEFT and SFT with TRL train, and what they save can be loaded."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_trainer(model, tmp_path):
 
 
 def test_gradient_accumulation_is_one_large_batch(text_folder, tmp_path):
-    """Rows of unequal length: the mean over all their tokens, however they are divided."""
+    """Rows have unequal lengths; the loss is the mean over all their tokens, however they are divided."""
     pytest.importorskip("accelerate")
     tokenizer = byte_tokenizer()
     tokenizer.padding_side = "right"  # on the left, transformers counts a row's first token as predicted from padding

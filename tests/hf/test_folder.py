@@ -1,4 +1,4 @@
-"""One folder for gecko and for transformers, whichever of them wrote it."""
+"""gecko and transformers read the same folders, whichever of them wrote the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``generate`` of transformers makes the tokens that Gecko makes."""
+"""``generate`` of transformers produces the tokens that Gecko's own generation produces."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_prompts_in_chunks(pair):
 
 
 def test_a_text_goes_on_from_a_state_in_a_file(pair, tmp_path):
-    """Read once, ask twice; the text before need not be at hand."""
+    """The text is read once and continued twice, and need not be available any more."""
     ours, theirs = pair()
     book = tokens(1, 50)
     gecko.generate(ours, book, max_new_tokens=0).state.save(tmp_path / "book.state")
@@ -114,10 +114,10 @@ def test_the_whole_text_with_a_cache_reads_only_what_is_new(pair, monkeypatch):
 
 
 def turns(theirs, lengths: list[int], stop: int | None) -> tuple[GeckoCache, torch.Tensor, torch.Tensor]:
-    """A first turn, and what a user makes of it: ids with a second question, and the mask of what is not padding."""
+    """Run a first turn; return the cache, the ids with a second question appended, and the mask of non-padding."""
     cache = GeckoCache()
     _, inputs = left_padded([length - 1 for length in lengths])
-    # No prompt of these has the padding's id in it.
+    # None of these prompts contains the padding id.
     inputs["input_ids"] = torch.where(inputs["attention_mask"] == 1, inputs["input_ids"].clamp(min=1), PAD)
     first = theirs.generate(**inputs, **GREEDY, past_key_values=cache, eos_token_id=stop)
     ids = torch.cat([first, tokens(len(lengths), 4, 7).clamp(min=1)], dim=1)
@@ -125,7 +125,7 @@ def turns(theirs, lengths: list[int], stop: int | None) -> tuple[GeckoCache, tor
 
 
 def never_pad(theirs, monkeypatch) -> None:
-    """A model that does not write the padding's id by itself."""
+    """Prevent the model from generating the padding id."""
     monkeypatch.setattr(theirs.generation_config, "suppress_tokens", [PAD])
 
 
@@ -145,7 +145,7 @@ def test_a_second_turn_is_as_alone(lengths, pair, monkeypatch):
 
 
 def test_a_second_turn_after_rows_stopped_is_as_alone_or_refused(pair, monkeypatch):
-    """Padding that a stopped row was given is text to its state once it is read; a mask cannot take it back."""
+    """Padding appended to a stopped row becomes text of its state once it is read; a mask cannot remove it."""
     _, theirs = pair()
     never_pad(theirs, monkeypatch)
     _, whole, _ = turns(theirs, [9, 17, 4], None)
@@ -195,7 +195,7 @@ def test_a_mask_must_repeat_what_was_read_as_text(change, pair):
 
 
 def test_a_state_goes_to_the_tokens_device_when_it_is_handed_in(pair, monkeypatch):
-    """Once, not at every token."""
+    """It is moved once, not at every token."""
     ours, theirs = pair()
     with torch.no_grad():
         _, state = ours(tokens(1, 20))
@@ -277,8 +277,8 @@ def test_a_pipeline_stops_at_a_sequence(text_folder):
 
 @pytest.mark.parametrize("texts", [["def f"], ["def f", "a longer prompt"]])
 def test_token_healing(texts, text_folder):
-    """Each byte is the only token that begins with itself: there is nothing to heal. A prompt still begins with the
-    token that starts a document."""
+    """Each byte is the only token that starts with it, so nothing is healed. A prompt still starts with the
+    document-start token."""
     model, tokenizer = text_generator(text_folder)
     inputs = tokenizer(texts, padding=True, return_tensors="pt")
     greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 257}

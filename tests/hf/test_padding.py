@@ -18,7 +18,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 
 @st.composite
 def layouts(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """(padding before, tokens) of every row."""
+    """Return (padding before, tokens) of every row."""
     rows = []
     for _ in range(draw(st.integers(1, 4))):
         before = draw(st.sampled_from([0, 0, 1, 7, 15]))
@@ -29,7 +29,7 @@ def layouts(draw: st.DrawFn) -> list[tuple[int, int]]:
 def batch(rows: list[tuple[int, int]], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     column = torch.arange(LENGTH)
     mask = torch.stack([(column >= before) & (column < before + length) for before, length in rows])
-    # An id that the model does not have: padding is never looked at.
+    # Padding has an id that the model does not have: it must never be read.
     return tokens(len(rows), LENGTH, seed).masked_fill(~mask, 10_000), mask.long()
 
 
@@ -55,7 +55,7 @@ def test_rows_are_as_alone(pair, rows, use_cache, after):
         assert not out.logits[row, :before].any()
         after_text = out.logits[row, before + length :]
         last = out.logits[row, before + length - 1].expand_as(after_text)
-        torch.testing.assert_close(after_text, last, rtol=0, atol=1e-12)  # a product's rows may round differently
+        torch.testing.assert_close(after_text, last, rtol=0, atol=1e-12)  # rows may be rounded differently
     if use_cache:
         assert out.past_key_values.get_seq_length() == LENGTH
     elif not after:
@@ -93,7 +93,7 @@ def test_padding_on_the_right_needs_a_cache_in_generate(pair):
 def test_loss_is_of_the_texts(pair, rows):
     ours, theirs = pair()
     ids, mask = batch(rows, 3)
-    labels = torch.where(ids < SMALL.vocab_size, ids, 5)  # padding that somebody forgot to leave out
+    labels = torch.where(ids < SMALL.vocab_size, ids, 5)  # labels that include the padding by mistake
     loss = theirs(ids, attention_mask=mask, labels=labels).loss
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, (before, length) in enumerate(rows):
@@ -107,7 +107,7 @@ def test_loss_is_of_the_texts(pair, rows):
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans())
 def test_packed_documents(pair, lengths, after):
-    """Positions that start at 0 again are documents, as with ``segment_ids``; the loss stays inside of them."""
+    """Positions that restart at 0 mark documents, as ``segment_ids`` do; no document is trained on the next one."""
     ours, theirs = pair("chunk-linear" if after else "gecko")
     ids = tokens(1, sum(lengths), len(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""``Trainer`` evaluates, predicts, resumes and keeps the best model with the right weights."""
+"""``Trainer`` evaluates, predicts, resumes, and keeps the best model with the right weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The weights of a folder arrive by every way on which transformers, accelerate and PyTorch load them, or an error says
-that they do not."""
+"""Each way in which transformers, accelerate and PyTorch load weights loads them correctly or raises an error."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def by_the_base_model(model: GeckoForCausalLM, folder: Path) -> None:
 
 
 def by_transformers_before(model: GeckoForCausalLM, folder: Path) -> None:
-    """Version 0.1.0 stripped the prefix of names in ``save_pretrained``."""
+    """Write names without the prefix, as ``save_pretrained`` of version 0.1.0 did."""
     model.save_pretrained(folder)
     config = (folder / "config.json").read_bytes()
     save_model(folder, model.config.architecture(), model.model.gecko.state_dict())
@@ -77,7 +76,7 @@ def by_accelerate(folder: Path, config: gecko.GeckoConfig) -> gecko.Gecko:
     accelerate = pytest.importorskip("accelerate")
     with accelerate.init_empty_weights():
         model = empty(config)
-    model.tie_weights()  # as accelerate's documentation asks for
+    model.tie_weights()  # required by accelerate's documentation
     return accelerate.load_checkpoint_and_dispatch(model, str(folder), device_map={"": "cpu"}).model.gecko
 
 
@@ -96,7 +95,7 @@ MAY_REFUSE = {
     (by_transformers_before, by_accelerate),
     (by_the_base_model, by_trainer_s_load_state_dict),
 }
-"""Names of a model that is not the one loaded; they must not be passed over."""
+"""Pairs in which the file has the names of another model class: the loader may raise, but not ignore the names."""
 
 
 @pytest.mark.parametrize("load", LOADERS, ids=lambda load: load.__name__)
@@ -119,7 +118,7 @@ def test_weights_arrive(config, write, load, tmp_path):
 @pytest.mark.parametrize("write", [by_gecko, by_transformers], ids=lambda write: write.__name__)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_accelerate_fills_a_model_that_has_weights(config, write, tmp_path):
-    """There accelerate skips the names that the model does not have, with a warning only."""
+    """Here accelerate skips names that the model does not have, with only a warning."""
     torch.manual_seed(3)
     model = GeckoForCausalLM(GeckoConfig.of(config))
     write(model, tmp_path)
@@ -159,7 +158,7 @@ def test_weights_of_another_kind_are_refused_where_names_need_not_fit(names, tmp
 
 
 def test_part_of_the_weights_may_be_loaded():
-    """As PEFT does with an adapter's."""
+    """PEFT loads the weights of an adapter this way."""
     model = empty(cases.SMALL)
     weight = torch.full_like(model.model.gecko.head.weight, 0.5)
     missing, unexpected = model.load_state_dict({"model.gecko.head.weight": weight}, strict=False)

@@ -20,7 +20,7 @@ LINES = ["the quick brown fox jumps over the lazy dog", "five dozen liquor jugs"
 
 @pytest.fixture(scope="session")
 def model() -> gecko.Gecko:
-    """Its logits are spread enough that texts differ, and close enough that all tokens can be drawn."""
+    """Return a model whose logits differ enough that texts differ, but little enough that every token can be drawn."""
     torch.manual_seed(0)
     model = gecko.Gecko(CONFIG)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A text encoded piece by piece has the ids of the whole text."""
+"""Encoding a text in pieces gives the ids of the whole text."""
 
 from __future__ import annotations
 

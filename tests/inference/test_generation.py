@@ -1,4 +1,4 @@
-"""Laws of generate and stream on a model with random weights."""
+"""Laws of generate and stream, on a model with random weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_batch_gives_each_row_what_it_would_get_alone(
 
 
 def test_a_penalty_counts_what_the_prompt_and_the_new_text_held(model: gecko.Gecko) -> None:
-    """With the largest penalty greedy takes no token of positive logit twice, nor one of the prompt."""
+    """With the largest penalty, greedy decoding takes no token with a positive logit twice, nor one of the prompt."""
     prompt = list(range(100))
     plain = gecko.generate(model, prompt, max_new_tokens=60, temperature=0).tokens[0]
     assert len({*prompt, *plain}) < 160
@@ -109,7 +109,7 @@ def test_a_state_in_the_middle_of_a_stream_has_read_what_came_out(model: gecko.G
 def test_the_state_after_numbers_that_are_not_finite_has_read_what_came_out(
     model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the other rows may go on without the broken one."""
+    """The other rows continue without the broken one."""
     whole = gecko.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=6, temperature=0)
     tokens = stream(model, [[1, 2, 3], [4, 5]], max_new_tokens=6, temperature=0)
     made = [token for _, token in zip(range(6), tokens, strict=False)]

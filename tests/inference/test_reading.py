@@ -1,4 +1,4 @@
-"""A prompt is read to the same end however it is cut, in bounded memory."""
+"""Prefill gives the same result for any division of the prompt, in bounded memory."""
 
 from __future__ import annotations
 

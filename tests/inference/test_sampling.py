@@ -1,4 +1,4 @@
-"""What is drawn is what bias, penalty, temperature, top-k, top-p and min-p say, in this order."""
+"""Tokens are drawn after bias, penalty, temperature, top-k, top-p and min-p, in this order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLINGS = st.builds(
 
 
 def by_hand(logits: list[float], sampling: Sampling, seen: set[int] | None = None) -> list[float]:
-    """The definition, one number at a time."""
+    """Compute the probabilities from the definition, one number at a time."""
     scores = [x + sampling.logit_bias.get(i, 0) for i, x in enumerate(logits)]
     for i in seen or ():
         scores[i] = (
@@ -42,7 +42,7 @@ def by_hand(logits: list[float], sampling: Sampling, seen: set[int] | None = Non
     if sampling.top_p is not None:
         nucleus: list[int] = []
         for i in sorted(chance, key=lambda i: (-chance[i], i)):
-            # A total that differs from top_p by rounding alone may fall on either side.
+            # A sum that equals top_p except for rounding may count as either.
             if math.fsum(chance[j] for j in nucleus) >= sampling.top_p:
                 break
             nucleus.append(i)
@@ -60,7 +60,7 @@ def draw(
 
 
 def probabilities(samplings: list[Sampling], logits: Tensor, seen: Tensor | None = None) -> Tensor:
-    """The distributions that the rows' tokens are drawn from."""
+    """Return the distributions that the rows' tokens are drawn from."""
     sampler = Sampler(samplings)
     return sampler._probabilities(sampler._adjusted(logits, seen))
 
@@ -125,7 +125,7 @@ def test_a_bias_of_minus_100_rules_a_token_out_and_one_of_100_rules_it_in() -> N
 def test_frequencies_are_the_probabilities() -> None:
     logits, count = torch.tensor([[2.0, 0.0, 1.0, -1.0, 1.5]]), 40_000
     sampling = Sampling(0.9, top_k=4, top_p=0.95)
-    # One generator for many equal rows: the same numbers as one row many times, drawn at once.
+    # With one generator, many equal rows drawn at once use the numbers of one row drawn many times.
     tokens = draw(logits.expand(count, -1), sampling, [torch.Generator().manual_seed(1)] * count)
     found = torch.bincount(torch.tensor(tokens), minlength=5) / count
     expected = torch.tensor(by_hand(logits[0].tolist(), sampling))
@@ -133,7 +133,7 @@ def test_frequencies_are_the_probabilities() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0])
-# No whole numbers of equal tokens: there rounding decides.
+# With equal tokens, shares of whole numbers of tokens would depend on rounding.
 @pytest.mark.parametrize("share", [0.0101, 0.5003, 0.9001, 0.9993])
 def test_a_nucleus_of_any_size_is_found_in_a_large_vocabulary(spread: float, share: float) -> None:
     logits = (torch.randn(5000, generator=torch.Generator().manual_seed(1)) * spread).round(decimals=2)
@@ -154,7 +154,7 @@ def test_the_ends_of_the_unit_interval_draw_kept_tokens(
     monkeypatch: pytest.MonkeyPatch, uniform: float, expected: int
 ) -> None:
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([uniform], dtype=torch.float64))
-    # Neither the first nor the last token is among the three most likely ones.
+    # The first and the last token are not among the three most likely ones.
     logits = torch.tensor([[0.0, 1.0, 1.1, 1.3, 0.0]])
     assert draw(logits, Sampling(1.0, top_k=3), [torch.Generator()]) == [expected]
 

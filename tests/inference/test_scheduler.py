@@ -1,4 +1,4 @@
-"""Laws of continuous batching: whoever else is there, every text gets what it would get alone."""
+"""Continuous batching: every text gets what it would get alone, whatever else runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLINGS = st.sampled_from(
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> list[tuple[int, Request, int | None]]:
-    """Requests with the step at which they come, and that at which they are cancelled, if they are."""
+    """Draw requests, each with the step at which it arrives and the step at which it is cancelled, or None."""
     found = []
     for index in range(draw(st.integers(1, 8))):
         again = bool(found) and draw(st.booleans())
@@ -104,7 +104,7 @@ def has_the_models_log_probabilities(model: gecko.Gecko, asked: Request, events:
 
 
 def test_rows_in_use_may_be_asked_for_while_another_thread_steps(model: gecko.Gecko) -> None:
-    """As for metrics: prompts take turns in the middle of the count."""
+    """Metrics do so. The prompts change their order in the middle of the count."""
     engine = Engine(model)
 
     class Reader:
@@ -118,7 +118,7 @@ def test_rows_in_use_may_be_asked_for_while_another_thread_steps(model: gecko.Ge
 
 
 def test_weights_that_change_before_a_prompt_is_read_end_that_text(model: gecko.Gecko) -> None:
-    """A state is of its weights; others have none."""
+    """A state belongs to the weights that made it; a text without a state can use the new weights."""
     model = copy.deepcopy(model)
     state = gecko.generate(model, text(20), max_new_tokens=0).state
     engine = Engine(model)
@@ -228,7 +228,7 @@ def test_an_engine_that_gave_up_everything_serves_on(model: gecko.Gecko) -> None
 
 
 def test_a_text_whose_settings_fail_ends_alone(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever numbers a sampler cannot be made of: the others draw on."""
+    """Settings from which no sampler can be made end only their own text."""
     initialise = Sampler.__init__
 
     def fail(self: Sampler, samplings: list[Sampling], *more: Any) -> None:
@@ -322,7 +322,7 @@ def test_wrong_options_are_refused(model: gecko.Gecko, name: str, value: int) ->
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, top_k=3), Sampling(1.0, repetition_penalty=1.2)])
 def test_a_text_whose_numbers_are_not_finite_ends_alone(model: gecko.Gecko, value: float, sampling: Sampling) -> None:
-    """One token's embedding is broken: who reads it gets no finite logits any more."""
+    """The embedding of one token is broken: texts that read it get only non-finite logits."""
     broken = gecko.Gecko(model.config)
     broken.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -331,7 +331,7 @@ def test_a_text_whose_numbers_are_not_finite_ends_alone(model: gecko.Gecko, valu
     never = Sampling(sampling.temperature, sampling.top_k, None, None, sampling.repetition_penalty, {255: -1000.0})
     prompts = [text(length).clamp(max=254) for length in (5, 12, 30)]
     good = [request(prompt, 12, never, seed=4) for prompt in prompts]
-    # One breaks at its prompt, one after its first token; both in the middle of the others' places.
+    # One breaks at its prompt, one after its first token; both are between other rows.
     bad = [request(torch.tensor([1, 255, 2]), 9, never), request(text(3).clamp(max=254), 9, forced)]
     engine = Engine(broken, rows=5, piece=16)
     ids, log = run(engine, good[0], bad[0], good[1], bad[1], good[2])
@@ -342,7 +342,7 @@ def test_a_text_whose_numbers_are_not_finite_ends_alone(model: gecko.Gecko, valu
         end = log.ends[ids[index]]
         assert (end.reason, log.ids(ids[index])) == ("error", tokens)
         assert end.error is not None and "finite" in end.error
-    # Their places serve others as if nothing had been there.
+    # Their rows then serve other requests without any trace.
     ids, log = run(engine, *good, *good)
     for request_id, asked in zip(ids, good * 2, strict=True):
         assert log.ids(request_id) == alone(model, asked).tokens[0]

@@ -1,4 +1,4 @@
-"""Scoring a text is reading it, and every token's loss is that of one call of the model."""
+"""Scoring a text reads it, and gives every token the loss of one call of the model."""
 
 from __future__ import annotations
 

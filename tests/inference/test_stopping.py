@@ -1,4 +1,4 @@
-"""Stop strings: the text ends before the first, and nothing is held back for longer than it must be."""
+"""Stop strings: the text ends before the first one, and text is held back no longer than necessary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
 
 
 def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The text before the stop string that ends first, the longest of those, and that string."""
+    """Return the text before the stop string that ends first (the longest of those), and that string."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

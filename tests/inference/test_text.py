@@ -1,4 +1,4 @@
-"""Tokens become text as they come, up to a stop string."""
+"""Tokens are decoded as they arrive, up to a stop string."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gecko.inference import NewToken, Sampling, TextStream, TokenStream, read
 
 
 class Script:
-    """A stream of given tokens in place of a model's."""
+    """A stream of given tokens that replaces a model."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.stopped = tokens, False
@@ -54,7 +54,7 @@ def test_an_incomplete_character_at_the_end_is_shown(tokenizer: Tokenizer) -> No
 
 
 class Letters:
-    """Every id is a letter."""
+    """Tokenizer in which every id is a letter."""
 
     name, vocab_size, special_ids = "letters", 264, frozenset[int]()
 

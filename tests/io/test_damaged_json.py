@@ -41,7 +41,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "sessions.jsonl": lambda path: read_sessions(path.parent),
     "questions.jsonl": lambda path: load_questions(str(path), "qasper", "validation"),
 }
-"""Each reads the file that its first word names."""
+"""Each reads the file that the first word of its name names."""
 DAMAGES: dict[str, bytes] = {
     "no text": b"\xff\xfe\x00{\n",
     "torn": b'{"loss": 1.0, "st\n',
@@ -53,7 +53,7 @@ DAMAGES: dict[str, bytes] = {
     "of a comparison": b'{"format": "gecko-comparison-1"}\n',
     "of a meeting": b'{"meeting_transcripts": [{"speaker": "A"}]}\n',
 }
-"""No file above may be read as what it is not."""
+"""None of the files above may be accepted with this content."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -1,4 +1,4 @@
-"""Tensor and model files: written whole or not at all, and read back only if no byte has changed."""
+"""Tensor and model files are written completely or not at all, and loaded only if no byte has changed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_views_and_shared_memory_are_saved_as_they_look(tmp_path):
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), front=st.booleans())
 @example(place=0.0, bit=7, front=True)
 def test_any_flipped_bit_is_found(file, place, bit, front):
-    """Half of the flips in the first 600 bytes, which hold the header."""
+    """Half of the flips are in the first 600 bytes, which contain the header."""
     data = bytearray(file.read_bytes())
     data[int(place * (min(600, len(data)) if front else len(data)))] ^= 1 << bit
     damaged = file.with_name("damaged")

@@ -1,4 +1,4 @@
-"""A lock is held by one, and by none once its process is no more."""
+"""One process holds a lock, and the lock ends with the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised weights: near the originals, the same after saving, and as small as they should be."""
+"""Quantised weights are close to the originals, unchanged by saving, and have the expected size."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def logits(made: gecko.Gecko) -> torch.Tensor:
 
 @BITS
 def test_only_the_matrices_of_the_blocks_are_rounded(bits):
-    """By at most half a step of a row's, or a group's, largest number."""
+    """The error is at most half a step; a step is relative to the largest number of a row or group."""
     before, after = model().state_dict(), quantized(bits).state_dict()
     rounded = {name for name, weight in after.items() if len(plain_tensors(weight)) > 1}
     matrices = {name for name in before if ".to_" in name or ".fc" in name}
@@ -57,7 +57,7 @@ def test_only_the_matrices_of_the_blocks_are_rounded(bits):
         groups = weight.unflatten(1, (-1, GROUP if bits == 4 else weight.shape[1]))
         step = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 0.5)
         error = (after[name].dequantize() - weight).unflatten(1, groups.shape[1:]).abs()
-        # One integer is missing on the positive side, so the largest number may be a whole step off.
+        # There is one fewer positive than negative integer, so the largest number may be off by a whole step.
         assert bool((error <= 1.001 * step).all())
         assert float((error <= 0.501 * step).float().mean()) > 0.9
         assert float((error > 0.1 * step).float().mean()) > 0.5
@@ -107,7 +107,7 @@ def test_loss_and_generation(bits):
 
 
 def test_size_in_a_file(tmp_path):
-    """8 bits: one byte a weight and 4 for a row; 4 bits: half a byte and 4 for a group."""
+    """8 bits: one byte per weight and 4 per row; 4 bits: half a byte per weight and 4 per group."""
     made = model()
     matrices = [w for n, w in made.state_dict().items() if (".to_" in n or ".fc" in n) and n.endswith("weight")]
     rest = sum(w.nbytes for w in made.state_dict().values()) - sum(w.nbytes for w in matrices)

@@ -1,4 +1,4 @@
-"""An operator's kernels against its eager form: numbers, gradients, and what ``torch.library`` asks of an operator."""
+"""Comparison of kernels with eager forms: outputs and gradients; and checks of registered custom operators."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Largest difference, relative to the largest number of the tensor; 16 bits round the output once."""
+"""Largest difference, relative to the largest number of the tensor; 16-bit formats round the output once."""
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random numbers that a test may differentiate by."""
+    """Return normal random numbers that require gradients."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
 def agree(kernels: Callable[..., Tensor], eager: Callable[..., Tensor], leaves: Sequence[Tensor | None]) -> None:
-    """``kernels`` give in the leaves' dtypes what ``eager`` gives in float64: the output and every gradient."""
+    """Assert that ``kernels`` in the leaves' dtypes equal ``eager`` in float64: the output and every gradient."""
     wide = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
     output, exact = kernels(*leaves), eager(*wide)
     assert output.shape == exact.shape
@@ -43,14 +43,14 @@ def _same(name: str, got: Tensor, wanted: Tensor) -> None:
 
 
 def is_well_registered(operator: Any, *inputs: Any) -> None:
-    """Schema, fake and autograd of a custom operator fit what it does, and it does not break a compiled graph."""
+    """Check a custom operator's schema, fake implementation and autograd, and that it breaks no compiled graph."""
     torch.library.opcheck(operator.registered, inputs)
 
     def around(*inputs: Any) -> Any:
         first, *rest = inputs
         return operator(2 * first, *rest)
 
-    # Dynamo counts recompilations of `around` over all operators of a process, and gives up at eight.
+    # Dynamo counts recompilations of `around` over all operators of a process, and gives up after eight.
     torch._dynamo.reset()
     found, expected = torch.compile(around, backend="aot_eager", fullgraph=True)(*inputs), around(*inputs)
     torch.testing.assert_close(found, expected)

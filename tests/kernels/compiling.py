@@ -1,4 +1,4 @@
-"""Resources that a kernel takes of a GPU that is not there: registers, spills and shared memory, by compiling it."""
+"""Resources that a kernel needs: registers, spills and shared memory. Compiling suffices; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
-"""Bytes of shared memory that one block may have, by compute capability."""
+"""Largest shared memory of one block in bytes, by compute capability."""
 
 CAPABILITIES = tuple(SHARED_LIMIT)
 
 REGISTERS = 65_536
-"""Of one multiprocessor, for all threads of its blocks."""
+"""Registers of one multiprocessor, shared by all threads of its blocks."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Registers of a thread, bytes of a thread that did not fit into them, and bytes of shared memory of a block."""
+    """Registers per thread, bytes spilled per thread, and bytes of shared memory per block."""
 
     registers: int
     spilled_bytes: int
@@ -32,7 +32,7 @@ class Resources:
 
 
 def resources(configuration: Configuration, capability: int) -> Resources:
-    """Compile a recorded configuration for compute capability 80, 90 or 100, and read what it takes."""
+    """Compile a recorded configuration for compute capability 80, 90 or 100, and return the resources it needs."""
     constants = dict(configuration.constants)
     attributes = {place: [list(fact) for fact in facts] for place, facts in configuration.attributes}
     source = ASTSource(configuration.kernel, dict(configuration.signature), constants, attributes)
@@ -43,7 +43,7 @@ def resources(configuration: Configuration, capability: int) -> Resources:
 
 
 def _usage(cubin: bytes) -> dict[str, str]:
-    """Of the one kernel in ``cubin``. What a thread spills lies on its stack, which kernels use for nothing else."""
+    """Return the resource usage of the one kernel in ``cubin``. Kernels use the stack only for spilled registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -55,8 +55,8 @@ def _usage(cubin: bytes) -> dict[str, str]:
 
 
 def check(configuration: Configuration, capability: int, *, registers: int) -> Resources:
-    """Fails on spills, on shared memory over the card's limit, on more ``registers`` than that, and on a block that
-    does not fit on a multiprocessor."""
+    """Fail on spills, too much shared memory for the card, more than ``registers`` registers per thread, or a block
+    that does not fit on a multiprocessor."""
     found = resources(configuration, capability)
     limit = SHARED_LIMIT[capability]
     too_many = found.registers > registers or found.registers * 32 * configuration.warps > REGISTERS

@@ -1,5 +1,5 @@
-"""Kernels are compiled in the common session, and run in two of their own: interpreted, as Triton decides at its
-import, and simulated, by a plugin.
+"""Kernel tests need three sessions. The common one compiles kernels. Two others run them: under Triton's interpreter,
+which Triton enables only when it is imported, and under a simulator, which is a pytest plugin.
 
 TRITON_INTERPRET=1 pytest tests/kernels/interpreted
 PYTHONPATH=tests pytest -p kernels.simulated tests/kernels/interpreted
@@ -22,7 +22,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 class WithoutTriton(pytest.Module):
-    """A module of tests that cannot be imported."""
+    """A test module that cannot be imported because Triton is missing."""
 
     def collect(self):
         pytest.skip("Triton is not installed, and the kernels are written in it", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""The launches that operators and models make, recorded without running kernels or anything else on numbers."""
+"""Records the launches that operators and models make, without running kernels or computing floating-point numbers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gecko.train.step import Precision, autocast
 
 @dataclass(frozen=True)
 class Configuration:
-    """All that decides the code that Triton compiles for a launch, apart from the GPU."""
+    """Everything that determines the code that Triton compiles for a launch, except the GPU."""
 
     kernel: Any
     signature: tuple[tuple[str, str], ...]
-    """Triton types ("*bf16", "i32", "constexpr") by parameter; None is a constant."""
+    """Triton type ("*bf16", "i32", "constexpr") of each parameter; None is a constant."""
     constants: tuple[tuple[Any, Any], ...]
     attributes: tuple[tuple[Any, Any], ...]
     """Facts about arguments that Triton uses, such as alignment."""
@@ -49,9 +49,9 @@ class Configuration:
 
 
 class _WithoutNumbers(TorchDispatchMode):
-    """Gives what computes floating-point numbers unwritten memory of the right shape, which takes no space.
+    """Mode in which floating-point results are unwritten memory of the right shape, which takes no space.
 
-    Views are made, and integers and masks, by which calls are laid out, are computed.
+    Views are made as usual. Integers and masks are computed, because they determine the layout of calls.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -69,15 +69,15 @@ def _is_floating(x: Any) -> bool:
 
 
 def _on(device: str, tree: Any) -> Any:
-    """Unwritten tensors like those in ``tree``."""
+    """Return unwritten tensors with the shapes and strides of those in ``tree``."""
     return tree_map_only(
         torch.Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), tree
     )
 
 
 def recorded(call: Callable[[], Any]) -> list[Configuration]:
-    """Different configurations of the launches that ``call`` makes as on a GPU. No kernel runs, and tensors on the CPU
-    that it makes of others hold no numbers."""
+    """Return the distinct configurations of the launches that ``call`` makes, as on a GPU. No kernel runs, and results
+    on the CPU are unwritten."""
     found: dict[Configuration, None] = {}
     with pytest.MonkeyPatch.context() as patch, _WithoutNumbers():
         patch.setattr(Launch, "run", lambda launch: found.setdefault(Configuration.of(launch)))
@@ -94,14 +94,14 @@ def take_kernels(patch: pytest.MonkeyPatch) -> None:
 
 
 def model_on_nothing(config: GeckoConfig, dtype: torch.dtype = torch.float32) -> Gecko:
-    """A model whose parameters are not written, so that they take no space."""
+    """Return a model with unwritten parameters, which take no space."""
     with torch.device("meta"):
         model = Gecko(config)
     return model.to(dtype).to_empty(device="cpu")
 
 
 def train(model: Gecko, length: int, precision: Precision, documents: bool) -> None:
-    """Loss and gradients of two rows, one document each or several."""
+    """Compute loss and gradients of two rows with one document each, or several."""
     text = torch.zeros(2, length + 1, dtype=torch.int64)
     ids = (torch.arange(length) >= torch.tensor([[length // 3], [length - 2]])).long() if documents else None
     with autocast(precision, text.device):
@@ -110,7 +110,7 @@ def train(model: Gecko, length: int, precision: Precision, documents: bool) -> N
 
 @torch.no_grad()
 def read(model: Gecko, length: int, precision: Precision, documents: bool) -> None:
-    """A text in two calls, and two tokens after it."""
+    """Read a text in two calls, and two more tokens one by one."""
     text = torch.zeros(2, length, dtype=torch.int64)
     ids = (torch.arange(length) >= torch.tensor([[length // 3], [length - 2]])).long() if documents else None
     state = None

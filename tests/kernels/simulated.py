@@ -1,10 +1,10 @@
-"""A plugin of pytest that runs the kernels under ttsem: each launch is compiled as it is for sm_90, and what Triton's
-frontend makes of it is executed on the CPU.
+"""Pytest plugin that runs the kernels under ttsem: each launch is compiled as for sm_90, and the output of Triton's
+frontend is executed on the CPU.
 
 pytest -p kernels.simulated tests/kernels/interpreted, with tests/ on PYTHONPATH and without TRITON_INTERPRET
 
-Accesses outside a tensor, two programs or two lanes that write one element, and launches that do not compile fail the
-test that made them. The session fails if there was no launch, or one that was not checked for races.
+A test fails if one of its launches accesses memory outside a tensor, lets two programs or two lanes write one element,
+or does not compile. The session fails if there was no launch, or one that was not checked for races.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ttsem import _fakedriver, sanitize
 CAPABILITY = 90
 
 COUNTS = pytest.StashKey[list[int]]()
-"""Launches, and those of them that were not checked for races, of all workers."""
+"""Number of launches, and number of launches not checked for races, over all workers."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,10 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     with sanitize.session(CAPABILITY, "<pytest>", cuda_is_cpu=False) as simulation:
-        _fakedriver.unstub_torch_cuda()  # opcheck asks torch.cuda itself
+        _fakedriver.unstub_torch_cuda()  # opcheck calls torch.cuda itself
         try:
             return (yield)
-        finally:  # the loop raises where a session is stopped, as by -x
+        finally:  # the loop raises if the session is stopped, for example by -x
             _add(session.config, simulation.launches, simulation.races_unchecked)
 
 
@@ -46,7 +46,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object, error: object) -> None:
-    """A worker of xdist has ended."""
+    """Add the counts of an xdist worker that has ended."""
     _add(node.config, *node.workeroutput.get("simulated", (0, 0)))
 
 

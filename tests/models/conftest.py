@@ -28,7 +28,7 @@ CONFIGS = {"plain": CONFIG, "grouped": replace(CONFIG, key_value_heads=2, rope_b
 
 
 def random_llama(config: LlamaConfig, dtype: torch.dtype = torch.float64) -> Llama:
-    """Weights far from their small initial values, so that attention is far from even."""
+    """Return a model with weights far from their small initial values, so that attention is far from uniform."""
     torch.manual_seed(0)
     model = Llama(config).to(dtype)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_in(corpus: Path, tmp_path: Path) -> Callable[..., Run]:
-    """Twelve steps of a small Llama, in a folder of the given name, with changes."""
+    """Return a function that makes a run of twelve steps of a small Llama, in a named folder, with changes."""
 
     def make(name: str, **changes: Any) -> Run:
         run = Run(

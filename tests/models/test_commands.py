@@ -1,4 +1,4 @@
-"""Commands take a Llama's run, or say that they do not."""
+"""Commands accept a run of a Llama, or refuse it with a reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a few steps with rows of 64 tokens."""
+    """Return the folder of a run of a few steps with rows of 64 tokens."""
     run = Run(
         model=LlamaConfig(264, 1, 32, 2, 32), output=str(tmp_path_factory.mktemp("runs") / "llama"), steps=3,
         data=DataSettings(source=str(corpus)), batch_size=2, sequence_length=64, sample=SampleSettings(tokens=3),

@@ -1,4 +1,4 @@
-"""A Llama's config survives its file, in the words of transformers, and refuses what cannot be."""
+"""A Llama's config round-trips through a file with the names of transformers, and refuses invalid values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_files_say_the_same_to_us_and_to_transformers(config: LlamaConfig, tmp_p
     for ours, name in NAMES.items():
         if ours != "rope_base":
             assert getattr(theirs, name) == getattr(config, ours)
-    # Where transformers keeps the base has changed, so it is asked for what it makes of it, and what it writes itself.
+    # transformers has moved the field of the base, so compare the frequencies that it computes and the file that it
+    # writes.
     turns = LlamaRotaryEmbedding(theirs).inv_freq
     expected = config.rope_base ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
     torch.testing.assert_close(turns, expected.float())

@@ -1,4 +1,4 @@
-"""No document knows of another: gradients between documents are exactly zero, and none is trained on the next one."""
+"""Documents are independent: gradients between them are exactly zero, and none is trained on the start of the next."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def document_ids(layout: str) -> Tensor:
 
 
 def embeddings(model: gecko.Gecko) -> list[Tensor]:
-    """Fills with the embedded inputs of every call, as leaves."""
+    """Return a list that is filled with the embedded inputs of every call, as leaves."""
     found: list[Tensor] = []
 
     def cut(module, inputs, output):
@@ -60,7 +60,7 @@ def test_outputs_do_not_depend_on_other_documents(variant, layout):
 @variants
 @pytest.mark.parametrize("cut", [1, CHUNK, 21, 30])
 def test_outputs_do_not_depend_on_documents_of_earlier_calls(variant, cut):
-    """Documents of a later call depend on an earlier one just if they began in it."""
+    """Documents of a later call depend on tokens of an earlier call if and only if they started there."""
     model = cases.model(variant)
     found, ids = embeddings(model), document_ids("mid-chunk")
     text = tokens(1, LENGTH)
@@ -73,7 +73,7 @@ def test_outputs_do_not_depend_on_documents_of_earlier_calls(variant, cut):
             weighted[:, own].sum(), found[0], retain_graph=True, allow_unused=True, materialize_grads=True
         )
         assert not grad[:, ~own_before].any()
-        # A chunk-wise Megalodon still carries the moving average and the norm from one call to the next.
+        # Even with attention within one chunk, CEMA and the norm carry a state from one call to the next.
         assert grad[:, own_before].abs().amax(-1).gt(0).all()
 
 
@@ -99,7 +99,7 @@ def test_rows_do_not_depend_on_one_another(variant):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_never_trains_a_document_on_the_next_one(layout):
-    """Changing the targets at which documents end changes neither the loss nor any gradient."""
+    """Changing the targets at the ends of documents changes neither the loss nor any gradient."""
     model, text, ids = cases.model("gecko"), tokens(1, LENGTH), document_ids(layout)
     targets = text.roll(-1, 1)
     targets[:, -1] = -100

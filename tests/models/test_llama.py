@@ -1,4 +1,4 @@
-"""A Llama behind our interface is transformers' own, and a document in it knows of no other."""
+"""Our Llama equals that of transformers, and documents in a packed row are independent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def random_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
 
 
 def packed(lengths: list[int]) -> Tensor:
-    """Segment ids (1, T) of documents of these lengths, the ids in no order."""
+    """Return segment ids (1, T) of documents of these lengths; the ids are not sorted."""
     ids = random.Random(len(lengths)).sample(range(100), len(lengths))
     return torch.tensor([[segment for segment, length in zip(ids, lengths, strict=True) for _ in range(length)]])
 
@@ -42,7 +42,7 @@ def gradients(model: Llama) -> dict[str, Tensor]:
 
 @pytest.fixture
 def theirs(model: Llama, tmp_path: Path) -> Any:
-    """What transformers makes of the folder that we write."""
+    """Return the transformers model that is loaded from the folder that we write."""
     model.save(tmp_path / "model")
     return AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
 
@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_those_of_transformers(model: Llama, theirs: Any)
 @settings(max_examples=25)
 @given(rows=st.lists(documents, min_size=1, max_size=3))
 def test_a_packed_document_is_as_if_alone(model: Llama, rows: list[list[int]]) -> None:
-    """Outputs, losses and gradients; rows are filled up with one more document where they are shorter."""
+    """Compare outputs, losses and gradients. Shorter rows are filled up with one more document."""
     length = max(map(sum, rows))
     rows = [[*row, length - sum(row)] if sum(row) < length else row for row in rows]
     tokens, targets = random_tokens(len(rows), length), random_tokens(len(rows), length, 1)
@@ -80,7 +80,7 @@ def test_a_packed_document_is_as_if_alone(model: Llama, rows: list[list[int]]) -
         for part in lengths:
             here = slice(begin, begin + part)
             alone = tokens[row : row + 1, here]
-            # A document's last target is the next one's first token, which counts only where the row ends.
+            # The last target of a document is the first token of the next, so it counts only at the end of the row.
             wanted = targets[row : row + 1, here].clone()
             if begin + part < length:
                 wanted[:, -1] = IGNORED
@@ -111,7 +111,7 @@ def test_token_losses_add_up_to_the_loss(model: Llama, lengths: list[int], seed:
 @settings(max_examples=25)
 @given(cuts=st.lists(st.integers(1, LENGTH - 1), max_size=5, unique=True), pairs=st.sampled_from([1, 40, 10**6]))
 def test_read_in_any_pieces_it_is_the_whole(model: Llama, cuts: list[int], pairs: int) -> None:
-    """However many pairs are masked at a time; and what was read before is not changed by reading on."""
+    """For any number of pairs that are masked at once; reading on does not change an earlier state."""
     tokens, cache, parts = random_tokens(2, LENGTH), None, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "MASK_ELEMENTS", pairs)
@@ -205,7 +205,7 @@ def test_what_it_does_not_take(model: Llama) -> None:
 
 
 def test_compiled_blocks_are_compiled_once_for_all_documents(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are cut and differentiated as for a device, but nothing is made of them that takes long to compile."""
+    """aot_eager cuts and differentiates graphs as usual, but generates no code, which would take long."""
     compiled, whole = build_model(model.config).double(), torch.nn.Module.compile
     compiled.load_state_dict(model.state_dict())
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The plan's numbers for a Llama agree with what small ones were measured to take."""
+"""The plan of a Llama agrees with measurements of small models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config(request: pytest.FixtureRequest) -> LlamaConfig:
 
 
 def counted_flops(config: LlamaConfig, length: int, mode: ActivationCheckpointing = "none") -> int:
-    """Of one row, forward and backward; of attention's pairs half are after the query, and skipped."""
+    """Return the FLOPs of one row, forward and backward. Half of attention's pairs are masked, and skipped."""
     model, tokens = build_model(config), torch.zeros(1, length, dtype=torch.int64)
     model.activation_checkpointing = mode
 
@@ -74,7 +74,7 @@ def test_flops_of_recomputation(config: LlamaConfig, mode: ActivationCheckpointi
 
 @pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16"])
 def test_activations_are_good_to_five_per_cent(config: LlamaConfig, bfloat16: bool) -> None:
-    """What all blocks keep, by the difference of two depths."""
+    """Measure what all blocks keep by the difference of two depths."""
     shallow, deep = (kept_bytes(replace(config, num_layers=layers), bfloat16) for layers in (1, 3))
     weights = sum(parameter.numel() for parameter in build_model(config).blocks[0].parameters())
     # Autocast keeps its copies of the matrices.
@@ -86,7 +86,7 @@ def test_activations_are_good_to_five_per_cent(config: LlamaConfig, bfloat16: bo
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputed_activations(config: LlamaConfig, mode: ActivationCheckpointing) -> None:
     shallow, deep = (kept_bytes(replace(config, num_layers=layers), False, mode) for layers in (1, 3))
-    # What selective recomputation keeps, it keeps out of the hooks' sight, which see the blocks' inputs.
+    # The hooks see the inputs of the blocks, but not what selective recomputation keeps.
     planned = kept_by_model(config, 4, mode) / config.num_layers
     if mode == "selective":
         planned -= 4 * counts_of(config).projections()
@@ -94,7 +94,7 @@ def test_recomputed_activations(config: LlamaConfig, mode: ActivationCheckpointi
 
 
 def kept_bytes(config: LlamaConfig, bfloat16: bool, mode: ActivationCheckpointing = "none") -> int:
-    """Bytes that reading 512 tokens saves for its backward pass, the parameters not counted."""
+    """Return the number of bytes that reading 512 tokens saves for the backward pass, without the parameters."""
     model = build_model(config)
     model.activation_checkpointing = mode
     storages = {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
@@ -154,7 +154,7 @@ def test_the_run_of_seven_billion_fits(command: Callable[..., Any]) -> None:
     assert set(facts["flops_per_token"]) == {"linear", "attention", "head", "recomputed"}
     assert facts["memory_bytes"]["parameters"] == pytest.approx(4 * 6_738_415_616 / 8, rel=0.001)
     assert "16,384 keys on average" in command("plan", "llama2_7b", "--gpus", "128").stdout
-    # Llama 2's own rows, as the recipe says.
+    # The row length of Llama 2, as the recipe says.
     own = ["sequence_length=4096", "batch_size=1024", "model.rope_base=10000", "parallel.replicate=32"]
     assert json.loads(command("plan", "llama2_7b", *own, "--gpus", "256", "--json").stdout)["fits"]
 

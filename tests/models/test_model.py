@@ -1,4 +1,4 @@
-"""What the model keeps to: calls of any size, rows of any position, packing, precision."""
+"""Invariants of the model: calls of any size, rows at any position, packing, precision."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_token_by_token_gives_the_same_logits_in_float32(variant, packed):
 
 @variants
 def test_split_gives_the_same_gradients(variant):
-    """Through the states as well: truncating there is the caller's choice, by detaching them."""
+    """Gradients flow through the states as well; a caller may truncate them by detaching."""
     text, ids, gradients = tokens(2, 41), documents(2, 41, seed=4), []
     for cuts in ((), (1, 9, 10, 30)):
         model = cases.model(variant)
@@ -65,7 +65,7 @@ def test_split_gives_the_same_gradients(variant):
 @settings(max_examples=5)
 @given(positions=st.lists(st.integers(0, 40), min_size=2, max_size=4), length=st.integers(1, 20), ids=st.booleans())
 def test_rows_at_different_positions(variant, positions, length, ids):
-    """A batch of rows that stand anywhere gives each row what it gets alone."""
+    """Each row of a batch gets what it gets alone, whatever the positions of the rows."""
     with torch.no_grad():
         model = cases.model(variant)
         states = [
@@ -95,13 +95,13 @@ def test_a_row_of_a_batch_is_the_row_alone(variant):
 @variants
 @torch.no_grad()
 def test_packed_documents_are_alone(variant):
-    """Documents that start at multiples of c give exactly what they give alone, those between from their phase."""
+    """A document that starts at a multiple of c gives exactly what it gives alone, others at the same chunk offset."""
     model, text = cases.model(variant), tokens(1, 90)
     borders = [0, 3, 2 * CHUNK, 5 * CHUNK, 5 * CHUNK + 1, 8 * CHUNK, 90]
     ids = torch.tensor([[sum(t >= border for border in borders) for t in range(90)]])
     packed, _ = model(text, ids)
     for begin, end in pairwise(borders):
-        # What fills the chunk before the document only sets its phase.
+        # The tokens that fill the chunk before the document only set its chunk offset.
         phase = begin % CHUNK
         filled = torch.cat([tokens(1, phase, seed=7), text[:, begin:end]], dim=1)
         alone, _ = model(filled, (torch.arange(filled.shape[1]) >= phase).long().unsqueeze(0))
@@ -113,7 +113,7 @@ def test_packed_documents_are_alone(variant):
 @variants
 @torch.no_grad()
 def test_memory_reaches_past_the_window(variant):
-    """The tests above see every part: a token long past changes the logits, by what the variant has for it."""
+    """An early token changes all later logits, so the tests above depend on every part of the variant."""
     model, text = cases.model(variant, torch.float64), tokens(1, 60)
     other = text.clone()
     other[0, 5] = (other[0, 5] + 1) % SMALL.vocab_size
@@ -142,7 +142,7 @@ def test_16_bit_weights_compute_what_32_bit_weights_do(variant):
 @variants
 @pytest.mark.parametrize("cuts", [(), (1, 2, 20)], ids=["whole", "split"])
 def test_bfloat16_autocast(variant, cuts):
-    """Products in 16 bits, near the float32 ones; what the state accumulates stays float32."""
+    """Products in 16 bits are close to those in float32; accumulated parts of the state stay float32."""
     model, text = cases.model(variant, torch.float32), tokens(2, 40)
     exact, _ = read(model, text)
     with torch.autocast("cpu", torch.bfloat16):
@@ -160,7 +160,7 @@ def test_bfloat16_autocast(variant, cuts):
 @pytest.mark.parametrize("length", [1, 20])
 @torch.no_grad()
 def test_precision_may_change_between_calls(length):
-    """A prompt read under autocast goes on in float32, and the other way round."""
+    """A prompt read under autocast is continued in float32, and the reverse."""
     model, text = cases.model("gecko", torch.float32), tokens(2, length)
     _, plain = model(tokens(2, 21))
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Tokens, targets, documents and states that a model takes, and those that it refuses."""
+"""Tokens, targets, documents and states that a model accepts or refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading states are values of constant size, and a text goes on from any of them."""
+"""Reading states are immutable, have constant size, and a text continues from any of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_streams_the_same_at_any_position(variant, position):
 
 
 def at_position(state, position):
-    """The same state, as if so many tokens had been read before: by whole windows, so that none changes its place."""
+    """Return the same state with its positions moved by whole windows, so that chunk offsets do not change."""
     moves = position - state.clock.position
     assert not (moves % (2 * CHUNK)).any()
     clock = Clock(state.clock.position + moves, state.clock.document_start + moves, state.clock.segment_id)
@@ -55,7 +55,7 @@ def test_state_has_constant_size(variant):
 @pytest.mark.parametrize("length", [1, 5, 30])
 @torch.no_grad()
 def test_states_are_values(variant, length):
-    """A call changes neither the state it is given nor, by way of it, what the state gave before."""
+    """A call changes neither the given state nor states that it returned before."""
     model = cases.model(variant)
     _, state = model(tokens(2, 23))
     before = state.map(torch.clone)
@@ -72,7 +72,7 @@ def test_states_are_values(variant, length):
 @variants
 @pytest.mark.parametrize("length", [0, 1, 9, 29])
 def test_steps_go_on_from_any_state_and_leave_it(variant, length):
-    """From one that calls share tensors with, from nothing read, from one made in inference mode."""
+    """Also from a state that shares tensors, from the initial state, and from one made in inference mode."""
     model, text = cases.model(variant), tokens(2, 70)
     with torch.inference_mode():
         state = model(text[:, :length])[1] if length else model.empty_state(2)
@@ -96,7 +96,7 @@ COPIES = {
 @pytest.mark.parametrize("copy", COPIES)
 @torch.no_grad()
 def test_copies_of_a_state_that_a_step_returned_stay_what_they_are(copy):
-    """They are somebody's: only the returned state itself is given up."""
+    """Copies belong to the caller: only the state that a step returned is overwritten."""
     model = cases.model("gecko")
     _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 30))[1])
     kept = COPIES[copy](state)
@@ -121,7 +121,7 @@ def test_what_is_read_on_from_a_state_that_a_step_returned_stays_what_it_is(vari
 
 @torch.no_grad()
 def test_steps_begin_with_the_weights_that_are_there():
-    """Also where they were written through ``.data``, as averaged weights often are."""
+    """Also weights that were changed through ``.data``, as averaged weights often are."""
     model, text = gecko.Gecko(cases.SMALL), tokens(1, 20)
     model.step(text[:, 0], model.empty_state())
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""How a model begins, its loss, and the gradients of all its parameters."""
+"""Initialisation of a model, its loss, and the gradients of all its parameters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_loss_is_cross_entropy_of_the_logits(packed):
 
 
 def test_initialisation():
-    """Architecture §8, on a model wide enough for its statistics to show."""
+    """Architecture §8, on a model wide enough for its statistics to be visible."""
     torch.manual_seed(0)
     config = gecko.GeckoConfig.preset("tiny", model_dim=256, num_layers=1, ffn_scale=True)
     parameters = dict(gecko.Gecko(config).named_parameters())
@@ -84,7 +84,7 @@ def test_initialisation():
 
 @pytest.mark.parametrize("memory", ["adaptive", "linear", "none"])
 def test_memory_keys_begin_with_their_length(memory):
-    """Of γ only the rows of the memory change, and nothing else of the model: no other number is drawn."""
+    """Only the memory's rows of γ change: the option draws no other random numbers."""
 
     def parameters(**changes):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a Llama answers evaluations equals what it computes on the whole text at once."""
+"""In evaluations, a Llama gives the losses and tokens that it computes on the whole text at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_losses_do_not_depend_on_how_the_stream_is_cut(model: Llama, cuts: list[
 @settings(max_examples=20)
 @given(begin=st.integers(1, 60), length=st.integers(1, 40))
 def test_a_continuation_is_scored_after_what_was_read(model: Llama, begin: int, length: int) -> None:
-    """Its losses are those of the whole text there, and reading goes on without changing what was read."""
+    """Its losses equal those of the whole text there, and reading on does not change an earlier state."""
     tokens = torch.tensor([256, *TEXT])[: begin + length]
     scored = LlamaModel(model, load_tokenizer("bytes"), "random", 64)
     reading = scored.read(tokens[:begin])
@@ -55,7 +55,7 @@ def test_a_continuation_is_scored_after_what_was_read(model: Llama, begin: int, 
 
 
 def test_greedy_is_what_is_written(scored: LlamaModel) -> None:
-    """By the whole text for every token, without a cache."""
+    """Compare with a computation over the whole text for every token, without a cache."""
     prompt = encode_document(scored.tokenizer, "What is")
     tokens = prompt
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""A Llama goes through the same engine as Gecko: a run says which of them it trains."""
+"""The trainer trains a Llama as it trains a Gecko; the run says which model it is."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ def test_ranks_cannot_share_its_rows(run_in: Runs) -> None:
 
 
 def test_flops_grow_with_the_row() -> None:
-    """6 for every number in a matrix, and 12 a layer and feature for every key that is seen."""
+    """6 per number in a matrix, plus 12 per layer and feature for every key that is seen."""
     config = LlamaConfig.preset("llama-tiny")
     matrices = 995_712 - 264 * 128 - 11 * 128
     assert flops_per_token(config, 2048) == 6 * matrices + 12 * 5 * 128 * 1024
 
 
 def test_comparison_needs_equal_runs_of_equal_size() -> None:
-    """All but the model and the folder is equal, and parameters are within 2 %."""
+    """Everything except model and folder is equal, and the numbers of parameters are within 2 %."""
     runs = {name: get_recipe(name) for name in COMPARISON}
     first = runs["compare_gecko"]
     assert {"compare_gecko", "compare_megalodon", "compare_llama"} <= runs.keys()
@@ -145,7 +145,7 @@ def test_comparison_needs_equal_runs_of_equal_size() -> None:
 
 
 def test_attention_sees_at_most_as_many_keys_in_each() -> None:
-    """By the weights that tokens get: values that are unit vectors come out as them."""
+    """Values are unit vectors, so the outputs are the attention weights."""
     queries, values = torch.zeros(1, 1, 512, 8), torch.eye(512)[None, None]
     fewest = {"compare_gecko": 65, "compare_chunk": 1, "compare_window": 128, "compare_megalodon": 1}
     for name, least in fewest.items():

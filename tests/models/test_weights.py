@@ -1,4 +1,4 @@
-"""States belong to the weights that made them; a folder's weights are read into a model once."""
+"""States belong to the weights that made them; the weights in a folder are copied into a model once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_model_that_changed_goes_on_from_none_of_its_states(change):
     state = model(tokens(2, 9))[1]
     stepped = model.step(tokens(2, 1)[:, 0], state)[1]
     CHANGES[change](model)
-    for old in (stepped, state):  # the first would go on without a look at all weights
+    for old in (stepped, state):  # the first would pass without a comparison of weights
         with pytest.raises(ValueError, match="made by other weights"):
             model.step(tokens(2, 1)[:, 0], old)
     for old in (state, stepped.own()):
@@ -130,7 +130,7 @@ MODELS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_loaded_is_its_own_and_draws_no_random_numbers(name, dtype, tmp_path: Path):
-    """Whoever writes to the file later changes no model."""
+    """Later writes to the file do not change the model."""
     model = MODELS[name]().to(dtype)
     model.save(tmp_path)
     drawn = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Operators are tested on poisoned memory only."""
+"""Run the tests of operators with uninitialised memory filled with NaN."""
 
 from __future__ import annotations
 

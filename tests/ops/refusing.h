@@ -1,4 +1,4 @@
-// Before every C file of a library under test: the room numbered ``refused_room`` is refused, and rooms are counted.
+// Included before every C file of a library under test: counts allocations, and refuses number ``refused_room``.
 #pragma once
 
 #include <stdint.h>

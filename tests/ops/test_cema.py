@@ -1,4 +1,4 @@
-"""The moving average keeps the laws."""
+"""CEMA satisfies the laws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunk attention in its three patterns keeps the laws."""
+"""Chunk attention satisfies the laws in its three patterns."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _sees(attention: str, query: int, key: int) -> bool:
 
 @pytest.mark.parametrize("attention", ["sliding_chunk", "chunk", "sliding_window"])
 def test_window_is_exactly_the_pattern(attention):
-    """A query's output has a gradient by the value of a key if and only if the pattern lets it see the key."""
+    """A query's output has a gradient by a key's value if and only if the pattern lets the query see the key."""
     q, k, v = _inputs(37)
     v.requires_grad_()
     out, _ = chunk_attention(q, k, v, C, attention=attention)
@@ -92,7 +92,7 @@ def test_chunk_attention_is_dense_attention_with_absolute_rotation(attention):
 
 @pytest.mark.parametrize("attention", ["sliding_chunk", "chunk", "sliding_window"])
 def test_chunks_as_large_as_in_practice(attention):
-    """Large enough for whatever is worked through in pieces to take several of them, in both directions."""
+    """Sizes for which everything that is computed in pieces takes several pieces, forward and backward."""
     chunk, length = 512, 2100
     generator = torch.Generator().manual_seed(10)
     q, k, v = (torch.randn(2, 1, length, 2, generator=generator).double().requires_grad_() for _ in range(3))

@@ -1,4 +1,4 @@
-"""The kernels in C keep the laws, at sizes that cross the borders of their blocks."""
+"""The C kernels satisfy the laws, at sizes that cross the borders of their blocks."""
 
 from __future__ import annotations
 

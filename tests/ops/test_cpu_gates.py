@@ -1,4 +1,4 @@
-"""The C kernels of the gates and of SwiGLU are their eager forms in float64, at any size."""
+"""The C kernels of the gates and of SwiGLU equal their eager forms in float64, at any size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gecko.ops.gates import gated, silu_by_head
 pytestmark = needs_compiler
 
 SIZES = [(1, 1, 1, 1), (2, 3, 5, 4), (3, 2, 7, 16), (1, 4, 9, 33), (2, 1, 3, 130), (3, 2, 70, 128), (2, 2, 300, 47)]
-"""(B, H, T, d) around sixteen lanes; the last two are divided among threads."""
+"""(B, H, T, d) around 16 lanes; the last two are divided among threads."""
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -37,7 +37,7 @@ def test_swiglu(shape):
 
 
 def _swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The kernel for few numbers too."""
+    """Call the kernel, also for few numbers."""
     return swiglu_file.swiglu_cpu(a, b) if a.dtype == torch.float32 else swiglu(a, b)
 
 
@@ -49,7 +49,7 @@ def test_any_strides():
 
 
 def test_only_what_is_asked_for():
-    """Gradients of some of the inputs."""
+    """Gradients of subsets of the inputs."""
     attended, gate, recalled = normal(2, 3, 5, 4), normal(2, 5, 12).requires_grad_(), normal(2, 3, 5, 4, seed=1)
     weight = normal(2, 5, 12, seed=2)
     (grad,) = torch.autograd.grad(gated(attended, gate, recalled), gate, weight)
@@ -59,7 +59,7 @@ def test_only_what_is_asked_for():
 
 
 def test_large_numbers_and_none():
-    """Gates that are shut, that are open wide, and that are not numbers."""
+    """Gates that are closed, fully open, and NaN."""
     x = torch.tensor([[[-3e38, -1e4, -90.0, -88.5, -87.0, -20.0, 0.0, 20.0, 87.0, 88.5, 90.0, 3e38]]])
     for operator in (lambda x: silu_by_head(x, 2), lambda x: _swiglu(x, torch.ones_like(x))):
         found, exact = (evaluate(operator, [given], torch.ones_like) for given in (x, x.double()))
@@ -83,5 +83,5 @@ def test_float32_takes_the_kernels(monkeypatch):
     names = calls(monkeypatch, swiglu_file)
     a = normal(2**17 + 1).requires_grad_()
     swiglu(a, a).sum().backward()
-    swiglu(a[1:], a[1:]).sum().backward()  # few
+    swiglu(a[1:], a[1:]).sum().backward()  # too few for the kernel
     assert names == ["swiglu_forward", "swiglu_backward"]

@@ -1,4 +1,4 @@
-"""The library of C kernels: built once, shared, and done without where it cannot be."""
+"""The library of C kernels is built once and shared; if it cannot be built, the eager forms run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gecko.ops.cema import CEMACoefficients, cema
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache, and nothing loaded so far."""
+    """Use an empty cache, with nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for cached in (native._loaded, _cpu_kernels_installed):
         cached.cache_clear()
@@ -37,7 +37,7 @@ def _average() -> torch.Tensor:
 
 
 def _processes(count: int) -> list[int]:
-    """The exit codes of processes that load the library at the same time."""
+    """Return the exit codes of processes that load the library at the same time."""
     code = "from gecko.ops.backends.cpu import library; assert library() is not None"
     started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
     return [process.wait() for process in started]
@@ -114,5 +114,5 @@ def test_what_the_kernels_do_not_take() -> None:
     assert not cpu_kernels_run_on(x.to("meta"))
     with torch._subclasses.FakeTensorMode():
         assert not cpu_kernels_run_on(torch.zeros(2))
-    with FlopCounterMode(display=False):  # which counts PyTorch's operations
+    with FlopCounterMode(display=False):  # it counts PyTorch's operations
         assert not cpu_kernels_run_on(x)

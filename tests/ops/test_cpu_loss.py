@@ -1,4 +1,4 @@
-"""The C kernel of the loss is the eager form in float64, at any vocabulary."""
+"""The C kernel of the loss equals the eager form in float64, for any vocabulary size."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gecko.ops.loss import cpu as loss_file
 pytestmark = needs_compiler
 
 SIZES = [(1, 1), (3, 7), (5, 16), (20, 33), (300, 264), (7, 5000)]
-"""(tokens, vocabulary) around sixteen lanes; the last two are divided among threads."""
+"""(tokens, vocabulary) around 16 lanes; the last two are divided among threads."""
 
 
 WIDE = [(1, 16, 1), (96, 48, 33), (97, 16, 264), (1000, 80, 500)]
-"""(tokens, features, vocabulary) of heads whose logits stay in the cache, around a block of tokens."""
+"""(tokens, features, vocabulary) of heads whose logits fit in the cache, around a block of tokens."""
 
 
 def _loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -88,7 +88,7 @@ def test_second_derivatives_of_a_head_are_refused(monkeypatch):
 
 
 def test_large_logits():
-    """Far apart, so that all of the sum is the largest, and of either sign."""
+    """Logits of either sign, so far apart that the largest one is the whole sum."""
     for scale in (1e3, 1e30):
         _agree(scale * normal(9, 8), normal(33, 8), _targets(9, 33, 0.2))
         _agree(-scale * normal(9, 8), normal(33, 8), _targets(9, 33, 0.2))
@@ -96,7 +96,7 @@ def test_large_logits():
 
 @pytest.mark.parametrize("place", [0, 15, 32])
 def test_none_stays_none(place):
-    """What is not a number, or infinite, in one row's logits is so in its loss and gradient alone."""
+    """A NaN or an infinity in the logits of one row affects only the loss and the gradient of that row."""
     for value in (float("nan"), float("inf")):
         logits = normal(3, 33)
         logits[1, place] = value

@@ -1,4 +1,4 @@
-"""Kernels in C that are refused memory: a MemoryError, nothing kept, and the same call succeeds afterwards."""
+"""C kernels whose allocation fails raise MemoryError and free everything; the same call then succeeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCES = sorted(Path(native.__file__).parents[1].glob("*/cpu*.c"))
 
 
 class Rooms:
-    """The counters of ``refusing.h``."""
+    """Counters of ``refusing.h``: allocations requested, and allocations held."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._asked, self._held, self._refused = (
@@ -43,13 +43,13 @@ class Rooms:
         return self._held.value
 
     def refuse(self, number: int) -> None:
-        """Refuse the room with this number from now on; -1: none."""
+        """Refuse the allocation with this number from now on; -1: none."""
         self._asked.value, self._refused.value = 0, number
 
 
 @pytest.fixture(scope="module")
 def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rooms]:
-    """The library, built so that it refuses memory when it is told to."""
+    """Return the library, built so that it refuses allocations on demand."""
     header = Path(__file__).with_name("refusing.h")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -69,7 +69,7 @@ def _forget() -> None:
 
 
 def _step(rounds: bool) -> list[Tensor]:
-    """The loss of a small model, and all its gradients."""
+    """Return the loss of a small model and all its gradients."""
     torch.manual_seed(0)
     model, text = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=1)), cases.tokens(1, 70)
     with torch.autocast("cpu", torch.bfloat16) if rounds else nullcontext():
@@ -78,7 +78,7 @@ def _step(rounds: bool) -> list[Tensor]:
 
 
 def _refused(rooms: Rooms, call: Callable[[], list[Tensor]]) -> set[str]:
-    """Refuse each room that ``call`` asks for in turn; the kernels that asked."""
+    """Refuse each allocation of ``call`` in turn; return the names of the kernels that requested one."""
     rooms.refuse(-1)
     expected = call()
     kernels_named: set[str] = set()
@@ -104,7 +104,7 @@ def test_a_rounded_step_that_is_refused_memory_can_be_taken_again(rooms: Rooms) 
 
 
 def _kernels_that_ask() -> set[str]:
-    """Entry points whose C file says that they can be refused memory."""
+    """Return the entry points whose C source can return a refused allocation."""
     found = re.compile(r"^int64_t (\w+)\((?:(?!^}).)*?return refused;", re.MULTILINE | re.DOTALL)
     return {name for path in SOURCES for name in found.findall(path.read_text(encoding="utf-8"))}
 
@@ -125,7 +125,7 @@ def test_every_kernel_returns_what_it_was_refused() -> None:
 
 
 def test_no_numbers_need_no_memory(rooms: Rooms) -> None:
-    """Tensors of no numbers, whose address is null."""
+    """Empty tensors have a null address."""
     rooms.refuse(-1)
     assert group_rms_norm(torch.zeros(0, 70, 32), None, 2, 1e-5).shape == (0, 70, 32)
     assert swiglu(torch.zeros(0), torch.zeros(0)).shape == (0,)

@@ -1,4 +1,4 @@
-"""The C kernels of the norms give the eager form's numbers at sizes around their blocks, on any threads."""
+"""The C kernels of the norms equal the eager forms at sizes around their blocks, with any number of threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [
     ((2, 3), 1, 1), ((1, 15), 1, 15), ((16,), 1, 16), ((17,), 1, 17), ((3, 7), 4, 32), ((3, 11), 5, 40),
     ((2, 9), 16, 3), ((2, 9), 17, 16), ((5, 5, 5), 35, 8), ((70, 37), 2, 24), ((1025,), 3, 16), ((2, 5), 1, 1000),
 ]  # fmt: skip
-"""Shape of the steps, groups, and width of a group."""
+"""Shape of the steps, number of groups, and width of a group."""
 
 
 def _read(
@@ -47,7 +47,7 @@ def _read(
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_kernels_agree_with_the_eager_form(norm, size, affine):
-    """Layer norm over all features is PyTorch's own."""
+    """The reference of layer norm over all features is PyTorch's."""
     found = _read(norm, size, affine, torch.float32)
     assert all(t.dtype == torch.float32 and t.is_contiguous() for t in found.values())
     assert_same(found, _read(norm, size, affine, torch.float64), 1e-5)

@@ -1,4 +1,4 @@
-"""The C kernels of projections and feed-forward are their eager forms in float64, at any size."""
+"""The C kernels of projections and feed-forward equal their eager forms in float64, at any size."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gecko.ops.projections import projections
 pytestmark = needs_compiler
 
 TOKENS = [1, 5, 96, 97, 191, 1000]
-"""Around a block, and as many blocks as are not divided evenly among groups."""
+"""Numbers of tokens around a block, and numbers of blocks that do not divide evenly among groups."""
 
 WIDTHS = [(16, 16), (48, 80), (64, 256), (144, 32), (272, 112)]
-"""(inputs, outputs): panels of every width, and depths beyond one panel's."""
+"""(inputs, outputs): packed weights of every width, and depths beyond one panel."""
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_any_strides():
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 2), (1, 3)])
 def test_only_what_is_asked_for(wanted):
-    """Gradients of some of input, weight, bias and what is added to."""
+    """Gradients of subsets of input, weight, bias and addend."""
     leaves = [normal(200, 32), _weights(48, 32), normal(48), normal(200, 48, seed=1)]
     found, exact = (_gradients([x.to(dtype) for x in leaves], wanted) for dtype in (torch.float32, torch.float64))
     for got, right in zip(found, exact, strict=True):
@@ -121,7 +121,7 @@ def test_float32_takes_the_kernels(monkeypatch):
 
 
 def test_what_the_kernels_leave_out(monkeypatch):
-    """Widths that fill no register, layers of many weights, and few tokens."""
+    """Widths that do not fill a register, layers with many weights, and few tokens."""
     names = calls(monkeypatch, projections_file)
     for inputs, outputs in ((24, 32), (32, 40), (1024, 1024)):
         x, weight = normal(20, inputs), _weights(outputs, inputs)

@@ -1,4 +1,4 @@
-"""The C kernels of qk_scale_shift are its eager form in float64, at any size."""
+"""The C kernels of qk_scale_shift equal its eager form in float64, at any size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _given(batch: int, length: int, heads: int, size: int, rows: int) -> list[Te
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 1), (2, 63), (1, 64), (5, 26), (70, 2), (3, 150)])
 @pytest.mark.parametrize(("heads", "size", "rows"), [(1, 1, 4), (2, 6, 4), (3, 16, 2), (1, 33, 3), (2, 48, 1)])
 def test_qk_scale_shift(batch, length, heads, size, rows):
-    """Around sixteen lanes, and around tiles of 64 tokens, which go on over the rows of a batch."""
+    """Use sizes around 16 lanes and around tiles of 64 tokens, which may span rows of a batch."""
     agree(lambda *x: qk_scale_shift(*x, heads, EPS), _given(batch, length, heads, size, rows))
 
 
@@ -46,7 +46,7 @@ def test_rows_that_nobody_takes_have_no_gradient():
 
 
 def test_sums_over_many_tokens_keep_their_digits():
-    """All gradients are one: sums in float32 one after the other would lose what the eager form has."""
+    """All gradients are one. Float32 sums in sequence would lose digits that the eager form keeps."""
     given = [x.requires_grad_() for x in _given(1, 2**16, 1, 1, 2)]
     row = qk_scale_shift(*given, 1, EPS)[0]
     (offset,) = torch.autograd.grad(row, given[2], torch.full_like(row, 0.1))

@@ -1,5 +1,4 @@
-"""The C kernels under autocast, where the processor has products in bfloat16: what they multiply is rounded to the
-nearest, and all else is float32."""
+"""The C kernels under autocast: operands of products are rounded to bfloat16, everything else is float32."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ pytestmark = needs_compiler
 needs_products = pytest.mark.skipif(not native.multiplies_bfloat16(), reason="no bfloat16 products in this processor")
 
 TOKENS = [1, 2, 95, 96, 97, 1000]
-"""Around a block, and sums over tokens of odd length."""
+"""Numbers of tokens around a block, and odd numbers, over which weight gradients are summed."""
 
 WIDTHS = [(32, 32), (64, 256), (96, 160), (288, 416)]
-"""(inputs, outputs): panels of every width, and more pairs than one panel's depth."""
+"""(inputs, outputs): packed weights of every width, and more pairs than the depth of one panel."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +43,7 @@ def _kernels_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Rounded(torch.autograd.Function):
-    """a bᵀ of float64 numbers, the operands of it and of its gradients rounded to bfloat16."""
+    """Compute a bᵀ in float64, with the operands rounded to bfloat16, also those of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -62,17 +61,17 @@ def _round(x: Tensor) -> Tensor:
 
 
 def _evaluate(operator: Callable[..., Any], leaves: list[Tensor]) -> list[Tensor]:
-    """Outputs, and the gradient of every leaf."""
+    """Return outputs, and the gradient of every leaf."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     outputs = operator(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    # A loss is not scaled: its gradient is rounded before it is.
+    # The gradient of a loss is 1: it would be rounded before it is scaled.
     weights = [normal(*x.shape, seed=i).to(x.dtype) if x.ndim else torch.ones_like(x) for i, x in enumerate(outputs)]
     return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, leaves, weights)]
 
 
 def _agree(operator: Callable[..., Any], exact: Callable[..., Any], leaves: list[Tensor], tolerance: float) -> None:
-    """``operator`` under autocast is ``exact`` in float64, in numbers relative to the largest of a tensor."""
+    """Assert that ``operator`` under autocast equals ``exact``, relative to the largest number of a tensor."""
 
     def under_autocast() -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -113,7 +112,7 @@ def test_projections(tokens, widths):
 @needs_products
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_feed_forward(tokens):
-    """Numbers that another rounding of the last bit puts on the other side of a half are as near as bfloat16 is."""
+    """A number near a rounding border may be rounded the other way; then it is off by bfloat16's precision."""
 
     def exact(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor) -> Tensor:
         hidden = nn.functional.silu(_Rounded.apply(x, gate)) * _Rounded.apply(x, up)
@@ -140,7 +139,7 @@ def test_loss(tokens, vocabulary):
 @needs_products
 @pytest.mark.parametrize("length", [1, 9, 10, 33])
 def test_attention_of_scores_far_below_zero(length):
-    """Lanes without a query lie beside the last one of an odd number."""
+    """With an odd number of queries, the last one shares a pair of lanes with no query."""
     ones = torch.ones(1, 1, length + 1, 16)
     q, k = (4 * ones).requires_grad_(), (-8 * ones).requires_grad_()
     v = normal(1, 1, length + 1, 32).requires_grad_()
@@ -153,7 +152,7 @@ def test_attention_of_scores_far_below_zero(length):
 
 @needs_products
 def test_head_of_many_weights():
-    """Its logits, and so the loss, are float32."""
+    """The logits, and so the loss, are float32."""
     hidden, weight, targets = normal(40, 32), _weight(20_000, 32), torch.arange(40)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
     exact = linear_cross_entropy(*leaves, targets)
@@ -169,7 +168,7 @@ def test_head_of_many_weights():
 @pytest.mark.parametrize("attention", ["sliding_chunk", "chunk", "sliding_window"])
 @pytest.mark.parametrize(("chunk", "length", "value"), [(8, 45, 32), (16, 16, 64), (64, 333, 96), (64, 2, 32)])
 def test_attention(monkeypatch, chunk, length, value, attention):
-    """After two chunks, with documents that begin at even and odd places: every token is as near as bfloat16 is."""
+    """Read after two chunks, with documents at even and odd positions; tokens have bfloat16's precision."""
     begins, read = torch.tensor([[length // 3], [length // 2 + 1]]), torch.full((2,), 2 * chunk)
     ids = (torch.arange(length) >= begins).long()
     empty = AttentionState.empty(2, 2, chunk, 16, value)
@@ -205,7 +204,7 @@ def test_kernels_are_taken(monkeypatch):
 
 @needs_products
 def test_a_step_takes_the_kernels_of_a_step_in_float32(monkeypatch):
-    """Activations between them are float32, so that those of no operator fall back."""
+    """Activations between kernels are float32, so that no operator uses its eager form."""
     model, text = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=1)), cases.tokens(2, 200)
 
     def taken(rounds: bool) -> set[str]:
@@ -232,7 +231,7 @@ def test_what_kernels_leave_out_is_float32_as_well(monkeypatch, widths):
 
 
 def test_a_processor_without_such_products(monkeypatch):
-    """Autocast is PyTorch's there."""
+    """Autocast is then PyTorch's."""
     monkeypatch.setattr(kernels, "_cpu_kernels_round", lambda: False)
     names = calls(monkeypatch, projections_file)
     with torch.autocast("cpu", torch.bfloat16):

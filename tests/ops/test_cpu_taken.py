@@ -1,4 +1,4 @@
-"""Kernels in C step aside where they would be wrong, and refuse what does not fit before any memory is touched."""
+"""C kernels are not used where they would be wrong, and invalid inputs are refused before memory is accessed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_attention_of_large_scores_is_as_exact_as_the_eager_form(monkeypatch: py
 
 
 def test_a_copy_takes_no_kernels_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that was exported for the hub may find a gecko installed, of any version; classes are not the copy's."""
+    """Exported code may find any version of gecko installed; the installed classes are not those of the export."""
     spec = importlib.util.spec_from_file_location("gecko_ops_kernels", kernels.__file__)
     assert spec is not None and spec.loader is not None
     copied = importlib.util.module_from_spec(spec)
@@ -149,7 +149,7 @@ def test_a_copy_takes_no_kernels_of_an_installed_package(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
 def test_a_compiler_sees_operations(rounded: bool) -> None:
-    """Of layers, and of a head and its loss, so large that kernels take them otherwise."""
+    """Trace layers, and a head with its loss, that are large enough for the kernels to be used otherwise."""
     layer, x, head = (
         FeedForward(gecko.GeckoConfig.preset("tiny"), 0),
         normal(2000, 128),

@@ -1,4 +1,4 @@
-"""The C kernels of the timestep norm give the eager form's numbers at sizes around their blocks, on any threads."""
+"""The C kernels of the timestep norm equal the eager form at sizes around their blocks, with any number of threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Size:
     width: int
     betas: tuple[float, float] | None = SLOW
     documents: float = 0.0
-    """Share of tokens that start one."""
+    """Share of tokens that start a document."""
     count: int = 0
     affine: bool = True
 

@@ -1,4 +1,4 @@
-"""The C kernels of the working memory keep the laws, at sizes that cross all their borders."""
+"""The C kernels of the working memory satisfy the laws, at sizes that cross all their borders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = {
     "single-tokens": (2, 1, 7, 16, 32, 1),
     "many-streams": (9, 3, 20, 16, 16, 4),
 }
-"""Rows, heads, tokens, keys, values, chunk."""
+"""Rows, heads, tokens, key dimension, value dimension, chunk size."""
 CALLS = [
     pytest.param(
         shape, before, documents, id=f"{name}-{'after' if before else 'fresh'}-{'packed' if documents else 'one'}"
@@ -40,7 +40,7 @@ CALLS = [
 def _read(
     shape: tuple[int, ...], dtype: torch.dtype, documents: bool, before: int, terms: tuple[str, ...] | None
 ) -> dict[str, Tensor]:
-    """The output and the state of a call after ``before`` tokens, and the gradients of its ``terms``, or of all."""
+    """Return output and state of a call after ``before`` tokens, and the gradients of ``terms`` (None: of all)."""
     batch, heads, length, keys, values, chunk = shape
     generator = torch.Generator().manual_seed(3)
 
@@ -128,7 +128,7 @@ def test_native_memory_leaves_the_state_it_was_given():
 
 
 def test_native_memory_is_the_eager_one_where_nothing_has_been_read():
-    """Of two empty sums, rho is 1 and each has half of the gradient."""
+    """For two empty sums, rho is 1 and each sum gets half of the gradient."""
     read = {}
     for dtype in (torch.float32, torch.float64):
         generator = torch.Generator().manual_seed(4)

@@ -1,4 +1,4 @@
-"""An operator gives the same by either way, and takes the registered one whenever somebody looks."""
+"""A custom operator gives the same result with and without the dispatcher, which it uses for observed calls only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _(grad: Tensor, x: Tensor, factors: list[Tensor], power: int) -> Tensor:
 
 @custom_op("tested_twice")
 def _powers(x: Tensor, y: Tensor | None, factors: list[Tensor], power: int) -> tuple[Tensor, Tensor]:
-    """x^power times a factor and y, and x² without a gradient."""
+    """Return x^power times a factor and y, and x², which has no gradient."""
     out = x**power * factors[0]
     return out if y is None else out * y, x * x
 
@@ -50,7 +50,7 @@ _powers.register_autograd(_pass_back, setup_context=_keep)
 
 
 class _Seen(TorchDispatchMode):
-    """The names of operations that PyTorch dispatches."""
+    """Records the names of operations that PyTorch dispatches."""
 
     def __init__(self) -> None:
         super().__init__()

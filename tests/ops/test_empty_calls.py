@@ -1,4 +1,4 @@
-"""Operators refuse a call without tokens, whatever their form."""
+"""Operators refuse a call without tokens, in every form."""
 
 from __future__ import annotations
 

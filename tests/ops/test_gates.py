@@ -1,4 +1,4 @@
-"""The gates are their equations, in the layouts that their neighbours have."""
+"""The gates equal their equations, in the memory layouts of the operators beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN are those of PyTorch."""
+"""Linear layers that use oneDNN equal those of PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gecko.ops.backends.cpu import linear
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
 
 SHAPES = [(), (1,), (3,), (2, 5), (4, 1, 7)]
-"""What comes before the features."""
+"""Shapes before the axis of features."""
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Shapes that oneDNN was given, of any size and on any processor."""
+    """Return the shapes passed to oneDNN, with oneDNN enabled for any size and processor."""
     found: list[Any] = []
     right = file._onednn
 
@@ -77,7 +77,7 @@ def test_bias_of_any_stride(bias):
 
 @pytest.mark.parametrize("operator", [linear, functional.linear])
 def test_gradients_that_are_one_number_for_all(operator):
-    """As of a sum, which has no memory of its own."""
+    """The gradient of a sum is an expanded tensor without its own memory."""
     x, weight = normal(6, 24).requires_grad_(), normal(40, 24).requires_grad_()
     found = torch.autograd.grad(operator(x, weight).sum(), (x, weight))
     torch.testing.assert_close(found[0], weight.sum(0).expand(6, 24))

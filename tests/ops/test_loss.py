@@ -1,4 +1,4 @@
-"""The blocked loss is cross-entropy on all logits, in value and gradients."""
+"""The blocked loss equals cross-entropy on all logits, in value and gradients."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_autocast_on_a_cpu_rounds_no_logits():
 
 
 def test_products_in_sixteen_bits_stay_near():
-    """What a GPU does under autocast: operands rounded to bfloat16, sums in float32."""
+    """Compute as a GPU does under autocast: operands rounded to bfloat16, sums in float32."""
     hidden, weight, targets = _case(200, 0.2, torch.float32)
     exact = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), (hidden, weight))
     rounded = torch.autograd.grad(

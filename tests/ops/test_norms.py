@@ -1,4 +1,4 @@
-"""Norms over the features of one step are their equations; weights are offsets from 1."""
+"""Norms over the features of one step equal their equations; weights are offsets from 1."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def test_sixteen_bit_inputs_keep_their_dtype_and_use_float32_statistics(norm):
 @pytest.mark.usefixtures("eager_forms")
 @pytest.mark.parametrize("layer", [RMSNorm, LayerNorm])
 def test_a_norm_layer_rounds_what_linear_layers_would_round(layer):
-    """Under autocast its output is already in their dtype, and they give the very numbers they gave of float32; where
-    kernels in C round, it is left to them."""
+    """Under autocast the output has the autocast dtype, and linear layers compute the same as from float32."""
     config = gecko.GeckoConfig.preset("tiny")
     norm, linear = layer(config), torch.nn.Linear(config.model_dim, 5)
     x = _draw(3, 4, config.model_dim).float()

@@ -1,4 +1,4 @@
-"""Linear layers called together, and what they refuse."""
+"""Linear layers that are called together, and inputs that they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``qk_scale_shift`` is its equation, row by row and head by head."""
+"""``qk_scale_shift`` equals its equation, row by row and head by head."""
 
 from __future__ import annotations
 

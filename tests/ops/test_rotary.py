@@ -44,7 +44,7 @@ def test_only_the_first_heads_turn():
 
 
 def test_float32_tables_are_rounded_once():
-    """Angles in float64: at 4 M a float32 angle would be off by a quarter radian."""
+    """Angles are computed in float64: at position 4 M, a float32 angle would be off by a quarter radian."""
     position = torch.tensor([4_000_000])
     exact = rotary_phases(position, DIM, BASE, torch.float64, torch.device("cpu"))
     single = rotary_phases(position, DIM, BASE, torch.float32, torch.device("cpu"))

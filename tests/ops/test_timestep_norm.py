@@ -1,4 +1,4 @@
-"""The timestep norms, decaying and cumulative, keep the laws."""
+"""The timestep norms, decaying and cumulative, satisfy the laws."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_cumulative_statistics_are_those_of_all_features_so_far():
 
 
 def test_decay_norm_of_constant_statistics_is_unbiased_at_every_step():
-    """Steps with one mean and variance are normalised by just these, however few there were: float32 too."""
+    """Steps with equal mean and variance are normalised by exactly these after any number of steps, also in float32."""
     step = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(4))
     x = step.expand(1, 3000, 64) * 3 + 1
     y, _ = timestep_norm(x, None, None, 1, BETAS, 0.0)

@@ -1,4 +1,4 @@
-"""The working memory by both rules keeps the laws."""
+"""The working memory satisfies the laws with both rules."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_query_reads_exactly_the_chunks_before_the_window(rule):
 
 @pytest.mark.parametrize("rule", ["adaptive", "linear"])
 def test_only_the_last_document_of_a_chunk_enters(rule):
-    """A document that starts mid-chunk is remembered from its start on, and nothing before it is."""
+    """A document that starts inside a chunk is stored from its start on; earlier tokens of the chunk are not."""
     q, k, v = _inputs(45)
     v.requires_grad_()
     ids = (torch.arange(45) >= 11).long().unsqueeze(0)
@@ -61,7 +61,7 @@ def test_only_the_last_document_of_a_chunk_enters(rule):
 
 
 def test_adaptive_memory_is_the_equations():
-    """Chunk by chunk as the paper writes it, with every token of the text in one document."""
+    """Compute chunk by chunk as in the paper, with the whole text in one document."""
     q, k, v = _inputs(5 * C)
     chunks = [x.unflatten(2, (-1, C)) for x in (q, k, v)]
     memory, log_z, outputs = torch.zeros(1, 2, 3, 4).double(), None, []
@@ -95,7 +95,7 @@ def test_linear_memory_is_the_delta_rule():
 @pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
 @pytest.mark.parametrize("shift", [0.0, -300.0, 300.0])
 def test_adaptive_memory_is_bounded_however_large_the_keys(shift, packed):
-    """Gradients as well: what a mask hides (padding, other documents) must not overflow behind it."""
+    """Check gradients as well: values that a mask hides (padding, other documents) must not overflow."""
     q, k, v = (x.float().requires_grad_() for x in _inputs(61))
     ids = (torch.arange(61) >= 13).long().unsqueeze(0) if packed else None
     out, state = working_memory(q, 200 * k + shift, v, C, segments=Segments.build(1, 61, segment_ids=ids))

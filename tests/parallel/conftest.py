@@ -1,4 +1,4 @@
-"""Four processes and a small run, for all tests of the engine with several ranks."""
+"""Four processes and a small run, for all tests with several ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_in(corpus: Path, tmp_path: Path) -> Callable[..., Run]:
-    """The small run, 20 steps, in a folder of the given name, with changes; those of ``parallel`` by name."""
+    """Return a function that makes the small run of 20 steps, in a folder of the given name, with changes."""
 
     def make(name: str, *, replicate: int = 1, shard: int | None = None, context: int = 1, **changes: Any) -> Run:
         run = Run(
@@ -51,7 +51,7 @@ def run_in(corpus: Path, tmp_path: Path) -> Callable[..., Run]:
             checkpoint=CheckpointSettings(every=4, keep=2),
             sample=SampleSettings(prompt="red ", tokens=3),
             parallel=ParallelSettings(replicate, shard, context),
-            hang_minutes=2,  # ranks that wait for each other in two places end before the job does, with their stacks
+            hang_minutes=2,  # deadlocked ranks end before the job does, with their stacks
             threads=1,
         )
         return replace(run, **changes)
@@ -60,7 +60,7 @@ def run_in(corpus: Path, tmp_path: Path) -> Callable[..., Run]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests with several ranks run in one worker of pytest-xdist: more processes than cores only wait."""
+    """Run all tests with several ranks in one worker of pytest-xdist: more processes than cores would only wait."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.xdist_group("ranks"))

@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks write: read by any number, joined to one file, whole or passed over."""
+"""Checkpoints of several ranks: any number of ranks reads them, they join to one file, damaged ones are skipped."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def kept(run: Run) -> list[int]:
 
 @pytest.fixture
 def trained(jobs: Jobs, run_in: Callable[..., Run]) -> Run:
-    """Eight steps by two ranks."""
+    """Return a run of eight steps on two ranks."""
     run = run_in("trained", steps=8)
     jobs.run(2, work.train_run, run)
     return run
 
 
 def test_four_ranks_then_two_then_one_then_four(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """The schedule is that of the whole run; each session ends at a SIGTERM."""
+    """The schedule is that of the whole run; SIGTERM ends each session."""
     one, changing = run_in("one"), run_in("changing", checkpoint=CheckpointSettings(every=7, keep=9))
     jobs.run(1, work.train_run, one)
     sessions: list[tuple[int, int | None, dict[str, int]]] = [
@@ -56,7 +56,7 @@ def test_four_ranks_then_two_then_one_then_four(jobs: Jobs, run_in: Callable[...
 
 
 def test_resumed_by_as_many_ranks_it_is_the_same_run_bit_for_bit(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """What a checkpoint holds is what was there when it was begun, though training went on while it was written."""
+    """A checkpoint contains the values at the start of the save, although training continues while it is written."""
     whole, stopped = run_in("whole"), run_in("stopped")
     jobs.run(2, work.train_run, whole)
     results = jobs.run(2, work.resumed_run, stopped, 1, 11)
@@ -73,7 +73,7 @@ def test_resumed_by_as_many_ranks_it_is_the_same_run_bit_for_bit(jobs: Jobs, run
 def test_the_joined_model_has_the_logits_of_the_parts(
     jobs: Jobs, trained: Run, run_in: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """The same weights whoever joins them; and the ranks' own model has their logits."""
+    """Joining by hand and at the end of training gives equal weights, whose logits equal those of the sharded model."""
     checkpoint = latest_checkpoint(checkpoints_folder(trained))
     assert checkpoint is not None
     write_model(checkpoint, tmp_path / "joined")
@@ -82,7 +82,7 @@ def test_the_joined_model_has_the_logits_of_the_parts(
     assert torch.equal(joined, at_end)
     for logits in jobs.run(4, work.logits_of_checkpoint, run_in("x", replicate=2), checkpoint, tokens):
         torch.testing.assert_close(logits, joined, rtol=1e-5, atol=1e-5)
-    # And back: one process goes on from the parts, and other ranks from its one file.
+    # Then one process resumes from the parts, and other ranks resume from its file.
     longer = replace(trained, steps=10)
     assert train(longer, resume=True).step == 10
     longest = replace(trained, steps=12)
@@ -90,7 +90,7 @@ def test_the_joined_model_has_the_logits_of_the_parts(
 
 
 def test_a_tied_model_is_joined(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """At the end of its run too; what embedding and head share is written once."""
+    """Also at the end of its run. The weight shared by embedding and head is written once."""
     run = run_in("tied", steps=2, model=replace(BYTE_MODEL, tie_embedding=True))
     jobs.run(2, work.train_run, run)
     checkpoint = latest_checkpoint(checkpoints_folder(run))
@@ -103,7 +103,7 @@ def test_a_tied_model_is_joined(jobs: Jobs, run_in: Callable[..., Run]) -> None:
 
 
 def test_killed_while_joining_the_checkpoint_stays_sound(trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after the model's files are written and before the manifest says so."""
+    """The kill comes after the model's files are written and before the manifest lists them."""
     checkpoint = latest_checkpoint(checkpoints_folder(trained))
     assert checkpoint is not None
     unjoin(checkpoint)
@@ -120,7 +120,7 @@ def test_killed_while_joining_the_checkpoint_stays_sound(trained: Run, monkeypat
 
 
 def unjoin(checkpoint: Path) -> None:
-    """As the ranks left it."""
+    """Restore the checkpoint as the ranks wrote it."""
     (checkpoint / "model.safetensors").unlink()
     write_manifest(checkpoint, {k: v for k, v in read_manifest(checkpoint).items() if k != "model.safetensors"})
 

@@ -1,4 +1,4 @@
-"""Compiled blocks whose text is divided among ranks: what they exchange is not for the compiler."""
+"""Compiled blocks with context parallelism: the compiler does not trace the exchanges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gecko.train import Run
 
 
 def test_compiled_steps_on_context_ranks_are_those_of_plain_ones(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """In float64: loss, gradient norm and every parameter after two steps, on both ranks."""
+    """Compare loss, gradient norm and every parameter after two steps, in float64, on both ranks."""
     model = replace(run_in("x").model, num_layers=1)
     plain = run_in("plain", context=2, model=model)
     runs = [plain, replace(plain, activation_checkpointing="full")]

@@ -1,4 +1,4 @@
-"""Sharded is single: what ranks that share rows compute is what one device computes, gradients and states too."""
+"""Ranks that share rows compute what one device computes, including gradients and states."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_sharded_parameters_and_rows_are_one_device(processes, variant, checkpoi
     ("length", "read", "piece", "ranks"), [(200, 0, 16, 4), (203, 13, 8, 4), (70, 0, 64, 2), (5, 3, 8, 4)]
 )
 def test_a_text_read_by_several_ranks(processes, variant, length, read, piece, ranks):
-    """Of any length, after any state, every rank ends with what one rank has."""
+    """For any length and initial state, every rank ends with the logits and state that one rank computes."""
     for answer in processes.run(prefill, variant, length, read, piece, ranks):
         for name, wanted in answer["alone"].items():
             assert_same(answer["shared"][name], wanted, name)

@@ -1,4 +1,4 @@
-"""What ranks work out of each other's records is what one device sees in the whole rows."""
+"""The document layout that ranks derive from each other's records equals the layout of the whole rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ calls = st.fixed_dictionaries(
 
 
 def call(ranks, chunks, chunk, rate, seed, read, ids):
-    """The whole call's documents, every rank's part, and the clock before it."""
+    """Return the documents of the whole call, the part of each rank, and the segment ids."""
     generator, length, batch = torch.Generator().manual_seed(seed), ranks * chunks * chunk, 3
     segment_ids = (torch.rand(batch, length, generator=generator) < rate).long().cumsum(1) if ids else None
     clock = None
@@ -41,7 +41,7 @@ def test_each_rank_knows_where_it_stands(drawn):
     size = drawn["chunks"] * drawn["chunk"]
     for rank, part in enumerate(parts):
         assert torch.equal(part.clock.position, whole.clock.position + rank * size)
-        # Rank 0 of a fresh call has no clock, and the first document its own first token's id.
+        # Rank 0 of a call without a state has no clock; its first document has the id of its first token.
         fresh = rank == 0 and drawn["read"] is None
         own = None if ids is None else ids[:, rank * size : (rank + 1) * size]
         here = Segments.build(3, size, segment_ids=own, clock=None if fresh else part.clock)
@@ -71,7 +71,7 @@ def test_each_rank_knows_how_far_back_its_document_reaches(drawn):
                 held = [t for t in range(other * size, (other + 1) * size) if start_of_call + t >= running]
                 earlier = max(0, start_of_call - running) if other == 0 else 0
                 assert int(counts[before, row]) == len(held) + earlier
-                # The document at the end of the last chunk but one before this rank's first token.
+                # The document that holds the last token before the chunk that precedes this rank's part.
                 at = rank * size - chunk - 1
                 began = starts[at] if at >= 0 else int(whole.clock.document_start[row])
                 end = start_of_call + (other + 1) * size

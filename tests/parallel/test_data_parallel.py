@@ -1,4 +1,4 @@
-"""Training on several ranks is training on one, and a wrong arrangement of ranks is refused by all."""
+"""Training on several ranks equals training on one, and all ranks refuse an invalid mesh."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_steps_on_ranks_are_steps_on_one(jobs: Jobs, run_in: Callable[..., Run], mesh: str) -> None:
-    """In float64: loss, gradient norm and, after three steps of AdamW, every parameter; on every rank."""
+    """Compare loss, gradient norm and, after three steps of AdamW, every parameter, in float64 on every rank."""
     ranks, sizes = MESHES[mesh]
     model = replace(run_in("x").model, tie_embedding=mesh == "shard-4")
     ((expected,),) = jobs.run(1, work.exact_steps, [run_in("one", model=model)], 3)
@@ -94,7 +94,7 @@ def test_accumulation_exchanges_gradients_once(jobs: Jobs, run_in: Callable[...,
 
 @pytest.mark.parametrize("mesh", ["shard-2", "context-2", "shard-4", "shard-2-context-2"])
 def test_held_out_loss_is_that_of_one_process(jobs: Jobs, run_in: Callable[..., Run], mesh: str) -> None:
-    """Also where the rows do not come out even, or are fewer than the ranks."""
+    """Also if the rows do not divide evenly, or are fewer than the ranks."""
     ranks, sizes = MESHES[mesh]
     cases = [(1, 2), (5, 2), (8, 1)]
     (expected,) = jobs.run(1, work.evaluations, run_in("x"), cases)
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_said_by_the_first_rank_and_ends_all(
 
 
 def test_replicas_stay_the_same_where_their_sums_round_otherwise(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """By their own norms they would clip by their own factors, and drift apart."""
+    """With its own norm each replica would clip by its own factor, and the replicas would diverge."""
     first, *others = (found for (found,) in jobs.run(4, work.steps_of_replicas_that_round, [run_in("x", replicate=2)]))
     for other in others:
         assert other["curve"] == first["curve"]
@@ -161,7 +161,7 @@ def test_replicas_stay_the_same_where_their_sums_round_otherwise(jobs: Jobs, run
 def test_each_rank_says_what_its_device_lacks(
     run_in: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """Where there are fewer GPUs than ranks, the first one's is there."""
+    """With fewer GPUs than ranks, the first rank has its GPU and cannot report the error for the others."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: rank)
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 8)):
         monkeypatch.setenv(name, str(value))
@@ -170,7 +170,7 @@ def test_each_rank_says_what_its_device_lacks(
 
 
 def test_every_group_has_the_limit_of_the_run(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """PyTorch's own, 10 minutes for NCCL, would end a run before its watchdog wrote stacks."""
+    """PyTorch's default, 10 minutes for NCCL, would end a run before its watchdog writes stacks."""
     for limits in jobs.run(4, work.time_limits, run_in("x"), 77):
         assert len(limits) >= 5 and set(limits) == {77}
 

@@ -1,4 +1,4 @@
-"""What fails on one rank ends all of them, at once: the first says why, the others exit with code 2."""
+"""A failure on one rank ends all ranks at once: the first prints the reason, the others exit with code 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gecko.train.checkpointer import checkpoints_folder
 
 
 def refused(answers: list[Answer]) -> str:
-    """What the first rank says, where the second one leaves it to it."""
+    """Return the first rank's error, after a check that the second rank exits with code 2."""
     first, second = answers
     assert first.error is not None and second.error == "SystemExit: 2", (first.trace, second.trace)
     return first.error
@@ -31,7 +31,7 @@ def test_a_checkpoint_that_cannot_be_begun(jobs: Jobs, run_in: Callable[..., Run
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_checkpoint_that_one_rank_cannot_read(jobs: Jobs, run_in: Callable[..., Run], rank: int) -> None:
-    """It is passed over by both for the one before."""
+    """Both ranks skip it and use the one before."""
     run = run_in("x", steps=8)
     jobs.run(2, work.train_run, run)
     first, second = jobs.run(2, work.run_with_an_unreadable_checkpoint, run, rank, "step-00000008")
@@ -40,7 +40,7 @@ def test_a_checkpoint_that_one_rank_cannot_read(jobs: Jobs, run_in: Callable[...
 
 
 def test_steps_that_fail_on_all_ranks_while_a_checkpoint_is_written(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """It is written to its end."""
+    """The checkpoint is completed."""
     run = run_in("x", max_skips=2)
     poison = "blocks.1.feed_forward.fc2", 1, range(6, 20), float("nan")
     said = refused(jobs.answers(2, work.poisoned_run_on_a_slow_disk, run, *poison))
@@ -49,7 +49,7 @@ def test_steps_that_fail_on_all_ranks_while_a_checkpoint_is_written(jobs: Jobs, 
 
 
 def test_a_step_that_fails_on_one_rank_while_a_checkpoint_is_written(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """It is written to its end; then the one that failed is gone, and the other one sees it."""
+    """The checkpoint is completed. Then the failed rank exits, and the other one reports the closed connection."""
     run = run_in("x")
     first, second = jobs.answers(2, work.failing_run_on_a_slow_disk, run, 1, 6)
     assert first.error is not None and "losed by peer" in first.error

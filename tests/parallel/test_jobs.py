@@ -1,4 +1,4 @@
-"""The processes of these tests: some that die or hang end their job, and not those to come."""
+"""The worker processes of these tests: processes that die or hang end their job but not later jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.jobs import Jobs
 @pytest.fixture(scope="module")
 def two() -> Iterator[Jobs]:
     jobs = Jobs(2)
-    jobs.run(2, os.getpid)  # they have started
+    jobs.run(2, os.getpid)  # waits until they have started
     yield jobs
     jobs.close()
 

@@ -1,4 +1,4 @@
-"""Processes whose parent was killed end by themselves."""
+"""Processes whose parent was killed end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 
 def alive(process: int) -> bool:
-    """Not a zombie, which nobody may wait for in a container."""
+    """Return whether the process runs. A zombie, which a container may never reap, does not count."""
     try:
         state = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -44,7 +44,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="pr
 
 @needs_proc
 def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
-    """Else they would train on, unseen, to the end."""
+    """Otherwise they would train to the end, unnoticed."""
     text, out = tmp_path / "texts", tmp_path / "run"
     text.mkdir()
     for number in range(9):

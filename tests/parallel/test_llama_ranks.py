@@ -1,4 +1,4 @@
-"""A Llama on several ranks is a Llama on one: steps, checkpoints, the joined model."""
+"""Training a Llama on several ranks equals training on one: steps, checkpoints, the joined model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def losses(run: Run) -> np.ndarray:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_steps_on_ranks_are_steps_on_one(jobs: Jobs, run_in: Callable[..., Run], mesh: str) -> None:
-    """In float64: loss, gradient norm and, after three steps of AdamW, every parameter; on every rank."""
+    """Compare loss, gradient norm and, after three steps of AdamW, every parameter, in float64 on every rank."""
     ranks, sizes = MESHES[mesh]
     model = replace(CONFIG, tie_embedding=mesh == "shard-4")
     ((expected,),) = jobs.run(1, work.exact_steps, [run_in("one", model=model)], 3)
@@ -54,7 +54,7 @@ def test_steps_on_ranks_are_steps_on_one(jobs: Jobs, run_in: Callable[..., Run],
 
 
 def test_two_ranks_then_four_then_one(jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path) -> None:
-    """Sharded checkpoints are resumed by other numbers, and the joined model is the one that was trained."""
+    """Other numbers of ranks resume from sharded checkpoints, and the joined model is the trained one."""
     checkpoint = CheckpointSettings(every=7, keep=9)
     one, changing = run_in("one", model=CONFIG), run_in("changing", model=CONFIG, checkpoint=checkpoint)
     (expected,) = jobs.run(1, work.train_run, one)

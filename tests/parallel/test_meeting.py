@@ -1,4 +1,4 @@
-"""Ranks of one start find each other, whatever an earlier start left behind."""
+"""Ranks of one job find each other, whatever an earlier job left in the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT = timedelta(seconds=20)
 
 
 def start(store: dist.Store, world: int, seed: int) -> list[str]:
-    """All ranks of a start, in any order: what each reads where the first wrote, in the store they agreed on."""
+    """Start all ranks with random delays; return the address that each one reads in the store they agreed on."""
     choose = random.Random(seed)
     delays = [choose.uniform(0, 0.1) for _ in range(world)]
     found: list[str] = [""] * world

@@ -1,4 +1,4 @@
-"""Ranks that are stopped, poisoned, hung or killed: all do the same, and nothing is lost."""
+"""If a rank is stopped, poisoned, hung or killed, all ranks do the same, and no training is lost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_too_many_skips_end_all_ranks_and_one_says_so(jobs: Jobs, run_in: Callab
 
 
 def test_a_spike_on_one_rank_is_skipped_by_all(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """Were it skipped by one rank only, their parameters would differ from then on, and all later losses."""
+    """If only one rank skipped the step, the parameters and all later losses would differ between ranks."""
     run = run_in("x", steps=14, skip=SkipSettings(deviations=6, window=12))
     jobs.run(2, work.poisoned_run, run, "final_norm", 1, range(12, 13), 300.0)
     skipped = {record["step"]: record["skipped"] for record in records(run) if "skipped" in record}
@@ -98,7 +98,7 @@ train(run, resume=True)
 
 
 def torchrun(*command: str) -> tuple[int, str, str]:
-    """Exit code and output of two ranks; none of its processes is left. On a busy machine more of them hang."""
+    """Return exit code and output of two ranks, and check that no process is left."""
     options = ["--nproc-per-node=2", "--max-restarts=5", "--monitor-interval=0.1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *options, *command],
@@ -114,7 +114,7 @@ def torchrun(*command: str) -> tuple[int, str, str]:
 
 
 def test_hung_and_killed_ranks_come_back_by_themselves(jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path) -> None:
-    """Under torchrun: one rank stands still until the watchdog ends all, later one is killed; the run is the same."""
+    """Under torchrun a rank hangs until the watchdog ends all, and later one is killed; the run is the same."""
     changes = {"evaluation": EvaluationSettings(every=50, rows=2, final_rows=2), "steps": 14}
     whole, faulty = (run_in(name, **changes) for name in ("whole", "faulty"))
     jobs.run(2, work.train_run, whole)

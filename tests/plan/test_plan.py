@@ -1,4 +1,4 @@
-"""Plans agree with what small runs were measured to take."""
+"""Plans agree with measurements of small runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_flops_of_recomputation(mode: Literal["selective", "full"]) -> None:
 
 
 def counted_flops(config: gecko.GeckoConfig, length: int, mode: Literal["none", "selective", "full"] = "none") -> int:
-    """Of one row, forward and backward."""
+    """Return the FLOPs of one row, forward and backward."""
     model, tokens = gecko.Gecko(config), torch.zeros(1, length, dtype=torch.int64)
     model.activation_checkpointing = mode
 
@@ -90,7 +90,7 @@ def kept_by_block(config: gecko.GeckoConfig, length: int, bfloat16: bool) -> int
 
 
 def kept_bytes(module: torch.nn.Module, work: Any) -> int:
-    """Bytes that ``work`` saves for its backward pass, the module's parameters not counted."""
+    """Return the number of bytes that ``work`` saves for its backward pass, without the module's parameters."""
     storages = {parameter.untyped_storage().data_ptr(): 0 for parameter in module.parameters()}
     alive = []
 
@@ -115,7 +115,7 @@ def test_recomputed_activations() -> None:
         kept_bytes(model, lambda length=length: model.hidden(torch.zeros(1, length, dtype=torch.int64)))
         for length in (256, 512)
     )
-    # The final norm, which is no block, keeps its input and statistics too.
+    # The final norm is not in a block; it keeps its input and statistics too.
     final = 4 * (config.model_dim + 9 * config.timestep_groups) + 8
     assert (long - short) / 256 - final == pytest.approx(kept_by_model(config, 4, "full"), rel=0.05)
 
@@ -137,7 +137,7 @@ def test_state_on_one_gpu_is_exact(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 def test_state_divided_among_gpus_is_what_fsdp_gives_the_first(ranks: int) -> None:
-    """It cuts as torch.chunk does, along the first dimension."""
+    """FSDP splits along the first dimension, as torch.chunk does; the first rank has the largest part."""
     config = config_of({})
     numbers = 0
     for parameter in gecko.Gecko(config).parameters():
@@ -168,7 +168,7 @@ def test_traffic_of_one_gpu_is_none_and_grows_as_rings_do() -> None:
     assert sent(1, 4, 1)["reduce gradients"] == 3 / 4 * groups.gradients
     assert sent(8, 4, 1)["sum over replicas"] == 2 * 7 / 8 * groups.gradients / 4
     assert sent(1, 1, 2)["context exchange"] == 3 * 2 * 3 * counts_of(config).context_bytes(2, 2)
-    # Counted over gloo: benchmarks/results/context_exchange.md.
+    # Measured with gloo: benchmarks/results/context_exchange.md.
     tiny = counts_of(gecko.GeckoConfig.preset("tiny"))
     assert [tiny.context_bytes(4, ranks) for ranks in (2, 4)] == [180_768, 296_544]
     wide = traffic(config, groups, MeshSizes(1, 16, 1), gpu, parts=1, rows=1, itemsize=2, forwards=1)

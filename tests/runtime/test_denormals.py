@@ -1,4 +1,4 @@
-"""Denormal numbers are zero within the context, in the threads that PyTorch starts there too, and nowhere after it."""
+"""Denormal numbers are flushed to zero within the context only, also in the threads that PyTorch starts there."""
 
 from __future__ import annotations
 

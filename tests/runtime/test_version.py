@@ -1,4 +1,4 @@
-"""The commit is that of a checkout that tracks the file, and of no other."""
+"""The commit of the version is that of a checkout that tracks the file; otherwise there is none."""
 
 from __future__ import annotations
 

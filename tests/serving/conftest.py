@@ -1,4 +1,4 @@
-"""A small model, and real servers of it on loopback."""
+"""A small model, and real servers of it on the loopback interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = gecko.GeckoConfig(
 
 @pytest.fixture(scope="session")
 def model() -> gecko.Gecko:
-    """It writes letters only, so that texts never end by themselves and are the same however they are decoded."""
+    """Return a model that writes letters only, so that texts never end early and do not depend on decoding."""
     torch.manual_seed(0)
     model = gecko.Gecko(CONFIG)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer whose words begin with their space, as those of SentencePiece do."""
+    """Return a tokenizer whose words start with a space, as those of SentencePiece do."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -57,14 +57,14 @@ StartServer = Callable[..., Site]
 
 @pytest.fixture
 def start(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[StartServer]:
-    """Starts a server with options of its own."""
+    """Return a function that starts a server with its own options."""
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(serving(model, tokenizer, tmp_path, **options))
 
 
 @pytest.fixture(scope="module")
 def site(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The server that most tests share."""
+    """Return the server that most tests share."""
     limits = Limits(rows=4, queue=40, body_bytes=200_000, prompt_tokens=50_000)
     states = tmp_path_factory.mktemp("states")
     with serving(model, tokenizer, states, limits=limits, prefix_cache_bytes=1 << 20, states=states) as site:

@@ -1,4 +1,4 @@
-"""Real servers of a small model, on loopback."""
+"""Real servers of a small model, on the loopback interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gecko.serving.server import Options, Server, build_service, open_socket
 from gecko.serving.service import Service
 
 OK = {"prompt": "abc", "max_tokens": 3}
-"""A request that is answered."""
+"""A valid request."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Site:
         return httpx2.post(f"{self.url}{path}", timeout=60, **options)
 
     def numbers(self) -> dict[str, float]:
-        """All of ``/metrics``, by name with labels."""
+        """Return all values of ``/metrics``, by name with labels."""
         lines = httpx2.get(f"{self.url}/metrics").text.splitlines()
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
     def wait_until_idle(self) -> None:
-        """Until no row, no place in the queue and no request is left; fails if that does not come about."""
+        """Wait until no row, no place in the queue and no request is left; fail if this does not happen in time."""
         until(lambda: self.numbers()["gecko_rows_active"] + self.numbers()["gecko_queue_length"] == 0)
         until(lambda: self.service.admission.taken == 0)
 

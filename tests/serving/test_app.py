@@ -1,4 +1,4 @@
-"""The server as OpenAI's own client sees it."""
+"""The server, tested with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
 
 
 def alone(model: gecko.Gecko, ids: list[int], tokens: int, **options: Any) -> str:
-    """What ``gecko.generate`` writes; the server must write the same."""
+    """Return the text of ``gecko.generate``; the server must return the same."""
     return bytes(gecko.generate(model, ids, max_new_tokens=tokens, **options).tokens[0]).decode()
 
 
@@ -64,7 +64,7 @@ def test_every_form_of_a_prompt(site: Site, model: gecko.Gecko) -> None:
 def test_a_word_keeps_its_space_where_text_stands_before_it(
     model: gecko.Gecko, spaced: Tokenizer, tmp_path: Path, prompt: Any, expected: str
 ) -> None:
-    """As when prompt and new text are decoded in one."""
+    """The result equals that of decoding prompt and new text together."""
     with serving(model, spaced, tmp_path) as site:
         choice = site.post(json={"prompt": prompt, "max_tokens": 1, "logit_bias": {"5": 100}}).json()["choices"][0]
     assert choice["text"] == expected
@@ -175,7 +175,7 @@ def test_chat(site: Site, model: gecko.Gecko) -> None:
 
 
 def test_an_answer_may_be_sent_back(site: Site) -> None:
-    """As OpenAI's client writes it, with fields that hold nothing."""
+    """OpenAI's client writes it with empty fields."""
     question: Any = {"role": "user", "content": "Hi", "name": "me"}
     first = site.openai.chat.completions.create(messages=[question], max_tokens=3, **GREEDY).choices[0].message
     said: Any = {**first.model_dump(), "annotations": []}
@@ -186,7 +186,7 @@ def test_an_answer_may_be_sent_back(site: Site) -> None:
 
 
 def test_the_answer_ends_where_the_user_would_speak(site: Site) -> None:
-    bias = {"10": 100}  # line breaks, and nothing else
+    bias = {"10": 100}  # line breaks only
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "logit_bias": bias, **GREEDY}
     assert site.openai.chat.completions.create(max_tokens=5, **asked).choices[0].message.content == "\n" * 5
 
@@ -279,7 +279,7 @@ def test_saved_states(start: StartServer, model: gecko.Gecko, tmp_path: Path) ->
 
 
 def test_a_replaced_state_is_read_anew_whatever_its_date(model: gecko.Gecko, tmp_path: Path) -> None:
-    """All states of a model have one size, and copies may keep the date of what they are copies of."""
+    """All states of a model have the same size, and a copy may keep the modification time of the original."""
     states = SavedStates(tmp_path)
     for prompt in ("one", "another"):
         gecko.generate(model, document(prompt), max_new_tokens=0).state.save(tmp_path / "book.state")
@@ -318,7 +318,7 @@ def test_states_that_cannot_be_used(start: StartServer, model: gecko.Gecko, tmp_
 
 
 def test_texts_are_cut_where_characters_end(site: Site, tokenizer: Tokenizer) -> None:
-    """Bytes of a character that is never complete come as U+FFFD, at the end and once."""
+    """Bytes of an incomplete character become one U+FFFD, at the end."""
     asked = {"prompt": "abc", "max_tokens": 1, "logit_bias": {"226": 100}, "logprobs": 1, **GREEDY}
     (chunk,) = site.openai.completions.create(stream=True, **asked)
     assert chunk.choices[0].text == "\ufffd"
@@ -326,7 +326,7 @@ def test_texts_are_cut_where_characters_end(site: Site, tokenizer: Tokenizer) ->
 
 
 def test_the_server_stays_well(site: Site) -> None:
-    """Runs last: nothing that the tests above sent has left a trace."""
+    """Runs last: the requests of the tests above have left no trace."""
     site.wait_until_idle()
     assert httpx2.get(f"{site.url}/health").status_code == 200
     until(lambda: site.numbers()["gecko_rows_active"] == 0)

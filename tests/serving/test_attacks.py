@@ -39,12 +39,12 @@ ANSWERS = {
     "100 streams": {"not read"},
     "100 answers": {"not read"},
 }
-"""By the beginning of an attack's name, what it may get."""
+"""Allowed responses, by the beginning of an attack's name."""
 
 
 @pytest.fixture(scope="module")
 def attacked(model: gecko.Gecko, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[psutil.Process, int]]:
-    """A real server, in a process of its own, of a model that reads fast."""
+    """Yield a real server in a separate process; its model reads fast."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     model.save(folder)
@@ -59,7 +59,7 @@ def test_health_answers_and_memory_is_bounded(attacked: tuple[psutil.Process, in
     seen = watch(process, port, attack)
     settle(port)
     if seen.slowest > LONGEST:
-        # Others may use the machine's processors for a moment; a server that waits does so each time.
+        # Other processes may use the processors for a moment; a server that blocks is slow every time.
         seen = watch(process, port, attack)
         settle(port)
     assert not seen.failures

@@ -1,4 +1,4 @@
-"""Conversations become prompts as the model's template says, and no message can pretend to be another."""
+"""Conversations become prompts by the model's template, and a message cannot imitate another role."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def messages(*spoken: tuple[str, str]) -> list[Message]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer with a chat template beside it."""
+    """Return a byte-level BPE tokenizer with a chat template beside it."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -70,7 +70,7 @@ def template(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def spell(tokenizer: Tokenizer, ids: list[int]) -> list[str | int]:
-    """Text between special tokens, and their ids."""
+    """Return the texts between special tokens, and the ids of special tokens."""
     parts: list[Any] = [[]]
     for index in ids:
         if index in tokenizer.special_ids:
@@ -95,7 +95,7 @@ def test_a_template_writes_special_tokens(template: TemplateChat, tokenizer: Tok
 )
 @given(data=st.data())
 def test_messages_hold_text_only_whatever_special_tokens_look_like(specials: list[str], data: st.DataObject) -> None:
-    """They may overlap, hold one another, or have one character."""
+    """Special tokens may overlap, contain one another, or consist of one character."""
     parts = [*specials, *"".join(specials), "\ue000", "\U000f0000", "x"]
     content = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=8)))
     template = specials[0] + "{{ messages[0].content }}x{{ eos_token }}" + specials[-1]
@@ -114,7 +114,7 @@ def test_messages_hold_text_only(template: TemplateChat, tokenizer: Tokenizer, p
 
 
 def test_an_answer_ends_where_the_template_closes_a_turn(folder: Path, tmp_path: Path) -> None:
-    """Also where a document ends otherwise."""
+    """Also if documents end with another token."""
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|endoftext|>"}))
     shutil.copy(folder / "tokenizer.json", tmp_path)
@@ -154,7 +154,7 @@ def test_several_templates_without_a_default_are_refused(tmp_path: Path) -> None
 def test_a_tokenizer_of_the_hub_brings_its_template(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file comes alone, when it is asked for."""
+    """Each file is downloaded separately, when it is needed."""
     from huggingface_hub.errors import EntryNotFoundError
 
     shutil.copytree(folder, tmp_path / "hub")
@@ -209,7 +209,7 @@ def test_the_folder_one_stands_in_is_not_the_tokenizers(tmp_path: Path, monkeypa
 
 
 def test_the_plain_format_grows_at_its_end() -> None:
-    """What was read of a conversation is the beginning of all that follows, so that a prefix cache helps."""
+    """The prompt of a conversation is a prefix of all later ones, so that a prefix cache helps."""
     plain = PlainChat(load_tokenizer("bytes"))
     asked = [("system", "Be short."), ("user", "Hi")]
     first = plain.encode(messages(*asked))

@@ -1,4 +1,4 @@
-"""Many clients, clients that go away, and a server that ends: no place is lost, nobody waits for nothing."""
+"""Many clients, clients that disconnect, and a server that stops: no place is lost, and no client waits in vain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rows(site: Site) -> float:
 
 @contextmanager
 def asking(site: Site, **asked: Any) -> Iterator[None]:
-    """Within the block, a client waits for its answer; at the end of the block it goes away."""
+    """Keep a client waiting for its response within the block; at the end of the block it disconnects."""
     host, port = site.url.removeprefix("http://").split(":")
     body = json.dumps({**LONG, **asked}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -59,7 +59,7 @@ def test_a_client_that_goes_away_frees_its_row(site: Site, stream: bool) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_while_it_waits_frees_its_place(site: Site, stream: bool) -> None:
-    """Nothing is sent to it that could fail, and still it is noticed."""
+    """The server notices although it sends nothing that could fail."""
     with asking(site, n=4):
         until(lambda: rows(site) == 4)
         with asking(site, n=5, stream=stream):
@@ -70,7 +70,7 @@ def test_a_client_that_goes_away_while_it_waits_frees_its_place(site: Site, stre
 
 
 def test_disconnects_at_random_moments_leave_nothing(site: Site) -> None:
-    """And those that stay get what they get alone."""
+    """Clients that stay get what they get alone."""
     chance = random.Random(0)
     expected = site.post(json={**LONG, "max_tokens": 60}).json()["choices"][0]["text"]
 
@@ -96,7 +96,7 @@ def test_disconnects_at_random_moments_leave_nothing(site: Site) -> None:
 
 
 async def call(app: ASGIApp, send: Send, **asked: Any) -> None:
-    """A request without a socket: ``send`` gets the answer, and the client stays until it has all."""
+    """Send a request without a socket: ``send`` gets the response, and the client stays until it is complete."""
     incoming: asyncio.Queue[Any] = asyncio.Queue()
     incoming.put_nowait({"type": "http.request", "body": json.dumps({**LONG, **asked}).encode()})
     scope = {
@@ -108,7 +108,7 @@ async def call(app: ASGIApp, send: Send, **asked: Any) -> None:
 
 
 def test_ten_thousand_requests_at_once(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """As many as there are places are served, all others are told to come later."""
+    """As many as there are places are served; all others are refused for now."""
     limits = Limits(rows=8, queue=92)
     service = build_service(model, tokenizer, tmp_path, Options("small", limits))
     app = create_app(service)
@@ -149,7 +149,7 @@ def test_the_queue_is_full(start: StartServer) -> None:
 def test_a_client_that_stops_reading_has_its_place_no_longer_than_others(
     model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stays connected, and its full buffer takes nothing more of the stream."""
+    """It stays connected, and its full buffer accepts no more of the stream."""
     monkeypatch.setattr("gecko.serving.app._SENDING_SECONDS", 0.1)
     service = build_service(model, tokenizer, tmp_path, Options("small", Limits(rows=1, queue=0, seconds=0.5)))
     told: list[Any] = []

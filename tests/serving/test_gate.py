@@ -1,4 +1,4 @@
-"""What is refused before a body is read, and connections that make the server wait."""
+"""Requests that are refused before their body is read, and connections that make the server wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BODY = json.dumps(OK).encode()
 
 
 def talk(site: Site, message: bytes) -> bytes:
-    """What the server sends until it closes the connection."""
+    """Return what the server sends until it closes the connection."""
     host, port = site.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 20) as connection:
         connection.sendall(message)
@@ -31,7 +31,7 @@ def talk(site: Site, message: bytes) -> bytes:
 
 @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/v1/completions"])
 def test_names_of_other_sites_are_refused(site: Site, path: str) -> None:
-    """A page may have its own name resolve to this machine."""
+    """A page may let its own name resolve to this machine."""
     for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "127.0.0.1@evil.example"):
         check_error(httpx2.get(site.url + path, headers={"Host": host}), 403, "--allowed-host")
     for origin in ("http://evil.example", "null", "http://localhost:1", "file://", "http://[", "http://127.0.0.1.evil"):
@@ -73,7 +73,7 @@ def test_which_names_are_the_servers(
 
 
 def test_two_lengths_of_one_body_are_refused(site: Site) -> None:
-    """A proxy may go by the other one, and take the rest for the next request."""
+    """A proxy may use the other one, and take the rest for the next request."""
     chunked = b"Transfer-Encoding: chunked\r\n"
     for lengths in (b"Content-Length: 5\r\n" + chunked, b"Content-Length: 5\r\nContent-Length: 6\r\n"):
         for path in (b"/health", b"/v1/completions"):
@@ -103,13 +103,13 @@ def test_a_long_header_is_refused(site: Site) -> None:
     try:
         told = talk(site, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 100_000 + b"\r\n")
     except ConnectionResetError:
-        # Its rest was still on the way when the connection ended.
+        # The connection ended while the rest of the header was still being sent.
         return
     assert told[:12] in (b"HTTP/1.1 400", b"")
 
 
 def test_a_body_that_is_not_needed_is_not_kept(start: StartServer) -> None:
-    """Nor waited for: the answer comes before it, and the connection ends soon after."""
+    """Nor waited for: the response is sent before the body arrives, and the connection ends soon after."""
     site = start(limits=Limits(body_seconds=0.3), api_key="secret")
     for path, status in (("/health", 405), ("/nothing", 404), ("/v1/completions", 401)):
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000000\r\n\r\n".encode()
@@ -175,7 +175,7 @@ def test_models_lists_states_that_answer(start: StartServer, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_reads_nothing_is_disconnected(start: StartServer, stream: bool) -> None:
-    """Its memory counts as long as its answer is not sent."""
+    """Its memory counts until its response is sent."""
     site = start(limits=Limits(body_seconds=2))
     asked = {"prompt": "\0" * 20_000, "n": 40, "echo": True, "max_tokens": 1, "stream": stream}
     body = json.dumps(asked).encode()

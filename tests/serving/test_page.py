@@ -1,4 +1,4 @@
-"""The page at ``/`` in a real browser, without one it is skipped."""
+"""The page at ``/`` in a real browser; skipped if no browser is installed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """It fails at any error of the script, and at any request to another place."""
+    """Open a page; fail at any error of the script, and at any request to another host."""
     page = browser.new_page(viewport={"width": 1200, "height": 760})
     page.set_default_timeout(PATIENCE * 1000)
     wrong: list[str] = []
@@ -49,7 +49,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 def shows(page: Any, place: str, text: str | re.Pattern[str]) -> None:
-    """Waits until it does."""
+    """Wait until the page shows the text."""
     from playwright.sync_api import expect
 
     expect(page.locator(place)).to_have_text(text, timeout=PATIENCE * 1000)

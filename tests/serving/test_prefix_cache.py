@@ -1,4 +1,4 @@
-"""What the cache gives is the state after those very tokens, and it never holds more than it may."""
+"""The cache returns the state after exactly the given tokens, and never exceeds its budget."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def text(length: int, seed: int = 0) -> Tensor:
 
 
 class Notes:
-    """A cache beside a record of all that was ever put in."""
+    """A cache, and a record of all states that were ever stored in it."""
 
     def __init__(self, model: gecko.Gecko, states: int) -> None:
         self.model, self.size = model, model.empty_state().num_bytes
         self.cache, self.written = PrefixCache(states * self.size), {}
 
     def read(self, tokens: Tensor, name: str = "model") -> int:
-        """Read a prompt as the engine would; how much was known of it."""
+        """Read a prompt as the engine would; return how many of its tokens the cache knew."""
         prefix = self.cache.find(name, tokens, CHUNK, PIECE)
         if prefix.state is None:
             assert prefix.length == 0
@@ -45,7 +45,7 @@ class Notes:
         return prefix.length
 
     def _state(self, border: int, name: str, tokens: Tensor) -> GeckoState:
-        """A state that can be told from all others, by its segment id."""
+        """Return a state with a unique segment id."""
         number = self.written.setdefault((name, tuple(tokens[:border].tolist())), len(self.written))
         state = self.model.empty_state().map(torch.clone)
         state.clock.position.fill_(border)
@@ -152,7 +152,7 @@ def test_a_hit_changes_no_token(
     texts = [torch.cat([text(length, seed), text(more, 9)]) for seed, length, more in prompts]
     cache = PrefixCache(states * model.empty_state().num_bytes)
     cached, plain = Engine(model, rows=rows, piece=piece, prefix_cache=cache), Engine(model, rows=rows, piece=piece)
-    penalised = Sampling(0.9, repetition_penalty=1.3)  # it sees the tokens that were not read again, too
+    penalised = Sampling(0.9, repetition_penalty=1.3)  # it also depends on the tokens that were not read again
     for sampling in (Sampling(0.9), penalised, penalised):
         for found, expected in zip(run(cached, texts, sampling), run(plain, texts, sampling), strict=True):
             assert [token for token, _ in found] == [token for token, _ in expected]

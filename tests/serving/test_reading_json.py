@@ -1,4 +1,4 @@
-"""JSON that is read in steps is what the library reads in one, and stays within bounds."""
+"""JSON that is parsed in steps equals that of the standard library, and bounds are enforced."""
 
 from __future__ import annotations
 

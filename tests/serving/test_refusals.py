@@ -1,4 +1,4 @@
-"""What clients may not ask for is refused with a reason, and touches nobody."""
+"""Invalid requests are refused with a reason, and do not affect other requests."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_bad_requests_are_refused_with_a_reason(site: Site, stream: bool) -> Non
 
 
 def test_null_is_as_good_as_nothing(site: Site) -> None:
-    """Wherever something may be left out: some clients write every field."""
+    """In every optional field: some clients send all fields."""
     optional = {name for name, field in CompletionRequest.model_fields.items() if not field.is_required()}
     chat = {name for name, field in ChatRequest.model_fields.items() if not field.is_required()}
     whole = site.post(json={**OK, **dict.fromkeys(optional - OK.keys())})

@@ -1,4 +1,4 @@
-"""Open files, and the order in which connections are read."""
+"""Limit of open files, and the order in which connections are read."""
 
 from __future__ import annotations
 

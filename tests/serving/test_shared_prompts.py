@@ -1,4 +1,4 @@
-"""A prompt that several requests have in common is read once, and changes nothing for any of them."""
+"""A prompt that several requests share is read once, and does not change their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gecko.inference.scheduler import Engine
 
 @pytest.mark.parametrize("after", [0, 21])
 def test_choices_of_one_prompt_read_it_once(model: gecko.Gecko, after: int) -> None:
-    """Whoever of them leaves meanwhile, wants nothing more, or comes when half of it is read."""
+    """One request is cancelled meanwhile, one wants no new tokens, and one arrives when half of the prompt is read."""
     state = gecko.generate(model, text(after), max_new_tokens=0).state if after else None
     numbers = enumerate((5, 9, 0, 7, 7))
     choices = [request(text(90), new, Sampling(0.9), seed=seed, state=state) for seed, new in numbers]

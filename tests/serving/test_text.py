@@ -1,4 +1,4 @@
-"""Tokens to pieces of text: however they are cut, they join to the text before the stop string."""
+"""Tokens to pieces of text: for any division, the pieces join to the text before the stop string."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_token_is_told_once_and_in_place(text: str) -> None:
 
 
 def test_what_is_no_text_has_no_bytes() -> None:
-    """Two bytes of é and what might have stood there: a letter, and the end of the document."""
+    """Two bytes of é, with the alternatives of each: a letter, and the end of the document."""
     choice = ChoiceText(0, BYTES, [], 0)
     for byte in "é".encode():
         piece = choice.push(Token(0, byte, -1.0, ((97, -0.5), (256, -2.0))))
@@ -64,7 +64,7 @@ def test_what_is_no_text_has_no_bytes() -> None:
 
 
 def test_words_and_parts_of_words_have_names_of_their_own(spaced: Tokenizer) -> None:
-    """The space that begins a word is part of its name, also where nothing stands before it."""
+    """The space before a word is part of its name, also at the beginning of a text."""
     choice, words = ChoiceText(0, spaced, [], 0), spaced.encode("the the").tolist()
     word, part = words[-1], spaced.encode("athe").tolist()[-1]
     piece = choice.push(Token(0, word, -1.0, ((word, -1.0), (part, -2.0))))

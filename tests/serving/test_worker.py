@@ -1,4 +1,4 @@
-"""The engine's thread: nothing is lost between it and the event loop, whenever either ends."""
+"""The engine's thread: no event or request is lost between it and the event loop, whichever of them ends first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def request(text: str, tokens: int = 20) -> Request:
 
 @pytest.fixture
 def bench(model: gecko.Gecko) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]], None]:
-    """Runs a coroutine with a worker that has started; afterwards nothing may be left in the engine."""
+    """Return a function that runs a coroutine with a started worker, and checks that the engine is empty afterwards."""
 
     def run(work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
         async def work_and_close() -> None:
@@ -61,7 +61,7 @@ def bench(model: gecko.Gecko) -> Callable[[Callable[[Bench], Coroutine[Any, Any,
 
 
 async def tokens_of(running: RequestGroup, count: int) -> list[list[int]]:
-    """Tokens of ``count`` requests, until all are finished."""
+    """Return the tokens of ``count`` requests, when all are finished."""
     made: list[list[int]] = [[] for _ in range(count)]
     finished = 0
     while finished < count:
@@ -129,7 +129,7 @@ def test_the_alarm_rings(bench: Any) -> None:
 def test_who_leaves_before_being_taken_in_makes_room_for_who_comes_next(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many do so during one long step."""
+    """Any number of clients may do so during one long step."""
 
     async def work(bench: Bench) -> None:
         step, release = bench.engine.step, threading.Event()
@@ -193,7 +193,7 @@ def test_closing_ends_everything(bench: Any) -> None:
 
 
 def test_a_failing_step_ends_what_it_held(bench: Any, model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no row can be taken out of the batch, as another one is broken for good."""
+    """Also if rows cannot be removed from the batch, because another row stays broken."""
 
     async def work(bench: Bench) -> None:
         step, remove = bench.engine.step, bench.engine._remove

@@ -1,4 +1,4 @@
-"""Requests to an engine, what came of them, and what would come of each alone."""
+"""Requests to an engine, their events, and the result of each request alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def alone(model: gecko.Gecko, asked: Request) -> gecko.inference.Generation:
 
 @dataclass
 class Log:
-    """What came of each request, by its id; fails at events out of order."""
+    """Events of each request, by its id; fails if events are out of order."""
 
     tokens: dict[int, list[Token]] = field(default_factory=dict)
     ends: dict[int, Finished] = field(default_factory=dict)

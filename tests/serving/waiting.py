@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process brings about."""
+"""Waiting for conditions that another thread or process makes true."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PATIENCE = 30.0
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Returns as soon as ``holds()``; fails after ``PATIENCE`` seconds."""
+    """Return as soon as ``holds()`` is true; fail after ``PATIENCE`` seconds."""
     end = time.monotonic() + PATIENCE
     while not holds():
         assert time.monotonic() < end, "it did not come about in time"

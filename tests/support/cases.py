@@ -1,4 +1,4 @@
-"""What the laws are tried on: every operator behind one face, and cases of how much is read and how.
+"""Cases for the laws: every operator behind one interface, and cases of lengths, documents and earlier tokens.
 
 A new operator adds an ``Operator`` and a list of cases, no test code.
 """
@@ -24,21 +24,21 @@ from gecko.runtime.records import TensorRecord
 from gecko.segments import Clock, Segments
 
 CHUNK = 8
-"""Attention chunk of most operators."""
+"""Attention chunk size of most operators."""
 
 LONG_CHUNK = 5 * CHUNK
-"""That of others, with more queries than a kernel takes at once."""
+"""Attention chunk size of the other operators: more queries than a kernel takes at once."""
 
 Form = Callable[[list[Tensor], list[Tensor], Any, Segments], tuple[Tensor, Any]]
-"""(parameters, inputs, state, segments) to (output, state after the last step)."""
+"""Maps (parameters, inputs, state, segments) to (output, state after the last step)."""
 
 
 @dataclass(frozen=True)
 class Operator:
     """One operator in one configuration.
 
-    draw_parameters: generator to parameters. draw_inputs: (batch, length, generator) to inputs, all float64.
-    empty: (batch, dtype) to the state before anything was read. ``time`` is the axis of inputs and output.
+    draw_parameters: maps a generator to parameters. draw_inputs: maps (batch, length, generator) to inputs; all
+    float64. empty: maps (batch, dtype) to the initial state. ``time`` is the axis of time of inputs and output.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Operator:
 
 @dataclass(frozen=True)
 class Case:
-    """How much is read, cut into documents how, after how many tokens that rows have read before.
+    """How many tokens are read, how they are divided into documents, and how many tokens each row has read before.
 
-    Rows take ``read`` in turn; what they have read holds the start of the document they are in.
+    Rows use the numbers in ``read`` in turn. The tokens read before contain the start of the current document.
     """
 
     length: int
@@ -81,7 +81,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Problem:
-    """One operator on one case: all that is needed to call it. ``state`` and ``clock`` are None in a fresh stream."""
+    """Inputs of one operator for one case. ``state`` and ``clock`` are None if nothing was read before."""
 
     operator: Operator
     parameters: list[Tensor]
@@ -116,7 +116,7 @@ def tensors(state: Any) -> dict[str, Tensor]:
 
 
 def document_starts(layout: str, length: int, position: int, generator: torch.Generator) -> Tensor:
-    """(length,) bool, where documents start in a row whose first token stands at ``position``."""
+    """Return (length,) bool, True where documents start in a row whose first token is at ``position``."""
     places = position + torch.arange(length)
     starts = torch.zeros(length, dtype=torch.bool)
     match layout:
@@ -126,11 +126,11 @@ def document_starts(layout: str, length: int, position: int, generator: torch.Ge
             starts[0] = True
         case "last":
             starts[-1] = True
-        case "edges":  # at chunk edges, two or three chunks apart: documents that reach the memory
+        case "edges":  # at chunk borders, two or three chunks apart: documents that reach the memory
             starts = (places % (5 * CHUNK) == 0) | (places % (5 * CHUNK) == 2 * CHUNK)
-        case "singles":  # documents of one token, more than a chunk of them, then a longer one
+        case "singles":  # more than a chunk of documents of one token, then a longer one
             starts[: min(length, max(1, min(length // 2, CHUNK + 3)))] = True
-        case "packed":  # anywhere, about four
+        case "packed":  # about four at random places
             starts = torch.rand(length, generator=generator) < min(0.5, 4 / length)
         case _:
             raise ValueError(layout)
@@ -141,7 +141,7 @@ LAYOUTS = ("one", "first", "last", "edges", "singles", "packed")
 
 
 def problem(operator: Operator, case: Case) -> Problem:
-    """The numbers of a case; the state is what the reference makes of the tokens read before."""
+    """Return the problem of a case; the reference computes the state from the tokens read before."""
     generator = case.generator()
     parameters = [_rounded(x, case.dtype) for x in operator.draw_parameters(generator)]
     inputs = [_rounded(x, case.dtype) for x in operator.draw_inputs(case.batch, case.length, generator)]
@@ -162,7 +162,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _read_before(
     operator: Operator, parameters: list[Tensor], case: Case, generator: torch.Generator
 ) -> tuple[Any, Clock]:
-    """State and clock, row by row by the reference; the document being read, of id 1, is two thirds of it."""
+    """Return state and clock, computed by the reference row by row. The last two thirds of a row are document 1."""
     rows = []
     for position in case.positions:
         state, clock = operator.empty(1, torch.float64), Clock.start(1)
@@ -177,12 +177,12 @@ def _read_before(
 
 
 def stack(states: list[Any]) -> Any:
-    """Rows of several states as one batch."""
+    """Concatenate the rows of several states into one batch."""
     parts = [iter(tensors(state).values()) for state in states]
     return map_state(states[0], lambda _: torch.cat([next(part) for part in parts]))
 
 
-# Operators. Sizes are small and differ from one another, so that swapped axes show.
+# Operators. Sizes are small and all different, so that swapped axes are noticed.
 
 
 def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
@@ -273,9 +273,9 @@ WIDE = [
     _memory("adaptive", 16, 48),
     _memory("adaptive", 32, 80),
 ]
-"""As large as the kernels in C ask, and beyond one of their blocks."""
+"""Heads as large as the C kernels require, and larger than one of their blocks."""
 
-# Models. Every value of every field that changes the path through the code is in several variants.
+# Models. Every value of every field that selects another code path occurs in several variants.
 
 SMALL = gecko.GeckoConfig(
     vocab_size=37, num_layers=2, model_dim=32, key_dim=16, value_dim=24, num_heads=2, ffn_dim=40, cema_modes=4,
@@ -300,7 +300,7 @@ VARIANTS = {
 
 
 def model(variant: str, dtype: torch.dtype = torch.float64) -> gecko.Gecko:
-    """A small model, none of whose parameters is at its special initial value (zero, or identity)."""
+    """Return a small model with noise on all parameters, so that none has a special initial value (zero, identity)."""
     torch.manual_seed(zlib.crc32(variant.encode()))
     made = gecko.Gecko(dataclasses.replace(SMALL, **VARIANTS[variant])).to(dtype)
     with torch.no_grad():
@@ -313,7 +313,7 @@ def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(SMALL.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-# Cases. Lengths lie around the attention chunk (8) and the scan chunk (64).
+# Cases. Lengths are near the attention chunk (8) and the scan chunk (64).
 
 COMMON = [
     *(Case(length) for length in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 63, 65, 127)),
@@ -332,7 +332,7 @@ COMMON = [
     Case(66, dtype=torch.float32),
     Case(90, "packed", (21,), dtype=torch.float32),
 ]
-"""For every operator."""
+"""Cases for every operator."""
 
 SINGLE = [
     *(dataclasses.replace(case, dtype=torch.float32) for case in COMMON if case.dtype == torch.float64),
@@ -341,13 +341,13 @@ SINGLE = [
     Case(130, "singles", (0, 40), batch=11, dtype=torch.float32),
     Case(600, "packed", (40,), batch=1, dtype=torch.float32),
 ]
-"""For the kernels in C, which take float32 only: longer than their tiles and tasks, with more rows than they divide."""
+"""Cases for the C kernels (float32 only): longer than their tiles and tasks, with more rows than one task takes."""
 
 ONE_CONFIGURATION = [case for case in COMMON if case.length in (1, 9, 40, 50)]
-"""For further configurations of one operator."""
+"""Cases for other configurations of an operator."""
 
 TINY = [Case(10, "one", (19,), batch=1), Case(10, "packed", (19,), batch=1), Case(1, "one", (19,), batch=1)]
-"""For numerical gradients; they end inside a chunk and start with every part of the state in use."""
+"""Cases for numerical gradients: they end inside a chunk, and every part of the state is in use at the start."""
 
 anything = st.builds(
     Case,

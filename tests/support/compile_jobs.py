@@ -1,4 +1,4 @@
-"""What ranks do in the tests of compiled blocks; importable by name, as other processes must."""
+"""Functions that ranks run in the tests of compiled blocks; processes import them by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gecko.train.setup import compile_block
 
 
 def compiled_steps(runs: list[Run], steps: int) -> list[dict[str, Any]]:
-    """``exact_steps`` of models whose blocks are compiled before they are sharded, as a run does it.
+    """Run ``exact_steps`` with blocks that are compiled before they are sharded, as in a training run.
 
-    Graphs are cut and differentiated as for the device, but nothing is made of them that takes long to compile.
+    The backend aot_eager cuts and differentiates graphs as usual, but generates no code, which would take long.
     """
     shard, compile_module = work.empty_sharded_model, nn.Module.compile
 

@@ -1,4 +1,4 @@
-"""What the processes of a context group run; see ``test_context.py``."""
+"""Functions that the processes of a context group run; see ``test_context.py``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNK = cases.CHUNK
 
 @dataclass(frozen=True)
 class Text:
-    """A batch of rows and how they are divided: ``ranks`` parts of ``chunks`` chunks."""
+    """A batch of rows and how they are divided: ``ranks`` parts of ``chunks`` chunks each."""
 
     ranks: int
     chunks: int
@@ -44,7 +44,7 @@ class Text:
 
 
 def ids_of(text: Text) -> Tensor | None:
-    """(B, read + length): documents that begin anywhere, at rank borders, one token before or after them, or often."""
+    """Return segment ids (B, read + length) with starts at random, at or next to rank borders, or a chunk before."""
     if text.documents == "none":
         return None
     length, part = text.read + text.length, text.chunks * CHUNK
@@ -65,7 +65,7 @@ def ids_of(text: Text) -> Tensor | None:
 
 
 def tokens_of(text: Text) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (B, read + length); some targets are ignored, unevenly over the ranks."""
+    """Return tokens and targets (B, read + length). Ignored targets are distributed unevenly over the ranks."""
     whole = cases.tokens(text.batch, text.read + text.length + 1, seed=text.ranks)
     targets = whole[:, 1:].clone()
     targets[:, : 5 + text.read] = IGNORED
@@ -77,7 +77,7 @@ def weights_like(x: Tensor) -> Tensor:
 
 
 def state_terms(state: GeckoState) -> Tensor:
-    """A number that every part of a state has a say in."""
+    """Return a random weighted sum of all numbers of a state."""
     parts = [x for x in state.tensors().values() if x.is_floating_point()]
     return sum((torch.where(x.abs() < 1e20, x, 0) * weights_like(x)).sum() for x in parts)
 
@@ -88,7 +88,7 @@ def arrays(named: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
 @cache
 def groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Made once in a process, by all in the same order: all ranks, two pairs, and the pairs across them."""
+    """Create the groups once, in the same order in every process: all ranks, two pairs, and the pairs across."""
     made = {}
     for ranks in ((0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3)):
         made[ranks] = dist.new_group(list(ranks), timeout=TIMEOUT)
@@ -96,7 +96,7 @@ def groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
 
 
 def group_of(ranks: int) -> tuple[ContextGroup, dist.ProcessGroup]:
-    """This process's context group of that size, and the group of those at the same place in other ones."""
+    """Return this process's context group of that size, and the group of ranks with the same index in other groups."""
     me, made = dist.get_rank(), groups()
     if ranks == 4:
         return ContextGroup(made[0, 1, 2, 3]), made[0, 1, 2, 3]
@@ -104,9 +104,9 @@ def group_of(ranks: int) -> tuple[ContextGroup, dist.ProcessGroup]:
 
 
 def read(variant: str, text: Text, checkpointing: str, group: ContextGroup | None) -> dict[str, Any]:
-    """Outputs, loss, token losses, final state, and every gradient of the loss plus the outputs and the final state.
+    """Return outputs, loss, token losses, final state, and the gradients of loss plus outputs plus final state.
 
-    With a group this rank's part of the outputs, and the sum over ranks of the gradients.
+    With a group, the outputs are those of this rank, and the gradients are summed over the ranks.
     """
     model = cases.model(variant)
     model.activation_checkpointing = checkpointing
@@ -144,7 +144,7 @@ def prefill_on_ranks(variant: str, text: Text, checkpointing: str) -> dict[str, 
 
 
 def read_shards(variant: str, chunks: int, checkpointing: str, documents: str) -> dict[str, Any]:
-    """Loss and whole gradients on a mesh of 2 × 2: rows are divided by two, each row by two, parameters by four."""
+    """Return loss and whole gradients on a 2 × 2 mesh that shards rows, the tokens of a row, and parameters."""
     mesh = mesh_of_pairs()
     group, text = ContextGroup(mesh["context"].get_group()), Text(2, chunks, documents, batch=4)
     model = cases.model(variant)
@@ -162,7 +162,7 @@ def read_shards(variant: str, chunks: int, checkpointing: str, documents: str) -
     share = count_of(targets[rows], None if ids is None else ids[rows]) / trained
     tokens, targets, ids = (None if x is None else x[rows, columns] for x in (tokens, targets, ids))
     loss = model.loss(tokens, targets, ids, context=group) * share
-    (loss * mesh.size()).backward()  # FSDP takes the mean over the four; theirs are parts of a sum
+    (loss * mesh.size()).backward()  # FSDP averages over the four ranks; here their losses must be summed
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh["data"].get_group())
     return {
@@ -189,7 +189,7 @@ def shard_mesh() -> DeviceMesh:
 
 
 def read_whole(variant: str, chunks: int, documents: str) -> dict[str, Any]:
-    """What ``read_shards`` computes, on one device."""
+    """Compute the results of ``read_shards`` on one device."""
     model, text = cases.model(variant), Text(2, chunks, documents, batch=4)
     loss = model.loss(*tokens_of(text), ids_of(text))
     loss.backward()
@@ -197,7 +197,7 @@ def read_whole(variant: str, chunks: int, documents: str) -> dict[str, Any]:
 
 
 def refusal(lengths: tuple[int, ...], read: int = 0, ids: tuple[bool, ...] = (False,) * 4) -> str:
-    """The error of a call in which rank r holds ``lengths[r]`` tokens, after a state of ``read`` tokens."""
+    """Return the error of a call in which rank r holds ``lengths[r]`` tokens, after a state of ``read`` tokens."""
     model, rank = cases.model("gecko"), dist.get_rank()
     state = model(cases.tokens(1, read))[1] if read else None
     tokens = cases.tokens(1, lengths[rank])
@@ -217,7 +217,7 @@ def slice_refusal(length: int) -> str:
 
 
 def prefill(variant: str, length: int, read: int, piece: int, ranks: int) -> dict[str, Any]:
-    """A text read by several ranks, and by one: logits and states of both."""
+    """Read a text on several ranks and on one; return the logits and states of both."""
     group, model = group_of(ranks)[0], cases.model(variant)
     text = cases.tokens(1, read + length, seed=5)[0]
     state = None if read == 0 else read_text(model, [text[:read]]).state
@@ -231,7 +231,7 @@ def prefill(variant: str, length: int, read: int, piece: int, ranks: int) -> dic
 
 
 def autocast_losses(variant: str) -> tuple[float, float]:
-    """The loss on four ranks, and alone, with bfloat16 products."""
+    """Return the loss on four ranks and on one, with bfloat16 matrix products."""
     group, text = group_of(4)[0], Text(4, 2, "few")
     model = cases.model(variant, torch.float32)
     tokens, targets = tokens_of(text)

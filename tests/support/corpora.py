@@ -1,4 +1,4 @@
-"""Texts of a few words, small enough to train on many times over, and a model of their bytes."""
+"""Texts of a few words, small enough to train on several times, and a model of their bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def words(count: int, seed: int = 0) -> str:
 
 
 def write_corpus(folder: Path, files: int = 20, first: int = 0) -> Path:
-    """``files`` texts of 60 words each, all different, numbered from ``first``; the folder is made."""
+    """Create the folder and write ``files`` different texts of 60 words each, numbered from ``first``."""
     folder.mkdir(parents=True)
     for number in range(first, first + files):
         (folder / f"{number:02d}.txt").write_text(words(60, number), encoding="utf-8")
@@ -30,14 +30,14 @@ def write_corpus(folder: Path, files: int = 20, first: int = 0) -> Path:
 
 
 def as_lines(texts: list[str], folder: Path) -> str:
-    """The texts as a source: a document a line."""
+    """Write the texts as one source with a document per line, and return it."""
     path = folder / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)
 
 
 def as_shards(texts: list[str], folder: Path) -> str:
-    """The texts as a source: a folder of shards of bytes."""
+    """Write the texts as one source, a folder of shards of bytes, and return it."""
     plan = TokenizingPlan.make([as_lines(texts, folder)], load_tokenizer("bytes"), folder / "shards")
     plan.start()
     run_task(plan.folder, 0)
@@ -46,14 +46,14 @@ def as_shards(texts: list[str], folder: Path) -> str:
 
 
 def as_files(texts: list[str], folder: Path) -> str:
-    """The texts as a source: a file each, numbered."""
+    """Write the texts as one source of numbered files, and return it."""
     for number, text in enumerate(texts):
         (folder / f"{number:02d}.txt").write_text(text)
     return str(folder / "[0-9]*.txt")
 
 
 def write_tokenizer(folder: Path, merges: list[tuple[str, str]]) -> str:
-    """A byte-level BPE of the given merges, with a border."""
+    """Write a byte-level BPE tokenizer with the given merges and a document-start token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]

@@ -6,5 +6,5 @@ import signal
 
 
 def take_interrupts() -> None:
-    """In a process about to be: a shell starts its background jobs with interrupts ignored, tests among them."""
+    """Restore the default handler of SIGINT; for ``preexec_fn``. Shells start background jobs with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

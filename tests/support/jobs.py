@@ -1,4 +1,4 @@
-"""Processes that stay up and take the place of what torchrun starts: any first n of them are the ranks of a job."""
+"""Worker processes that stay alive and replace torchrun: the first n of them are the ranks of a job."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from typing import Any
 import torch
 
 LIMIT = 300.0
-"""Seconds that ranks may take to answer."""
+"""Seconds within which a rank must answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a rank's part of a job."""
+    """Result of a rank's part of a job."""
 
     value: Any
     error: str | None
-    """Type and message of what it raised, ..."""
+    """Type and message of the exception."""
     trace: str
-    """... and where."""
+    """Traceback of the exception."""
     output: str
-    """What it printed."""
+    """Printed output."""
 
 
 class Worker:
-    """One of the processes."""
+    """One worker process."""
 
     def __init__(self) -> None:
         self._start()
@@ -50,13 +50,13 @@ class Worker:
         os.environ["OMP_NUM_THREADS"] = "1"
         self._process.start()
         os.environ["OMP_NUM_THREADS"] = before or "1"
-        other.close()  # so that a process that dies ends the wait for its answer
+        other.close()  # so that the wait for an answer ends if the process dies
 
     def send(self, task: Any) -> None:
         self._end.send(task)
 
     def answer(self, rank: int, deadline: float) -> Answer:
-        """Of a process that dies, or does not answer in time, the end; another takes its place."""
+        """Return the process's answer, or an error if it dies or exceeds the deadline; then start a new process."""
         try:
             if self._end.poll(max(0.0, deadline - time.monotonic())):
                 return self._end.recv()
@@ -81,7 +81,7 @@ class Jobs:
         self._workers = [Worker() for _ in range(size)]
 
     def answers(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Answer]:
-        """``function(*arguments)``, importable by name, on every rank of a job of so many."""
+        """Run ``function(*arguments)`` on each of ``ranks`` ranks; the function must be importable by name."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -91,7 +91,7 @@ class Jobs:
         return [worker.answer(rank, deadline) for rank, worker in enumerate(workers)]
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The values of all ranks; RuntimeError where one failed."""
+        """Return the values of all ranks; raise RuntimeError if a rank failed."""
         answers = self.answers(ranks, function, *arguments)
         failed = [answer.trace for answer in answers if answer.error is not None]
         if failed:

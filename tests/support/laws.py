@@ -1,6 +1,6 @@
-"""The laws that every operator keeps, over any case (``cases.py``).
+"""Laws: properties that every operator must have, checked for any case (``cases.py``).
 
-A law is a function of an operator and a case; ``over`` pairs laws with the cases they say something about.
+A law is a function of an operator and a case; ``over`` pairs laws with the cases to which they apply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 @dataclass(frozen=True)
 class Prefill:
-    """What came of reading a text: the outputs, the state after it, the gradient by every input there was."""
+    """Result of reading a text: the outputs, the state after it, and the gradients of all inputs."""
 
     output: Tensor
     state: dict[str, Tensor]
@@ -40,10 +40,10 @@ def read(
     form: Form, given: Problem, cuts: Iterable[int] = (), weights: Tensor | None = None,
     laid: Callable[[Tensor], Tensor] = Tensor.contiguous,
 ) -> Prefill:  # fmt: skip
-    """Read in one call, or in several with ``cuts`` between them.
+    """Read a text in one call, or in several with ``cuts`` between them.
 
-    Gradients are of Σ weights · output, or, without ``weights``, of all outputs and the last state by random weights,
-    which lie in memory as ``laid`` leaves them.
+    Gradients are those of Σ weights · output. Without ``weights``, outputs and last state get random weights, whose
+    memory layout is that of ``laid``.
     """
     leaves = _leaves(given)
     output, state = _call(form, leaves, [0, *cuts, given.length])
@@ -105,7 +105,7 @@ def _gradients(terms: list[tuple[Tensor, Tensor]], leaves: dict[str, Tensor]) ->
 
 
 def _meant(gradients: dict[str, Tensor], given: Problem) -> dict[str, Tensor]:
-    """Without those by the memory's current chunk in rows that have read nothing: of no tokens there is no weight."""
+    """Drop undefined gradients: those of the memory's current chunk in rows that have read no tokens."""
     if given.clock is None:
         return gradients
     begun = given.clock.position > 0
@@ -131,7 +131,7 @@ def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
 
 
 def fast_is_reference(operator: Operator, case: Case) -> None:
-    """The fast form gives the reference's outputs, state and every gradient, through the state as well."""
+    """Check that the fast form equals the reference in outputs, state and gradients, including those of the state."""
     given = problem(operator, case)
     fast = read(operator.fast, given)
     exact = given.double()
@@ -145,7 +145,7 @@ def fast_is_reference(operator: Operator, case: Case) -> None:
 
 
 def split_anywhere(operator: Operator, case: Case) -> None:
-    """Any partition into calls, of single tokens too, is one call: outputs, state and gradients."""
+    """Check that reading in several calls, also token by token, gives the outputs, state and gradients of one call."""
     given = problem(operator, case)
     whole = read(operator.fast, given)
     for cuts in partitions(case):
@@ -155,7 +155,7 @@ def split_anywhere(operator: Operator, case: Case) -> None:
 
 
 def packed_is_alone(operator: Operator, case: Case) -> None:
-    """A document among others gives the outputs and gradients that it gives alone from the same phase."""
+    """Check that a packed document has the outputs and gradients that it has alone at the same chunk offset."""
     given = problem(operator, case)
     # Every operator's output has the shape of its last input.
     weights = random_like(given.inputs[-1], case.generator())
@@ -173,7 +173,7 @@ def packed_is_alone(operator: Operator, case: Case) -> None:
 
 
 def any_strides(operator: Operator, case: Case) -> None:
-    """Inputs, a state and gradients whose axes lie in memory in another order give what they give in the usual one."""
+    """Check that inputs, states and gradients in another memory layout give the same results."""
     given = problem(operator, case)
     turned = replace(
         given, parameters=list(map(_turned, given.parameters)), inputs=list(map(_turned, given.inputs)),
@@ -185,7 +185,7 @@ def any_strides(operator: Operator, case: Case) -> None:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """The same numbers, the first axis last in memory, or before the real and imaginary parts of a number."""
+    """Return an equal tensor with its first axis innermost in memory, or just outside (real, imaginary) pairs."""
     last = x.dim() - (2 if x.dim() > 2 and x.shape[-1] == 2 else 1)
     return x if last < 1 else x.transpose(0, last).contiguous().transpose(0, last)
 
@@ -194,7 +194,7 @@ ALL = (fast_is_reference, split_anywhere, packed_is_alone, any_strides)
 
 
 def over(cases: Iterable[Case]) -> list[Any]:
-    """Every law with every case that it says something about, as parameters of a test."""
+    """Return every law with every case to which it applies, as parameters of a test."""
     return [
         pytest.param(law, case, id=f"{law.__name__}-{case}")
         for law in ALL
@@ -212,14 +212,14 @@ def _says_something(law: Law, case: Case) -> bool:
 
 
 def check_all(operator: Operator, case: Case) -> None:
-    """Every law that says something about the case."""
+    """Check every law that applies to the case."""
     for law in ALL:
         if _says_something(law, case):
             law(operator, case)
 
 
 def gradients_are_numerical(operator: Operator, case: Case) -> None:
-    """Gradients of outputs and state by parameters, inputs and state are the differences' limits."""
+    """Check gradients by parameters, inputs and state against finite differences."""
     given = problem(operator, case)
     counts = len(given.parameters), len(given.inputs)
     state_names = list(_floats(tensors(given.state)))
@@ -237,7 +237,7 @@ def gradients_are_numerical(operator: Operator, case: Case) -> None:
 
 
 def partitions(case: Case) -> list[list[int]]:
-    """Cuts: single tokens throughout (or at the ends of long texts), and anywhere with a few single tokens."""
+    """Return two lists of cuts: single tokens everywhere (or at the ends of a long text), and at random places."""
     length, generator = case.length, case.generator()
     singles = set(range(1, length)) if length <= 2 * CHUNK + 2 else {1, 2, length - 2, length - 1}
     anywhere = set((torch.randperm(length - 1, generator=generator)[:5] + 1).tolist())
@@ -246,7 +246,7 @@ def partitions(case: Case) -> list[list[int]]:
 
 
 def documents(given: Problem) -> list[tuple[int, int, int]]:
-    """(row, begin, end) of every document of the call."""
+    """Return (row, begin, end) of every document of the call."""
     assert given.ids is not None
     found = []
     for row, ids in enumerate(given.ids.tolist()):
@@ -256,7 +256,7 @@ def documents(given: Problem) -> list[tuple[int, int, int]]:
 
 
 def alone(given: Problem, row: int, begin: int, end: int) -> Problem:
-    """One document by itself: from its state if it began before the call, else fresh from the phase it starts at."""
+    """Return one document alone: with its state if it started before the call, else at its chunk offset."""
     inputs = [x[row : row + 1].narrow(given.operator.time, begin, end - begin) for x in given.inputs]
     position = int(given.clock.position[row]) if given.clock is not None else 0
     carried = given.clock is not None and begin == 0 and int(given.ids[row, 0]) == int(given.clock.segment_id[row])

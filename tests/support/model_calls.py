@@ -1,4 +1,4 @@
-"""How tests of the model read texts, and compare what comes out."""
+"""Helpers by which tests of the model read texts and compare the results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Relative to the largest number."""
+    """Assert that two tensors are equal within a tolerance relative to the largest number."""
     difference = (actual - expected).abs().max() / expected.abs().max()
     assert difference <= TOLERANCE[actual.dtype], f"relative difference {difference:.2e}"
 
 
 def read(model: gecko.Gecko, text: Tensor, cuts=(), ids: Tensor | None = None, state: gecko.GeckoState | None = None):
-    """Logits and state of a text read in several calls."""
+    """Return the logits and the state of a text that is read in several calls."""
     logits = []
     for part, part_ids in zip(
         text.tensor_split(list(cuts), dim=1), [None] * 999 if ids is None else ids.tensor_split(list(cuts), dim=1),
@@ -40,7 +40,7 @@ def assert_same_state(actual: gecko.GeckoState, expected: gecko.GeckoState) -> N
 
 
 def documents(batch: int, length: int, seed: int) -> Tensor:
-    """Ids of documents that start anywhere, about one in ten tokens, some rows with none."""
+    """Return segment ids with random document starts. Per row, the rate of starts is 0, 0.1 or 0.4 per token."""
     generator = torch.Generator().manual_seed(seed)
     rate = torch.tensor([0.0, 0.1, 0.4])[torch.randint(3, (batch, 1), generator=generator)]
     return (torch.rand(batch, length, generator=generator) < rate).long().cumsum(1)

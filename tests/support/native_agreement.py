@@ -1,4 +1,4 @@
-"""A C kernel against the same operator in float64, which takes its eager form."""
+"""Comparison of a C kernel with the same operator in float64, which uses the eager form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 """Largest difference, relative to the largest number of the tensor."""
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C compiler")
-"""Not skipped where there is one and it fails."""
+"""Skips only if no compiler is installed; a compiler that fails makes the tests fail."""
 
 Numbers = TypeVar("Numbers")
 Form = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -31,7 +31,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def agree(
     operator: Form, leaves: Sequence[Tensor | None], laid: Callable[[Tensor], Tensor] = Tensor.contiguous
 ) -> None:
-    """Outputs, with and without gradients, and every gradient, are those in float64, and the same on two threads."""
+    """Assert that outputs and gradients equal those in float64; also without gradients, and on two threads."""
     found, again = evaluate(operator, leaves, laid), on_two_threads(lambda: evaluate(operator, leaves, laid))
     exact = evaluate(operator, [None if x is None else x.double() for x in leaves], laid)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def agree(
 
 
 def evaluate(operator: Form, leaves: Sequence[Tensor | None], laid: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Outputs, then the gradient of every leaf by random weights of outputs, which lie in memory as ``laid`` has it."""
+    """Return the outputs, then the gradient of each leaf for random output gradients in the memory layout ``laid``."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in leaves]
     outputs = _several(operator(*leaves))
     weights = [laid(normal(*x.shape, seed=i).to(x.dtype)) for i, x in enumerate(outputs)]
@@ -67,12 +67,12 @@ def on_two_threads(call: Callable[[], Numbers]) -> Numbers:
 
 
 def turned(x: Tensor) -> Tensor:
-    """The same numbers, the first axis last in memory."""
+    """Return an equal tensor whose first axis is the innermost in memory."""
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def calls(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
-    """The names of the kernels that ``module`` calls from now on."""
+    """Return a list to which the names of the kernels that ``module`` calls are appended from now on."""
     names: list[str] = []
     call = module.call
 

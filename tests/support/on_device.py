@@ -1,4 +1,4 @@
-"""Operators of ``cases.py`` that take their numbers to a device and bring the results back."""
+"""Operators of ``cases.py`` that move their inputs to a device and the results back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gecko.segments import Segments
 
 
 def on_device(operator: Operator, device: torch.device) -> Operator:
-    """The operator whose fast form runs on ``device``; numbers, gradients too, stay on the CPU for the laws."""
+    """Return the operator with its fast form on ``device``; inputs, outputs and gradients are on the CPU."""
     return dataclasses.replace(operator, fast=_taken(operator.fast, device))
 
 

@@ -1,4 +1,4 @@
-"""Processes that stay up for many cases: starting them takes longer than what most tests do in them."""
+"""Worker processes that are reused for many cases, because starting them takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(seconds=30)
-"""For a group: a rank that waits longer for the others fails. A new group does not take over the world's."""
+"""Timeout of a group: a rank that waits longer fails. New groups do not inherit the timeout of the world group."""
 
 
 class Processes:
@@ -29,7 +29,7 @@ class Processes:
             end, other = context.Pipe()
             process = context.Process(target=_work, args=(rank, size, str(folder / "store"), other), daemon=True)
             process.start()
-            other.close()  # so that a process that dies ends the wait for its answer
+            other.close()  # so that the wait for an answer ends if the process dies
             self._ends.append(end)
             self._processes.append(process)
         if before is None:
@@ -38,7 +38,7 @@ class Processes:
             os.environ["OMP_NUM_THREADS"] = before
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """``function(*arguments)`` of every rank. It must be importable by name; an error of any rank is raised."""
+        """Return ``function(*arguments)`` of every rank; raise if a rank fails. It must be importable by name."""
         for end in self._ends:
             end.send((function, arguments))
         answers = [end.recv() for end in self._ends]

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of parallel training; importable by name, as other processes must."""
+"""Functions that ranks run in the tests of parallel training; processes import them by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def train_run(run: Run, resume: bool = False) -> dict[str, Any]:
-    """The result of a run, as plain values."""
+    """Run training and return its result as plain values."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = train(run, resume=resume)
@@ -51,7 +51,7 @@ def train_run(run: Run, resume: bool = False) -> dict[str, Any]:
 
 
 def rows_seen(run: Run, steps: int) -> list[tuple[int, list[Any]]]:
-    """This rank's place among the data ranks and the tokens it gets, of the first so many steps."""
+    """Return this rank's index among the data ranks, and the tokens that it gets in the first ``steps`` steps."""
     from rich.console import Console
 
     from gecko.train.data import load_data
@@ -70,7 +70,7 @@ def ranks_of(run: Run) -> Iterator[Ranks]:
 
 
 def time_limits(run: Run, seconds: int) -> list[float]:
-    """Of all groups of ranks that share parameters in two copies, in seconds; they wait for each other so long."""
+    """Return the timeouts, in seconds, of all process groups of a job with two replicas of two shards."""
     with (
         connected(MeshSizes(2, 2, 1), CPU, timedelta(seconds=seconds)) as ranks,
         Checkpointer(run, ranks, Mock(), Mock()),
@@ -81,7 +81,7 @@ def time_limits(run: Run, seconds: int) -> list[float]:
 
 
 def random_batch(run: Run, seed: int) -> Batch:
-    """The whole batch, with documents that begin anywhere and very unequal numbers of targets."""
+    """Return the whole batch, with random document starts and very unequal numbers of targets."""
     generator = torch.Generator().manual_seed(seed)
     rows, length = run.batch_size, run.sequence_length
     tokens = torch.randint(0, run.model.vocab_size, (rows, length + 1), generator=generator)
@@ -93,7 +93,7 @@ def random_batch(run: Run, seed: int) -> Batch:
 
 
 def mine(batch: Batch, ranks: Ranks) -> Batch:
-    """This rank's rows."""
+    """Return this rank's rows."""
     here = slice(ranks.data_rank, None, ranks.data_ranks)
     return Batch(batch.tokens[here], batch.targets[here], batch.segment_ids[here])
 
@@ -113,13 +113,13 @@ def model_of(run: Run, ranks: Ranks, *, dtype: torch.dtype) -> LanguageModel:
 
 
 def exact_steps(runs: list[Run], steps: int) -> list[dict[str, Any]]:
-    """Losses, gradient norms and parameters of ``steps`` optimizer steps of each run, in float64."""
+    """Return losses, gradient norms and parameters of ``steps`` optimizer steps of each run, in float64."""
     with ranks_of(runs[0]) as ranks:
         return [_exact_steps(run, steps, ranks) for run in runs]
 
 
 def steps_of_replicas_that_round(runs: list[Run]) -> list[dict[str, Any]]:
-    """``exact_steps`` of two steps, in which all replicas but the first get another gradient norm."""
+    """Return ``exact_steps`` of two steps, in which the second replica computes another gradient norm."""
     norm = torch.nn.utils.get_total_norm
 
     def rounded(*arguments: Any) -> Any:
@@ -144,7 +144,7 @@ def _exact_steps(run: Run, steps: int, ranks: Ranks) -> dict[str, Any]:
 
 
 def gathered_dtypes(run: Run) -> dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]]:
-    """Of every parameter: its dtype while its module runs, as it is kept, and of its gradient."""
+    """Return three dtypes per parameter: while its module runs, as stored, and of its gradient."""
     seen: dict[str, torch.dtype] = {}
 
     def look(name: str) -> Callable[..., None]:
@@ -172,7 +172,7 @@ def gradient(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def gradient_exchanges(run: Run) -> int:
-    """How often ranks exchange gradients in a step."""
+    """Return the number of gradient exchanges in a step."""
     with ranks_of(run) as ranks:
         model = model_of(run, ranks, dtype=torch.float32)
         parts = split_batch(mine(random_batch(run, 0), ranks), run.gradient_accumulation_steps, CPU, ranks)
@@ -182,7 +182,7 @@ def gradient_exchanges(run: Run) -> int:
 
 
 def evaluations(run: Run, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """The held-out loss of a new model in float64, of so many rows, so many at once."""
+    """Return the held-out loss of a new model in float64 for each case (number of rows, rows at once)."""
     with ranks_of(run) as ranks:
         batch = random_batch(run, 1)
         model = model_of(run, ranks, dtype=torch.float64)
@@ -194,7 +194,7 @@ def evaluations(run: Run, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
 
 
 def poisoned_run(run: Run, module: str, rank: int, steps: range, factor: float) -> dict[str, Any]:
-    """A run in which the output of a module is multiplied by ``factor`` on one rank in some steps."""
+    """Run training with the output of a module multiplied by ``factor`` on one rank in some steps."""
     original = Trainer._step
 
     def multiply(_: torch.nn.Module, __: Any, out: Any) -> Any:
@@ -213,7 +213,7 @@ def poisoned_run(run: Run, module: str, rank: int, steps: range, factor: float) 
 
 @contextlib.contextmanager
 def _slow_disk() -> Iterator[None]:
-    """The first rank takes seconds to write its part of a checkpoint."""
+    """Make the first rank take 5 seconds to write its part of a checkpoint."""
     write = HuggingFaceStorageWriter.write_data
 
     def slowly(self: Any, *arguments: Any) -> Any:
@@ -230,7 +230,7 @@ def poisoned_run_on_a_slow_disk(*arguments: Any) -> dict[str, Any]:
 
 
 def failing_run_on_a_slow_disk(run: Run, rank: int, step: int) -> dict[str, Any]:
-    """A run that fails on one rank, whose process then ends."""
+    """Run training that fails on one rank, whose process then exits."""
 
     def fail() -> None:
         if _rank() == rank:
@@ -245,7 +245,7 @@ def failing_run_on_a_slow_disk(run: Run, rank: int, step: int) -> dict[str, Any]
 
 
 def run_on_a_full_disk(run: Run, rank: int, step: int) -> dict[str, Any]:
-    """A run in which one rank can write no file of more than a few bytes from the save of ``step`` on."""
+    """Run training in which one rank cannot write files larger than 10,000 bytes from the save of ``step`` on."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     original = Checkpointer.save
 
@@ -262,7 +262,7 @@ def run_on_a_full_disk(run: Run, rank: int, step: int) -> dict[str, Any]:
 
 
 def run_with_an_unreadable_checkpoint(run: Run, rank: int, name: str) -> dict[str, Any]:
-    """A run that goes on, in which the disk fails for one rank that reads its part of a checkpoint of this name."""
+    """Resume a run whose checkpoint ``name`` cannot be read by one rank."""
     digest = checkpoint._sha256
 
     def reading(path: Path) -> str:
@@ -298,7 +298,7 @@ def file_of(path: Path) -> dict[str, Tensor]:
 
 
 def resumed_run(run: Run, rank: int, step: int | None) -> dict[str, Any]:
-    """A run that goes on from what is there; one rank gets SIGTERM in a step."""
+    """Resume a run; one rank gets SIGTERM before ``step``."""
     if step is None:
         return train_run(run, resume=True)
     with _before_step(step, lambda: signal.raise_signal(signal.SIGTERM) if _rank() == rank else None):
@@ -306,7 +306,7 @@ def resumed_run(run: Run, rank: int, step: int | None) -> dict[str, Any]:
 
 
 def logits_of_checkpoint(run: Run, checkpoint: Path, tokens: Tensor) -> Tensor:
-    """Of a model that each of the ranks has a part of."""
+    """Return the logits of a checkpoint, loaded into a model that is sharded over the ranks."""
     from gecko.train.checkpointer import read_tensors
 
     with ranks_of(run) as ranks:
@@ -318,7 +318,7 @@ def logits_of_checkpoint(run: Run, checkpoint: Path, tokens: Tensor) -> Tensor:
 
 
 def run_with_a_lost_folder(run: Run, rank: int, method: str, name: str) -> dict[str, Any]:
-    """A run that goes on, in which a method of Path fails on one rank for paths of this name."""
+    """Resume a run in which a method of Path fails on one rank for paths of this name."""
     original = getattr(Path, method)
 
     def looking(self: Path, *arguments: Any, **settings: Any) -> Any:

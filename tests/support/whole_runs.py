@@ -1,4 +1,4 @@
-"""What tests of whole runs look at, and how they stop one."""
+"""Helpers of tests of whole runs: compare results, and stop a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def curve(run: Run) -> list[dict[str, Any]]:
 
 
 def same_end(one: TrainResult, other: TrainResult) -> bool:
-    """Weights and optimizer state are equal in every bit."""
+    """Return whether weights and optimizer states are bitwise equal."""
     for name in ("model.safetensors", "optimizer.safetensors"):
         left, right = load_file(one.checkpoint / name), load_file(other.checkpoint / name)
         if left.keys() != right.keys() or not all(torch.equal(left[key], right[key]) for key in left):
@@ -32,7 +32,7 @@ def same_end(one: TrainResult, other: TrainResult) -> bool:
 
 
 def everything(folder: Path, but: str = "") -> dict[Path, bytes]:
-    """Files and their contents, those of the folder ``but`` left out."""
+    """Return the content of every file of a folder, except files directly in folders named ``but``."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.parent.name != but}
 
 
@@ -50,5 +50,5 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, stop: Callable[[], No
 
 
 def die() -> None:
-    """For ``stop_after``: stands for a kill, which saves nothing on the way out."""
+    """Raise KeyboardInterrupt. For ``stop_after``: it ends the run as a kill would, without a save."""
     raise KeyboardInterrupt

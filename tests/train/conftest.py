@@ -1,4 +1,4 @@
-"""A run small enough to train many times over: text of a few thousand bytes, a Gecko of two layers."""
+"""A run small enough to train often: text of a few thousand bytes, a Gecko with two layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_run(corpus: Path, tmp_path: Path) -> Run:
-    """Twelve steps, about a quarter of a second."""
+    """Return a run of twelve steps, which takes about a quarter of a second."""
     return Run(
         model=BYTE_MODEL,
         output=str(tmp_path / "run"),
@@ -37,5 +37,5 @@ def small_run(corpus: Path, tmp_path: Path) -> Run:
 
 @pytest.fixture
 def run_in(small_run: Run, tmp_path: Path) -> Callable[[str], Run]:
-    """The small run in a folder of the given name."""
+    """Return a function that makes the small run in a folder of the given name."""
     return lambda name: replace(small_run, output=str(tmp_path / name))

@@ -1,4 +1,4 @@
-"""Minutes become a number of steps, once."""
+"""``minutes`` is converted to a number of steps, once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_time_budget_becomes_a_number_of_steps_once(run_in: Callable[[str], Ru
 
 
 def test_other_minutes_than_those_that_became_steps_are_refused(run_in: Callable[[str], Run]) -> None:
-    """They would change nothing but the recipe; steps do."""
+    """They would change only the recipe; ``steps`` changes the run."""
     run = replace(run_in("timed"), steps=None, minutes=0.01)
     done = train(run).step
     before = everything(run.folder)
@@ -53,7 +53,7 @@ def test_killed_before_its_first_checkpoint_a_run_keeps_its_measured_steps(
 def test_what_does_not_fit_is_measured_once_and_told(
     run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Steps may take minutes: more than one must not be measured where one is already too long."""
+    """Steps may take minutes: if one step is already too long, no second one is measured."""
     from gecko.train import setup as budget
 
     calls: list[None] = []
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_measured_once_and_told(
 
 
 def test_the_budget_counts_what_a_run_does(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps, held-out losses and checkpoints, at any distance from each other."""
+    """It counts steps, held-out evaluations and checkpoints, at any intervals."""
     for every, save in ((5, 4), (1, 12), (7, 100), (12, 3)):
         run = replace(
             small_run, output=f"{small_run.output}-{every}",

@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all, whatever happens while they are written."""
+"""A checkpoint exists completely or not at all, whatever happens while it is written."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("keep_every", "left"), [(None, [8, 10]), (4, [4, 8, 10])])
 def test_what_was_passed_over_does_not_count_as_newest(tmp_path: Path, keep_every: int | None, left: list[int]) -> None:
-    """A run that found step 12 damaged went on from step 8 and wrote step 10: what it may resume from stays."""
+    """A run that found step 12 damaged resumed from step 8 and wrote step 10; both of these stay."""
     for step in (2, 4, 8, 12):
         write(tmp_path, step)
     (tmp_path / "step-00000012" / "model.bin").write_bytes(b"")
@@ -97,7 +97,7 @@ def test_incomplete_checkpoints_are_skipped(tmp_path: Path, name: str, change: s
 
 
 def test_an_unreadable_checkpoint_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fails under one file of the newest."""
+    """The disk fails for one file of the newest checkpoint."""
     sound, failing = write(tmp_path, 1), write(tmp_path, 2)
     digest = hashlib.file_digest
 
@@ -119,7 +119,7 @@ def test_all_damaged_is_an_error_not_a_new_start(tmp_path: Path) -> None:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing past ``size`` bytes of any file fails, as it does on a full disk."""
+    """Make writes beyond ``size`` bytes of a file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -143,7 +143,7 @@ def test_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path: Path) ->
 
 
 def test_full_disk_while_a_model_is_saved(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run stops with a clear error, and goes on from the checkpoint before once there is room."""
+    """The run stops with a clear error, and resumes from the checkpoint before once there is space."""
     from gecko.models.gecko import Gecko
 
     save, saves = Gecko.save, []
@@ -172,7 +172,7 @@ for step in range(10**6):
 
 
 def test_kill_while_saving_never_leaves_a_damaged_checkpoint(tmp_path: Path) -> None:
-    """A process that does nothing but save is killed at a moment that has nothing to do with it."""
+    """Kill a process that only saves, at a random moment."""
     process = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)])
     _wait_until(lambda: len(list_checkpoints(tmp_path)) == 2)
     for moment in range(12):

@@ -1,4 +1,4 @@
-"""Damaged or unwritable files of a run's numbers: named, mended, and no step lost."""
+"""Damaged or unwritable metrics files are named and repaired, and no step is lost."""
 
 from __future__ import annotations
 

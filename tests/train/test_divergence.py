@@ -1,4 +1,4 @@
-"""A divergence costs no good checkpoint, and what its error advises works."""
+"""A divergence destroys no good checkpoint, and the advice in its error message works."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def checkpoints(run: Run) -> list[int]:
 
 
 def skip(steps: set[int], monkeypatch: pytest.MonkeyPatch, first: int = 1) -> None:
-    """Judge the given steps spikes, in sessions that begin with step ``first``."""
+    """Make the given steps count as spikes, in sessions that start with step ``first``."""
     step = iter(range(first, 10_000))
     monkeypatch.setattr(SpikeRule, "judge", lambda *_: "a spike" if next(step) in steps else None)
 
 
 @pytest.mark.parametrize("every, keep", [(5, 2), (1, 1), (7, 1), (4, 1)])
 def test_after_a_divergence_the_advice_works(small_run: Run, every: int, keep: int) -> None:
-    """With a save at every step, and at step 21, the first that is lost, the bad weights are saved too."""
+    """A save at every step, or at step 21, the first bad step, also saves the bad weights."""
     run = replace(small_run, steps=20, checkpoint=CheckpointSettings(every=every, keep=keep))
     train(run)
     longer = replace(run, steps=40)
@@ -54,7 +54,7 @@ def test_after_a_divergence_the_advice_works(small_run: Run, every: int, keep: i
 def test_nothing_is_saved_or_dropped_in_a_streak(
     small_run: Run, monkeypatch: pytest.MonkeyPatch, skipped: set[int]
 ) -> None:
-    """But at the end, which drops nothing. What was due is saved as soon as a step is taken."""
+    """Except at the end, where a save drops no checkpoint. A save that was due happens at the next step taken."""
     saved: list[int] = []
     dropped: list[int] = []
     save, drop = Checkpointer.save, Checkpointer.drop_older
@@ -82,7 +82,7 @@ def test_nothing_is_saved_or_dropped_in_a_streak(
 
 
 def test_stopped_in_a_streak_it_saves_and_drops_nothing(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps since the checkpoint before are not lost, and the streak goes on in the next session."""
+    """Steps since the checkpoint before are not lost, and the next session continues the streak."""
     run = replace(small_run, max_skips=3, checkpoint=CheckpointSettings(every=4, keep=1))
     skip({6, 7, 8, 9, 10}, monkeypatch)
     stop_after(7, monkeypatch, lambda: signal.raise_signal(signal.SIGTERM))
@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_is_not_what_it_goes_on_from(small_run: Run) -> Non
 
 
 def test_a_finite_divergence_leaves_the_best_checkpoint(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is skipped: for the rule of spikes the higher loss is the normal one."""
+    """No step is skipped: under the spike rule the higher loss becomes the normal one."""
     run = replace(small_run, steps=8, checkpoint=CheckpointSettings(every=2, keep=1))
     train(run)
     judge = SpikeRule.judge

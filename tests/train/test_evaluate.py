@@ -1,4 +1,4 @@
-"""Held-out loss: the same number however the rows are grouped, and the loss that training sees."""
+"""Held-out loss does not depend on how rows are grouped, and equals the loss in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records whose text lies in another field than ``text``."""
+"""Records whose text is in another field than ``text``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_field_is_named_in_the_run(records: Run) -> None:
 
 
 def test_the_field_is_that_of_all_sources(records: Run, tmp_path: Path) -> None:
-    """But for shards, which were made of one."""
+    """Except for shards, which were made from one field."""
     held_out = write_records(tmp_path / "held_out.jsonl", TEXTS[:4])
     (tmp_path / "other").mkdir()
     mixture = f"{records.data.source}=1,{as_shards(TEXTS, tmp_path / 'other')}=1"

@@ -1,4 +1,4 @@
-"""What a run tells of itself: a step's text, a trace, its use of the hardware, its numbers elsewhere."""
+"""What a run reports: the text of a step, a trace, its use of the hardware, its metrics in other tools."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_every_step_has_its_numbers(small_run: Run) -> None:
 def test_a_peak_is_of_the_device_whose_name_it_has(
     monkeypatch: pytest.MonkeyPatch, name: str, flops: float | None
 ) -> None:
-    """None: not of one whose name is only a part of it; measured."""
+    """The name must match exactly; otherwise the peak is None and is measured."""
     monkeypatch.setattr(utilisation, "PEAK_FLOPS", {**utilisation.PEAK_FLOPS, "GH200": 990e12})
     monkeypatch.setattr(utilisation, "_measured_flops", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
@@ -115,7 +115,7 @@ def test_a_peak_is_of_the_device_whose_name_it_has(
 
 
 def test_a_gpu_is_measured_by_products_that_take_longer_than_to_start_them() -> None:
-    """Which takes about 10 µs: forty times that, on the fastest card of the table."""
+    """A launch takes about 10 µs; on the fastest card of the table the products take forty times that."""
     size, _ = utilisation._measured_work(torch.device("cuda"))
     assert 2 * size**3 / max(utilisation.PEAK_FLOPS.values()) > 40 * 1e-5
     assert utilisation._measured_work(torch.device("cpu")) == (768, 1)

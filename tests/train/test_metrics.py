@@ -1,4 +1,4 @@
-"""The metrics file has every step once, however often a run was taken up again."""
+"""The metrics file contains every step once, however often a run was resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_steps(folder: Path, resumed_at: int | None, last: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also shows that training works without it."""
+    """Remove TensorBoard; this also shows that training works without it."""
     original = builtins.__import__
 
     def importing(name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -42,7 +42,7 @@ def _no_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_step_once_in_order(
     sessions: list[tuple[int, int, bool]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Sessions go back some steps, write some, and may be killed inside a line."""
+    """Sessions go back some steps, write some, and may be killed in the middle of a line."""
     folder = tmp_path_factory.mktemp("metrics")
     write_steps(folder, None, 10)
     end = 10

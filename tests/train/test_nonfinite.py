@@ -1,4 +1,4 @@
-"""What is not finite is found where it began, and its step is skipped."""
+"""The origin of a non-finite value is found, and its step is skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gecko.train.trainer import Trainer
 
 
 class Bad(nn.Module):
-    """Identity with a number put in, in the forward or in the backward pass."""
+    """Identity that adds a number, in the forward or in the backward pass."""
 
     def __init__(self, forward: float = 0.0, backward: float = 0.0) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Bad(nn.Module):
 
 
 def chain(**positions: Bad) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Linear, a, Linear, b, Linear, and a way to compute loss and gradients."""
+    """Return the modules Linear, a, Linear, b, Linear, and a function that computes loss and gradients."""
     torch.manual_seed(0)
     names: dict[str, nn.Module] = {"first": nn.Linear(4, 4), "a": Bad(), "middle": nn.Linear(4, 4), "b": Bad()}
     model = nn.Sequential()
@@ -87,7 +87,7 @@ def test_no_hook_stays_behind() -> None:
 
 
 def test_only_skips_in_a_row_count(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those before a checkpoint too: the first session is stopped in step 4, which is skipped."""
+    """Skips before a checkpoint count too: the first session is stopped in step 4, which is skipped."""
     causes = iter(["nan", "nan", None, "nan", "nan", "the cause"])
     monkeypatch.setattr(SpikeRule, "judge", lambda *_: next(causes))
     run = replace(small_run, max_skips=3)

@@ -1,4 +1,4 @@
-"""What a run left in its folder is neither overwritten nor mixed with another run."""
+"""Files of a run in its folder are neither overwritten nor mixed with those of another run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_model_is_not_mixed_with_a_run(small_run: Run, resume: bool) -> None:
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_what_a_finished_run_left_is_not_overwritten(small_run: Run, resume: bool) -> None:
-    """Its checkpoints were deleted, for room; its numbers and report are still there."""
+    """Its checkpoints were deleted to free space; its metrics and report are still there."""
     run = replace(small_run, steps=1)
     train(run)
     shutil.rmtree(run.folder / "checkpoints")
@@ -47,7 +47,7 @@ def test_what_a_finished_run_left_is_not_overwritten(small_run: Run, resume: boo
 def test_the_curve_of_a_run_without_a_checkpoint_is_not_overwritten(
     small_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it is asked to go on, which here is to begin again."""
+    """Unless ``resume`` is given, which here starts from the beginning."""
     stop_after(3, monkeypatch, die)
     with pytest.raises(KeyboardInterrupt):
         train(small_run)
@@ -59,7 +59,7 @@ def test_the_curve_of_a_run_without_a_checkpoint_is_not_overwritten(
 
 
 def test_another_run_without_a_checkpoint_is_not_overwritten(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it asks to go on: what is there is the beginning of something else."""
+    """Although ``resume`` is given: the files are the start of another run."""
     stop_after(3, monkeypatch, die)
     with pytest.raises(KeyboardInterrupt):
         train(small_run)
@@ -70,7 +70,7 @@ def test_another_run_without_a_checkpoint_is_not_overwritten(small_run: Run, mon
 
 
 def test_a_run_that_never_made_a_step_may_be_another_one(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one whose first step did not fit into memory, and that is given smaller batches."""
+    """For example a run whose first step did not fit into memory, and that then gets a smaller batch size."""
     stop_after(1, monkeypatch, die)
     with pytest.raises(KeyboardInterrupt):
         train(small_run)
@@ -79,11 +79,11 @@ def test_a_run_that_never_made_a_step_may_be_another_one(small_run: Run, monkeyp
 
 
 def test_two_sessions_do_not_train_in_one_folder(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one is refused before it touches anything, and the lock ends with the first one."""
+    """The second one is refused before it changes anything; the lock ends with the first one."""
     refusals = []
 
     def meanwhile() -> None:
-        # TensorBoard's thread of the first session writes when it has time.
+        # TensorBoard's thread of the first session may write at any time.
         before = everything(small_run.folder, but="tensorboard")
         with pytest.raises(ValueError, match="one process at a time") as refused:
             train(small_run, resume=True)
@@ -112,7 +112,7 @@ def test_resuming_another_run_is_refused(small_run: Run, changes: dict[str, Any]
 
 
 def test_other_text_under_the_same_name_is_refused(small_run: Run, corpus: Path, tmp_path: Path) -> None:
-    """Rows are a function of all documents: some would be read twice, and held-out ones trained on."""
+    """Rows depend on all documents: some documents would be read twice, and held-out ones would be trained on."""
     texts = tmp_path / "texts"
     shutil.copytree(corpus, texts)
     run = replace(small_run, data=replace(small_run.data, source=str(texts)), steps=4)

@@ -1,4 +1,4 @@
-"""A run remembers which code and machine each of its sessions had."""
+"""A run records code and machine of each of its sessions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_new_run_starts_a_new_file(small_run: Run) -> None:
 
 
 def changed_data(run: Run, corpus: Path, folder: Path) -> Run:
-    """``run`` on a copy of the corpus that has one more document."""
+    """Return ``run`` with a copy of the corpus that has one more document."""
     shutil.copytree(corpus, folder)
     (folder / "0-new.txt").write_text("one more document")
     return replace(run, data=replace(run.data, source=str(folder)))
@@ -50,7 +50,7 @@ def changed_data(run: Run, corpus: Path, folder: Path) -> Run:
 def test_who_says_what_a_run_was_trained_on(
     small_run: Run, corpus: Path, tmp_path: Path, told_by: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checkpoints of earlier versions do not: then the sessions do, and without those the run says so."""
+    """Checkpoints of earlier versions do not record it: then the sessions do; without those the run prints a notice."""
     run = changed_data(replace(small_run, steps=4), corpus, tmp_path / "texts")
     checkpoint = train(run).checkpoint
     if told_by != "checkpoint":
@@ -69,7 +69,7 @@ def test_who_says_what_a_run_was_trained_on(
 
 
 def as_before(checkpoint: Path) -> None:
-    """Turn it into one of a version that did not write what it was trained on."""
+    """Turn the checkpoint into one of a version that did not record its data."""
     (checkpoint / DATA).unlink()
     write_manifest(checkpoint, {name: entry for name, entry in read_manifest(checkpoint).items() if name != DATA})
 
@@ -78,7 +78,7 @@ def as_before(checkpoint: Path) -> None:
 def test_a_run_keeps_the_rows_that_it_was_begun_with(
     small_run: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool
 ) -> None:
-    """Of token shards, where what filled no row was left out before."""
+    """Earlier versions dropped the tokens of token shards that filled no row."""
     shards = as_shards([path.read_text() for path in sorted(corpus.glob("*.txt"))], tmp_path)
     run = replace(small_run, data=replace(small_run.data, source=shards))
     newest = train(replace(run, steps=2)).checkpoint

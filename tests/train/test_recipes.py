@@ -1,4 +1,4 @@
-"""Recipes by name, and ``key=value`` changes to them."""
+"""Recipes by name, and ``key=value`` overrides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_recipes_are_complete_and_survive_json(name: str, tmp_path: Path) -> Non
     ("name", "gpus"), [("gecko_1b", 64), ("gecko_7b", 256), ("megalodon_7b", 256), ("llama2_7b", 128)]
 )
 def test_paper_recipes(name: str, gpus: int) -> None:
-    """2 T tokens in rows of 32K, on the GPUs that docs/pretraining.md starts."""
+    """2 T tokens in rows of 32K, on the number of GPUs that docs/pretraining.md uses."""
     run = get_recipe(name)
     parallel = run.parallel
     assert parallel.shard is not None
@@ -43,7 +43,7 @@ def test_paper_recipes(name: str, gpus: int) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_setting_is_shown_as_an_override_with_its_meaning(name: str) -> None:
-    """The overrides give the run again; a meaning is whole sentences, not the first line of one."""
+    """The overrides reproduce the run; a description is made of whole sentences, not cut at the end of a line."""
     run, fixed = get_recipe(name), ("recipe", "overrides", "model.model_type")
     settings = {key: (value, meaning) for key, value, meaning in settings_help(run) if key not in fixed}
     assert list(settings) == [key for key in flatten(run.to_dict()) if key not in fixed]
@@ -154,7 +154,7 @@ def test_errors_name_the_key_and_what_to_do(override: str, message: str) -> None
 
 @pytest.mark.parametrize("name", ["gecko_15m", "recipe.json"])
 def test_minutes_are_not_left_out_where_steps_are_fixed(name: str, tmp_path: Path) -> None:
-    """By the recipe, or measured by the run that wrote it: they would change nothing."""
+    """Steps are fixed by the recipe or were measured by the run that wrote it; ``minutes`` would have no effect."""
     measured = apply_overrides(get_recipe("tiny"), ["minutes=6", "steps=149"])
     run = measured if name == "recipe.json" else get_recipe(name)
     with pytest.raises(ValueError, match=rf"steps are fixed at {run.steps}; got minutes=0\.2\. .* steps=none"):
@@ -167,7 +167,7 @@ def test_minutes_are_not_left_out_where_steps_are_fixed(name: str, tmp_path: Pat
 
 
 def test_steps_that_are_profiled_are_steps_of_the_run() -> None:
-    """As soon as it is known how many there are; a window may go on beyond the last one."""
+    """This is checked once the number of steps is known; a window may extend beyond the last step."""
     run = apply_overrides(get_recipe("tiny"), ["profile=20,22"])
     assert run.with_steps(20).profile == (20, 22)
     with pytest.raises(ValueError, match=r"profile must begin within the run's 19 steps; got \(20, 22\)"):
@@ -190,7 +190,7 @@ def test_the_command_gives_the_same_run(overrides: list[str]) -> None:
 @pytest.mark.parametrize("changes", [{}, {"steps": 9}, {"seed": 2, "overrides": ["sead=2"]}, {"recipe": "gone"},
                                      {"recipe": "", "seed": 2}])  # fmt: skip
 def test_the_command_of_a_file_gives_the_run_in_it(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Of an edited file too: the recipe it came from is another run."""
+    """Also for an edited file: the recipe that it names describes another run."""
     path, original = tmp_path / "recipe.json", apply_overrides(get_recipe("tiny"), ["steps=7", f"output={tmp_path}"])
     path.write_text(json.dumps({**original.to_dict(), **changes}))
     run = get_recipe(str(path))
@@ -224,7 +224,7 @@ def test_old_field_names_mean_the_same() -> None:
     new = apply_overrides(run, ["gradient_accumulation_steps=8"])
     assert apply_overrides(run, ["accumulation=8"]) == new
     assert new.overrides == ("gradient_accumulation_steps=8",)
-    # The last of two overrides wins, whichever name each has.
+    # The last of two overrides wins, under either name.
     assert apply_overrides(new, ["accumulation=2"]).gradient_accumulation_steps == 2
     assert apply_overrides(apply_overrides(new, ["accumulation=2"]), ["gradient_accumulation_steps=8"]) == new
 

@@ -1,4 +1,4 @@
-"""The report is one page that needs nothing else and shows text as text."""
+"""The report is one page without external files, in which text is escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An interrupted run is the uninterrupted one, bit for bit, and may become a longer one."""
+"""An interrupted run equals the uninterrupted one bit for bit, and may be extended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gecko.train import CheckpointSettings, Run, TrainResult, train
 
 @pytest.fixture(scope="module")
 def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], TrainResult]:
-    """The result of the same run in another folder, trained once."""
+    """Return a function that trains the same run in another folder, once, and returns its result."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     results: list[TrainResult] = []
 
@@ -55,7 +55,7 @@ def test_stopped_and_resumed_is_uninterrupted(
 def test_killed_and_resumed_is_uninterrupted(
     small_run: Run, uninterrupted: Callable[[Run], TrainResult], monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """An error inside a step stands for a kill: nothing is saved on the way out, and steps are done again."""
+    """An error inside a step replaces a kill: nothing is saved, and the steps are repeated."""
     whole = uninterrupted(small_run)
     stop_after(step, monkeypatch, die)
     with pytest.raises(KeyboardInterrupt):
@@ -115,7 +115,7 @@ def test_fewer_steps_than_are_done_are_refused(small_run: Run) -> None:
 def test_a_longer_run_does_not_keep_the_results_of_the_shorter_one(
     small_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped on its way, it would pass for finished, with the loss of another number of steps."""
+    """A stopped longer run would otherwise look finished, with the loss after fewer steps."""
     train(replace(small_run, steps=4))
     results = [small_run.folder / name for name in ("results.json", "report.html", "sample.txt")]
     assert all(path.is_file() for path in results)
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_passed_over(small_run: Run, uninterrupted: Call
 
 
 def test_a_damaged_checkpoint_is_neither_the_result_nor_kept(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped again before its step, the run has its own checkpoint, and goes on from it."""
+    """If the run is stopped again before the damaged step, its own checkpoint is the newest."""
     train(small_run)
     (small_run.folder / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
     with pytest.warns(UserWarning, match="skipping the checkpoint step-00000012"):
@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_neither_the_result_nor_kept(small_run: Run, mon
     with pytest.warns(UserWarning, match="skipping the checkpoint step-00000012"):
         stopped = train(run, resume=True)
     assert (stopped.step, stopped.checkpoint.name) == (10, "step-00000010")
-    # The one before stays until a step is taken from this one.
+    # The checkpoint before it stays until a step is taken from this one.
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step-00000008", "step-00000010"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

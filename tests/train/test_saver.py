@@ -1,4 +1,4 @@
-"""Saving while training goes on: what of it one process can show."""
+"""Saving in the background while training continues, as far as one process can test it."""
 
 from __future__ import annotations
 

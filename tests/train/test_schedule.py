@@ -1,4 +1,4 @@
-"""The learning rate over a run: bounds, shape and end of both schedules."""
+"""Learning rate over a run: bounds, shape and end of both schedules."""
 
 from __future__ import annotations
 

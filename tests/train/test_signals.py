@@ -1,4 +1,4 @@
-"""A signal is answered at once, whatever the main thread is busy with."""
+"""A signal prints its notice at once, even while the main thread is in a long call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gecko.train.health import StopSignal
 
 
 def test_the_notice_comes_while_one_call_lasts() -> None:
-    """The call takes seconds, in which Python runs no handler of a signal; the handler runs right after it."""
+    """During the call, which takes seconds, Python runs no signal handler; the handler runs right after it."""
     sent: list[float] = []
     arrived: list[float] = []
 

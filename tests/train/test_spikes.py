@@ -1,4 +1,4 @@
-"""The rule for spikes: a pure function of the steps before, the same after any interruption."""
+"""The spike rule is a pure function of the steps before, so an interruption does not change it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ steady = st.lists(st.tuples(st.floats(2.0, 3.0), st.floats(0.5, 1.5)), min_size=
 
 @given(steady)
 def test_steps_like_those_before_are_taken(steps: list[tuple[float, float]]) -> None:
-    """With 32 values in an interval, none is further than √31 deviations from the mean of all."""
+    """None of 32 values in an interval is more than √31 standard deviations from their mean."""
     rule = SpikeRule(SkipSettings(deviations=math.sqrt(80), window=80))
     steps = [*steps[:2], *steps]
     rule.losses.extend([2.0, 3.0])

@@ -1,4 +1,4 @@
-"""Fine-tuning: a model is trained on the ids that it was trained on before."""
+"""Fine-tuning uses the token ids that the model was trained with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gecko.train.checkpointer import SHARDS
 
 @pytest.fixture
 def read_by(run_in: Callable[[str], Run]) -> Callable[..., Run]:
-    """One step on the ids of a tokenizer, of a model with room for all that are here."""
+    """Return a function that makes a run of one step with a tokenizer; the model fits all tokenizers here."""
 
     def make(name: str, tokenizer: str, init_from: Path | None = None) -> Run:
         run = run_in(name)
@@ -31,7 +31,7 @@ def read_by(run_in: Callable[[str], Run]) -> Callable[..., Run]:
 
 
 def test_the_tokenizer_is_that_of_the_model(read_by: Callable[..., Run], tmp_path: Path) -> None:
-    """By what it makes of text: the same under another name or in a file written anew is the same."""
+    """Tokenizers are compared by their output: one with another name or file format may be equal."""
     merged = write_tokenizer(tmp_path / "merged", [("r", "e"), ("re", "d")])
     other = write_tokenizer(tmp_path / "other", [("r", "u"), ("e", "r")])
     first = train(read_by("first", merged))
@@ -49,7 +49,7 @@ def test_the_tokenizer_is_that_of_the_model(read_by: Callable[..., Run], tmp_pat
 
 
 def test_a_tokenizer_beside_the_weights_is_known(read_by: Callable[..., Run], tmp_path: Path) -> None:
-    """As transformers leaves them; without one, and without a recipe, anything is taken."""
+    """transformers leaves tokenizers there. Without one, and without a recipe, any tokenizer is accepted."""
     first = train(read_by("first", "bytes"))
     model = tmp_path / "model"
     model.mkdir()

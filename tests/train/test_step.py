@@ -1,4 +1,4 @@
-"""One step: parts of a batch, clipping, precision."""
+"""One optimizer step: gradient accumulation, clipping, precision."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gradients(model: Gecko, batch: Batch, parts: int) -> tuple[Tensor, list[Tens
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31), parts=st.sampled_from([2, 3, 6]), ignored=st.floats(0, 0.97))
 def test_a_batch_in_parts_is_the_batch(seed: int, parts: int, ignored: float) -> None:
-    """Also where parts have very different numbers of targets."""
+    """Also if the parts have very different numbers of targets."""
     torch.manual_seed(0)
     model = Gecko(BYTE_MODEL).double()
     batch = random_batch(seed, ignored=ignored)
@@ -46,7 +46,7 @@ def test_a_batch_in_parts_is_the_batch(seed: int, parts: int, ignored: float) ->
         return
     loss, whole = gradients(model, batch, 1)
     loss_in_parts, in_parts = gradients(model, batch, parts)
-    # The sum of the parts' losses is kept in float32.
+    # The sum of the parts' losses is float32.
     torch.testing.assert_close(loss_in_parts, loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(in_parts, whole, rtol=1e-6, atol=1e-8)
 

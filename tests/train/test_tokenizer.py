@@ -1,4 +1,4 @@
-"""A checkpoint holds the tokenizer that its model was trained with."""
+"""A checkpoint contains the tokenizer that its model was trained with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 
 @pytest.fixture
 def read_by_file(small_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Its tokenizer is a relative path of a file with another name, beside which others lie."""
+    """Return a run whose tokenizer is a relative path to a file with an unusual name, in a folder with other files."""
     path = Path(write_tokenizer(tmp_path / "made", [("r", "e"), ("re", "d")]))
     path.rename(path.with_name("merged.json"))
     for name in ("tokenizer_config.json", "chat_template.jinja", "notes.txt"):

@@ -1,4 +1,4 @@
-"""A run from its beginning to its end: what it leaves behind, and in what order."""
+"""A whole run: the files that it leaves, and the order in which they are written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_a_run_leaves_behind(small_run: Run) -> None:
 def test_the_disk_has_the_numbers_of_all_steps_before_their_checkpoint(
     small_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power failure too a run that goes on has every step in its curve."""
+    """A resumed run has every step in its curve, even after a power failure."""
     metrics, on_disk, saved = small_run.folder / "metrics.jsonl", [b"{}"], []
     flush, save = os.fsync, Checkpointer.save
 

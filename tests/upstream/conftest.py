@@ -1,4 +1,4 @@
-"""Strictness of ``make test-upstream``: every test passes, or ``not_passing.py`` lists it and it does not pass."""
+"""Strict results of ``make test-upstream``: each test either passes or is listed in ``not_passing.py``, never both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from upstream.not_passing import NOT_PASSING
 
 _OUTCOMES: dict[str, set[str]] = defaultdict(set)
-"""What the parts of every test came to (setup, call, subtests, teardown), by its name."""
+"""Outcomes of the parts of each test (setup, call, subtests, teardown), by its name."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -19,7 +19,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
-    """Count what does not pass, and is listed, apart from failures."""
+    """Count listed tests that do not pass separately from failures."""
     listed = isinstance(report, pytest.TestReport) and not report.passed and _pattern(_name(report)) is not None
     return ("listed", "l", "LISTED") if listed else None
 
@@ -47,7 +47,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _surprises() -> tuple[list[str], list[str], list[str]]:
-    """Tests that neither pass nor are listed, listed tests that pass, and patterns of the list without a test."""
+    """Return unlisted tests that do not pass, listed tests that pass, and patterns of the list that match no test."""
     unlisted = [name for name, outcomes in _OUTCOMES.items() if outcomes != {"passed"} and _pattern(name) is None]
     passing = [name for name, outcomes in _OUTCOMES.items() if outcomes == {"passed"} and _pattern(name) is not None]
     patterns = [pattern for patterns in NOT_PASSING.values() for pattern in patterns]

@@ -1,4 +1,4 @@
-"""Tests of upstream that do not pass on Gecko, by the reason. A test that is listed and passes is an error."""
+"""Upstream tests that do not pass on Gecko, grouped by reason. A listed test that passes is an error."""
 
 from __future__ import annotations
 

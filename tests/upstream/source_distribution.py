@@ -1,4 +1,4 @@
-"""Modules of the tests in transformers' source distribution, which ``make test-upstream`` unpacks."""
+"""Imports test modules from transformers' source distribution, which ``make test-upstream`` unpacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEFT_OUT = {
     "generation.test_utils": {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})},
     "utils.test_configuration_utils": {"config_common_kwargs": {}},
 }
-"""Modules that others import and that a source distribution may lack, with what stands in for them: no tests."""
+"""Modules that test modules import and that a source distribution may lack, with replacements that contain no tests."""
 
 
 def upstream(module: str) -> types.ModuleType:
@@ -37,7 +37,7 @@ def upstream(module: str) -> types.ModuleType:
 
 
 def _package(name: str, folder: Path) -> None:
-    """A package without ``__init__``: upstream runs its tests from the folder above, where ``tests`` is one."""
+    """Register a package without ``__init__``; upstream imports ``tests`` from the folder that contains it."""
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [str(folder)]
 

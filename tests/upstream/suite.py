@@ -2,8 +2,8 @@
 
 ``make test-upstream`` downloads the source distribution of the installed version and runs this file:
 ``ModelTesterMixin`` of ``test_modeling_common.py``, ``TrainingTesterMixin`` of ``test_training_mixin.py`` and
-``ConfigTester`` of ``test_configuration_common.py``. Source distributions hold the files ``tests/test_*.py`` only, in
-5.23.0 as in 5.22, 5.21, 5.0 and 4.57.1. The generation tests, ``tests/generation/test_utils.py``, are in no
+``ConfigTester`` of ``test_configuration_common.py``. Source distributions contain the files ``tests/test_*.py`` only,
+in 5.23.0 as in 5.22, 5.21, 5.0 and 4.57.1. The generation tests, ``tests/generation/test_utils.py``, are in no
 distribution and do not run; ``tests/hf/test_generate.py`` tests generation.
 
 ``not_passing.py`` lists the tests that fail or are skipped, each with the reason.
@@ -24,11 +24,11 @@ from gecko.hf import GeckoConfig, GeckoForCausalLM, GeckoModel
 
 common, training = upstream("test_modeling_common"), upstream("test_training_mixin")
 configuration = upstream("test_configuration_common")
-MODEL_MAPPING_NAMES[GeckoConfig.model_type] = GeckoModel.__name__  # by which upstream knows models without a loss
+MODEL_MAPPING_NAMES[GeckoConfig.model_type] = GeckoModel.__name__  # upstream finds models without a loss in this table
 
 
 class GeckoTester:
-    """A small model and inputs, as upstream's mixins ask for them."""
+    """A small model and inputs, in the form that upstream's mixins expect."""
 
     causal_lm_class, base_model_class = GeckoForCausalLM, GeckoModel
     batch_size, seq_length, is_training = 3, 12, True
@@ -47,7 +47,7 @@ class GeckoTester:
 
 
 class GeckoTest(common.ModelTesterMixin, training.TrainingTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
-    """One model class after the other in every test."""
+    """Upstream's tests, each over all model classes."""
 
     all_model_classes = (GeckoModel, GeckoForCausalLM)
     has_attentions = False

@@ -55,7 +55,7 @@ def find_model(name: str) -> Path:
 
 
 def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer ``given``, else the one beside the model, else the one that the recipe there names.
+    """Return the tokenizer ``given``; if None, the one in the model's folder; else the one that the recipe there names.
 
     Raises:
         FileNotFoundError: there is no tokenizer.
@@ -85,7 +85,7 @@ def _own_tokenizer(folder: Path) -> Tokenizer:
 def load_model(name: str, tokenizer: str | None, device: str, dtype: str | None) -> tuple[Gecko, Tokenizer]:
     """Load a Gecko and its tokenizer for inference.
 
-    The model is in evaluation mode, since switching modes for every token takes time.
+    The model is in evaluation mode: switching the mode for every token would take time.
 
     Args:
         name: model folder or training run.
@@ -148,7 +148,7 @@ def _prepare(model: nn.Module, device: str, dtype: torch.dtype | None) -> None:
 
 
 def trained_length(name: str) -> int | None:
-    """Return the sequence length that the model was trained with; None if no recipe lies beside it."""
+    """Return the sequence length that the model was trained with; None if there is no recipe beside it."""
     from gecko.train import Run
 
     recipe = find_model(name) / RECIPE
@@ -166,7 +166,7 @@ def _no_model_message(folder: Path) -> str:
 
 
 def nearest_hint(path: Path) -> str:
-    """Return a sentence that suggests an existing path with a similar name; empty if there is none."""
+    """Return a sentence that suggests an existing path with a similar name; an empty string if there is none."""
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     return f" Did you mean {path.with_name(near[0])}?" if near else ""

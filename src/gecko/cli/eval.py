@@ -322,7 +322,7 @@ def _progress() -> Iterator[Report]:
 def _by_norms(
     models: Sequence[GeckoModel | LlamaModel], measure: Callable[[GeckoModel | LlamaModel], Results]
 ) -> Results:
-    """Measure each model and merge the results; scores of several models name their norm statistics."""
+    """Measure each model and merge the results; with several models, the scores name their norm statistics."""
     first, *others = [measure(model) for model in models]
     if not others:
         return first

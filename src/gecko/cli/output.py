@@ -2,9 +2,9 @@
 
 A command that fails prints one message without a traceback; the exit code says which kind of failure it was.
 
-An existing file is replaced if it is empty or of the kind that the command writes; any other file only with
-``--force``. A file that the command reads is never replaced. The one exception is a reading state that the command
-continues: it is read whole before it is replaced by the state that continues it.
+A command replaces an existing file if the file is empty or of the kind that the command writes; it replaces any other
+file only with ``--force``. It never replaces a file that it reads, except the reading state that it continues: it reads
+the whole state first and then replaces it by the new one.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _not_writable(out: str, option: str) -> ValueError:
 def _check_kind(path: Path, kind: Kind, inputs: Iterable[Path], force: bool, option: str) -> None:
     existing = [read for read in inputs if read.exists()]
     known = path.stat().st_size > 0 and kind.recognises(path)
-    # The results of an evaluation may lie in the folder of the run that is evaluated.
+    # The results of an evaluation may be in the folder of the run that is evaluated.
     if any(path.samefile(read) for read in existing) or (
         not known and any(_is_inside(path, read) for read in existing)
     ):

@@ -1,4 +1,4 @@
-"""Self-test of ``gecko doctor``: the laws of the model on small random inputs, on one device."""
+"""Self-test of ``gecko doctor``: invariants of the model, checked with small random inputs on one device."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ROUNDED_TOLERANCE = 0.1
 """Largest relative error of all gradients as one vector, with matrix products in bfloat16."""
 _BATCH, _LENGTH, _CHUNK = 2, 45, 8
 _MANY = 40
-"""Number of rows with which all kernels run."""
+"""Number of rows; large enough for every kernel to be chosen."""
 _CONFIG = GeckoConfig(
     vocab_size=64, num_layers=2, model_dim=32, key_dim=32, value_dim=32, num_heads=2, ffn_dim=64,
     cema_modes=4, chunk_size=_CHUNK, timestep_groups=4,
 )  # fmt: skip
-"""The heads are wide enough for every kernel."""
+"""The heads are wide enough for every kernel to be chosen."""
 
 
 @dataclass(frozen=True)

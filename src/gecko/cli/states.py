@@ -102,7 +102,7 @@ class _Reading:
 
     @property
     def loss_per_byte(self) -> float | None:
-        """Nats per byte. The first token after a state has no loss; it is counted with the mean of the others."""
+        """Nats per byte. The first token after a state has no loss; the mean loss of the others is used for it."""
         if self.loss is None or not self.bytes:
             return None
         return self.loss * (self.tokens - self.started) / self.bytes

@@ -15,8 +15,9 @@ from gecko.state import GeckoState
 class GeckoCache(Cache):
     """``transformers`` cache that wraps a ``GeckoState``. Its size does not depend on the number of tokens read.
 
-    Every call of the model replaces ``state``. States are values, so ``GeckoCache(cache.state)`` branches. The tokens
-    of the initial state must not be in ``input_ids``; tokens that later calls read must be, as ``generate`` expects.
+    Every call of the model replaces ``state`` and never writes into it, so ``GeckoCache(cache.state)`` is an
+    independent branch. The tokens of the initial state must not be in ``input_ids``; tokens that later calls read must
+    be, as ``generate`` expects.
 
     Args:
         state: initial state, for example from ``GeckoState.load``. None: nothing was read.
@@ -44,7 +45,7 @@ class GeckoCache(Cache):
         self.state = self.text = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give every beam the state of the beam that it continues."""
+        """Reorder the rows, so that every beam has the state of the beam that it continues."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -76,7 +77,7 @@ class Batch:
     text: Tensor | None
     """Bool, True at text, which is contiguous in every row. None: there is no padding."""
     starts: Tensor | None
-    """True at the first token of every document but a row's first. None: no such document."""
+    """True at the first token of every document except the first document of a row. None: no such document."""
 
     @classmethod
     def build(cls, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, read: Tensor | None = None) -> Batch:
@@ -85,8 +86,8 @@ class Batch:
         Args:
             tokens: (B, T) integers.
             mask: (B, T), or (B, columns before + T), 0 at padding.
-            positions: (B, T) or (1, T). They increase by one within a document; a document starts at every 0 but that
-                of a row's first token, where ``generate`` passes 0 even if the cache has read tokens.
+            positions: (B, T) or (1, T). They increase by one within a document. A document starts at every 0 except the
+                first token of a row, for which ``generate`` passes 0 even if the cache has read tokens.
             read: (B, columns before) bool, True at the columns that the cache has read as text. None: no columns.
 
         Raises:
@@ -137,7 +138,7 @@ class Batch:
         return self._fill_padding(hidden, first + lengths), kept
 
     def _fill_padding(self, hidden: Tensor, end: Tensor) -> Tensor:
-        """Repeat the last hidden after each text: ``generate`` samples from the last column of every row."""
+        """Repeat the last hidden state after each text: ``generate`` samples from the last column of every row."""
         assert self.text is not None
         row, column = (torch.arange(size, device=end.device) for size in self.tokens.shape)
         last, after = hidden[row, end - 1], column >= end[:, None]
@@ -190,7 +191,7 @@ def _text(tokens: Tensor, mask: Tensor, read: Tensor | None) -> Tensor | None:
 
 
 def _check_before(text: Tensor, read: Tensor) -> None:
-    """Check that a mask agrees with the one under which the columns (B, columns before) were read."""
+    """Check that a mask agrees with the mask of the columns (B, columns before) that were read."""
     changed = (text != read.to(text.device)).nonzero()
     if len(changed):
         row, column = changed[0].tolist()

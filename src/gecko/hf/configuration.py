@@ -14,8 +14,8 @@ from gecko.config import GeckoConfig as Architecture
 class GeckoConfig(PretrainedConfig):
     """Config of a Gecko in transformers. It takes the fields of ``gecko.GeckoConfig`` and of transformers by keyword.
 
-    Fields default to those of the preset ``tiny``, because transformers builds configs without arguments to compare
-    with. The fields are checked when ``architecture`` is called, which the constructor of a model does.
+    The defaults are those of the preset ``tiny``: transformers creates a config without arguments and compares others
+    with it. The constructor of a model checks the fields by calling ``architecture``.
     """
 
     model_type = MODEL_TYPE
@@ -43,11 +43,11 @@ class GeckoConfig(PretrainedConfig):
 
     @classmethod
     def of(cls, architecture: Architecture, **fields: Any) -> GeckoConfig:
-        """Return the config of ``architecture`` with further fields of transformers."""
+        """Return the config of ``architecture`` with additional fields of transformers."""
         return cls(**architecture.to_dict(), **fields)
 
     def architecture(self) -> Architecture:
-        """Return the architecture.
+        """Return the fields as a ``gecko.GeckoConfig``.
 
         Raises:
             ValueError: the fields contradict each other.

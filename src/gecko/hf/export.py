@@ -1,4 +1,4 @@
-"""Export of a model with its code, for ``trust_remote_code=True`` without gecko installed, and a bytes tokenizer.
+"""Export of a model with its code, for ``trust_remote_code=True`` without gecko installed, and a byte tokenizer.
 
 An exported folder contains a copy of every module of this package that the model imports, one file each. Only the
 imports change: ``from gecko.ops.cema import cema`` becomes ``from .gecko_ops_cema import cema``.
@@ -27,7 +27,7 @@ BORDER, PADDING = "<|endoftext|>", "<|pad|>"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of transformers with the ids of ``gecko.data.ByteTokenizer``.
+    """Return a transformers tokenizer with the ids of ``gecko.data.ByteTokenizer``.
 
     Ids 0 to 255 are the bytes of UTF-8 text, 256 starts and ends a document, 257 pads on the left. Every text starts
     with 256, as documents do in training, unless ``add_special_tokens=False``. No text encodes to 256 or 257.
@@ -50,7 +50,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 CONFIGURATION, MODELING = GeckoConfig.__module__, GeckoForCausalLM.__module__
 FILES = {CONFIGURATION: "configuration_gecko", MODELING: "modeling_gecko"}
-"""File names of two modules, as usual on the hub."""
+"""File names of the two modules, as is usual on the hub."""
 
 AUTO_MAP = {
     "AutoConfig": f"{FILES[CONFIGURATION]}.{GeckoConfig.__name__}",
@@ -102,7 +102,7 @@ def write_code(folder: Path) -> dict[str, str]:
 
 
 def remote_code() -> dict[str, str]:
-    """Return the source of every module that the model imports, with relative imports, by file name without .py."""
+    """Return the source of each module that the model imports, with relative imports, by file name without .py."""
     configuration, modeling = _closure(CONFIGURATION), _closure(MODELING)
     code = {_file(module): _with_relative_imports(module, source) for module, source in modeling.items()}
     for module, needed in ((CONFIGURATION, configuration), (MODELING, modeling)):
@@ -156,7 +156,7 @@ def _special_ids(tokenizer: Any, vocab_size: int) -> dict[str, int]:
 
 
 def _name_for_every_version(path: Path) -> None:
-    """Replace a class name of transformers 5, which 4 does not know, by the older one, which both know."""
+    """Replace a class name that only transformers 5 knows by the older one, which transformers 4 knows too."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -196,7 +196,7 @@ class GeckoModel(GeckoPreTrainedModel):
         return_dict: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Return hidden states (B, T, D), at padding as in ``Batch.read``; arguments as for ``GeckoForCausalLM``."""
+        """Return hidden states (B, T, D). Arguments: see ``GeckoForCausalLM``; values at padding: ``Batch.read``."""
         _refuse(inputs_embeds, output_attentions, output_hidden_states, others)
         _check_borders(position_ids, others)
         batch = self.batch(input_ids, attention_mask, position_ids, past_key_values)
@@ -230,7 +230,7 @@ class GeckoModel(GeckoPreTrainedModel):
         return Batch.build(input_ids, mask, positions, cache.text)
 
     def _read(self, tokens: Tensor, ids: Tensor | None, state: GeckoState | None) -> tuple[Tensor, GeckoState]:
-        """Run the model; without gradients in pieces, so that a long prompt takes little memory."""
+        """Run the model. Without gradients it runs in pieces, so that a long prompt takes little memory."""
         size = tokens.shape[1] if torch.is_grad_enabled() else piece_length(self.gecko.config)
         parts = []
         for begin in range(0, tokens.shape[1], size):
@@ -259,13 +259,13 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         return False
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Prepare inputs without ``tokenizer``, an argument of ``generate`` that transformers passes on."""
+        """Prepare inputs without ``tokenizer``, which transformers passes on from the arguments of ``generate``."""
         kwargs.pop("tokenizer", None)
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         return prepared
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
-        """Heal tokens, but keep the token that starts a document, which transformers replaces by padding."""
+        """Heal tokens, but keep the document-start token, which transformers would replace by padding."""
         healed: Any = super().heal_tokens(input_ids, tokenizer)
         start = (healed != tokenizer.pad_token_id).int().argmax(1) - 1
         rows = ((input_ids == tokenizer.bos_token_id).any(1) & (start >= 0)).nonzero().flatten()
@@ -294,10 +294,10 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
             input_ids: (B, T) integers.
             attention_mask: (B, T), or (B, columns before + T): 0 at padding, before or after a row's text. Every row
                 gets the result that it would get alone; after its text, the logits of its last token are repeated.
-            position_ids: (B, T). A document starts at every 0 but the first. They have no other effect.
+            position_ids: (B, T). A document starts at every 0 except the first. Positions have no other effect.
             past_key_values: the cache that an earlier call returned; this call updates it.
-            labels: (B, T), the input tokens, −100 to ignore one; the model shifts them. Padding and the first token of
-                a document are always ignored.
+            labels: (B, T), the input tokens, with −100 where a token is ignored; the model shifts them. Padding and the
+                first token of a document are always ignored.
             use_cache: whether to return a cache; the default is True in evaluation mode.
             logits_to_keep: number of last columns, or indices of columns, whose logits are returned; 0 means all. The
                 loss is over all columns and does not need the logits, so 1 saves memory if only the loss is needed.
@@ -347,7 +347,7 @@ def _add_prefix(state_dict: dict[str, Any], prefix: str, to_gecko: str) -> list[
 
 
 def _state(cache: GeckoCache | None, device: torch.device) -> GeckoState | None:
-    """Return the state of a cache; an initial state is moved to ``device``, where states of calls already are."""
+    """Return the state of a cache. An initial state is moved to ``device``; states that calls returned are there."""
     if cache is None or cache.state is None:
         return None
     return cache.state if cache.get_seq_length() else cache.state.to(device)
@@ -371,7 +371,7 @@ def _refuse(embeds: object, attentions: bool | None, hidden_states: bool | None,
         raise ValueError(
             "output_hidden_states must be off; GeckoModel returns the last ones, forward hooks give the others."
         )
-    known = (*_REPEATS_POSITIONS, "cache_position")  # transformers 4 passes what the cache already holds
+    known = (*_REPEATS_POSITIONS, "cache_position")  # transformers 4 passes this, which repeats the cache's length
     unknown = [name for name, value in others.items() if value is not None and name not in known]
     if unknown:
         raise TypeError(f"a Gecko takes no argument {', '.join(unknown)}.")

@@ -1,1 +1,1 @@
-"""Many texts continued side by side, and the server that offers it."""
+"""HTTP server with OpenAI's API: protocol, limits, and the thread that runs the inference engine."""

@@ -1,4 +1,4 @@
-"""Checks of a request before its body is read: names of the server against DNS rebinding, and the API key."""
+"""Checks of a request before its body is read: the server's host names (against DNS rebinding) and the API key."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LONGEST = 100
 
 
 class Hosts:
-    """Names of the server; refuses requests that a browser sends for a page of another site.
+    """Host names of the server; refuses requests that a browser sends for a page of another site.
 
-    The page may let its own name resolve to this machine (DNS rebinding); then ``Host`` is a name that the server does
-    not have. Otherwise ``Origin`` names the site of the page. IP addresses cannot be rebound.
+    Such a page may let its own name resolve to this machine (DNS rebinding); then ``Host`` is a name that the server
+    does not have. Otherwise ``Origin`` names the site of the page. IP addresses cannot be rebound.
 
     Args:
         bound: address or name that the server listens on.
@@ -112,7 +112,7 @@ class Gate:
 
     def _check(self, path: str, headers: Headers) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy may use the other one and find another end of the request (request smuggling).
+            # A proxy may use the other header and see another end of the request (request smuggling).
             raise ApiError(400, "a request must have Content-Length or Transfer-Encoding, not both", close=True)
         self._hosts.check(headers.get("host"), headers.get("origin"))
         if self._key is not None and path.startswith("/v1/"):

@@ -1,8 +1,8 @@
 """Read request bodies within the memory of all requests, and parse their JSON in short steps.
 
-A call of ``json.loads`` holds the GIL until it returns, for seconds with lists of millions of values, and takes up to
-sixty times the memory of the text. Here each string, list and object is a step, and long lists of numbers are parsed in
-parts.
+One call of ``json.loads`` holds the GIL until it returns: seconds for lists of millions of values. It takes up to sixty
+times the memory of the text. This module parses each string, list and object in its own step, and long lists of numbers
+in parts.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Parser:
                 return found
 
     def _numbers(self) -> list[Any]:
-        """Parse numbers up to the last comma of a part, or to the end of the list."""
+        """Parse numbers up to the last comma of one part, or to the end of the list."""
         match = _NUMBERS.match(self._text, self._at)
         assert match is not None
         end = match.end()

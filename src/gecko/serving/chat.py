@@ -171,7 +171,8 @@ def _translate(text: str, table: Mapping[int, int | None]) -> str:
 
 
 def find_format(tokenizer: Tokenizer, model_folder: Path) -> ChatFormat:
-    """Return the template in the folder of the tokenizer, else of the model, else the plain format.
+    """Return the template in the folder of the tokenizer, else the one in the folder of the model, else the plain
+    format.
 
     Raises:
         ValueError: a file is damaged, or has several templates and none is named ``default``.
@@ -221,7 +222,7 @@ def _special_tokens(folder: Path) -> dict[str, int]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Turn the errors of missing and unsuitable fields into one that names ``path``."""
+    """Convert the errors of missing and unsuitable fields into one that names ``path``."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:

@@ -145,7 +145,7 @@ class Admission:
         """Whether the server is stopping and refuses new requests."""
 
     def take(self, places: int, of: int) -> None:
-        """Take ``places`` more for a request that then has ``of`` places.
+        """Take ``places`` more for a request, which then has ``of`` places in total.
 
         Raises:
             ApiError: 503 while draining, 429 if too few places are free, 400 if the server has fewer than ``of``.

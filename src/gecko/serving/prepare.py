@@ -199,7 +199,7 @@ class Preparation:
         return Prepared(requests, choices, reply, usage, self._num_bytes(asked, prompts, reply))
 
     def _num_bytes(self, asked: ApiRequest, prompts: Sequence[Tensor], reply: CompletionReply | ChatReply) -> int:
-        """Memory of the request's tokens and of its answer."""
+        """Return the memory of the request's tokens and of its answer, in bytes."""
         size = sum(prompt.nbytes for prompt in prompts)
         if asked.num_top_logprobs is not None:
             size += _LOGPROB_BYTES * num_choices(asked) * self._new_tokens(asked) * (asked.num_top_logprobs + 1)

@@ -43,7 +43,7 @@ Ids = list[int]
 
 
 def _prompt(value: Any) -> str | list[str] | Ids | list[Ids]:
-    """Validate by hand: the message of pydantic about a union of four types is hard to read."""
+    """Validate a prompt. This is done by hand: pydantic's message about a union of four types is hard to read."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:

@@ -66,7 +66,7 @@ class Service:
     async def _begin(
         self, kind: type[CompletionRequest] | type[ChatRequest], body: Body, places: _Places, arrival: float
     ) -> StartedRequest:
-        # One place before any work; the rest when the number of choices is known.
+        # Take one place before any work, and the rest when the number of choices is known.
         places.take(1)
         size = len(body)
         asked = await self.threads.run(size, self._preparation.parse, kind, body.take)

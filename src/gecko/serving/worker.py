@@ -1,4 +1,4 @@
-"""The engine in its thread, and its interface to the event loop."""
+"""Thread that runs the engine, and its interface to the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes small enough to train many times over, in the process of the tests."""
+"""Recipes small enough to train often, in the process of the tests."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ def base(texts: Path) -> Run:
 
 @pytest.fixture
 def recipes(base: Run, tmp_path: Path) -> list[str]:
-    """With memory and without."""
+    """Return recipes with and without memory."""
     base.save(tmp_path / "whole.json")
     replace(base, model=replace(SMALL, memory="none")).save(tmp_path / "bare.json")
     return [str(tmp_path / "whole.json"), str(tmp_path / "bare.json")]
 
 
 class TrainsHere:
-    """In place of ``subprocess.Popen``: does a worker's job before it returns."""
+    """Replaces ``subprocess.Popen``: does a worker's job in its constructor."""
 
     started: list[str]
-    """Folders, in order; one list for all."""
+    """Folders of the runs in the order of their start, in one list for all instances."""
     after: Callable[[], None]
     """Called when a run has ended."""
 
@@ -97,7 +97,7 @@ class TrainsHere:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> type[TrainsHere]:
-    """Runs are trained in this process, without a report of their own."""
+    """Train runs in this process, without their reports."""
 
     class Here(TrainsHere):
         after = staticmethod(lambda: None)
@@ -111,7 +111,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> type[TrainsHere]:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, str]]:
-    """``compare`` with a plan, and what it prints; the page takes longer than the rest, so it is made on demand."""
+    """Return a function that runs ``compare`` on a plan and returns its output. The page is slow, so it is optional."""
 
     def run(plan: Plan, jobs: int = 1, *, page: bool = False) -> tuple[Outcome, str]:
         console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)

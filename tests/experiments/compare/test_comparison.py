@@ -1,4 +1,4 @@
-"""A whole comparison: in order, skipping what is there, going on after anything, and what it leaves behind."""
+"""A whole comparison: the order of runs, reuse of finished runs, continuation after an interruption, and the files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def planned(recipes: list[str], tmp_path: Path) -> Callable[..., Plan]:
 
 
 def numbers(folder: Path) -> dict[str, Any]:
-    """What does not depend on where and how fast."""
+    """Return the results that do not depend on folder and speed."""
     record = json.loads((folder / "comparison.json").read_text())
     del record["hardware"]
     for values in (*record["runs"], *record["recipes"]):
@@ -90,7 +90,7 @@ def test_the_page_needs_nothing_else(here: Any, call: Call, planned: Callable[..
 def test_stopped_and_called_again_is_uninterrupted(
     here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path
 ) -> None:
-    """In the tuning, between it and the others, and among these."""
+    """Stop in the tuning, between tuning and runs, and among the runs."""
     call(planned("whole"))
     here.started.clear()
     here.after = staticmethod(lambda: signal.raise_signal(signal.SIGTERM) if len(here.started) in (1, 4, 6) else None)
@@ -150,7 +150,7 @@ def test_a_failing_run_does_not_stop_the_others(
 def test_a_rate_that_diverges_is_not_taken(
     here: Any, call: Call, base: Run, planned: Callable[..., Plan], recipes: list[str]
 ) -> None:
-    """With a clip of 1e30 the first step of this size leaves weights that are not finite."""
+    """With a clip of 1e30 the first step at this rate makes weights non-finite."""
     for path in recipes:
         run = Run.load(path)
         optimizer = replace(run.optimizer, clip=1e30)

@@ -1,4 +1,4 @@
-"""What a comparison is made of, and what it refuses before anything is trained."""
+"""The runs of a comparison, and the errors that are raised before training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gecko.train.overrides import flatten
 
 @pytest.fixture
 def with_other(base: Run, tmp_path: Path) -> Callable[[Run], list[str]]:
-    """The base recipe, and another one."""
+    """Return a function that writes another recipe and returns both."""
 
     def write(other: Run) -> list[str]:
         base.save(tmp_path / "base.json")

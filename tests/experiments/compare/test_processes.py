@@ -1,4 +1,4 @@
-"""Runs as processes of their own, killed and left alone."""
+"""Runs in separate processes, interrupted and killed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def free(folder: Path) -> bool:
 def test_killed_and_called_again_is_uninterrupted(
     recipes: list[str], tmp_path: Path, here: Any, call: Callable[..., Any]
 ) -> None:
-    """First by Ctrl-C, then for good: a worker whose parent is no more saves and ends by itself."""
+    """First Ctrl-C, then a kill: a worker whose parent is gone saves and ends."""
     for path in recipes:
         replace(Run.load(path), steps=STEPS).save(path)
     first, steps = tmp_path / "parts" / "whole" / "seed-0", 0
@@ -116,7 +116,7 @@ def test_the_live_table(recipes: list[str], tmp_path: Path) -> None:
         console = Console(width=80, record=True, file=io.StringIO())
         console.print(Board(console, pool, "training")._table())
     shown = console.export_text()
-    assert "0 of 2 finished, about 0:03:00 left" in shown  # 80 + 100 steps of a second
+    assert "0 of 2 finished, about 0:03:00 left" in shown  # 80 + 100 steps of one second each
     lines = {name: next(line for line in shown.splitlines() if line.strip().startswith(name)) for name in plan.recipes}
     assert all(part in lines["whole"] for part in ("seed-0", "20/100", "2.5000", "48", "0:01:20"))
     assert all(part in lines["bare"] for part in ("waiting", "0/100"))

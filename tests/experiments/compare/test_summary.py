@@ -1,4 +1,4 @@
-"""Means, intervals and choices, against the same numbers computed by hand."""
+"""Means, intervals and choices equal the same numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def result(recipe: str, seed: int, rows: list[float], targets: list[int]) -> Run
 @settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(2, 5))
 def test_over_seeds(data: st.DataObject, count: int) -> None:
-    """Mean, standard error, Student's t, and differences within seeds."""
+    """Check mean, standard error, Student's t, and differences within seeds."""
     found = {name: data.draw(st.lists(losses, min_size=count, max_size=count, unique=True)) for name in ("a", "b")}
     order = data.draw(st.permutations([(name, seed) for name in ("a", "b") for seed in range(count)]))
     runs = [result(name, seed, [found[name][seed]], [1]) for name, seed in order]
@@ -58,7 +58,7 @@ def check_interval(mean: float | None, interval: object, values: np.ndarray) -> 
 
 
 def test_one_seed_is_judged_by_held_out_rows() -> None:
-    """Two models whose rows differ far more than they: only the paired interval tells them apart."""
+    """The rows of two models differ far more than the models: only the paired interval distinguishes them."""
     random = np.random.default_rng(0)
     targets = random.integers(20, 30, 200).tolist()
     rows = (np.array(targets) * random.uniform(1, 3, 200)).tolist()
@@ -94,7 +94,7 @@ def test_models_tested_on_different_rows() -> None:
 
 
 def test_seconds_are_those_of_training_steps(base: Run, tmp_path: Path) -> None:
-    """Evaluations and checkpoints between them do not count; a run resumed has every step once."""
+    """Evaluations and checkpoints in between do not count; a resumed run contains every step once."""
     run = Run.from_dict({**base.to_dict(), "output": str(tmp_path / "run"), "steps": 4})
     with MetricsWriter(run.folder, None) as metrics:
         metrics.write("validation", 0, {"nats_per_byte": 5.0, "loss": 5.0})
@@ -138,7 +138,7 @@ def test_the_lowest_held_out_loss_is_taken(found: list[float | None]) -> None:
     notes = " ".join(edge_notes(plan, rates))
     for end, word in ((RATES[0], "lowest"), (RATES[-1], "highest")):
         assert (word in notes) == (end in rates.values())
-    # A run that failed for another reason, or is not there yet, makes the tuning unequal.
+    # A run that failed for another reason, or does not exist yet, makes the tuning unequal.
     for state in ("failed", "stopped", "waiting"):
         assert "b" not in tuned_rates(plan, [*trials[:-1], Trial("b", RATES[-1], state, None, 0)])
 

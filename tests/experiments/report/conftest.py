@@ -1,4 +1,4 @@
-"""Two models of two seeds, trained for a few steps, and every evaluation of them on a little text."""
+"""Two models with two seeds each, trained for a few steps, and every evaluation of them on a short text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEEDS, STEPS = (0, 1), 12
 
 
 def gecko(*arguments: object) -> Any:
-    """``gecko …`` in this process; it must end well."""
+    """Run ``gecko …`` in this process and assert that it succeeds."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return result
@@ -52,14 +52,14 @@ def share_score(name: str, hits: int, n: int, unit: str, where: dict[str, Any]) 
 
 
 def save(path: Path, evaluation: str, model: Path, scores: list[Score]) -> None:
-    """A result file as evaluations write it, of those whose data sets are large."""
+    """Write a result file as the evaluations with large data sets do."""
     described = {"name": str(model), "parameters": 1, "tokenizer": "bytes", "config": {}}
     results = Results(evaluation, scores, {"data": None, "limit": None}, 0)
     results.save(path, described, f"gecko eval {evaluation}", {"Memory": "1"})
 
 
 class SaysRed:
-    """A ``ScoredModel`` with one answer to all questions."""
+    """A ``ScoredModel`` that gives one answer to all questions."""
 
     tokenizer = ByteTokenizer()
 
@@ -70,7 +70,7 @@ class SaysRed:
 
 
 def save_story(path: Path, model: Path) -> None:
-    """What ``gecko eval scrolls`` writes of a model that answers 3 of 10 questions right."""
+    """Write the results of ``gecko eval scrolls`` for a model that answers 3 of 10 questions correctly."""
     questions = [Question("A story.", f"Which, {number}?", ("red" if number < 3 else "blue",)) for number in range(10)]
     described = {"name": str(model), "parameters": 1, "tokenizer": "bytes", "config": {}}
     data = QuestionSet("story.jsonl", questions)
@@ -84,7 +84,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MODEL/seed-N, each with results of streams in its ``eval/``; never to be changed."""
+    """Return a folder of MODEL/seed-N, each with perplexity results in its ``eval/``; tests must not change it."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "book.txt").write_text(words(500), encoding="utf-8")
     for recipe in MODELS:
@@ -101,7 +101,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def results(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Result files outside of the runs' folders: retrieval, tasks, synthetic tasks."""
+    """Write result files outside of the run folders: retrieval, tasks, synthetic tasks."""
     folder = tmp_path_factory.mktemp("results")
     one = runs / "small_gecko" / "seed-0"
     gecko("eval", "retrieval", one, "passkey", "--lengths", "900,1K", "--depths", "0,1", "--samples", 2,
@@ -117,13 +117,13 @@ def results(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def inputs(runs: Path, results: Path) -> list[Path]:
-    """Everything."""
+    """Return all inputs of the report."""
     return [*sorted(runs.glob("*/seed-*")), *sorted(results.glob("*.json"))]
 
 
 @pytest.fixture
 def copied(runs: Path, tmp_path: Path) -> Callable[[str, int], Path]:
-    """A run's folder to be changed, without its checkpoints."""
+    """Return a function that copies a run folder, without its checkpoints, so that a test may change it."""
 
     def copy(recipe: str, seed: int) -> Path:
         source, folder = runs / recipe / f"seed-{seed}", tmp_path / recipe / f"seed-{seed}"

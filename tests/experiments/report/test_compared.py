@@ -1,4 +1,4 @@
-"""The tables of a comparison say what its ``comparison.json`` says."""
+"""The tables of a comparison contain the values of its ``comparison.json``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("small_gecko", "small_chunk")
 
 @pytest.fixture
 def comparison(runs: Path, tmp_path: Path) -> Path:
-    """As the command writes it."""
+    """Return a ``comparison.json`` as the command writes it."""
     for name in NAMES:
         shutil.copytree(runs / name, tmp_path / name, ignore=shutil.ignore_patterns("checkpoints", "eval"))
     planned = [

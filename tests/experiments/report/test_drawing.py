@@ -1,4 +1,4 @@
-"""Names beside lines, and lines that are told apart."""
+"""Labels beside lines, and line styles that can be told apart."""
 
 from __future__ import annotations
 

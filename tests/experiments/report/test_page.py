@@ -1,4 +1,4 @@
-"""The whole page: one file that needs nothing else, tells of all that was given, and keeps published numbers apart."""
+"""The whole page: one file without external files that shows all inputs and marks published numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def page(page_file: Path) -> str:
 
 
 class Texts(html.parser.HTMLParser):
-    """Texts within elements of class ``published``, and the others."""
+    """Collects the texts inside and outside of elements of class ``published``."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The paper's printed numbers: whole tables, in range, and the sums of their columns as in the paper's source."""
+"""The paper's printed numbers: whole tables, values in range, and column sums as in the paper's source."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tasks_and_shots_are_those_that_evaluations_run(name: str) -> None:
 
 
 def test_the_paper_says_itself_which_is_best() -> None:
-    """Bold in its tables."""
+    """They are bold in its tables."""
     best = {"academic": ["Gemma", {"Mistral", "Gemma"}, "Mistral", "Mistral", "Gemma", "Mistral", "Gemma", "Mistral",
                          "Llama 2", "Llama 2"],
             "academic_1b": ["Gecko", "Gecko", "Gecko", "OLMo1", "Gecko", "Gecko"],

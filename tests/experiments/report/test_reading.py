@@ -1,4 +1,4 @@
-"""Inputs: what is read, what is refused, and what is left out with a reason."""
+"""Inputs of a report: which are read, which are refused, and which are left out with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is put together, and what is kept apart."""
+"""Which scores are shown together, and which separately."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cells(section: Section, table: int = 0) -> list[list[str]]:
 
 
 def changed(file: EvaluationFile, name: str, seed: int = 0, **values: Any) -> EvaluationFile:
-    """A result file of another model, with other ``values``."""
+    """Return a result file of another model, with other ``values``."""
     record = copy.deepcopy(dict(file.record))
     record["model"] |= {"name": f"{name}/seed-{seed}"}
     for key, value in values.items():

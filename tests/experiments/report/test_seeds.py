@@ -32,7 +32,7 @@ def test_several_seeds_have_students_interval() -> None:
 
 
 def test_shares_over_seeds_stay_shares() -> None:
-    """0.9, 1 and 1: Student's interval alone would reach from 0.823 to 1.110."""
+    """Student's interval of 0.9, 1 and 1 alone would be 0.823 to 1.110."""
     found = estimate([score(value) for value in (0.9, 1.0, 1.0)], (0, 1)).interval
     assert found is not None and (found.low, found.high) == (pytest.approx(0.8232, abs=1e-4), 1)
     assert found.method == "Student's t over 3 seeds, 95 %, cut at 0 and 100 %"

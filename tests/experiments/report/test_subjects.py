@@ -1,4 +1,4 @@
-"""Which runs and evaluations are of one model, and what it is called."""
+"""Grouping of runs and evaluations by model, and the names of the groups."""
 
 from __future__ import annotations
 

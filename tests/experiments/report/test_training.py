@@ -1,4 +1,4 @@
-"""Places on the axes of curves."""
+"""Values on the axes of curves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def held_out(number: int, loss: float | None) -> Record:
 
 
 def test_clocks_count_tokens_and_the_time_of_steps_alone() -> None:
-    """600 tokens at 10 a second are a minute, whatever evaluations took."""
+    """600 tokens at 10 tokens/s take a minute, whatever time evaluations took."""
     it = run(held_out(0, 5), step(1, 4, 10, 1000), step(2, 3, 20, 3000), held_out(2, 2))
     assert token_clock(it) == {0: 0, 1: 600, 2: 1200}
     assert minute_clock(it) == pytest.approx({0: 0, 1: 1, 2: 1.5})
@@ -46,7 +46,7 @@ def test_clocks_count_tokens_and_the_time_of_steps_alone() -> None:
 
 
 def test_interval_of_one_seed_is_over_rows() -> None:
-    """Half of 400 rows have loss 1, the others 3 nats a token; a token has two bytes."""
+    """Half of 400 rows have a loss of 1 nat per token, the others of 3; a token has two bytes."""
     losses = [20.0 * (1 + 2 * (row % 2)) for row in range(400)]
     results = {"loss": 2.0, "nats_per_byte": 1.0, "tokens": 8000, "row_losses": losses, "row_targets": [20] * 400}
     cells = _finished_row(Trained(Mock(label="model"), {0: RunFolder(Path("run"), RECIPE, [], results, [])}))
@@ -67,7 +67,7 @@ def test_losses_that_are_not_finite_are_not_drawn() -> None:
 
 
 def test_seeds_are_averaged_at_the_steps_that_all_have() -> None:
-    """Held-out losses of seeds may be taken at different steps, and be missing where they were not finite."""
+    """Seeds may have held-out losses at different steps, and lack those that were not finite."""
     often = run(held_out(0, 6), held_out(100, 4), held_out(150, None), held_out(200, 2), held_out(300, 1))
     seldom = run(held_out(0, 8), held_out(150, 5), held_out(200, 3))
     seeds = [held_out_points(it, token_clock(it)) for it in (often, seldom)]
@@ -77,7 +77,7 @@ def test_seeds_are_averaged_at_the_steps_that_all_have() -> None:
 
 
 def test_smoothed_losses_of_seeds_are_of_the_same_steps() -> None:
-    """Though one was stopped, in the middle of a group, and one had a step that was not finite."""
+    """Although one seed was stopped in the middle of a group, and one had a non-finite step."""
     recipe = {**RECIPE, "steps": 200}
     lengths, gap = {0: 200, 1: 90}, 6
     runs = [

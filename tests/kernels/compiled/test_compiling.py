@@ -1,4 +1,4 @@
-"""The numbers by which kernels are judged are the compiler's, and each limit is one that fails."""
+"""The measured resources of kernels are those of the compiler, and exceeding any limit fails."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_launches_are_recorded_and_not_run():
 
 
 def test_a_launch_that_does_not_compile_fails():
-    """None takes the place of a pointer that the kernel reads: the launch, not a description of it, is compiled."""
+    """Pass None for a pointer that the kernel reads: the launch itself is compiled, not a description of it."""
     launch = _launch(32, 32, 4)
     missing = Launch(launch.kernel, launch.grid, {**launch.arguments, "p_x": None}, launch.warps)
     (found,) = recorded(lambda: missing.run())

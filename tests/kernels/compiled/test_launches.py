@@ -1,4 +1,4 @@
-"""Launches that models make compile and fit the cards: of presets and variants, in training, reading and decoding."""
+"""Launches of models compile and fit the cards: for presets and variants, in training, prefill and decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRESETS = [
     ("gecko-125m", F32, "bfloat16", (90,)), ("gecko-15m", F32, "bfloat16", CAPABILITIES),
     ("gecko-15m", F16, "float32", (90,)), ("tiny", F32, "bfloat16", (90,)),
 ]  # fmt: skip
-"""Preset, dtype of weights, precision (bfloat16 is autocast) and capabilities. The heads of gecko-1b are gecko-7b's."""
+"""Preset, dtype of weights, precision (bfloat16 is autocast) and capabilities. gecko-1b has the heads of gecko-7b."""
 
 REGISTERS = {
     "cema.triton_backward": 128, "cema.triton_forward": 64, "chunk_attention.triton_layout": 96,
@@ -30,11 +30,11 @@ REGISTERS = {
     "timestep_norm.triton_backward": 168, "timestep_norm.triton_forward": 168, "working_memory.triton_chain": 255,
     "working_memory.triton_factors": 168, "working_memory.triton_features": 168,
 }  # fmt: skip
-"""Most registers per thread, of which there are 255, by the module of the kernel."""
+"""Largest number of registers per thread (at most 255), by the module of the kernel."""
 
 MORE = {"filter_kernel": (224, 255), "gradients_kernel": (224, 255), "_row_dot_kernel": (255, 255)}
-"""Kernels with a bound of their own, for activations of 16 and of 32 bits. One block of CEMA's kernels over tokens has
-a multiprocessor for itself."""
+"""Kernels with their own limits, for activations of 16 and of 32 bits. CEMA's kernels over tokens run one block per
+multiprocessor."""
 
 
 def _budget(configuration: Configuration) -> int:

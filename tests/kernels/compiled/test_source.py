@@ -1,4 +1,4 @@
-"""Rules for the source of kernels that no compiler enforces."""
+"""Rules for the source of kernels that the compiler does not enforce."""
 
 from __future__ import annotations
 

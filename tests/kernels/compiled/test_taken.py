@@ -1,6 +1,6 @@
-"""Operators take their kernels for tensors of a GPU, in 16 and 32 bits, and their eager forms for others.
+"""Operators use their kernels for tensors on a GPU in 16 and 32 bits, and their eager forms for others.
 
-The tensors are fakes: shapes and dtypes on a device that need not be there.
+The tensors are fake: they have shapes and dtypes, and their device need not exist.
 """
 
 from __future__ import annotations

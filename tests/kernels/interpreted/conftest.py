@@ -1,4 +1,4 @@
-"""Kernels are tested on poisoned memory only, with products as rough as the card's, and scans that one can wait for."""
+"""Changes to Triton's interpreter: uninitialised memory is NaN, products round as on the GPU, and scans are fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _poisoned(poisoned: None) -> None:
 
 
 def _scan(self: Any, inputs: Any) -> list[Any]:
-    """The interpreter's own combines number by number; this one whole slices across the axis, in the same order."""
+    """Combine whole slices along the axis. The interpreter's own scan combines single numbers, in the same order."""
     steps = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
     types = [x.dtype for x in inputs]
     found = [[step[0]] for step in steps]
@@ -30,8 +30,8 @@ def _scan(self: Any, inputs: Any) -> list[Any]:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, _: int) -> Any:
-    """The interpreter's own ignores ``input_precision``. Tensor cores drop the low bits of float32 factors, and do not
-    round; "tf32x3" is three products of parts that Triton rounds."""
+    """Multiply with ``input_precision``, which the interpreter ignores. Tensor cores truncate float32 factors; "tf32x3"
+    is three products of parts that Triton rounds."""
     from triton.runtime.interpreter import TensorHandle
 
     total = d.data.dtype
@@ -47,17 +47,17 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, _: int) -> Any
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
-    """float32 rounded to 10 bits of mantissa, as by cvt.rna.tf32."""
+    """Return float32 rounded to 10 bits of mantissa, as by cvt.rna.tf32."""
     return _truncated((x.view(np.uint32) + np.uint32(1 << 12)).view(np.float32))
 
 
 def _truncated(x: np.ndarray) -> np.ndarray:
-    """The 10 bits of mantissa that a tensor core reads."""
+    """Return float32 truncated to the 10 bits of mantissa that a tensor core reads."""
     return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _inline_assembly(self: Any, assembly: str, _constraints: str, values: list[Any], *_: Any) -> Any:
-    """The interpreter's own knows none; this one the one instruction that kernels use."""
+    """Execute the one assembly instruction that kernels use; the interpreter supports none."""
     from triton.runtime.interpreter import TensorHandle
 
     assert assembly == "cvt.rna.tf32.f32 $0, $1;"

@@ -1,4 +1,4 @@
-"""The kernels of the moving average keep the laws."""
+"""The CEMA kernels satisfy the laws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CEMA = cases.CEMA
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernels_run() -> Iterator[None]:
-    """Operators take their kernels for tensors of the CPU."""
+    """Make operators choose their kernels for CPU tensors."""
     with pytest.MonkeyPatch.context() as patch:
         take_kernels(patch)
         yield
@@ -31,10 +31,10 @@ LONG = [
     cases.Case(600, "packed", (21,), dtype=torch.float32),
     cases.Case(320, "edges", (3,), batch=1, dtype=torch.float32),
 ]
-"""Several tiles of items, and units of more than one chunk."""
+"""Cases with several varlen tiles, and units of more than one chunk."""
 
 PARTED = {"B2-T40-packed-after23+16-float32", str(LONG[-1])}
-"""Cases that are also read in parts: the forms for short parts are not the kernels', and slow here."""
+"""Cases that are also read in parts. Short parts are computed without the kernels, which is slow here."""
 
 LAWS = [
     parameter for parameter in laws.over([*(case for case in SINGLE if case.length >= 16), *LONG])
@@ -49,7 +49,7 @@ def test_cema(law, case):
 
 @pytest.mark.parametrize("case", [case for case in SINGLE if case.length < 20], ids=str)
 def test_tokens_without_gradients(case):
-    """Decoding: token by token, by the kernel for one."""
+    """Decode token by token, with the kernel for one token."""
     given = cases.problem(CEMA, case)
     exact = given.double()
     if exact.state is None:
@@ -62,7 +62,7 @@ def test_tokens_without_gradients(case):
 
 
 def _call(channels: int, modes: int, length: int, dtype: torch.dtype, batch: int = 2, documents: bool = True):
-    """Arguments of ``cema``; long memories and short ones."""
+    """Return arguments of ``cema`` with long and short memories."""
     generator = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -78,8 +78,8 @@ def _call(channels: int, modes: int, length: int, dtype: torch.dtype, batch: int
 @pytest.mark.parametrize(("channels", "modes"), [(17, 16), (16, 1), (9, 11)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_cema_of_other_shapes_and_dtypes(channels, modes, dtype):
-    """More channels than a block, fewer, all modes and one. Before it is rounded to 16 bits, a number is off by less
-    than that rounding of the tensor's largest one."""
+    """Check more channels than a block and fewer, all modes and one. Before the result is rounded to 16
+    bits, its error must be below that rounding of the tensor's largest number."""
     x, coefficients, state, segments = _call(channels, modes, 70, dtype)
     found = _read(cema, x, coefficients, state, segments)
     expected = _read(_reference, x.double(), _double(coefficients), state.double(), segments)
@@ -101,7 +101,7 @@ def _reference(x, coefficients, state, *, segments, skip):
 
 
 def _read(form, x, coefficients, state, segments):
-    """Outputs, state, and their gradients by everything there is, the skip connection too."""
+    """Return outputs, state, and their gradients by all inputs, including the skip connection."""
     parts = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
     skip = torch.linspace(-1, 2, x.shape[-1]).to(state.dtype)
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, state, skip, *parts)]
@@ -147,7 +147,7 @@ def test_the_operator_compiles_in_one_graph():
 
 
 def test_long_memories_stay_accurate():
-    """Over a few thousand steps of filters that hardly decay, as large as the state becomes."""
+    """Check a few thousand steps of modes that hardly decay, with the largest possible state."""
     x, coefficients, state, segments = _call(4, 3, 2500, torch.float32, batch=1, documents=False)
     slow = CEMACoefficients(
         coefficients.input, coefficients.log_damping * 1e-3, coefficients.angle, coefficients.output

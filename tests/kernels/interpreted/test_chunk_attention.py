@@ -1,4 +1,4 @@
-"""Chunk attention's kernels keep the laws, for values that fit a tile and for wide ones."""
+"""Chunk attention's kernels satisfy the laws, for values that fit a tile and for wide ones."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ PATTERNS = [operator for operator in cases.ATTENTIONS if operator.name.endswith(
 
 @pytest.fixture(autouse=True)
 def _on_kernels(monkeypatch):
-    """As for tensors on a GPU."""
+    """Make operators choose their kernels, as for tensors on a GPU."""
     take_kernels(monkeypatch)
 
 
 @pytest.fixture(params=["narrow", "wide"])
 def form(request, monkeypatch):
-    """Wide values in bands of rows and pieces of few blocks, as large ones are."""
+    """Set small limits, so that wide values are computed in bands of rows and pieces of few blocks."""
     if request.param == "wide":
         monkeypatch.setattr(kernels, "_is_narrow", lambda v: False)
         monkeypatch.setattr(triton_wide, "_LEAST_BAND", 3)
@@ -66,7 +66,7 @@ def test_chunk_attention_in_parts(operator, law, case, form):
 
 
 def _many_tiles(monkeypatch) -> None:
-    """Tiles of 16: several of queries and of keys to a chunk, the last of them not whole."""
+    """Set tiles of 16: several tiles of queries and keys per chunk, the last of them partial."""
     for module in (triton_narrow, triton_wide):
         tiles = module._tiles
         small = dict.fromkeys(("block_q", "block_k"), 16)

@@ -1,4 +1,4 @@
-"""The kernels of the gates are their eager forms."""
+"""The kernels of the gates equal their eager forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss kernel gives cross-entropy and its gradient, and the blocked loss is the same with it."""
+"""The loss kernel computes cross-entropy and its gradient, and the blocked loss is the same with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_losses_and_gradient(vocabulary, ignored, scale):
     (wanted,) = torch.autograd.grad(expected.sum() / count, exact)
     torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-6)
     rounded = losses_and_gradient(logits, targets, count, IGNORED, torch.bfloat16)[1]
-    # The interpreter cuts off what a GPU rounds.
+    # The interpreter truncates where a GPU rounds.
     torch.testing.assert_close(rounded.float(), grad, rtol=2**-7, atol=0.0)
 
 

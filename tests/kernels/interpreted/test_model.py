@@ -1,5 +1,5 @@
-"""A model whose operators all take their kernels agrees with itself in float64: in training, with what it recomputes as
-without, and in reading and decoding."""
+"""A model with all of its kernels equals the same model in float64: in training, with and without activation
+checkpointing, and in prefill and decoding."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SMALL = GeckoConfig(
 
 
 SOME = ("gecko", "window-linear")
-"""Both rules of the memory and of the timestep norm, and attention over chunks and over a window."""
+"""Variants with both rules of memory and timestep norm, and with attention over chunks and over a window."""
 
 DOCUMENTS = (torch.arange(36) >= torch.tensor([[19], [33]])).long()
 
 
 @pytest.fixture(autouse=True)
 def _on_kernels(monkeypatch):
-    """As for tensors on a GPU; float64 stays with the eager forms."""
+    """Make operators choose their kernels, as for tensors on a GPU; float64 uses the eager forms."""
     take_kernels(monkeypatch)
 
 

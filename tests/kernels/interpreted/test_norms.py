@@ -1,4 +1,4 @@
-"""The kernels of group RMS and layer norm are their eager forms."""
+"""The kernels of group RMS norm and group layer norm equal their eager forms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_group_norm(shape, groups, affine, dtype, centered, monkeypatch):
 
 
 def test_group_norm_of_steps_that_fill_no_tile_walks_over_all(monkeypatch):
-    """Many steps for few programs, each of which takes several tiles and the last not whole."""
+    """Many steps for few programs: each program takes several tiles, and the last tile is partial."""
     monkeypatch.setattr(kernels, "PROGRAMS", 2)
     sizes = kernels._sizes
     monkeypatch.setattr(kernels, "_sizes", lambda *shape: {**sizes(*shape), "steps": 2})

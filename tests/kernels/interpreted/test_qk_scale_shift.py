@@ -17,7 +17,7 @@ EPS = 1e-3
 @pytest.mark.parametrize(("heads", "size", "rows"), [(2, 6, 4), (1, 5, 2), (3, 4, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_qk_scale_shift(batch, length, heads, size, rows, dtype, monkeypatch):
-    """Few programs of small tiles: each walks over several, and the last one is not whole."""
+    """Few programs with small tiles: each program takes several tiles, and the last tile is partial."""
     monkeypatch.setattr(kernels, "PROGRAMS", 2)
     sizes = kernels._sizes
     monkeypatch.setattr(kernels, "_sizes", lambda *shape: {**sizes(*shape), "steps": 4})

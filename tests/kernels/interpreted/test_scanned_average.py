@@ -1,4 +1,4 @@
-"""The associative scan that benchmarks hold the moving average against computes the moving average."""
+"""The associative scan to which benchmarks compare CEMA computes the same moving average."""
 
 from __future__ import annotations
 

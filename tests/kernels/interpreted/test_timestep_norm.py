@@ -1,4 +1,4 @@
-"""The timestep norm's kernels keep the laws, whatever tiles they take."""
+"""The timestep norm's kernels satisfy the laws with tiles of any size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DECAY, FAST_DECAY, CUMULATIVE = (
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Texts of many tiles, carries of many blocks, groups that fill no tile."""
+    """Set small tiles: texts of many tiles, carries of many blocks, groups that do not fill a tile."""
     sizes = kernels._sizes
     monkeypatch.setattr(kernels, "_sizes", lambda *shape: {**sizes(*shape), "steps": 4, "together": 4})
     monkeypatch.setattr(kernels, "_carry_sizes", lambda groups: {"columns": 1, "tiles_at_once": 2})
@@ -40,8 +40,8 @@ def small_tiles(monkeypatch):
 
 CASES = [replace(case, dtype=torch.float32) for case in cases.ONE_CONFIGURATION]
 PARTED = {"B4-T50-packed-after0+3+19+16-float32", "B2-T50-edges-float32"}
-"""Cases that are also cut at every place, which takes the interpreter as long as all other laws: rows that stand at
-different places, and documents that begin at the borders of tiles."""
+"""Cases that are also cut at every place, which takes the interpreter as long as all other laws. Their rows have
+different positions, and documents start at the borders of tiles."""
 
 LAWS = [
     parameter for parameter in laws.over(CASES)
@@ -89,7 +89,7 @@ def test_sixteen_bit_activations_keep_float32_statistics(betas):
 
 
 def test_counts_near_one_keep_their_digits():
-    """1 − β₂ⁿ at n = 1 is 1e-4: in float32 by way of 1 − exp it would have three digits."""
+    """1 − β₂ⁿ at n = 1 is 1e-4. Computed as 1 − exp in float32 it would have three correct digits."""
     x = normal(1, 1, 64).detach()
     y, _ = kernels.timestep_norm_triton(
         x, None, None, 1, BETAS, 0.0, TimestepNormState.empty(1, 1), Segments.build(1, 1)

@@ -1,4 +1,4 @@
-"""The working memory's kernels keep the laws by both rules."""
+"""The working memory's kernels satisfy the laws with both rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE = [replace(Case(35, "packed", (21,)), dtype=torch.float32)]
 
 @pytest.fixture(autouse=True)
 def _on_kernels(monkeypatch):
-    """As for tensors on a GPU."""
+    """Make operators choose their kernels, as for tensors on a GPU."""
     take_kernels(monkeypatch)
 
 
@@ -54,7 +54,7 @@ def _small_tiles(monkeypatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", ["adaptive", "linear"])
 def test_memories_of_many_tiles(rule, dtype, monkeypatch):
-    """Against the eager form in float64, in tiles of which each chunk and each memory has several."""
+    """Compare with the eager form in float64, with several tiles per chunk and per memory."""
     _small_tiles(monkeypatch)
     inputs = [normal(1, 2, 100, width, seed=i, dtype=dtype) for i, width in enumerate((18, 18, 35))]
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -75,7 +75,7 @@ def test_memories_of_many_tiles(rule, dtype, monkeypatch):
 @pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
 @pytest.mark.parametrize("shift", [-300.0, 300.0])
 def test_adaptive_memory_is_bounded_however_large_the_keys(shift, packed):
-    """Gradients as well: what a mask hides (padding, other documents) must not overflow behind it."""
+    """Check gradients as well: values that a mask hides (padding, other documents) must not overflow."""
     q, k, v = (normal(1, 2, 61, 3, seed=i) for i in range(3))
     ids = (torch.arange(61) >= 13).long().unsqueeze(0) if packed else None
     state = WorkingMemoryState.empty("adaptive", 1, 2, 3, 3)
@@ -104,7 +104,7 @@ def test_chain_is_well_registered(steps, reads):
 
 
 def _of_summaries(reads: int) -> tuple[torch.Tensor, ...]:
-    """N_0, w_0, K_0, w, K and resets, for two rows of two heads; the first row has read nothing before."""
+    """Return N_0, w_0, K_0, w, K and resets, for two rows of two heads; the first row has read nothing before."""
     shapes = (4, 3), (4, 3), (4, 3, 3), (4, reads, 3), (4, reads, 3, 3)
     given = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
     with torch.no_grad():
@@ -115,7 +115,7 @@ def _of_summaries(reads: int) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize(("steps", "reads"), [(0, 1), (1, 1), (2, 3), (5, 5)])
 def test_factors_are_those_of_their_equations(steps, reads):
-    """With all gradients, against the eager chain of equations in float64."""
+    """Compare factors and all gradients with the eager chain of equations in float64."""
     *given, resets = _of_summaries(reads)
     exact = [x.detach().double().requires_grad_() for x in given]
     found, wanted = kernels.factors(*given, resets, steps)[:3], _factors(*exact, resets, steps)
