@@ -173,7 +173,7 @@ def _backward_node(event: Any) -> Any:
 
 
 def _kind(name: str) -> str:
-    if name.startswith("Native"):
+    if name.removesuffix("Backward").endswith("CPU"):  # the autograd functions of C kernels
         return KERNELS
     return next((kind for kind, names in KINDS.items() if name.removeprefix("aten::") in names), ELEMENTWISE)
 
