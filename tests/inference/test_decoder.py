@@ -81,7 +81,8 @@ def test_a_document_in_the_prompt_is_kept_apart(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", cases.VARIANTS)
-def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str) -> None:
+def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gecko.ops.decoding.cpu.WEIGHTS_PER_THREAD", 1)
     model = cases.model(variant, torch.float32)
     prefills = [read(model, [cases.tokens(1, length, seed)[0]]) for seed, length in enumerate(LENGTHS)]
     tokens = cases.tokens(len(prefills), STEPS, 9)

@@ -224,3 +224,18 @@ def test_biases_of_ids_that_are_none_are_refused() -> None:
 def test_numbers_out_of_range_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} must be"):
         Sampling(**{name: value})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 40.0])
+@pytest.mark.parametrize("vocabulary", [1, 5, 264, 3000])
+def test_c_draws_what_pytorch_draws(temperature: float, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 3 * torch.randn(40, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    logits[:, 0] = logits.max(-1).values  # ties: the first of the most likely tokens
+
+    def draw() -> list[int]:
+        generators = [torch.Generator().manual_seed(row) for row in range(len(logits))]
+        return Sampler([Sampling(temperature)] * len(logits)).draw(logits, generators)
+
+    found = draw()
+    monkeypatch.setattr("gecko.inference.sampling.samples_in_c", lambda logits: False)
+    assert found == draw()

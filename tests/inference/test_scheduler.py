@@ -183,7 +183,7 @@ def test_without_a_piece_reading_is_short_only_where_others_wait(model: gecko.Ge
     first = engine.submit(request(text(5000), 50))
     engine.step()
     assert engine.prompt_tokens_read == 4096
-    while not engine._rows:
+    while not engine._batch.sequences:
         engine.step()
     engine.submit(request(text(2000)))
     engine.step()
@@ -391,8 +391,8 @@ def test_memory_does_not_grow_with_the_texts(model: gecko.Gecko) -> None:
             engine.submit(request(new=300))
         while not engine.idle:
             engine.step()
-        assert engine._decoder._all is not None
-        return [tensor.data_ptr() for tensor in engine._decoder._all.tensors().values()]
+        assert engine._batch.decoder._all is not None
+        return [tensor.data_ptr() for tensor in engine._batch.decoder._all.tensors().values()]
 
     assert run() == run()
-    assert (engine._rows, engine._prefills, engine._queue, engine._pending) == ([], deque(), {}, [])
+    assert (engine._batch.sequences, engine._prefills, engine._queue, engine._pending) == ([], deque(), {}, [])

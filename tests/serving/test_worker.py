@@ -196,15 +196,14 @@ def test_a_failing_step_ends_what_it_held(bench: Any, model: gecko.Gecko, monkey
     """Also if rows cannot be removed from the batch, because another row stays broken."""
 
     async def work(bench: Bench) -> None:
-        step, remove = bench.engine.step, bench.engine._remove
+        step, remove = bench.engine.step, bench.engine._batch.remove
 
-        def fail_to_remove(places: list[int]) -> None:
-            if bench.engine._rows:
-                raise RuntimeError("planted again")
+        def fail_to_remove(slot: int) -> None:
+            raise RuntimeError("planted again")
 
         def fail() -> None:
             monkeypatch.setattr(bench.engine, "step", step)
-            monkeypatch.setattr(bench.engine, "_remove", fail_to_remove)
+            monkeypatch.setattr(bench.engine._batch, "remove", fail_to_remove)
             raise RuntimeError("planted")
 
         running = await bench.submit("a", "b", tokens=1_000_000)
@@ -217,7 +216,7 @@ def test_a_failing_step_ends_what_it_held(bench: Any, model: gecko.Gecko, monkey
             if isinstance(arrived[1], Finished):
                 reasons.append((arrived[1].reason, arrived[1].error))
         assert reasons == [("error", "RuntimeError")] * 2
-        monkeypatch.setattr(bench.engine, "_remove", remove)
+        monkeypatch.setattr(bench.engine._batch, "remove", remove)
         assert bench.worker.healthy
         assert await tokens_of(await bench.submit("c"), 1) == [alone(model, "c")]
         while not bench.engine.idle:

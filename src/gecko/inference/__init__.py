@@ -1,10 +1,10 @@
 """Text generation in constant memory: prompts are prefilled in pieces, then decoded one token at a time."""
 
 from gecko.data.text_stream import encode_stream
-from gecko.inference.decoder import FinishReason, NewToken, TokenStream
 from gecko.inference.generate import Generation, generate, stream
 from gecko.inference.prefill import Prefill, Scored, piece_length, read, score
 from gecko.inference.sampling import Sampling
+from gecko.inference.stream import FinishReason, NewToken, TokenStream
 from gecko.inference.text import TextStream
 
 __all__ = [

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.inference.decoder import FinishReason, TokenStream, check_options
 from gecko.inference.prefill import read
 from gecko.inference.sampling import Sampling
+from gecko.inference.stream import FinishReason, TokenStream, check_options
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
 

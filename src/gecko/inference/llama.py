@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gecko.inference.decoder import NewToken
 from gecko.inference.prefill import checked, cut, inference
 from gecko.inference.sampling import Sampler, Sampling
+from gecko.inference.stream import NewToken
 from gecko.models.llama import KeyValues, Llama
 from gecko.ops.loss import token_cross_entropy
 

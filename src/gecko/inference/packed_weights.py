@@ -78,7 +78,7 @@ class PackedWeights:
         return Network({
             **_numbers(self._config), **self._ends, "final_norm": {**self._final_norm, **_norm_state(state.final_norm)},
             "slots": state.batch_size, "phases": self._phases, "values_are_bfloat16": int(rounded), "layer": layers,
-        })  # fmt: skip
+        }, (state.clock.position, state.clock.document_start))  # fmt: skip
 
 
 def matrix(weight: Tensor, bias: Tensor | None = None) -> Weights:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gecko.ops.decoding.cpu import first_broken, sample, samples_in_c
+
 _FIRST_LOOK = 512
 """Number of most likely tokens that are searched for a nucleus first."""
 _ALL = 1 << 53
@@ -86,6 +88,8 @@ class Sampler:
         """Rows with a temperature above 0."""
         self._index = None if len(self._drawn) == len(samplings) else self._integers(self._drawn)
         self._bias = self._biases(samplings)
+        self._plain = all(map(_is_plain, samplings))
+        self._temperatures = [sampling.temperature for sampling in samplings]
         penalties = [sampling.repetition_penalty for sampling in samplings]
         self._penalty = self._column(penalties) if any(penalty != 1 for penalty in penalties) else None
 
@@ -111,6 +115,12 @@ class Sampler:
             logits: (B, V), finite.
             seen: (B, V) bool, the tokens that each sequence contains; required if ``uses_history``.
         """
+        if self._plain and samples_in_c(logits):
+            uniforms = [
+                0.0 if temperature == 0 else _uniform(generator)
+                for temperature, generator in zip(self._temperatures, generators, strict=True)
+            ]
+            return sample(logits, self._temperatures, uniforms)
         scores = self._adjusted(logits, seen)
         if not self._drawn:
             return scores.argmax(-1).tolist()
@@ -144,7 +154,7 @@ class Sampler:
         cumulative = self._probabilities(scores).cumsum(-1)
         total = cumulative[:, -1:]
         # The random numbers come from the host, so that a seed gives the same tokens on every device.
-        uniform = torch.stack([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
+        uniform = torch.tensor([[_uniform(generator)] for generator in generators], dtype=torch.float64)
         # Rounding could give the total itself, which lies behind the last token with nonzero probability.
         point = torch.minimum(uniform.to(total.device) * total, total.nextafter(torch.zeros_like(total)))
         return torch.searchsorted(cumulative, point, right=True).squeeze(-1).tolist()
@@ -167,6 +177,18 @@ class Sampler:
 
     def _column(self, values: Sequence[float | None]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device).unsqueeze(1)
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    """Return whether the sampling is greedy or at a temperature, with nothing else."""
+    cuts = sampling.top_k, sampling.top_p, sampling.min_p
+    return (
+        cuts in ((None, None, None), (None, 1, None)) and sampling.repetition_penalty == 1 and not sampling.logit_bias
+    )
+
+
+def _uniform(generator: torch.Generator) -> float:
+    return torch.rand(1, generator=generator, dtype=torch.float64).item()
 
 
 def _limited(x: Tensor, limits: tuple[Tensor, Tensor] | None, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -213,6 +235,11 @@ def _most_likely(probabilities: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
 def _above_min_p(probabilities: Tensor, mass: Tensor) -> Tensor:
     kept = probabilities.masked_fill(probabilities < mass * probabilities.amax(-1, keepdim=True), 0)
     return kept / kept.sum(-1, keepdim=True)
+
+
+def all_finite(logits: Tensor) -> bool:
+    """Return whether all logits (B, V) are finite."""
+    return first_broken(logits) is None if samples_in_c(logits) else bool(logits.isfinite().all())
 
 
 def finite_rows(logits: Tensor) -> Tensor:

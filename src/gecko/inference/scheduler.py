@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from itertools import count
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from gecko.inference.decoder import Decoder
+from gecko.inference.batch import DecodingBatch, DecodingSequence
 from gecko.inference.prefill import Prefill, inference, piece_length
 from gecko.inference.prefix_cache import PrefixCache
-from gecko.inference.request import Event, Finished, QueueFullError, Request, Token
-from gecko.inference.sampling import Sampler, finite_rows, not_finite
+from gecko.inference.request import EndReason, Event, Finished, QueueFullError, Request, Token
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
 
@@ -95,20 +94,6 @@ SHORT_PIECE = 512
 """Approximate number of prompt tokens read at once while other sequences are decoding."""
 
 
-@dataclass
-class _Sequence:
-    """A sequence in the decoding batch."""
-
-    request_id: int
-    request: Request
-    position: int
-    """Tokens of the sequence, including the generated ones."""
-    generator: torch.Generator = field(default_factory=torch.Generator)
-    generated: int = 0
-    pending_token: int = -1
-    """Token generated last, which the state has not read yet."""
-
-
 class Engine:
     """Scheduler and model runner for many requests; the tokens of a request do not depend on the others.
 
@@ -136,11 +121,9 @@ class Engine:
         self._ids = count()
         self._queue: OrderedDict[int, Request] = OrderedDict()
         self._prefills: deque[PromptPrefill] = deque()
-        with inference(model):
-            self._decoder = Decoder(model, rows)
-        self._rows: list[_Sequence] = []
-        """The decoding sequences, by slot of the decoder."""
-        self._sampler = Sampler([])
+        self._rows = rows
+        self._batch = DecodingBatch(model, rows)
+        """The decoding sequences; their keys are ids of requests."""
         self._pending: list[Event] = []
         self.prompt_tokens_read = 0
         self.prefix_tokens_reused = 0
@@ -151,7 +134,7 @@ class Engine:
     def active(self) -> int:
         """Number of requests in prefill or decoding."""
         # Metrics call this from another thread: copy() is atomic, while a step changes the deque.
-        return sum(len(prefill.requests) for prefill in self._prefills.copy()) + len(self._rows)
+        return sum(len(prefill.requests) for prefill in self._prefills.copy()) + len(self._batch.sequences)
 
     @property
     def queued(self) -> int:
@@ -161,7 +144,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing."""
-        return not (self._queue or self._prefills or self._rows or self._pending)
+        return not (self._queue or self._prefills or self._batch.sequences or self._pending)
 
     def submit(self, request: Request) -> int:
         """Add a request to the queue and return its id.
@@ -182,7 +165,7 @@ class Engine:
 
     def cancel(self, request_id: int) -> None:
         """Cancel a request and free its place; the next step returns its last event. No effect on finished requests."""
-        place = next((place for place, row in enumerate(self._rows) if row.request_id == request_id), None)
+        slot = next((slot for slot, one in enumerate(self._batch.sequences) if one.key == request_id), None)
         prefill = next((prefill for prefill in self._prefills if request_id in prefill.requests), None)
         if request_id in self._queue:
             position = self._queue.pop(request_id).start_position
@@ -191,19 +174,18 @@ class Engine:
             del prefill.requests[request_id]
             if not prefill.requests:
                 self._prefills.remove(prefill)
-        elif place is not None:
-            position = self._rows[place].position
+        elif slot is not None:
+            position = self._batch.sequences[slot].position
             with inference(self._model):
-                self._remove([place])
+                self._batch.remove(slot)
         else:
             return
         self._pending.append(Finished(request_id, "cancelled", None, position))
 
     def abandon(self) -> None:
         """Drop all requests, also after a step that failed midway; no events of them follow."""
-        for place in reversed(range(self._decoder.count)):
-            self._decoder.remove(place)
-        self._rows, self._pending, self._sampler = [], [], Sampler([])
+        self._batch.clear()
+        self._pending = []
         self._queue.clear()
         self._prefills.clear()
 
@@ -211,42 +193,34 @@ class Engine:
         """Prefill at most one piece of one prompt, then generate one token for every decoding sequence."""
         events, self._pending = self._pending, []
         with inference(self._model):
-            logits = self._decode()
-            added = self._read_piece(events)
-            if added is not None:
-                logits = added if logits is None else torch.cat([logits, added])
-            if logits is not None:
-                self._draw_tokens(logits, events)
+            self._batch.decode()
+            self._read_piece(events)
+            if self._batch.sequences:
+                self._draw_tokens(events)
         return events
 
-    def _decode(self) -> Tensor | None:
-        """Return the logits (n, V) after the pending tokens of all sequences; None if there are none."""
-        if not self._rows:
-            return None
-        return self._decoder.step([row.pending_token for row in self._rows])
-
-    def _read_piece(self, events: list[Event]) -> Tensor | None:
-        """Prefill a piece of the next prompt; at its end, return the logits (n, V) of the sequences that it starts."""
+    def _read_piece(self, events: list[Event]) -> None:
+        """Prefill a piece of the next prompt; at its end, its sequences join the batch."""
         self._admit()
         if not self._prefills:
-            return None
+            return
         prefill = self._prefills.popleft()
         try:
-            result = prefill.read(self._short_piece if self._rows else self._long_piece)
+            result = prefill.read(self._short_piece if self._batch.sequences else self._long_piece)
         except Exception as error:
-            # Only the requests of this prompt fail: the states of the others are in the slots.
+            # Only the requests of this prompt fail: the states of the others are in the batch.
             events += [_failed(request_id, error, prefill.position) for request_id in prefill.requests]
-            return None
+            return
         self.prompt_tokens_read += prefill.piece
         if result is None:
             self._prefills.append(prefill)
-            return None
+            return
         self.prefix_tokens_reused += prefill.reused
-        return self._add_sequences(prefill, result, events)
+        self._add_sequences(prefill, result, events)
 
     def _admit(self) -> None:
         """Admit waiting requests while places are free."""
-        while self._queue and self.active < self._decoder.capacity:
+        while self._queue and self.active < self._rows:
             request_id, request = self._queue.popitem(last=False)
             prefill = next((prefill for prefill in self._prefills if prefill.serves(request)), None)
             if prefill is None:
@@ -254,81 +228,34 @@ class Engine:
                 self._prefills.append(prefill)
             prefill.requests[request_id] = request
 
-    def _add_sequences(self, prefill: PromptPrefill, result: Prefill, events: list[Event]) -> Tensor | None:
-        """Append a sequence for each request of a finished prefill; return their logits (n, V), or None."""
-        before = len(self._rows)
+    def _add_sequences(self, prefill: PromptPrefill, result: Prefill, events: list[Event]) -> None:
+        """Add a sequence for each request of a finished prefill."""
         for request_id, request in prefill.requests.items():
             if request.max_new_tokens == 0:
                 events.append(Finished(request_id, "length", None, prefill.position))
                 continue
+            sequence = DecodingSequence(
+                request_id, request.sampling, request.seed, request.max_new_tokens, request.stop_tokens,
+                prefill.position, request.logprobs,
+            )  # fmt: skip
             try:
-                self._add(_Sequence(request_id, request, prefill.position), result)
-            except Exception as error:  # its sampling options are wrong; the slots are unchanged
+                self._batch.add(sequence, result)
+            except Exception as error:  # its sampling options are wrong; the batch is unchanged
                 events.append(_failed(request_id, error, prefill.position))
-        added = len(self._rows) - before
-        return result.logits.expand(added, -1) if added else None
 
-    def _draw_tokens(self, logits: Tensor, events: list[Event]) -> None:
+    def _draw_tokens(self, events: list[Event]) -> None:
         """Draw a token for every sequence and remove the finished ones."""
-        finite = finite_rows(logits)
-        broken: dict[int, str] = {}
-        if not bool(finite.all()):
-            broken = {place: not_finite(logits[place]) for place in (~finite).nonzero().flatten().tolist()}
-            logits = logits.masked_fill(~finite.unsqueeze(1), 0)
-        tokens = self._sampler.draw(logits, [row.generator for row in self._rows], self._decoder.seen)
-        logprobs = self._logprobs(logits, tokens)
-        finished = []
-        for place, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
-            if place in broken:
-                end = Finished(row.request_id, "error", broken[place], row.position)
-            elif token in row.request.stop_tokens:
-                end = Finished(row.request_id, "stop", None, row.position)
-            else:
-                events.append(Token(row.request_id, token, *logprobs.get(place, ())))
-                row.pending_token, row.generated, row.position = token, row.generated + 1, row.position + 1
-                if row.generated < row.request.max_new_tokens:
-                    continue
-                end = Finished(row.request_id, "length", None, row.position)
-            finished.append(place)
-            events.append(end)
-        self.tokens_made += sum(isinstance(event, Token) for event in events)
-        if self._sampler.uses_history:
-            self._decoder.seen[range(len(tokens)), tokens] = True
-        self._remove(finished)
-
-    def _logprobs(self, logits: Tensor, tokens: list[int]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
-        """Return by slot, for requests with ``logprobs``: that of the token, and the most likely ids with theirs."""
-        wanted = {place: number for place, row in enumerate(self._rows) if (number := row.request.logprobs) is not None}
-        if not wanted:
-            return {}
-        places = list(wanted)
-        distributions = logits[places].double().log_softmax(-1)
-        own = distributions[range(len(places)), [tokens[place] for place in places]].tolist()
-        top = distributions.topk(max(wanted.values()), dim=-1)
-        found = zip(places, own, top.indices.tolist(), top.values.tolist(), strict=True)
-        return {
-            place: (logprob, tuple(zip(ids[: wanted[place]], values[: wanted[place]], strict=True)))
-            for place, logprob, ids, values in found
-        }
-
-    def _add(self, row: _Sequence, result: Prefill) -> None:
-        sampler = self._new_sampler([*self._rows, row])
-        row.generator.manual_seed(row.request.seed)
-        self._decoder.add(result.state, result.seen)
-        self._rows.append(row)
-        self._sampler = sampler
-
-    def _remove(self, places: list[int]) -> None:
+        drawn = self._batch.draw()
+        for one in drawn:
+            request_id, position = one.sequence.key, one.sequence.position
+            if one.token is not None:
+                events.append(Token(request_id, one.token, one.logprob, one.top_logprobs))
+                self.tokens_made += 1
+            if one.end is not None:
+                events.append(Finished(request_id, cast(EndReason, one.end), one.error, position))
         # In descending order, so that the sequence that moves into a freed slot is one that stays.
-        for place in sorted(places, reverse=True):
-            self._decoder.remove(place)
-            self._rows[place] = self._rows[-1]
-            self._rows.pop()
-        if places:
-            self._sampler = self._new_sampler(self._rows)
-
-    def _new_sampler(self, rows: Sequence[_Sequence]) -> Sampler:
-        return Sampler([row.request.sampling for row in rows], self._decoder.seen.device)
+        for slot in reversed([slot for slot, one in enumerate(drawn) if one.end is not None]):
+            self._batch.remove(slot)
 
 
 def _failed(request_id: int, error: Exception, position: int) -> Finished:

@@ -8,8 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 from gecko.data import StreamDecoder, Tokenizer
 from gecko.data.text_stream import REPLACEMENT, letter
-from gecko.inference.decoder import NewToken
 from gecko.inference.request import Token
+from gecko.inference.stream import NewToken
 
 
 def check_stops(stops: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ from ctypes import POINTER, c_double, c_int64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +21,10 @@ REGISTER = 16
 """Rows of weights and of activations are whole registers: multiples of 16 numbers."""
 GROUP = 32
 """Consecutive weights of a row that share a scale in 4 bits."""
+
+WEIGHTS_PER_THREAD = 2**21
+"""Products of weights and activations for which another thread pays. Threads meet six times a layer: on a busy machine,
+two of them take many times as long as one for a network of a million weights."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
@@ -56,16 +59,20 @@ class _ChunkSummary(ctypes.Structure):
     _fields_ = [(name, c_void_p) for name in ("weight", "key_sum", "value_sum")]
 
 
+_MIXER_MATRICES = ("to_shared", "to_value", "to_gate", "to_hidden", "to_output")
+_FEED_FORWARD_MATRICES = ("fc1", "fc3", "fc2")
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("norm", _RunningNorm),
         *((name, c_void_p) for name in ("cema_tables", "cema_skip", "cema", "cema_norm")),
-        *((name, _Matrix) for name in ("to_shared", "to_value", "to_gate", "to_hidden", "to_output")),
+        *((name, _Matrix) for name in _MIXER_MATRICES),
         *((name, c_void_p) for name in ("qk_scale", "qk_shift", "keys", "values", "memory", "normaliser")),
         ("previous", _ChunkSummary),
         ("current", _ChunkSummary),
         *((name, c_void_p) for name in ("previous_resets", "ffn_norm_scale", "ffn_norm_shift", "ffn_scale")),
-        *((name, _Matrix) for name in ("fc1", "fc3", "fc2")),
+        *((name, _Matrix) for name in _FEED_FORWARD_MATRICES),
     ]
 
 
@@ -101,9 +108,10 @@ class Network:
 
     Args:
         record: the fields of the network; "layer" is a list of those of the layers.
+        clock: (slots,) int64, tokens that each sequence has read, and the position at which its document started.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, clock: tuple[Tensor, Tensor]) -> None:
         self._kept: list[Tensor] = []
         layers = [self._filled(_Layer, layer) for layer in record.pop("layer")]
         self._layers = (_Layer * len(layers))(*layers)
@@ -111,40 +119,33 @@ class Network:
         self._network.layer = self._layers
         self._room: dict[int, Tensor] = {}
         self._vocabulary = record["vocabulary"]
-        # Token, slot, position and start of the document of each row of a call.
-        self._numbers = np.zeros((4, record["slots"]), dtype=np.int64)
-        self._numbers[1] = range(record["slots"])
+        self._products = sum(_products(one) for one in self._layers) + _size(self._network.head)
         self._logits = torch.empty(record["slots"], self._vocabulary)
-        self._batch = _Batch(0, *(row.ctypes.data for row in self._numbers), self._logits.data_ptr())
+        self._tokens = (c_int64 * record["slots"])()
+        slots, position, start = (self._value(None, x) for x in (torch.arange(record["slots"]), *clock))
+        logits = self._value(None, self._logits)
+        self._batch = _Batch(0, ctypes.addressof(self._tokens), slots, position, start, logits)
 
-    def step(self, tokens: Sequence[int], positions: np.ndarray, starts: np.ndarray) -> Tensor:
+    def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one token of each of the first sequences and return the logits of the next ones, (rows, vocabulary).
 
-        The states in the slots are changed in place. The next call overwrites the logits.
-
-        Args:
-            tokens: one id per sequence.
-            positions: (rows,), tokens that each sequence has read.
-            starts: (rows,), position of the first token of each sequence's document.
+        The states in the slots are changed in place, except for the clock. The next call overwrites the logits.
 
         Raises:
             ValueError: a token is not in the vocabulary.
         """
-        rows = len(tokens)
-        for i, numbers in ((0, tokens), (2, positions), (3, starts)):
-            self._numbers[i, :rows] = numbers
-        ids = self._numbers[0, :rows]
-        if ids.min() < 0 or ids.max() >= self._vocabulary:
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
             raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
-        self._batch.rows = rows
-        threads = torch.get_num_threads()
+        rows = self._batch.rows = len(tokens)
+        self._tokens[:rows] = tokens
+        threads = max(1, min(torch.get_num_threads(), rows * self._products // WEIGHTS_PER_THREAD))
         _step(ctypes.byref(self._network), ctypes.byref(self._batch), self._room_of(threads), threads)
         return self._logits[:rows]
 
     def _room_of(self, threads: int) -> int:
         """Return the address of the work memory, which is zero before the first call."""
         if threads not in self._room:
-            self._room = {threads: torch.zeros(_room_for(ctypes.byref(self._network), threads))}
+            self._room[threads] = torch.zeros(_room_for(ctypes.byref(self._network), threads))
         return self._room[threads].data_ptr()
 
     def _filled(self, kind: Any, record: Record) -> Any:
@@ -171,12 +172,50 @@ class Network:
         )  # fmt: skip
 
 
+def _size(matrix: _Matrix) -> int:
+    return int(matrix.outputs * matrix.inputs)
+
+
+def _products(layer: _Layer) -> int:
+    """Return the number of weights in the matrices of a layer."""
+    return sum(_size(getattr(layer, name)) for name in (*_MIXER_MATRICES, *_FEED_FORWARD_MATRICES))
+
+
 def _room_for(network: Any, threads: int) -> int:
     return int(_function("decoding_room", c_int64, (c_void_p, c_int64))(network, threads))
 
 
 def _step(network: Any, batch: Any, room: int, threads: int) -> None:
     _function("decoding_step", None, (c_void_p, c_void_p, c_void_p, c_int64))(network, batch, room, threads)
+
+
+def samples_in_c(logits: Tensor) -> bool:
+    """Return whether ``first_broken`` and ``sample`` support these logits."""
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and library() is not None
+
+
+def first_broken(logits: Tensor) -> int | None:
+    """Return the first row of logits (B, V) with a number that is not finite; None if there is none."""
+    found = _function("decoding_first_broken", c_int64, (c_void_p, c_int64, c_int64))(
+        logits.contiguous().data_ptr(), *logits.shape
+    )
+    return None if found < 0 else int(found)
+
+
+def sample(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> list[int]:
+    """Return one token per row of finite logits (B, V).
+
+    Args:
+        temperatures: 0 takes the first of the most likely tokens.
+        uniforms: in [0, 1), the random number of each row; not used at temperature 0.
+    """
+    logits = logits.contiguous()
+    rows, vocabulary = logits.shape
+    tokens, weights = (c_int64 * rows)(), (c_double * vocabulary)()
+    numbers = (c_double * rows)(*temperatures), (c_double * rows)(*uniforms)
+    arguments = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)
+    _function("decoding_sample", None, arguments)(logits.data_ptr(), rows, vocabulary, *numbers, weights, tokens)
+    return list(tokens)
 
 
 @cache

@@ -1,0 +1,178 @@
+"""Sequences that decode side by side: one step reads the last token of each and samples the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gecko.inference.decoder import Decoder
+from gecko.inference.prefill import Prefill
+from gecko.inference.sampling import Sampler, Sampling, all_finite, finite_rows, not_finite
+from gecko.models.gecko import Gecko
+from gecko.state import GeckoState
+
+T = TypeVar("T")
+
+
+@dataclass
+class DecodingSequence:
+    """A sequence in the batch.
+
+    Args:
+        key: what the owner of the batch knows the sequence by.
+        position: tokens of the sequence, including the generated ones.
+    """
+
+    key: int
+    sampling: Sampling
+    seed: int
+    max_new_tokens: int
+    stop_tokens: frozenset[int]
+    position: int
+    logprobs: int | None = None
+    generated: int = 0
+    pending_token: int | None = None
+    """Token generated last, which the state has not read yet."""
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Result of one draw for one sequence. ``token`` is None if the sequence ends without another token."""
+
+    sequence: DecodingSequence
+    token: int | None
+    end: str | None = None
+    """None: the sequence goes on. ``length``, ``stop``, or ``error`` with the message in ``error``."""
+    error: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class DecodingBatch:
+    """Up to ``capacity`` sequences, each at its own position; they join and leave between two steps.
+
+    A step is ``decode`` and then ``draw``. Sequences that were added in between take part in the draw with the logits
+    of their prefill. The tokens of a sequence depend on its own prefill and seed only. Call the methods within
+    ``inference(model)``.
+    """
+
+    def __init__(self, model: Gecko, capacity: int) -> None:
+        self.sequences: list[DecodingSequence] = []
+        """By slot of the decoder. A sequence that ends stays until ``remove``."""
+        self.decoder = Decoder(model, capacity)
+        self._sampler = Sampler([])
+        self._logits: Tensor | None = None
+
+    def add(self, sequence: DecodingSequence, prefill: Prefill) -> None:
+        """Add a sequence after its prompt.
+
+        Raises:
+            ValueError: its sampling options are wrong; the batch is unchanged.
+        """
+        sampler = self._new_sampler([*self.sequences, sequence])
+        sequence.generator.manual_seed(sequence.seed)
+        self.decoder.add(prefill.state, prefill.seen)
+        logits = prefill.logits.unsqueeze(0)
+        self._logits = logits if self._logits is None else torch.cat([self._logits, logits])
+        self.sequences.append(sequence)
+        self._sampler = sampler
+
+    def decode(self) -> None:
+        """Read the pending token of every sequence; no effect if there is none to read."""
+        pending = [one.pending_token for one in self.sequences if one.pending_token is not None]
+        if not pending:
+            return
+        assert len(pending) == len(self.sequences), "all sequences have drawn since the last step"
+        self._logits = self.decoder.step(pending)
+        # The states have read them now, even if drawing the next tokens fails.
+        for sequence in self.sequences:
+            sequence.pending_token = None
+
+    def broken(self) -> dict[int, str]:
+        """Return the slots whose logits are not finite, with a message."""
+        assert self._logits is not None, "there must be a sequence"
+        if all_finite(self._logits):
+            return {}
+        finite = finite_rows(self._logits).tolist()
+        return {slot: not_finite(self._logits[slot]) for slot, one in enumerate(finite) if not one}
+
+    def draw(self) -> list[Drawn]:
+        """Draw the next token of every sequence, in the order of slots, and say which sequences end."""
+        assert self._logits is not None, "there must be a sequence"
+        broken, logits = self.broken(), self._logits
+        if broken:
+            logits = logits.index_fill(0, torch.tensor(list(broken), device=logits.device), 0)
+        seen = self.decoder.seen
+        tokens = self._sampler.draw(logits, [one.generator for one in self.sequences], seen)
+        if self._sampler.uses_history:
+            seen[range(len(tokens)), tokens] = True
+        logprobs = self._logprobs(logits, tokens)
+        return [
+            _drawn(sequence, token, broken.get(slot), logprobs.get(slot))
+            for slot, (sequence, token) in enumerate(zip(self.sequences, tokens, strict=True))
+        ]
+
+    def remove(self, slot: int) -> None:
+        """Remove a sequence; the one in the last slot moves to its place."""
+        self.decoder.remove(slot)
+        _remove_from(self.sequences, slot)
+        self._sampler = self._new_sampler(self.sequences)
+        if self._logits is not None:
+            kept = list(range(len(self._logits)))
+            _remove_from(kept, slot)
+            self._logits = self._logits[kept] if kept else None
+
+    def clear(self) -> None:
+        """Remove all sequences, also after a step that failed midway."""
+        self.sequences, self._sampler, self._logits = [], Sampler([]), None
+        self.decoder.clear()
+
+    def state(self, slot: int) -> GeckoState:
+        """Return a copy of a sequence's state, without its pending token."""
+        return self.decoder.state(slot)
+
+    def _logprobs(self, logits: Tensor, tokens: list[int]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
+        """Return by slot, for sequences with ``logprobs``: that of the token, and the most likely ids with theirs."""
+        wanted = {slot: one.logprobs for slot, one in enumerate(self.sequences) if one.logprobs is not None}
+        if not wanted:
+            return {}
+        slots = list(wanted)
+        distributions = logits[slots].double().log_softmax(-1)
+        own = distributions[range(len(slots)), [tokens[slot] for slot in slots]].tolist()
+        top = distributions.topk(max(wanted.values()), dim=-1)
+        found = zip(slots, own, top.indices.tolist(), top.values.tolist(), strict=True)
+        return {
+            slot: (logprob, tuple(zip(ids[: wanted[slot]], values[: wanted[slot]], strict=True)))
+            for slot, logprob, ids, values in found
+        }
+
+    def _new_sampler(self, sequences: Sequence[DecodingSequence]) -> Sampler:
+        return Sampler([one.sampling for one in sequences], self.decoder.seen.device)
+
+
+def _drawn(
+    sequence: DecodingSequence, token: int, broken: str | None,
+    logprobs: tuple[float, tuple[tuple[int, float], ...]] | None,
+) -> Drawn:  # fmt: skip
+    """Record the token in the sequence, unless it ends with it."""
+    if broken is not None:
+        return Drawn(sequence, None, "error", broken)
+    if token in sequence.stop_tokens:
+        return Drawn(sequence, None, "stop")
+    sequence.pending_token = token
+    sequence.generated += 1
+    sequence.position += 1
+    end = "length" if sequence.generated == sequence.max_new_tokens else None
+    return Drawn(sequence, token, end, None, *(logprobs or ()))
+
+
+def _remove_from(values: list[T], place: int) -> None:
+    """Remove one value; the last one moves to its place."""
+    last = values.pop()
+    if place < len(values):
+        values[place] = last
