@@ -2,18 +2,20 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-gpu faults bench bench-demo bench-gpu clean
+.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-gpu faults bench bench-demo bench-gpu clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
 
-test: .venv/test  ## Check style, types and import directions, and run all tests
+test: .venv/test  ## Check style, types and import directions, and run the tests of the package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -n auto --dist loadgroup --ignore tests/serving/test_attacks.py
-	$(MAKE) --no-print-directory test-attacks test-kernels test-hf-oldest
+	$(MAKE) --no-print-directory test-attacks
+
+ci: test test-kernels test-simulated test-hf-oldest test-upstream  ## Run everything that continuous integration runs
 
 test-attacks: .venv/test  ## Attack a running server; its answers are timed, so no other test runs meanwhile
 	$(BIN)/pytest tests/serving/test_attacks.py
@@ -34,6 +36,7 @@ test-upstream: .venv/upstream  ## Run transformers' own common and training test
 bench: .venv/bench  ## Measure the numbers in benchmarks/results that need no trained model
 	$(BIN)/python benchmarks/training.py --write
 	$(BIN)/python benchmarks/decoding.py
+	$(BIN)/python benchmarks/inference.py --write
 	$(BIN)/python benchmarks/serving_engine.py --write
 	$(BIN)/python benchmarks/server_load.py --write
 	$(BIN)/python benchmarks/kill_recovery.py

@@ -93,7 +93,8 @@ class Decoder:
     def _prepare(self, state: GeckoState) -> None:
         """Allocate the slots for states like ``state``, unless there are some, and pack the weights."""
         if self._all is None:
-            self._all = state.map(lambda x: x.new_zeros(self.capacity, *x.shape[1:]))
+            with torch.inference_mode(False):  # tensors of that mode can only be changed in it
+                self._all = state.map(lambda x: x.new_zeros(self.capacity, *x.shape[1:]))
         self._all = replace(self._all, model=state.model)
         self._pack()
 

@@ -1,0 +1,240 @@
+"""Decoding on the CPU against the bytes that a token must read, beside transformers' Llama of equal size.
+
+    python benchmarks/inference.py --write
+
+The byte limit of a step is the bytes of weights and states that it must read, over the read bandwidth that the same run
+measures. Cases alternate, and medians count. ``--only NAME`` measures the cases whose name contains NAME.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+
+import torch
+from measuring import of_processor, publish
+from torch import nn
+
+import gecko
+from gecko.inference import Prefill, read
+from gecko.inference.decoder import Decoder
+from gecko.io.quantization import plain_tensors, quantize
+from gecko.train.throughput import describe_hardware
+
+PROMPT = 1000
+ROUNDS = 5
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+POSITIONS = (1_000, 10_000, 100_000, 1_000_000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with some sequences that decode side by side."""
+
+    name: str
+    rows: int
+    step: Callable[[], None]
+    bytes_read: int
+    """By one step."""
+    steps: int
+    """Of one measurement."""
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.manual_seed(0)
+    bandwidth = read_bandwidth()
+    cases = [case for case in _cases() if arguments.only in case.name]
+    seconds = measure(cases)
+    bandwidth = max(bandwidth, read_bandwidth())
+    sections = [_steps_table(cases, seconds, bandwidth)]
+    if arguments.only in "generate":
+        sections.append(_generate_table())
+    if arguments.only in "positions":
+        sections.append(_positions_table())
+    page = "\n".join([_heading(bandwidth), *sections])
+    publish(of_processor("inference"), page, arguments.write)
+
+
+def read_bandwidth() -> float:
+    """Return bytes per second of reading memory: the best of several sums over a gibibyte."""
+    numbers = torch.ones(2**28)
+    best = float("inf")
+    for _ in range(9):
+        begin = time.perf_counter()
+        numbers.sum()
+        best = min(best, time.perf_counter() - begin)
+    return numbers.nbytes / best
+
+
+def measure(cases: list[Case]) -> dict[str, float]:
+    """Return the median seconds of a step; every round takes each case once."""
+    found: dict[str, list[float]] = {case.name: [] for case in cases}
+    for _ in range(ROUNDS):
+        for case in cases:
+            case.step()
+            times = []
+            for _ in range(case.steps):
+                begin = time.perf_counter()
+                case.step()
+                times.append(time.perf_counter() - begin)
+            found[case.name].append(statistics.median(times))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def bytes_of_weights(model: gecko.Gecko) -> int:
+    """Return the bytes of all weights that a token reads: all but the embedding, unless it is the head too."""
+    total = sum(_stored_bytes(parameter) for parameter in model.parameters())
+    return total - (0 if model.config.tie_embedding else _stored_bytes(model.embedding.weight))
+
+
+def _stored_bytes(parameter: nn.Parameter) -> int:
+    integers, *scale = plain_tensors(parameter)
+    halved = getattr(parameter, "target_dtype", None) == torch.int4  # type: ignore[attr-defined]
+    return integers.nbytes // (2 if halved else 1) + sum(one.nbytes for one in scale)
+
+
+def bytes_of_state(prefill: Prefill, config: gecko.GeckoConfig) -> int:
+    """Return the bytes of one sequence's state that a token reads: all but slots of the window that it does not see,
+    the summary of the previous chunk, and what is only written."""
+    seen = config.chunk_size + prefill.state.position[0] % config.chunk_size
+    total = 0
+    for name, tensor in prefill.state.tensors().items():
+        if ".attention." in name:
+            total += tensor.nbytes * seen // (2 * config.chunk_size)
+        elif ".previous" not in name:
+            total += tensor.nbytes
+    return total
+
+
+def _cases() -> list[Case]:
+    cases = []
+    for preset, rows, steps in (("tiny", (1, 16), 300), ("gecko-125m", (1, 16), 12)):
+        model = gecko.Gecko(gecko.GeckoConfig.preset(preset)).eval()
+        prefill = read(model, [torch.randint(0, 256, (PROMPT,))])
+        for name in FORMATS:
+            one, start = _in_format(model, prefill, name)
+            for count in rows if name == "float32" else rows[:1]:
+                cases.append(_gecko_case(f"{preset}, {name}, {count} rows", one, start, count, steps))
+        cases += [_llama_case(preset, model, context, steps) for context in (128, 512, 4096)]
+    return cases
+
+
+def _in_format(model: gecko.Gecko, prefill: Prefill, name: str) -> tuple[gecko.Gecko, Prefill]:
+    changed = copy.deepcopy(model)
+    if name == "bfloat16":
+        changed.bfloat16()
+    elif name != "float32":
+        quantize(changed, int(name.removeprefix("int")))
+    return changed, prefill if name == "float32" else read(changed, [torch.randint(0, 256, (PROMPT,))])
+
+
+def _gecko_case(name: str, model: gecko.Gecko, prefill: Prefill, rows: int, steps: int) -> Case:
+    decoder = Decoder(model, rows)
+    with torch.inference_mode():
+        for _ in range(rows):
+            decoder.add(prefill.state, prefill.seen)
+    assert decoder.runs_in_c, name
+    tokens = [65] * rows
+    count = bytes_of_weights(model) + rows * bytes_of_state(prefill, model.config)
+    return Case(name, rows, lambda: decoder.step(tokens), count, steps)
+
+
+def _llama_case(preset: str, model: gecko.Gecko, context: int, steps: int) -> Case:
+    """A Llama of transformers with about as many weights in its blocks, after ``context`` tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = model.config
+    layers = config.num_layers
+    blocks = sum(parameter.numel() for parameter in model.blocks.parameters()) // layers
+    hidden = (blocks - 4 * config.model_dim**2) // (3 * config.model_dim)
+    llama = LlamaForCausalLM(LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.model_dim, intermediate_size=hidden, num_hidden_layers=layers,
+        num_attention_heads=config.num_heads, max_position_embeddings=context + 2, attn_implementation="sdpa",
+        tie_word_embeddings=config.tie_embedding,
+    )).eval()  # fmt: skip
+    with torch.inference_mode():
+        cache = llama(torch.randint(0, 256, (1, context)), use_cache=True, logits_to_keep=1).past_key_values
+
+    @torch.inference_mode()
+    def step() -> None:
+        llama(torch.tensor([[65]]), past_key_values=cache, use_cache=True)
+        cache.crop(context)
+
+    total = sum(parameter.nbytes for parameter in llama.parameters())
+    total += 2 * layers * context * config.model_dim * 4
+    return Case(f"Llama like {preset}, float32, context {context:,}", 1, step, total, steps)
+
+
+def _steps_table(cases: list[Case], seconds: dict[str, float], bandwidth: float) -> str:
+    lines = [
+        f"## A decoded token, Gecko after {PROMPT:,} tokens", "",
+        "| case | ms per step | tokens/s | MB read | share of the byte limit |", "|---|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for case in cases:
+        took = seconds[case.name]
+        limit = case.bytes_read / bandwidth
+        lines.append(
+            f"| {case.name} | {took * 1e3:.3f} | {case.rows / took:,.0f} | {case.bytes_read / 1e6:,.1f} | "
+            f"{limit / took:.0%} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _generate_table() -> str:
+    """Measure whole calls of ``gecko.generate``, without the prompt: a long call minus a short one."""
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny")).eval()
+    prompt = torch.randint(0, 256, (PROMPT,))
+    lines = ["## gecko.generate, tiny, float32", "", "| sampling | rows | tokens/s |", "|---|---:|---:|"]
+    for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+        for rows in (1, 16):
+            found = []
+            for _ in range(ROUNDS):
+                times = []
+                for count in (1, 501):
+                    begin = time.perf_counter()
+                    gecko.generate(model, [prompt] * rows, max_new_tokens=count, temperature=temperature, seed=0)
+                    times.append(time.perf_counter() - begin)
+                found.append(rows * 500 / (times[1] - times[0]))
+            lines.append(f"| {name} | {rows} | {statistics.median(found):,.0f} |")
+    return "\n".join([*lines, ""])
+
+
+def _positions_table() -> str:
+    """Measure steps of ``tiny`` far into a text."""
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny")).eval()
+    cases, state, before = [], None, 0
+    for position in POSITIONS:
+        prefill = read(model, [torch.randint(0, 256, (position - before,))], state)
+        state, before = prefill.state, position
+        cases.append(_gecko_case(f"{position:,}", model, prefill, 1, 300))
+    seconds = measure(cases)
+    first = seconds[cases[0].name]
+    lines = ["## tiny, float32, by position", "", "| position | ms per step | of the first |", "|---:|---:|---:|"]
+    lines += [f"| {name} | {took * 1e3:.3f} | {took / first:.3f} |" for name, took in seconds.items()]
+    return "\n".join([*lines, ""])
+
+
+def _heading(bandwidth: float) -> str:
+    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
+    return (
+        f"# Inference on the CPU\n\n{date.today()}, {hardware}, {torch.get_num_threads()} threads. Memory is read at "
+        f"{bandwidth / 1e9:.1f} GB/s. Random weights. Medians of {ROUNDS} alternating rounds. "
+        "Command: `python benchmarks/inference.py --write`.\n"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="measure the cases whose name contains this text")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/inference_PROCESSOR.md")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
