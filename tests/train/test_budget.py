@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.whole_runs import die, everything, same_end, stop_after
 
-from gecko.train import CheckpointSettings, Run, train
+from gecko.train import CheckpointSettings, Run, setup, train
 from gecko.train.checkpointer import Checkpointer
 from gecko.train.setup import Costs, most_steps
 from gecko.train.trainer import Trainer
@@ -50,18 +50,34 @@ def test_killed_before_its_first_checkpoint_a_run_keeps_its_measured_steps(
     assert train(run, resume=True).step == found
 
 
-def test_what_does_not_fit_is_measured_once_and_told(
+def test_what_does_not_fit_is_estimated_from_one_row_and_told(
     run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Steps may take minutes: if one step is already too long, no second one is measured."""
-    from gecko.train import setup as budget
+    """Steps may take minutes: if one step is already too long, none is measured."""
+    rows: list[int] = []
+    step = setup.train_step
 
-    calls: list[None] = []
-    step = budget.train_step
-    monkeypatch.setattr(budget, "train_step", lambda *a, **k: (calls.append(None), step(*a, **k))[1])
+    def recorded(model: Any, optimizer: Any, parts: Any, **more: Any) -> Any:
+        rows.append(sum(len(part.tokens) for part in parts))
+        return step(model, optimizer, parts, **more)
+
+    monkeypatch.setattr(setup, "train_step", recorded)
     assert train(replace(run_in("short"), steps=None, minutes=0.001)).step == 1
-    assert len(calls) == 1
+    assert rows == [1, 1]
     assert "minutes=0.001 is too short for this run: a single step" in capsys.readouterr().out
+
+
+def test_a_run_whose_first_step_ends_long_after_the_budget_is_refused(
+    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder can be trained in afterwards."""
+    run = replace(run_in("long"), steps=None, minutes=0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "SLACK_SECONDS", 0.0)
+        patch.setattr(setup, "REPORT_SECONDS", 100.0)
+        with pytest.raises(ValueError, match=r"takes about 1\.\d minutes. Nothing was trained. Try minutes=4"):
+            train(run)
+    assert train(replace(run, minutes=0.02)).step >= 1
 
 
 def test_the_budget_counts_what_a_run_does(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

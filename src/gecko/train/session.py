@@ -142,8 +142,7 @@ def _print_budget(run: Run, budget: Budget, console: Console) -> None:
         f"{budget.steps} steps fit; the run ends in about {budget.seconds / 60:.1f} minutes"
         if budget.seconds <= budget.left
         else f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
-        f"sample and report takes about {budget.seconds / 60:.1f} more minutes. It is trained for that one; try "
-        "more minutes, or fewer evaluation.rows, evaluation.final_rows and sample.tokens"
+        f"sample and report takes about {budget.seconds / 60:.1f} more minutes. It is trained for that one"
     )
 
 

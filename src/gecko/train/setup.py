@@ -6,6 +6,7 @@ A time budget becomes a number of steps once, when the run starts, so that the s
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 import warnings
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gecko.data import ByteTokenizer, Tokenizer, load_tokenizer
+from gecko.data import IGNORED, Batch, ByteTokenizer, Tokenizer, load_tokenizer
 from gecko.data.tokenizers import holds_tokenizer
 from gecko.io.model_folder import CONFIG, WEIGHTS
 from gecko.models.gecko import Block
@@ -157,6 +158,9 @@ WRITE_BYTES_PER_SECOND = 200e6
 """Assumed speed of saving a checkpoint: write, flush to disk and read for the checksums."""
 REPORT_SECONDS = 4.0
 """Assumed time to draw the report and to end the process."""
+SLACK_SECONDS = 20.0
+SLACK_PART = 0.1
+"""A run of one step may end this many seconds, or this fraction of the budget, after the budget."""
 _SAMPLED = 8
 """Number of tokens generated to time the sample."""
 
@@ -205,25 +209,60 @@ def steps_in_budget(
     step = _step_seconds(run, model, batches, ranks, MEASURING_PART * (end - time.perf_counter()))
     costs = ranks.broadcast(_costs(run, model, data, ranks, step))
     left = ranks.broadcast(end - time.perf_counter())
+    _check_one_step_fits(run, costs.seconds(run, 1), left)
     steps = most_steps(run, costs, left)
     return Budget(steps, costs.seconds(run, steps), left)
 
 
+def _check_one_step_fits(run: Run, needed: float, left: float) -> None:
+    """Raise ValueError if a run of one step ends much later than ``run.minutes``."""
+    assert run.minutes is not None
+    if needed - left <= max(SLACK_SECONDS, SLACK_PART * run.minutes * 60):
+        return
+    enough = math.ceil(2 * (needed + run.minutes * 60 - left) / 60)
+    raise ValueError(
+        f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
+        f"sample and report takes about {needed / 60:.1f} minutes. Nothing was trained. Try minutes={enough}, or "
+        "fewer evaluation.rows, evaluation.final_rows, sample.tokens and rows in a batch."
+    )
+
+
 def _step_seconds(run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ranks, limit: float) -> float:
-    """Return the median time of a step after warm-up; the shortest time if ``limit`` seconds pass during warm-up."""
+    """Return the median time of a step after warm-up; the shortest time if ``limit`` seconds pass during warm-up.
+
+    If a step takes longer than ``limit``, estimate it from one row: measuring it would use up the time for training.
+    """
     device = next(model.parameters()).device
     optimizer = build_optimizer(model, run.optimizer)
 
-    def one_step(step: int) -> None:
-        parts = split_batch(batches.batch(step), run.gradient_accumulation_steps, device, ranks)
-        clip, precision = run.optimizer.clip, run.precision
-        train_step(model, optimizer, parts, learning_rate=0.0, clip=clip, precision=precision, ranks=ranks)
+    def step_of(batch: Batch, parts: int) -> None:
+        train_step(
+            model, optimizer, split_batch(batch, parts, device, ranks), learning_rate=0.0, clip=run.optimizer.clip,
+            precision=run.precision, ranks=ranks,
+        )  # fmt: skip
 
+    def one_step(step: int) -> None:
+        step_of(batches.batch(step), run.gradient_accumulation_steps)
+
+    if not run.compile:  # a compiler would compile the model for batches of one row too
+        first = batches.batch(0)
+        row = _fullest_row(first)
+        # The first call is slower than the rest: kernels are built and memory is allocated.
+        estimate = len(first.tokens) * min(_timed(lambda: step_of(row, 1)) for _ in range(2))
+        if ranks.broadcast(estimate > limit):
+            model.zero_grad(set_to_none=True)
+            return estimate
     seconds: list[float] = []
     while len(seconds) < WARMUP_STEPS + TIMED_STEPS and (not seconds or ranks.broadcast(sum(seconds) < limit)):
         seconds.append(_timed(lambda: one_step(len(seconds))))
     model.zero_grad(set_to_none=True)
     return statistics.median(seconds[WARMUP_STEPS:]) if len(seconds) > WARMUP_STEPS else min(seconds)
+
+
+def _fullest_row(batch: Batch) -> Batch:
+    """Return the row with the most targets, as a batch."""
+    at = int((batch.targets != IGNORED).sum(1).argmax())
+    return Batch(*(x[at : at + 1] for x in (batch.tokens, batch.targets, batch.segment_ids)))
 
 
 def _costs(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, step: float) -> Costs:
