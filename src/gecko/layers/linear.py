@@ -6,10 +6,10 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from gecko.ops.common import from_linear
 from gecko.ops.projections import projections
+from gecko.runtime.private import global_module_hooks
 
 
 def linear(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
@@ -50,4 +50,4 @@ def is_bare(layer: nn.Linear) -> bool:
     if type(layer) is not nn.Linear or "forward" in vars(layer):  # accelerate replaces it to load offloaded weights
         return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return not any(hooks) and not _has_any_global_hook()
+    return not any(hooks) and not global_module_hooks()

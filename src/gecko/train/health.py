@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoint import GoingOn
@@ -112,9 +111,17 @@ def _watch(model: nn.Module, found: list[str]) -> Iterator[torch.utils.hooks.Rem
 
 def _check_output(found: list[str], label: str, module: nn.Module, inputs: Any, output: Any) -> None:
     # A streaming state may hold -inf on purpose (an empty memory's log weight): only an output's first tensor counts.
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    if tensors and not _is_finite(tensors[0]):
+    first = _first_tensor(output)
+    if first is not None and not _is_finite(first):
         found.append(label)
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    """Return the first tensor of an output: a tensor, or tuples, lists and dictionaries of outputs."""
+    if isinstance(output, Tensor):
+        return output
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    return next((one for one in map(_first_tensor, parts) if one is not None), None)
 
 
 def _check_gradient(found: list[str], label: str, parameter: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from gecko.models.registry import LlamaConfig, ModelConfig, meta_model
 from gecko.ops.backends import cpu as native
+from gecko.runtime.private import has_bfloat16_products, has_bfloat16_tiles
 from gecko.runtime.process import processor_name
 from gecko.train.run import Run
 
@@ -68,7 +69,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     a CPU whether the C kernels, if there are any, were built with them."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    in_hardware = has_bfloat16_products() or has_bfloat16_tiles()
     return in_hardware and (native.library() is None or native.multiplies_bfloat16())
 
 

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from gecko.io.files import whole_file
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH, cpu_kernels_run_on, is_plain_float32, products_are_rounded
+from gecko.runtime.private import onednn_linear
 from gecko.runtime.process import processor_field
 
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
@@ -207,8 +208,7 @@ def onednn_is_faster() -> bool:
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.contiguous()  # oneDNN ignores its stride
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return y
+    return onednn_linear(x, weight, bias)
 
 
 class _OneDNNLinear(torch.autograd.Function):

@@ -53,6 +53,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gecko.runtime.private import dispatch_modes, forward_mode_level, function_transform, tracing_state
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the Triton kernels support."""
 
@@ -134,10 +136,10 @@ def is_watched() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or tracing_state() is not None
+        or dispatch_modes() > 0
+        or function_transform() is not None
+        or forward_mode_level() >= 0
     )
 
 

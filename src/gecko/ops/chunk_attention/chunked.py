@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from gecko.ops.chunk_attention.ring import Pattern, in_order, ring_after
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.rotary import rotary_phases, rotate
+from gecko.runtime.private import softmax_gradient
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class _WindowAttention(torch.autograd.Function):
             weights = _weights(q[piece], k[piece], table, entry[piece])
             _value_grad(weights.to(v.dtype), grad[piece], grad_v.view(-1, *grad.shape[1:]), piece.start)
             grad_weights = torch.bmm(grad[piece], windows[piece].mT).to(q.dtype)
-            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
+            grad_scores = softmax_gradient(grad_weights, weights, -1, q.dtype)
             torch.bmm(grad_scores, k[piece], out=grad_q[piece])
             torch.bmm(grad_scores.mT, q[piece], out=grad_k[piece])
         return grad_q, grad_k, grad_v, None, None, None
