@@ -189,6 +189,21 @@ def test_rows_stay_what_they_are_while_others_come_and_go(moves: list[int]) -> N
     assert decoder.count == len(texts)
 
 
+def test_slots_grow_with_the_sequences() -> None:
+    """Each sequence that joins finds the others as they were."""
+    model = cases.model("gecko", torch.float32)
+    decoder, texts = Decoder(model, 11), [cases.tokens(1, 3 + count, count)[0] for count in range(11)]
+    with torch.inference_mode():
+        for count, text in enumerate(texts):
+            prefill = read(model, [text])
+            decoder.add(prefill.state, prefill.seen)
+            tokens = cases.tokens(1, count + 1, 50 + count)[0]
+            decoder.step(tokens.tolist())
+            texts[: count + 1] = [torch.cat([x, y[None]]) for x, y in zip(texts[: count + 1], tokens, strict=True)]
+        for slot, text in enumerate(texts):
+            assert_same_states(decoder.state(slot), read(model, [text]).state, 1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_step_changes_the_slots_in_place(dtype: torch.dtype) -> None:
     decoder = start(cases.model("gecko").to(dtype), [cases.tokens(1, length)[0] for length in (7, 15, 40)])

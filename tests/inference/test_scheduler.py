@@ -20,7 +20,7 @@ from gecko.inference import Sampling
 from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.request import Finished, QueueFullError, Request, Token
 from gecko.inference.sampling import Sampler
-from gecko.inference.scheduler import Engine
+from gecko.inference.scheduler import AGEING, Engine
 
 MAX_PIECE = 24
 
@@ -175,6 +175,31 @@ def test_short_prompts_do_not_wait_for_a_long_one(model: gecko.Gecko) -> None:
         log.take(engine.step())
     assert log.ends[short].reason == "length"
     assert long not in log.ends
+
+
+def test_the_shortest_prompt_in_the_queue_is_read_first(model: gecko.Gecko) -> None:
+    engine = Engine(model, rows=1, piece=16)
+    lengths = (90, 50, 70, 20, 10)
+    ids = [engine.submit(request(text(length), 1)) for length in lengths]
+    log = Log()
+    while not engine.idle:
+        log.take(engine.step())
+    finished = list(log.ends)
+    assert [lengths[ids.index(one)] for one in finished] == sorted(lengths)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_long_prompt_is_not_overtaken_for_ever(model: gecko.Gecko, rows: int) -> None:
+    """Although a short prompt arrives with every step."""
+    engine = Engine(model, rows=rows, piece=16)
+    length, log = 400, Log()
+    long = engine.submit(request(text(length), 1))
+    for step in range(3 * length // AGEING + 2 * length // 16):
+        engine.submit(request(text(10, step), 1))
+        log.take(engine.step())
+        if long in log.ends:
+            return
+    pytest.fail("the long prompt did not end")
 
 
 def test_without_a_piece_reading_is_short_only_where_others_wait(model: gecko.Gecko) -> None:

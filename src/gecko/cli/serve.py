@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +28,12 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="Name of the model in the API.", show_default="last part of MODEL")
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Sequences that are generated in one batch.")] = 16,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sequences that are generated in one batch.", show_default="as many as 2 GiB hold, 4 to 64"
+        ),
+    ] = None,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; further ones get status 429.")] = 256,
     prefix_cache: Annotated[
         int, typer.Option(min=0, metavar="MB", help="Memory for the states of shared prompt prefixes; 0 for none.")
@@ -77,20 +83,20 @@ def serve(
 
     for module in ("fastapi", "uvicorn", "prometheus_client", "jinja2"):
         require(module, "serve")
-    from gecko.serving.limits import Limits
+    from gecko.serving.limits import DEFAULT_ROWS, Limits
     from gecko.serving.server import Options, open_socket
     from gecko.serving.server import serve as run_server
 
     limits = Limits(
-        rows=rows, queue=queue, body_bytes=max_body * _MEGABYTE, memory_bytes=request_memory * _MEGABYTE,
-        prompt_tokens=max_prompt_tokens, new_tokens=max_new_tokens, seconds=max_seconds,
+        rows=rows or DEFAULT_ROWS, queue=queue, body_bytes=max_body * _MEGABYTE,
+        memory_bytes=request_memory * _MEGABYTE, prompt_tokens=max_prompt_tokens, new_tokens=max_new_tokens, seconds=max_seconds,
     )  # fmt: skip
     options = Options(
         name or Path(model).expanduser().resolve().name, limits, prefix_cache * _MEGABYTE,
         _folder(states), _read_key(api_key_file), host, allowed_host or (), grace,
     )  # fmt: skip
     return_freed_memory()
-    service = _build(model, tokenizer, device, dtype, options)
+    service = _build(model, tokenizer, device, dtype, options, rows)
     with open_socket(host, port) as listening:
         bound = listening.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
@@ -100,13 +106,17 @@ def serve(
     typer.echo("ended")
 
 
-def _build(name: str, tokenizer: str | None, device: str, dtype: str | None, options: Options) -> Service:
+def _build(
+    name: str, tokenizer: str | None, device: str, dtype: str | None, options: Options, rows: int | None
+) -> Service:
     from gecko.cli.arguments import find_model, load_model
+    from gecko.serving.limits import rows_in_memory
     from gecko.serving.server import build_service
 
     folder = find_model(name)
     model, vocabulary = load_model(str(folder), tokenizer, device, dtype)
-    return build_service(model, vocabulary, folder, options)
+    limits = replace(options.limits, rows=rows or rows_in_memory(model.empty_state().num_bytes))
+    return build_service(model, vocabulary, folder, replace(options, limits=limits))
 
 
 def _folder(name: str | None) -> Path | None:

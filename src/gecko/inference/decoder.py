@@ -13,13 +13,16 @@ from gecko.models.gecko import Gecko
 from gecko.ops.decoding.cpu import Network
 from gecko.state import GeckoState
 
+FIRST_SLOTS = 4
+"""Slots that are allocated for the first sequence; their number doubles when all are in use."""
+
 
 class Decoder:
     """States of up to ``capacity`` sequences, which each step reads and changes in place.
 
     On the CPU a step is one call into C for the whole network, if the weights are float32, bfloat16 or quantised. Other
     weights and devices take ``Gecko.step``. The logits of a sequence do not depend on the others in C; in PyTorch their
-    last bits may. Empty slots cost memory but no time. For use without gradients.
+    last bits may. Empty slots cost no time, and memory only if as many were in use before. For use without gradients.
     """
 
     def __init__(self, model: Gecko, capacity: int) -> None:
@@ -27,6 +30,7 @@ class Decoder:
         self._model, self._device = model, model.embedding.weight.device
         self._all: GeckoState | None = None
         self._state: GeckoState | None = None
+        self._packed: PackedWeights | None = None
         self._network: Network | None = None
         self._ends: Hashable = None
         self._seen = torch.zeros(capacity, model.config.vocab_size, dtype=torch.bool, device=self._device)
@@ -47,6 +51,8 @@ class Decoder:
         if not self.count:
             # No slot holds a state of earlier weights, so the weights may have changed.
             self._prepare(state)
+        elif self._all is not None and self.count == self._all.batch_size:
+            self._grow()
         assert self._all is not None
         for slot, tensor in zip(self._all.tensors().values(), state.tensors().values(), strict=True):
             slot[self.count].copy_(tensor[0])
@@ -93,19 +99,35 @@ class Decoder:
     def _prepare(self, state: GeckoState) -> None:
         """Allocate the slots for states like ``state``, unless there are some, and pack the weights."""
         if self._all is None:
-            with torch.inference_mode(False):  # tensors of that mode can only be changed in it
-                self._all = state.map(lambda x: x.new_zeros(self.capacity, *x.shape[1:]))
+            self._all = _new_slots(state, min(self.capacity, FIRST_SLOTS))
         self._all = replace(self._all, model=state.model)
         self._pack()
 
+    def _grow(self) -> None:
+        """Double the number of slots, up to ``capacity``."""
+        assert self._all is not None
+        before = self._all
+        self._all = _new_slots(before, min(self.capacity, 2 * before.batch_size))
+        for slots, old in zip(self._all.tensors().values(), before.tensors().values(), strict=True):
+            slots[: len(old)].copy_(old)
+        if self._packed is not None:
+            self._network = self._packed.with_states(self._all)
+
     def _pack(self) -> None:
         assert self._all is not None
-        self._network = None
+        self._network = self._packed = None
         if decodes_in_c(self._model, self._all):
-            self._network = PackedWeights(self._model).with_states(self._all)
+            self._packed = PackedWeights(self._model)
+            self._network = self._packed.with_states(self._all)
             self._ends = self._model.ends()
 
     def _resize(self, count: int) -> None:
         self.count = count
         if self._all is not None:
             self._state = replace(self._all.map(lambda x: x[:count]), exclusive=True)
+
+
+def _new_slots(state: GeckoState, count: int) -> GeckoState:
+    """Return a state of ``count`` rows with the sizes and dtypes of ``state``."""
+    with torch.inference_mode(False):  # tensors of that mode can only be changed in it
+        return state.map(lambda x: x.new_zeros(count, *x.shape[1:]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 from itertools import count
 from typing import cast
@@ -25,9 +25,11 @@ class PromptPrefill:
         request: one of the requests; gives the prompt and the initial state.
         cache: cached states of prefixes; not used if the request has an initial state.
         piece: tokens read at once when no sequence is decoding; the cache keeps a state at a multiple of it.
+        arrival: the engine's step at which the request was submitted.
     """
 
-    def __init__(self, request: Request, model: Gecko, cache: PrefixCache | None, piece: int) -> None:
+    def __init__(self, request: Request, model: Gecko, cache: PrefixCache | None, piece: int, arrival: int) -> None:
+        self.arrival = arrival
         self.requests: dict[int, Request] = {}
         """The requests that share the prefill, by id."""
         self._model, self._piece, self._initial_state = model, piece, request.state
@@ -47,6 +49,11 @@ class PromptPrefill:
     def reused(self) -> int:
         """Prompt tokens that were not read: from the cache, or shared with another request."""
         return self._known + (len(self.requests) - 1) * len(self._prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens that were not read yet."""
+        return len(self._prompt) - self._read
 
     def serves(self, request: Request) -> bool:
         """Return whether ``request`` has the same prompt and initial state."""
@@ -92,13 +99,17 @@ class PromptPrefill:
 
 SHORT_PIECE = 512
 """Approximate number of prompt tokens read at once while other sequences are decoding."""
+AGEING = 16
+"""Tokens by which a waiting prompt counts as shorter with every step, so that no prompt waits for ever."""
 
 
 class Engine:
     """Scheduler and model runner for many requests; the tokens of a request do not depend on the others.
 
-    Requests wait in a queue for one of ``rows`` places. Admitted prompts take turns at prefilling one piece per step; a
-    prompt that several admitted requests share is prefilled once. An engine is not thread-safe.
+    Requests wait in a queue for one of ``rows`` places. A step prefills one piece of one prompt. Of the prompts that
+    wait for a place or for their next piece, the one with the fewest tokens left is taken first. Every step that a
+    prompt has waited counts like ``AGEING`` tokens less. A prompt that several admitted requests share is prefilled
+    once. An engine is not thread-safe.
 
     Args:
         rows: maximum number of requests in prefill or decoding.
@@ -119,7 +130,10 @@ class Engine:
         self._long_piece = piece or piece_length(model.config)
         self._short_piece = piece or window * max(1, SHORT_PIECE // window)
         self._ids = count()
-        self._queue: OrderedDict[int, Request] = OrderedDict()
+        self._queue: dict[int, Request] = {}
+        self._arrivals: dict[int, int] = {}
+        """Step at which each waiting request was submitted."""
+        self._steps = 0
         self._prefills: deque[PromptPrefill] = deque()
         self._rows = rows
         self._batch = DecodingBatch(model, rows)
@@ -160,7 +174,7 @@ class Engine:
         if len(self._queue) >= self._max_queued:
             raise QueueFullError(f"{self._max_queued} requests wait already; try again later.")
         request_id = next(self._ids)
-        self._queue[request_id] = request
+        self._queue[request_id], self._arrivals[request_id] = request, self._steps
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -169,6 +183,7 @@ class Engine:
         prefill = next((prefill for prefill in self._prefills if request_id in prefill.requests), None)
         if request_id in self._queue:
             position = self._queue.pop(request_id).start_position
+            del self._arrivals[request_id]
         elif prefill is not None:
             position = prefill.position
             del prefill.requests[request_id]
@@ -187,11 +202,13 @@ class Engine:
         self._batch.clear()
         self._pending = []
         self._queue.clear()
+        self._arrivals.clear()
         self._prefills.clear()
 
     def step(self) -> list[Event]:
         """Prefill at most one piece of one prompt, then generate one token for every decoding sequence."""
         events, self._pending = self._pending, []
+        self._steps += 1
         with inference(self._model):
             self._batch.decode()
             self._read_piece(events)
@@ -204,7 +221,8 @@ class Engine:
         self._admit()
         if not self._prefills:
             return
-        prefill = self._prefills.popleft()
+        prefill = min(self._prefills, key=lambda one: one.remaining + AGEING * one.arrival)
+        self._prefills.remove(prefill)
         try:
             result = prefill.read(self._short_piece if self._batch.sequences else self._long_piece)
         except Exception as error:
@@ -221,10 +239,11 @@ class Engine:
     def _admit(self) -> None:
         """Admit waiting requests while places are free."""
         while self._queue and self.active < self._rows:
-            request_id, request = self._queue.popitem(last=False)
+            request_id = min(self._queue, key=lambda one: len(self._queue[one].prompt) + AGEING * self._arrivals[one])
+            request, arrival = self._queue.pop(request_id), self._arrivals.pop(request_id)
             prefill = next((prefill for prefill in self._prefills if prefill.serves(request)), None)
             if prefill is None:
-                prefill = PromptPrefill(request, self._model, self._cache, self._long_piece)
+                prefill = PromptPrefill(request, self._model, self._cache, self._long_piece, arrival)
                 self._prefills.append(prefill)
             prefill.requests[request_id] = request
 

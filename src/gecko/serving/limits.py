@@ -92,6 +92,17 @@ def first_wrong_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, "the body must be a JSON object, with Content-Type: application/json", code="invalid_json")
 
 
+DEFAULT_ROWS = 16
+MOST_ROWS, FEWEST_ROWS = 64, 4
+ROWS_BYTES = 2 << 30
+"""Memory that the states of all rows may take where their number is not given."""
+
+
+def rows_in_memory(state_bytes: int) -> int:
+    """Return the number of rows for a model whose state of one sequence has ``state_bytes``."""
+    return max(FEWEST_ROWS, min(MOST_ROWS, ROWS_BYTES // state_bytes))
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits beyond which the server refuses requests.
@@ -100,7 +111,7 @@ class Limits:
         ValueError: a number is out of range.
     """
 
-    rows: int = 16
+    rows: int = DEFAULT_ROWS
     """Maximum number of requests in prefill or decoding."""
     queue: int = 256
     """Maximum number of requests that wait for a row; 429 beyond it."""
