@@ -89,7 +89,8 @@ def serve(
 
     limits = Limits(
         rows=rows or DEFAULT_ROWS, queue=queue, body_bytes=max_body * _MEGABYTE,
-        memory_bytes=request_memory * _MEGABYTE, prompt_tokens=max_prompt_tokens, new_tokens=max_new_tokens, seconds=max_seconds,
+        memory_bytes=request_memory * _MEGABYTE, prompt_tokens=max_prompt_tokens, new_tokens=max_new_tokens,
+        seconds=max_seconds,
     )  # fmt: skip
     options = Options(
         name or Path(model).expanduser().resolve().name, limits, prefix_cache * _MEGABYTE,
