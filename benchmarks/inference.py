@@ -58,7 +58,7 @@ def main() -> None:
     if arguments.only in "positions":
         sections.append(_positions_table())
     page = "\n".join([_heading(bandwidth), *sections])
-    publish(of_processor("inference"), page, arguments.write)
+    publish(of_processor("inference"), page.splitlines(), arguments.write)
 
 
 def read_bandwidth() -> float:
@@ -164,7 +164,7 @@ def _llama_case(preset: str, model: gecko.Gecko, context: int, steps: int) -> Ca
     @torch.inference_mode()
     def step() -> None:
         llama(torch.tensor([[65]]), past_key_values=cache, use_cache=True)
-        cache.crop(context)
+        cache.crop(-1)
 
     total = sum(parameter.nbytes for parameter in llama.parameters())
     total += 2 * layers * context * config.model_dim * 4
