@@ -83,7 +83,9 @@ def test_what_is_read_is_never_replaced(tmp_path: Path) -> None:
     assert output_file(str(model / "new"), STATE, inputs=[str(model)]) == model / "new"
 
 
-def test_commands_refuse_before_they_work(command: Command, run_folder: Path, tmp_path: Path) -> None:
+def test_commands_refuse_before_they_work(
+    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     book, notes = tmp_path / "book.txt", tmp_path / "notes.txt"
     for path in (book, notes):
         path.write_text("Some words of it. " * 20)
@@ -98,19 +100,26 @@ def test_commands_refuse_before_they_work(command: Command, run_folder: Path, tm
         ("eval", "scrolls", run_folder, "qmsum", "--data", book, "--out"),
         ("report", book, "--out"),
     ]
-    for words in commands:
-        before = notes.read_bytes()
-        result = command(*words, notes)
-        assert result.exit_code == 2 and f"{notes} is something else" in result.stderr, (words, result.stderr)
-        assert notes.read_bytes() == before
-        if book in words:
-            for flags in ((), ("--force",)):
-                result = command(*words, book, *flags)
-                assert result.exit_code == 2 and "this command reads" in result.stderr, (words, result.stderr)
-                assert book.read_bytes() == before
+    with monkeypatch.context() as patched:
+        for work in ("gecko.models.gecko.Gecko.hidden", "gecko.experiments.report.write_page"):
+            patched.setattr(work, lambda *_, **__: pytest.fail("the work has begun"))
+        for words in commands:
+            _refuses(command, words, notes, book)
     assert command("read", run_folder, book, "--out", notes, "--force").exit_code == 0
     assert gecko.GeckoState.load(notes).position == [len(book.read_bytes()) + 1]
     assert command("read", run_folder, book, "--out", notes).exit_code == 0
+
+
+def _refuses(command: Command, words: tuple[object, ...], notes: Path, book: Path) -> None:
+    """Assert that the command replaces no file of another kind and, even with ``--force``, none that it reads."""
+    wrong: list[tuple[Path, tuple[str, ...], str]] = [(notes, (), f"{notes} is something else")]
+    if book in words:
+        wrong += [(book, (), "this command reads"), (book, ("--force",), "this command reads")]
+    for out, flags, message in wrong:
+        before = out.read_bytes()
+        result = command(*words, out, *flags)
+        assert result.exit_code == 2 and message in result.stderr, (words, result.stderr)
+        assert out.read_bytes() == before
 
 
 def test_an_input_of_the_kind_that_is_written_is_not_replaced(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ MINUTES = 10
 """Time limit in minutes for the tests of one fault."""
 PASSED, FAILED = 0, 1
 """Exit codes of pytest. Any other code, such as that of an error during collection, is not a failed test."""
+CRASHED = tuple(-number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE))
+"""Exit codes of a process that a fault in C has ended, which counts as a failed test."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def read_faults() -> list[Fault]:
 
 
 def run_tests(folder: Path, tests: tuple[str, ...]) -> int:
-    """Run pytest on the copy at ``folder``; return its exit code, or ``FAILED`` if it does not end in time."""
+    """Run pytest on the copy at ``folder``; return its exit code, or ``FAILED`` if it crashes or takes too long."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{folder}/tests", "XDG_CACHE_HOME": f"{folder}/cache"}
     if any("kernels/interpreted" in test for test in tests):
         environment["TRITON_INTERPRET"] = "1"
@@ -68,6 +71,8 @@ def run_tests(folder: Path, tests: tuple[str, ...]) -> int:
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60 * MINUTES, check=False
         )
     except subprocess.TimeoutExpired:
+        return FAILED
+    if done.returncode in CRASHED:
         return FAILED
     if done.returncode not in (PASSED, FAILED):
         print(done.stdout, done.stderr, sep="\n", file=sys.stderr)

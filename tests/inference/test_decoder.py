@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -65,19 +67,38 @@ def test_steps_in_c_are_calls_in_float64(variant: str) -> None:
         assert decoder.state(slot).position == [len(text)]
 
 
+@pytest.mark.parametrize("memory", ["adaptive", "linear"])
+def test_sizes_need_not_fill_registers(memory: Literal["adaptive", "linear"]) -> None:
+    sizes = {"model_dim": 20, "key_dim": 12, "value_dim": 10, "ffn_dim": 19, "cema_modes": 3, "chunk_size": 7}
+    torch.manual_seed(0)
+    model = gecko.Gecko(dataclasses.replace(cases.SMALL, memory=memory, **sizes))
+    exact = copy.deepcopy(model).double()
+    tokens = cases.tokens(1, 5 + STEPS, 1)
+    decoder = start(model, [tokens[0, :5]])
+    assert decoder.runs_in_c
+    with torch.no_grad():
+        expected, state = exact(tokens)
+    torch.testing.assert_close(run(decoder, tokens[:, 5:]).double(), expected[:, 5:], rtol=1e-3, atol=1e-3)
+    assert_same_states(decoder.state(0), state, 1e-3)
+
+
+@pytest.mark.parametrize("length", [cases.CHUNK + 4, 2 * cases.CHUNK + 3])
 @pytest.mark.parametrize("variant", ["gecko", "linear-memory"])
-def test_a_document_in_the_prompt_is_kept_apart(variant: str) -> None:
+def test_a_document_in_the_prompt_is_kept_apart(variant: str, length: int) -> None:
+    """It begins in the chunk of the last token, or in the one before."""
     model = cases.model(variant, torch.float32)
-    tokens, length = cases.tokens(1, 6 * cases.CHUNK, 1), 2 * cases.CHUNK + 3
+    tokens = cases.tokens(1, 6 * cases.CHUNK, 1)
     ids = torch.arange(length).unsqueeze(0) // (cases.CHUNK + 2)
     with torch.inference_mode():
         _, state = model(tokens[:, :length], segment_ids=ids)
         decoder = Decoder(model, 1)
         decoder.add(state, torch.zeros(cases.SMALL.vocab_size, dtype=torch.bool))
-        found = run(decoder, tokens[:, length:])
-        rest = ids[:, -1:].expand(1, tokens.shape[1] - length)
-        expected, _ = model(tokens, segment_ids=torch.cat([ids, rest], 1))
-    torch.testing.assert_close(found, expected[:, length:], rtol=1e-3, atol=1e-3)
+        ids = torch.cat([ids, ids[:, -1:].expand(1, tokens.shape[1] - length)], 1)
+        for end in range(length + 1, tokens.shape[1] + 1):
+            found = run(decoder, tokens[:, end - 1 : end])
+            expected, after = model(tokens[:, :end], segment_ids=ids[:, :end])
+            torch.testing.assert_close(found[:, -1], expected[:, -1], rtol=1e-3, atol=1e-3)
+            assert_same_states(decoder.state(0), after, 1e-3)
 
 
 @pytest.mark.parametrize("variant", cases.VARIANTS)
@@ -124,6 +145,23 @@ def test_a_model_in_bfloat16_keeps_its_window_in_bfloat16() -> None:
     assert decoder.runs_in_c
     assert decoder.state(0).mixers[0].attention.values.dtype == torch.bfloat16
     assert logits.dtype == torch.float32, "sums are float32"
+
+
+def test_stored_values_are_rounded_as_torch_rounds() -> None:
+    """The first layer's values do not depend on those stored before, so one rounding is all that differs."""
+    model = cases.model("gecko", torch.float32)
+    stored = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        decoder = Decoder(model, 2)
+        with torch.inference_mode():
+            for _ in range(2):
+                empty = gecko.GeckoState.empty(model.config, value_dtype=dtype)
+                decoder.add(empty, torch.zeros(cases.SMALL.vocab_size, dtype=torch.bool))
+        assert decoder.runs_in_c
+        run(decoder, cases.tokens(2, STEPS, 2))
+        stored[dtype] = decoder.state(1).mixers[0].attention.values
+    assert stored[torch.bfloat16].dtype == torch.bfloat16
+    assert torch.equal(stored[torch.bfloat16], stored[torch.float32].bfloat16())
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -251,7 +289,8 @@ def test_weights_that_change_between_tokens_are_refused() -> None:
         next(steps)
 
 
-def test_weights_may_change_before_the_next_sequence() -> None:
+@pytest.mark.parametrize("part", ["embedding", "blocks", "head"])
+def test_weights_may_change_before_the_next_sequence(part: str) -> None:
     model = cases.model("gecko", torch.float32)
     prompt, tokens = cases.tokens(1, 9)[0], cases.tokens(1, 20, 3)
     decoder = start(model, [prompt])
@@ -259,7 +298,7 @@ def test_weights_may_change_before_the_next_sequence() -> None:
     with torch.inference_mode():
         decoder.remove(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model.get_submodule(part).parameters():
             parameter.mul_(1.1)
     with torch.inference_mode():
         prefill = read(model, [prompt])

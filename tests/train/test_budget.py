@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from support.whole_runs import die, everything, same_end, stop_after
 
-from gecko.train import CheckpointSettings, Run, setup, train
+from gecko.train import CheckpointSettings, EvaluationSettings, Run, session, setup, train, trainer
 from gecko.train.checkpointer import Checkpointer
-from gecko.train.setup import Costs, most_steps
+from gecko.train.evaluate import HeldOut
+from gecko.train.setup import Budget, Costs, most_steps
 from gecko.train.trainer import Trainer
 
 
@@ -81,18 +82,22 @@ def test_a_run_whose_first_step_ends_long_after_the_budget_is_refused(
 
 
 def test_the_budget_counts_what_a_run_does(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts steps, held-out evaluations and checkpoints, at any intervals."""
+    """It counts steps, held-out evaluations and checkpoints, at any intervals, and what follows them."""
     for every, save in ((5, 4), (1, 12), (7, 100), (12, 3)):
         run = replace(
             small_run, output=f"{small_run.output}-{every}",
             evaluation=replace(small_run.evaluation, every=every), checkpoint=CheckpointSettings(every=save),
         )  # fmt: skip
         done: list[str] = []
+        places = ((Trainer, "_step"), (Trainer, "_evaluate"), (Checkpointer, "save"), (session, "_finish"))
         with monkeypatch.context() as patched:
-            for kind, name in ((Trainer, "_step"), (Trainer, "_evaluate"), (Checkpointer, "save")):
+            for kind, name in places:
                 count(kind, name, done, patched)
             train(run)
-        parts = {"_step": Costs(1, 0, 0, 0), "_evaluate": Costs(0, 1, 0, 0), "save": Costs(0, 0, 1, 0)}
+        parts = {
+            "_step": Costs(1, 0, 0, 0), "_evaluate": Costs(0, 1, 0, 0), "save": Costs(0, 0, 1, 0),
+            "_finish": Costs(0, 0, 0, 1),
+        }  # fmt: skip
         assert {name: part.seconds(run, 12) for name, part in parts.items()} == Counter(done)
 
 
@@ -104,11 +109,48 @@ def test_as_many_steps_are_taken_as_fit(small_run: Run, left: float) -> None:
     assert costs.seconds(small_run, steps + 1) > left
 
 
-def count(kind: type, name: str, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_estimated_from_a_piece_of_it(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation takes one batch's time for each of its batches, and a sample one token's for each of its tokens."""
+    found: list[Costs] = []
+    monkeypatch.setattr(setup, "_timed", lambda work: (work(), 3.0)[1])
+    monkeypatch.setattr(setup, "most_steps", lambda run, costs, left: (found.append(costs), 1)[1])
+    batches: list[int] = []
+    evaluate = trainer.evaluate
+
+    def counting(model: Any, held_out: HeldOut, *others: Any) -> Any:
+        batches.append(-(-len(held_out.rows.tokens) // held_out.batch_size))
+        return evaluate(model, held_out, *others)
+
+    for place in (trainer, session):
+        monkeypatch.setattr(place, "evaluate", counting)
+    run = replace(small_run, evaluation=EvaluationSettings(every=5, rows=6, final_rows=10))
+    train(replace(run, steps=None, minutes=0.1, sample=replace(run.sample, tokens=20)))
+    (costs,), (curve, *_, final) = found, batches
+    assert curve > 1 and final > curve
+    assert costs.step == 3
+    assert costs.evaluation == 3 * curve
+    assert costs.end == 3 * final + 3 * 20 / setup._SAMPLED + setup.REPORT_SECONDS
+
+
+def test_the_budget_begins_with_the_command(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, left = session.steps_in_budget, []
+
+    def late(*arguments: Any) -> Budget:
+        *others, begin = arguments
+        budget = measure(*others, begin - 595)
+        left.append(budget.left)
+        return replace(budget, steps=1)
+
+    monkeypatch.setattr(session, "steps_in_budget", late)
+    train(replace(small_run, steps=None, minutes=10))
+    assert left[0] < 5
+
+
+def count(kind: object, name: str, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(kind, name)
 
-    def counting(self: Any, *arguments: Any) -> None:
+    def counting(*arguments: Any) -> Any:
         done.append(name)
-        original(self, *arguments)
+        return original(*arguments)
 
     monkeypatch.setattr(kind, name, counting)

@@ -30,6 +30,18 @@ def test_a_torn_line_of_the_sessions_does_not_stop_a_later_resume(small_run: Run
     for end in (4, 6):
         assert train(replace(small_run, steps=end), resume=True).step == end
     assert [session["step"] for session in read_sessions(small_run.folder) if "version" in session] == [0, 2, 4]
+    assert not (small_run.folder / f"{SESSIONS}.damaged").exists(), "nothing was lost"
+
+
+def test_a_damaged_line_of_the_sessions_is_named_and_the_run_goes_on(small_run: Run) -> None:
+    train(replace(small_run, steps=2))
+    path = small_run.folder / SESSIONS
+    path.write_bytes(b"{broken\n" + path.read_bytes())
+    before = path.read_bytes()
+    with pytest.warns(UserWarning, match=rf"{path}, line 1, must be a JSON object.*sessions\.jsonl\.damaged"):
+        assert train(small_run, resume=True).finished
+    assert [session["step"] for session in read_sessions(small_run.folder)] == [0, 2]
+    assert path.with_name(f"{SESSIONS}.damaged").read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.whole_runs import die, stop_after
 
-from gecko.train import CheckpointSettings, NonFiniteError, Run, TrainResult, train
+from gecko.train import CheckpointSettings, NonFiniteError, Run, TrainResult, train, trainer
 from gecko.train.checkpoint import list_checkpoints, verify_checkpoint
 from gecko.train.checkpointer import Checkpointer, lowest_loss
 from gecko.train.step import SpikeRule
@@ -145,6 +145,16 @@ def test_a_finite_divergence_leaves_the_best_checkpoint(small_run: Run, monkeypa
     monkeypatch.setattr(SpikeRule, "judge", lambda self, loss, norm: judge(self, loss + 4, norm))
     assert train(replace(run, steps=16), resume=True).finished
     assert checkpoints(run) == [8, 16]
+
+
+def test_weights_without_a_finite_held_out_loss_displace_no_checkpoint(
+    small_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = trainer.evaluate
+    monkeypatch.setattr(trainer, "evaluate", lambda *given: replace(evaluate(*given), loss=float("nan")))
+    run = replace(small_run, checkpoint=CheckpointSettings(every=4, keep=1))
+    assert train(run).finished
+    assert checkpoints(run) == [8, 12]
 
 
 def test_a_checkpoint_without_losses_is_never_the_best(small_run: Run) -> None:
