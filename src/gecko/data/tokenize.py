@@ -197,7 +197,7 @@ def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
     """Return the record of a task's shard; None if the shard is missing or incomplete."""
     try:
         content = json.loads((plan.folder / f"{task.name}.json").read_text(encoding="utf-8"))
-        record = ShardRecord(**{**content, "sha256": tuple(content["sha256"])})
+        record = ShardRecord.from_json(content)
         Shard(plan.folder, record, plan.tokenizer.dtype).check_sizes()
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
