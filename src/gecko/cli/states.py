@@ -186,7 +186,7 @@ def show(file: StateFile) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from gecko.io.files import load_tensors
+    from gecko.io.model_folder import load_tensors
     from gecko.state import GeckoState
 
     path = Path(file).expanduser()

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gecko.io.files import whole_file
-from gecko.io.json_files import read_object
+from gecko.io.files import read_object, whole_file
 from gecko.runtime.extras import require
 
 TokenIds = NDArray[np.int64]

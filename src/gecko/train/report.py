@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gecko.io.json_files import Record
+from gecko.io.files import Record
 from gecko.models.registry import LlamaConfig
 from gecko.pages import write_html
 from gecko.pages.plots import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, new_figure, svg

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gecko.io.files import whole_file
-from gecko.io.json_files import read_object
+from gecko.io.files import read_object, whole_file
 from gecko.models.registry import ModelConfig, meta_model
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run

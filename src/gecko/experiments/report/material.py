@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gecko.eval.results import FORMAT
-from gecko.io.json_files import Record, read_object
+from gecko.io.files import Record, read_object
 from gecko.train.metrics import METRICS, read_metrics, read_sessions
 from gecko.train.session import RESULTS
 
