@@ -284,7 +284,7 @@ def scrolls(
 
 def _check_output(out: str | None, force: bool, *inputs: str | None) -> None:
     """Check ``--out`` and the package for intervals before the work starts."""
-    from gecko.runtime.extras import require
+    from gecko.runtime.process import require
 
     require("scipy.stats", "eval")
     if out is not None:

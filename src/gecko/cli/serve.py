@@ -72,8 +72,7 @@ def serve(
 
         curl localhost:8000/v1/completions -d '{"prompt": "def "}' -H 'Content-Type: application/json'
     """
-    from gecko.runtime.extras import require
-    from gecko.runtime.process import return_freed_memory
+    from gecko.runtime.process import require, return_freed_memory
 
     for module in ("fastapi", "uvicorn", "prometheus_client", "jinja2"):
         require(module, "serve")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 Format = Literal["text", "json lines", "json", "csv", "tsv", "parquet"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gecko.io.files import read_object, whole_file
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 TokenIds = NDArray[np.int64]
 

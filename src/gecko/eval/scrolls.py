@@ -24,7 +24,7 @@ from gecko.config import unknown_name
 from gecko.data.readers import read_records
 from gecko.eval.results import Report, Results, Score, Values, bootstrap, bootstrap_mean, quiet
 from gecko.eval.scored_model import ScoredModel, encode_document
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 HUB = "zip://{task}/{split}.jsonl::https://huggingface.co/datasets/{name}/resolve/main/{task}.zip"
 """Address of SCROLLS on the hub: one archive per task with a folder of JSON Lines."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gecko.io.files import whole_file
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 
 def write_html(path: Path, template: str, **values: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 DARK, MIDDLE, LIGHT = "#1b1b1b", "#7a7a7a", "#9a9a9a"
 _COLORS = ("#1b4f72", "#c2570c", "#2e7d32", "#8e24aa", "#00838f", "#b71c1c", "#5d4037", "#424242")

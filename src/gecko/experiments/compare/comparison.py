@@ -14,7 +14,7 @@ from gecko.experiments.compare.plan import LOCK, Plan, Planned
 from gecko.experiments.compare.results import Comparison, RunResult, check_folder, summarise
 from gecko.experiments.compare.runs import Board, Pool, State, Trial, edge_notes, trials_of, tuned_rates
 from gecko.io.files import locked
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 from gecko.train.health import StopSignal
 from gecko.train.throughput import describe_hardware, select_device
 
