@@ -13,8 +13,6 @@ from gecko.train import Run
 from gecko.train.throughput import flops_per_token
 
 GPUS_PER_NODE = 8
-
-
 DAY = 86_400
 
 

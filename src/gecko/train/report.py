@@ -11,8 +11,7 @@ from pathlib import Path
 
 from gecko.io.files import Record
 from gecko.models.registry import LlamaConfig
-from gecko.pages import write_html
-from gecko.pages.plots import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, new_figure, svg
+from gecko.pages import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, new_figure, svg, write_html
 from gecko.runtime.process import code_name, code_version
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import METRICS, read_metrics
