@@ -12,7 +12,7 @@ import typer
 
 from gecko.cli import convert, doctor, experiments, generate, info, plan, serve, states, tokenize, train
 from gecko.cli import eval as evaluations
-from gecko.cli.output import ErrorReportingGroup
+from gecko.cli.common import ErrorReportingGroup
 from gecko.runtime.process import __version__
 
 __all__ = ["app", "main"]

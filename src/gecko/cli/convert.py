@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.options import Model
-from gecko.cli.output import new_model_folder, outside_of_runs
+from gecko.cli.common import Model, new_model_folder, outside_of_runs
 
 if TYPE_CHECKING:
     from torch import Tensor

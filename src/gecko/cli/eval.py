@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gecko.cli.options import Device, Dtype, Force, Model, TokenizerSpec
-from gecko.cli.output import EVALUATION, output_file
+from gecko.cli.common import EVALUATION, Device, Dtype, Force, Model, TokenizerSpec, output_file
 
 if TYPE_CHECKING:
     from gecko.eval import GeckoModel, LlamaModel, Results

@@ -11,8 +11,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from gecko.cli.options import Force
-from gecko.cli.output import PAGE, output_file
+from gecko.cli.common import PAGE, Force, output_file
 
 T = TypeVar("T")
 _OVERRIDE = re.compile(r"[a-z_][a-z0-9_.]*=")

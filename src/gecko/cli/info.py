@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gecko.cli.options import Json
+from gecko.cli.common import Json
 
 if TYPE_CHECKING:
     import torch

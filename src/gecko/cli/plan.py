@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gecko.cli.common import Json, Overrides, Recipe
 from gecko.cli.info import readable
-from gecko.cli.options import Json, Overrides, Recipe
 
 if TYPE_CHECKING:
     from rich.console import Console

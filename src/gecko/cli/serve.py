@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.options import Device, Dtype, Model, TokenizerSpec
+from gecko.cli.common import Device, Dtype, Model, TokenizerSpec
 
 if TYPE_CHECKING:
     from gecko.serving.server import Options

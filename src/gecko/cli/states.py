@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.options import Device, Dtype, Force, Model, TokenizerSpec
-from gecko.cli.output import INTERRUPTED, STATE, output_file
+from gecko.cli.common import INTERRUPTED, STATE, Device, Dtype, Force, Model, TokenizerSpec, output_file
 
 if TYPE_CHECKING:
     from rich.table import Table

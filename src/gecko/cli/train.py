@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gecko.cli.options import Overrides
+from gecko.cli.common import Overrides
 
 
 def train(
