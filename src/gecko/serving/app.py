@@ -17,11 +17,11 @@ from gecko.inference.text import Piece
 from gecko.runtime.process import __version__
 from gecko.serving import limits as errors
 from gecko.serving.access import Gate, Hosts
-from gecko.serving.answer import Answer
+from gecko.serving.answer import Answer, Reply, encode_json
 from gecko.serving.bodies import BODY, ReadBodies
 from gecko.serving.limits import ApiError, ClientGoneError
 from gecko.serving.metrics import CountResponses
-from gecko.serving.protocol import ChatRequest, CompletionRequest, Reply, encode_json
+from gecko.serving.protocol import ChatRequest, CompletionRequest
 from gecko.serving.service import Service
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -8,20 +8,12 @@ from dataclasses import dataclass
 
 from gecko.inference.request import QueueFullError
 from gecko.inference.text import Piece
-from gecko.serving.answer import Answer
+from gecko.serving.answer import Answer, ChatReply, CompletionReply, Reply, Usage, encode_answer
 from gecko.serving.bodies import Body, RequestMemory
 from gecko.serving.limits import Admission, ApiError, Limits
 from gecko.serving.metrics import Metrics
 from gecko.serving.prepare import Preparation, SavedStates, ServedModel, Threads, num_choices
-from gecko.serving.protocol import (
-    ChatReply,
-    ChatRequest,
-    CompletionReply,
-    CompletionRequest,
-    Reply,
-    Usage,
-    encode_answer,
-)
+from gecko.serving.protocol import ChatRequest, CompletionRequest
 from gecko.serving.worker import RequestGroup, Worker, WorkerClosedError
 
 
