@@ -10,8 +10,8 @@ import typer
 from gecko.cli.common import Device, Dtype, Model, TokenizerSpec
 
 if TYPE_CHECKING:
+    from gecko.serving.app import Service
     from gecko.serving.server import Options
-    from gecko.serving.service import Service
 
 _MEGABYTE = 1 << 20
 
