@@ -74,7 +74,7 @@ def perplexity(
         gecko eval perplexity runs/demo book.txt --lengths 1K,16K,256K --out perplexity.json
     """
     from gecko.eval.perplexity import perplexity as measure
-    from gecko.eval.texts import open_texts
+    from gecko.eval.scored_model import open_texts
 
     _check_output(out, force, model, *texts, tokenizer)
     files, chosen = open_texts(texts, joined=joined), None if lengths is None else _sizes("--lengths", lengths)
@@ -110,7 +110,7 @@ def positions(
     """
     from gecko.eval.perplexity import Grid
     from gecko.eval.perplexity import positions as measure
-    from gecko.eval.texts import open_texts
+    from gecko.eval.scored_model import open_texts
 
     _check_output(out, force, model, *texts, tokenizer)
     size = _one_size("--length", length)
@@ -159,7 +159,7 @@ def retrieval(
     """
     from gecko.eval.retrieval import RANDOM, Grid
     from gecko.eval.retrieval import retrieval as measure
-    from gecko.eval.texts import open_texts
+    from gecko.eval.scored_model import open_texts
 
     _check_output(out, force, model, *(texts or []), tokenizer)
     places = None if depths == RANDOM else [_number("--depths", part) for part in depths.split(",")]
