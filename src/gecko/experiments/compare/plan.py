@@ -13,7 +13,7 @@ from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
 from gecko.train.overrides import flatten
-from gecko.train.session import RESULTS
+from gecko.train.report import RESULTS
 
 MAY_DIFFER = (
     "model", "optimizer.learning_rate", "output", "seed", "recipe", "overrides", "sample", "wandb", "checkpoint",
