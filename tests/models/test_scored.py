@@ -14,7 +14,7 @@ from gecko.eval import LlamaModel
 from gecko.eval.perplexity import perplexity
 from gecko.eval.scored_model import encode_document, open_texts
 from gecko.inference import llama as generation
-from gecko.models.registry import Llama
+from gecko.models import Llama
 
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune. " * 2
 

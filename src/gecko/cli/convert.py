@@ -147,7 +147,7 @@ def _consolidation_target(out: str | None, checkpoint: Path) -> Path:
 
 def _has_another_config(target: Path, checkpoint: Path) -> bool:
     from gecko.io.model_folder import CONFIG
-    from gecko.models.registry import load_config
+    from gecko.models import load_config
 
     try:
         return load_config(target / CONFIG) != load_config(checkpoint / CONFIG)

@@ -296,7 +296,7 @@ def _models(
     """Return the model, and with ``renewed`` also the model that evaluates with renewed norms."""
     from gecko.cli.arguments import load_any_model, trained_length
     from gecko.eval import GeckoModel, LlamaModel
-    from gecko.models.registry import Llama
+    from gecko.models import Llama
     from gecko.runtime.process import keep_freed_memory
 
     network, vocabulary = load_any_model(name, tokenizer, device, dtype)

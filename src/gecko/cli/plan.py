@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from gecko.models.registry import ModelConfig
+    from gecko.models import ModelConfig
     from gecko.plan import Plan
 
 
@@ -218,7 +218,7 @@ def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -
 def _find_config(model: str) -> ModelConfig:
     from gecko.cli.arguments import find_model, nearest_hint
     from gecko.io.model_folder import CONFIG
-    from gecko.models.registry import find_preset, load_config
+    from gecko.models import find_preset, load_config
 
     folder = Path(model).expanduser()
     if folder.exists():

@@ -24,8 +24,8 @@ from gecko.inference import Prefill, Sampling, TextStream, TokenStream, encode_s
 from gecko.inference.llama import LlamaPrefill, LlamaStream, prefill_llama, score_llama
 from gecko.inference.prefill import inference, pieces
 from gecko.io.model_folder import fingerprint
+from gecko.models import LanguageModel, Llama
 from gecko.models.gecko import Gecko
-from gecko.models.registry import LanguageModel, Llama
 from gecko.ops.loss import IGNORED
 from gecko.state import GeckoState
 

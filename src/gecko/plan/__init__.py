@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gecko.config import unknown_name
-from gecko.models.registry import ModelConfig
+from gecko.models import ModelConfig
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan.counts import Flops, counts_of
 from gecko.plan.memory import GroupSizes, Share, group_sizes, step_memory

@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from gecko.models import LanguageModel, LlamaConfig, ModelConfig, meta_model
 from gecko.models.gecko import ActivationCheckpointing
-from gecko.models.registry import LanguageModel, LlamaConfig, ModelConfig, meta_model
 from gecko.ops.loss import GPU_BLOCK_ELEMENTS
 from gecko.plan.counts import FLOAT, HALF, counts_of
 from gecko.train import Run

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gecko.config import GeckoConfig
-from gecko.models.registry import LlamaConfig, ModelConfig
+from gecko.models import LlamaConfig, ModelConfig
 from gecko.train import (
     CheckpointSettings,
     DataSettings,

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gecko.io.files import Record, whole_file
-from gecko.models.registry import LanguageModel, LlamaConfig, load_any
+from gecko.models import LanguageModel, LlamaConfig, load_any
 from gecko.pages import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, new_figure, svg, write_html
 from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import code_name, code_version

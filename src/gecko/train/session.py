@@ -21,7 +21,7 @@ from rich.console import Console
 from gecko.data.tokenizers import copy_tokenizer
 from gecko.io.files import locked, mend_lines, whole_file
 from gecko.io.model_folder import CONFIG, WEIGHTS
-from gecko.models.registry import LanguageModel
+from gecko.models import LanguageModel
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.runtime.process import flushed_denormals, keep_freed_memory
 from gecko.train.checkpoint import checkpoint_path, checkpoint_step, latest_checkpoint, list_checkpoints
@@ -65,7 +65,7 @@ class TrainResult:
     run: Run
     """The run with its number of steps fixed."""
     checkpoint: Path
-    """Folder of the newest checkpoint, for ``gecko.load`` (a Llama's for ``gecko.models.registry.load_any``)."""
+    """Folder of the newest checkpoint, for ``gecko.load`` (a Llama's for ``gecko.models.load_any``)."""
     step: int
     evaluation: Evaluation | None
     """Held-out loss of the finished model; None if Ctrl-C or SIGTERM stopped the run."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gecko.io.files import read_object, whole_file
-from gecko.models.registry import ModelConfig, meta_model
+from gecko.models import ModelConfig, meta_model
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
