@@ -23,7 +23,7 @@ from torch import Tensor
 from gecko.config import GeckoConfig
 from gecko.models.gecko import Gecko
 from gecko.parallel.context import ContextGroup
-from gecko.parallel.p2p import Line
+from gecko.parallel.p2p import P2PGroup
 from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "context_exchange.md"
@@ -64,7 +64,7 @@ class Sizes:
         return (ranks - 1) * self.border
 
 
-class CountingLine(Line):
+class CountingGroup(P2PGroup):
     sent = 0
 
     def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], distances: Sequence[int]) -> list[dist.Work]:
@@ -80,7 +80,7 @@ def count_on_rank(rank: int, ranks: int, config: GeckoConfig, folder: str) -> No
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.manual_seed(0)
     group = ContextGroup(dist.group.WORLD)
-    group.line = line = CountingLine(dist.group.WORLD)
+    group.line = line = CountingGroup(dist.group.WORLD)
     tokens = torch.randint(config.vocab_size, (1, CHUNKS * config.chunk_size))
     loss = Gecko(config).loss(tokens, tokens, context=group)
     forward = line.sent

@@ -23,7 +23,7 @@ from measuring import load, of_processor, publish
 from torch import Tensor
 
 from gecko.config import GeckoConfig
-from gecko.models.registry import ModelConfig, build_model
+from gecko.models import ModelConfig, build_model
 from gecko.ops.backends import dispatch
 from gecko.train.throughput import describe_hardware
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import gecko
 from gecko.data import TokenizedCorpus, load_documents, load_tokenizer
 from gecko.inference import Sampling, TokenStream, read
-from gecko.io.files import load_tensors
+from gecko.io.model_folder import load_tensors
 from gecko.io.quantization import quantize
 from gecko.runtime.process import keep_freed_memory
 from gecko.train import Run

@@ -24,8 +24,7 @@ from torch import Tensor
 from training import step_of
 
 import gecko
-from gecko.runtime.extras import require
-from gecko.runtime.process import keep_freed_memory
+from gecko.runtime.process import keep_freed_memory, require
 from gecko.train.throughput import describe_hardware
 
 LEARNING_RATE, CLIP = 1e-3, 1.0

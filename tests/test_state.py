@@ -12,7 +12,7 @@ from support import cases
 from support.cases import CHUNK, VARIANTS, tokens
 
 import gecko
-from gecko.io.files import load_tensors, save_tensors
+from gecko.io.model_folder import load_tensors, save_tensors
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
 

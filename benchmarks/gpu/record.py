@@ -16,8 +16,7 @@ from gpu.shapes import Floor
 from gpu.timing import Rates
 from gpu.training import Training
 
-from gecko.io.files import whole_file
-from gecko.io.json_files import read_object
+from gecko.io.files import read_object, whole_file
 
 Result = Rates | Timing | Agreement | Activations | Training | Position
 KINDS = {kind.__name__: kind for kind in (Rates, Timing, Agreement, Activations, Training, Position)}

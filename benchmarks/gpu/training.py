@@ -9,8 +9,8 @@ import torch
 from gpu.timing import NO_ROOM, Bench, why
 
 from gecko.config import GeckoConfig
+from gecko.models import LlamaConfig, ModelConfig, build_model, meta_model
 from gecko.models.gecko import ActivationCheckpointing
-from gecko.models.registry import LlamaConfig, ModelConfig, build_model, meta_model
 from gecko.plan.memory import Share, step_memory
 from gecko.train import Run
 from gecko.train.run import OptimizerSettings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from gecko.io.json_files import parse_object, read_object
+from gecko.io.files import parse_object, read_object
 
 Attention = Literal["sliding_chunk", "chunk", "sliding_window"]
 Memory = Literal["adaptive", "linear", "none"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig, unknown_name
-from gecko.io.json_files import read_object
+from gecko.io.files import read_object
 
 FIELDS = {
     "vocab_size": "vocab_size",

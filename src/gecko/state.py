@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig
-from gecko.io.files import load_tensors, save_tensors
+from gecko.io.model_folder import load_tensors, save_tensors
 from gecko.layers.gated_attention import MixerState
 from gecko.ops.chunk_attention import AttentionState
 from gecko.ops.timestep_norm import TimestepNormState

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gecko
-from gecko.cli.info import readable
+from gecko.cli.plan import readable
 from gecko.config import PRESETS
 from gecko.models.gecko import Block
 from gecko.plan.counts import counts_of

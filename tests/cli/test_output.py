@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import gecko
-from gecko.cli.output import EVALUATION, PAGE, STATE, Kind, output_file
+from gecko.cli.common import EVALUATION, PAGE, STATE, Kind, output_file
 
 
 def test_a_new_file_an_old_one_and_a_link_are_taken(tmp_path: Path) -> None:

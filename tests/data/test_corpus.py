@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.data import load_documents
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 documents = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30), min_size=1, max_size=6)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 
 def test_module_that_is_there() -> None:

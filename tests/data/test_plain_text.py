@@ -6,7 +6,7 @@ import pytest
 
 from gecko.cli.arguments import named_text
 from gecko.data.readers import check_plain_text
-from gecko.eval.texts import open_texts
+from gecko.eval.scored_model import open_texts
 
 RECORDS = ("a.jsonl", "a.ndjson", "a.json", "a.JSON", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.csv.zst")
 OTHERS = ("a.pdf", "a.zip", "a.docx", "a.parquet.gz")

@@ -14,8 +14,7 @@ from torch import Tensor
 import gecko
 from gecko.data import ByteTokenizer, load_tokenizer
 from gecko.eval import GeckoModel
-from gecko.eval.scored_model import Predicted
-from gecko.eval.texts import Text, open_texts
+from gecko.eval.scored_model import Predicted, Text, open_texts
 
 CONFIG = gecko.GeckoConfig(
     vocab_size=264, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.eval import GeckoModel, Results
 from gecko.eval.perplexity import perplexity
-from gecko.eval.texts import Cursor, measure, open_texts
+from gecko.eval.scored_model import Cursor, measure, open_texts
 
 TEXT = "Emma Woodhouse, handsome, clever, and rich,\n with a comfortable   home — naïve. ".encode() * 40
 

@@ -18,7 +18,7 @@ from gecko.data.tokenizers import ByteTokenizer, load_tokenizer
 from gecko.eval.scrolls import load_questions
 from gecko.experiments.compare.plan import evaluation_of
 from gecko.experiments.report.material import gather
-from gecko.models.registry import load_config
+from gecko.models import load_config
 from gecko.serving.chat import find_format
 from gecko.train import Run
 from gecko.train.checkpoint import read_manifest

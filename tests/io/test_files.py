@@ -18,7 +18,8 @@ from support import cases
 from support.cases import SMALL, tokens
 
 import gecko
-from gecko.io.files import load_tensors, save_tensors, whole_file
+from gecko.io.files import whole_file
+from gecko.io.model_folder import load_tensors, save_tensors
 
 
 def content() -> dict[str, torch.Tensor]:

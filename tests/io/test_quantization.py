@@ -13,7 +13,7 @@ from support import cases
 from support.cases import VARIANTS, tokens
 
 import gecko
-from gecko.io.files import load_tensors, save_tensors
+from gecko.io.model_folder import load_tensors, save_tensors
 from gecko.io.quantization import GROUP, pack, plain_tensors, quantize, stored_bits, unpack
 
 pytest.importorskip("torchao")

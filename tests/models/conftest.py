@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
 from transformers.utils import logging
 
-from gecko.models.registry import Llama, LlamaConfig
+from gecko.models import Llama, LlamaConfig
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
 
 logging.disable_progress_bar()

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gecko.cli import app
-from gecko.models.registry import LlamaConfig, load_any
+from gecko.models import LlamaConfig, load_any
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, Run, SampleSettings, train
 
 

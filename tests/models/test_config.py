@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig as TransformersConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from gecko.models import LlamaConfig, find_preset, load_config
 from gecko.models.llama import NAMES, PRESETS
-from gecko.models.registry import LlamaConfig, find_preset, load_config
 
 configs = st.builds(
     lambda heads, groups, width, **fields: LlamaConfig(

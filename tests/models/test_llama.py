@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gecko.data import IGNORED
-from gecko.models import llama
+from gecko.models import PRESETS, Llama, LlamaConfig, build_model, llama, load_any, load_config, meta_model
 from gecko.models.gecko import ActivationCheckpointing, Gecko
-from gecko.models.registry import PRESETS, Llama, LlamaConfig, build_model, load_any, load_config, meta_model
 from gecko.train.setup import compile_block
 
 LENGTH = 23

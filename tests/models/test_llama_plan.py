@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from typer.testing import CliRunner
 
 from gecko.cli import app
+from gecko.models import PRESETS, LlamaConfig, build_model
 from gecko.models.gecko import ActivationCheckpointing
-from gecko.models.registry import PRESETS, LlamaConfig, build_model
 from gecko.plan import Assumptions, find_gpu, make_plan
 from gecko.plan.counts import counts_of
 from gecko.plan.memory import group_sizes, inference_memory, kept_by_model, parameters_by_component, state_memory

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from gecko.data import load_tokenizer
 from gecko.eval import LlamaModel
 from gecko.eval.perplexity import perplexity
-from gecko.eval.scored_model import encode_document
-from gecko.eval.texts import open_texts
+from gecko.eval.scored_model import encode_document, open_texts
 from gecko.inference import llama as generation
-from gecko.models.registry import Llama
+from gecko.models import Llama
 
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune. " * 2
 

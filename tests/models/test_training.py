@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from gecko.config import GeckoConfig
-from gecko.models.registry import Llama, LlamaConfig, load_any, meta_model
+from gecko.models import Llama, LlamaConfig, load_any, meta_model
 from gecko.ops.chunk_attention import chunk_attention
 from gecko.recipes import apply_overrides, get_recipe
-from gecko.recipes.comparison import COMPARISON
+from gecko.recipes.recipes import COMPARISON
 from gecko.train import ParallelSettings, Run, TrainResult, train
 from gecko.train.metrics import read_metrics
 from gecko.train.throughput import flops_per_token

@@ -13,7 +13,7 @@ from support.cases import tokens
 
 import gecko
 from gecko.io.model_folder import WEIGHTS
-from gecko.models.registry import Llama, LlamaConfig, load_any
+from gecko.models import Llama, LlamaConfig, load_any
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -15,7 +15,7 @@ from support.jobs import Jobs
 
 pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
-from gecko.models.registry import LlamaConfig, load_any
+from gecko.models import LlamaConfig, load_any
 from gecko.train import CheckpointSettings, ParallelSettings, Run
 from gecko.train.checkpoint import latest_checkpoint
 from gecko.train.checkpointer import checkpoints_folder, write_model

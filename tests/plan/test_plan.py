@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, baddbmm_flop
 import gecko
 from gecko.models.gecko import Block
 from gecko.parallel.mesh import MeshSizes
-from gecko.plan import GPUS, Assumptions, find_gpu, make_plan
-from gecko.plan.communication import traffic
+from gecko.plan import GPUS, Assumptions, find_gpu, make_plan, traffic
 from gecko.plan.counts import counts_of
 from gecko.plan.memory import group_sizes, kept_by_model, state_memory
 from gecko.recipes import get_recipe

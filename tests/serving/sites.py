@@ -15,8 +15,8 @@ from serving.waiting import until
 
 import gecko
 from gecko.data import Tokenizer
+from gecko.serving.app import Service
 from gecko.serving.server import Options, Server, build_service, open_socket
-from gecko.serving.service import Service
 
 OK = {"prompt": "abc", "max_tokens": 3}
 """A valid request."""

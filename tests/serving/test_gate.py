@@ -14,8 +14,8 @@ from serving.conftest import StartServer
 from serving.sites import OK, Site, check_error
 from serving.waiting import until
 
-from gecko.serving.access import Hosts
 from gecko.serving.bodies import Body, RequestMemory
+from gecko.serving.connection import Hosts
 from gecko.serving.limits import ApiError, Limits
 
 BODY = json.dumps(OK).encode()

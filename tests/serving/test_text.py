@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.inference.request import Token
 from gecko.inference.text import ChoiceText, Piece
-from gecko.serving.protocol import ChatReply, CompletionReply, Usage, encode_answer
+from gecko.serving.answer import ChatReply, CompletionReply, Usage, encode_answer
 
 BYTES = load_tokenizer("bytes")
 TEXTS = st.text(alphabet="aboé🎉 ", max_size=30)

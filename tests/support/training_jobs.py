@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from gecko.data import IGNORED, Batch
-from gecko.models.registry import LanguageModel, build_model, meta_model
+from gecko.models import LanguageModel, build_model, meta_model
 from gecko.parallel.fsdp import empty_sharded_model, fill, whole
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
 from gecko.train import Run, checkpoint, train

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gecko.pages.plots import chunk_borders
+from gecko.pages import chunk_borders
 from gecko.runtime.process import code_name, code_version
 from gecko.train import Run, SampleSettings
 from gecko.train.evaluate import Evaluation

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from gecko.cli import convert, doctor, experiments, generate, info, plan, serve, states, tokenize, train
+from gecko.cli import convert, doctor, generate, plan, serve, states, tokenize, train
 from gecko.cli import eval as evaluations
-from gecko.cli.output import ErrorReportingGroup
+from gecko.cli.common import ErrorReportingGroup
 from gecko.runtime.process import __version__
 
 __all__ = ["app", "main"]
@@ -30,15 +30,15 @@ for panel, command in (
     (_TRAIN, tokenize.tokenize),
     (_TRAIN, plan.plan),
     (_TRAIN, train.train),
-    (_TRAIN, experiments.compare),
-    (_TRAIN, experiments.report),
+    (_TRAIN, train.compare),
+    (_TRAIN, train.report),
     (_USE, states.read),
     (_USE, generate.generate),
     (_USE, serve.serve),
     (_FILES, convert.quantize),
     (_FILES, convert.convert),
     (_FILES, convert.consolidate),
-    (_INSPECT, info.info),
+    (_INSPECT, plan.info),
     (_INSPECT, doctor.doctor),
 ):
     app.command(rich_help_panel=panel)(command)

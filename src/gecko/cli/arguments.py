@@ -21,8 +21,8 @@ from gecko.data.tokenizers import TOKENIZERS
 from gecko.inference import encode_stream
 from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model
 from gecko.io.quantization import is_quantized
+from gecko.models import PRESETS, LanguageModel, LlamaConfig, load_any, load_config
 from gecko.models.gecko import Gecko, load
-from gecko.models.registry import PRESETS, LanguageModel, LlamaConfig, load_any, load_config
 
 RECIPE = "recipe.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

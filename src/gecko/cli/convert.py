@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.options import Model
-from gecko.cli.output import new_model_folder, outside_of_runs
+from gecko.cli.common import Model, new_model_folder, outside_of_runs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +147,7 @@ def _consolidation_target(out: str | None, checkpoint: Path) -> Path:
 
 def _has_another_config(target: Path, checkpoint: Path) -> bool:
     from gecko.io.model_folder import CONFIG
-    from gecko.models.registry import load_config
+    from gecko.models import load_config
 
     try:
         return load_config(target / CONFIG) != load_config(checkpoint / CONFIG)

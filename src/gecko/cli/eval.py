@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gecko.cli.options import Device, Dtype, Force, Model, TokenizerSpec
-from gecko.cli.output import EVALUATION, output_file
+from gecko.cli.common import EVALUATION, Device, Dtype, Force, Model, TokenizerSpec, output_file
 
 if TYPE_CHECKING:
     from gecko.eval import GeckoModel, LlamaModel, Results
@@ -75,7 +74,7 @@ def perplexity(
         gecko eval perplexity runs/demo book.txt --lengths 1K,16K,256K --out perplexity.json
     """
     from gecko.eval.perplexity import perplexity as measure
-    from gecko.eval.texts import open_texts
+    from gecko.eval.scored_model import open_texts
 
     _check_output(out, force, model, *texts, tokenizer)
     files, chosen = open_texts(texts, joined=joined), None if lengths is None else _sizes("--lengths", lengths)
@@ -111,7 +110,7 @@ def positions(
     """
     from gecko.eval.perplexity import Grid
     from gecko.eval.perplexity import positions as measure
-    from gecko.eval.texts import open_texts
+    from gecko.eval.scored_model import open_texts
 
     _check_output(out, force, model, *texts, tokenizer)
     size = _one_size("--length", length)
@@ -160,7 +159,7 @@ def retrieval(
     """
     from gecko.eval.retrieval import RANDOM, Grid
     from gecko.eval.retrieval import retrieval as measure
-    from gecko.eval.texts import open_texts
+    from gecko.eval.scored_model import open_texts
 
     _check_output(out, force, model, *(texts or []), tokenizer)
     places = None if depths == RANDOM else [_number("--depths", part) for part in depths.split(",")]
@@ -284,7 +283,7 @@ def scrolls(
 
 def _check_output(out: str | None, force: bool, *inputs: str | None) -> None:
     """Check ``--out`` and the package for intervals before the work starts."""
-    from gecko.runtime.extras import require
+    from gecko.runtime.process import require
 
     require("scipy.stats", "eval")
     if out is not None:
@@ -297,7 +296,7 @@ def _models(
     """Return the model, and with ``renewed`` also the model that evaluates with renewed norms."""
     from gecko.cli.arguments import load_any_model, trained_length
     from gecko.eval import GeckoModel, LlamaModel
-    from gecko.models.registry import Llama
+    from gecko.models import Llama
     from gecko.runtime.process import keep_freed_memory
 
     network, vocabulary = load_any_model(name, tokenizer, device, dtype)

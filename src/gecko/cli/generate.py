@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.options import Device, Dtype, Force, Model, TokenizerSpec
-from gecko.cli.output import STATE, output_file
+from gecko.cli.common import STATE, Device, Dtype, Force, Model, TokenizerSpec, output_file
 
 if TYPE_CHECKING:
     from gecko.cli.arguments import Text

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.options import Device, Dtype, Model, TokenizerSpec
+from gecko.cli.common import Device, Dtype, Model, TokenizerSpec
 
 if TYPE_CHECKING:
+    from gecko.serving.app import Service
     from gecko.serving.server import Options
-    from gecko.serving.service import Service
 
 _MEGABYTE = 1 << 20
 
@@ -78,8 +78,7 @@ def serve(
 
         curl localhost:8000/v1/completions -d '{"prompt": "def "}' -H 'Content-Type: application/json'
     """
-    from gecko.runtime.extras import require
-    from gecko.runtime.process import return_freed_memory
+    from gecko.runtime.process import require, return_freed_memory
 
     for module in ("fastapi", "uvicorn", "prometheus_client", "jinja2"):
         require(module, "serve")

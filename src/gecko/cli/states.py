@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.options import Device, Dtype, Force, Model, TokenizerSpec
-from gecko.cli.output import INTERRUPTED, STATE, output_file
+from gecko.cli.common import INTERRUPTED, STATE, Device, Dtype, Force, Model, TokenizerSpec, output_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -186,7 +185,7 @@ def show(file: StateFile) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from gecko.io.files import load_tensors
+    from gecko.io.model_folder import load_tensors
     from gecko.state import GeckoState
 
     path = Path(file).expanduser()

@@ -1,14 +1,18 @@
-"""``gecko train``: train a model by a recipe."""
+"""``gecko train``, ``gecko compare`` and ``gecko report``: train a model, compare recipes, show runs on a page."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Annotated
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import typer
 
-from gecko.cli.options import Overrides
+from gecko.cli.common import PAGE, Force, Overrides, output_file
 
 
 def train(
@@ -85,3 +89,109 @@ def _list_recipes() -> None:
     for name, recipe in RECIPES.items():
         about = inspect.getdoc(recipe) or inspect.getdoc(inspect.getmodule(recipe)) or ""
         typer.echo(f"{name:<20}{about.partition(chr(10))[0].replace('``', '')}")
+
+
+T = TypeVar("T")
+_OVERRIDE = re.compile(r"[a-z_][a-z0-9_.]*=")
+
+
+def compare(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE... KEY=VALUE...",
+            help="Recipes, by name or recipe.json (the others are compared with the first), and changes to all of "
+            "their fields.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for the runs and the results.")],
+    seeds: Annotated[str, typer.Option("--seeds", help="Seeds; each recipe is trained once per seed.")] = "0",
+    learning_rates: Annotated[
+        str | None,
+        typer.Option(
+            "--learning-rates", metavar="A,B,C", help="Learning rates to try first, in short runs of each recipe."
+        ),
+    ] = None,
+    tuning_steps: Annotated[
+        int | None, typer.Option("--tuning-steps", metavar="N", help="Steps of each short run.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", help="Largest relative difference between numbers of parameters.")
+    ] = 0.02,
+    jobs: Annotated[int, typer.Option("--jobs", help="Runs trained at the same time, each in its own process.")] = 1,
+) -> None:
+    """Train several recipes on the same data and compare their losses.
+
+    All runs read the same texts in the same order, with the same optimizer and schedule; only models and learning rates
+    differ. Ctrl-C and SIGTERM save before they stop; the same command continues. The folder receives a page with
+    pictures (comparison.html), all numbers (comparison.json), and one folder per run.
+
+    **Examples**
+
+        gecko compare compare_gecko compare_llama data.source='books/train/*.txt'
+        data.validation='books/test/*.txt' --seeds 0,1,2 --jobs 2 --out runs/compare
+
+        gecko compare compare_gecko compare_llama --learning-rates 2e-3,4e-3,8e-3 --tuning-steps 244 --out runs/tuned
+    """
+    from rich.console import Console
+
+    from gecko.experiments.compare import Plan, Tuning
+    from gecko.experiments.compare import compare as run_comparison
+
+    overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
+    recipes = [argument for argument in arguments if not _OVERRIDE.match(argument)]
+    if (learning_rates is None) != (tuning_steps is None):
+        raise ValueError(
+            "--learning-rates and --tuning-steps go together, such as --learning-rates 2e-3,4e-3 --tuning-steps 244."
+        )
+    tuning = None
+    if learning_rates is not None and tuning_steps is not None:
+        tuning = Tuning(_listed(learning_rates, float, "--learning-rates"), tuning_steps)
+    folder, drawn = out.expanduser(), _listed(seeds, int, "--seeds")
+    plan = Plan.of(recipes, overrides, folder, seeds=drawn, tuning=tuning, tolerance=tolerance)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    command = shlex.join(["gecko", *sys.argv[1:]])
+    outcome = run_comparison(plan, jobs=jobs, command=command, console=console)
+    if outcome.page is not None:
+        console.print(f"page: {outcome.page}")
+    if outcome.stopped:
+        console.print(f"{outcome.stopped}: saved. Continue with:\n  {command}")
+    if outcome.failed:
+        raise typer.Exit(1)
+
+
+def _listed(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{option} takes numbers separated by commas; got {text!r}.") from error
+
+
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Folders of runs and of `gecko compare`, and files of `gecko eval --out`."
+        ),
+    ],
+    out: Annotated[
+        str, typer.Option("--out", "-o", metavar="F", help="File for the page; an earlier page is replaced.")
+    ] = "report.html",
+    force: Force = False,
+) -> None:
+    """Write an HTML page of runs and evaluations: the paper's figures and tables, with its published numbers.
+
+    Runs that differ only in their seed are shown as one model, with mean and interval. The results in the `eval/`
+    folder of a run are shown too.
+
+    **Example**
+
+        gecko report runs/gecko runs/llama perplexity.json --out report.html
+    """
+    from gecko.experiments.report import write_page
+
+    path = output_file(out, PAGE, inputs=runs, force=force)
+    material = write_page([Path(run).expanduser() for run in runs], path, shlex.join(["gecko", *sys.argv[1:]]))
+    for what, why in material.left_out:
+        typer.echo(f"left out: {what}: {why}", err=True)
+    typer.echo(f"written to {path}: {len(material.runs)} runs, {len(material.evaluations)} evaluations")

@@ -20,7 +20,7 @@ from typing import Any
 from gecko.data.shards import ShardRecord
 from gecko.data.tokenize import TokenizingPlan, read_record, run_task, write_shard
 from gecko.data.tokenizers import Tokenizer
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 MOST_THREADS = 8
 """Largest number of workers that run as threads: the tokenizer releases the GIL, and threads start at once."""

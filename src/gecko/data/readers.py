@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 Format = Literal["text", "json lines", "json", "csv", "tsv", "parquet"]
 
@@ -201,11 +201,21 @@ def _read_text(path: Path) -> Iterator[str]:
     yield decode_text(b"".join(read_pieces(path)), str(path))
 
 
-def _read_json_lines(path: Path, field: str) -> Iterator[str]:
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a JSON Lines file, each after its place in the file for errors.
+
+    Raises:
+        ValueError: a line is not UTF-8, or not one JSON object.
+    """
     for number, line in enumerate(_split_lines(read_pieces(path)), start=1):
         if line.strip():
             where = f"{path}, line {number},"
-            yield _parse_record(decode_text(line, where), where, field)
+            yield where, _parse_record(decode_text(line, where), where)
+
+
+def _read_json_lines(path: Path, field: str) -> Iterator[str]:
+    for where, record in read_records(path):
+        yield _record_text(record, where, field)
 
 
 def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -220,17 +230,21 @@ def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield b"".join(unfinished)
 
 
-def _parse_record(line: str, where: str, field: str) -> str:
+def _parse_record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # also numbers too long, and lists too deep, for Python
         raise ValueError(f"{where} must hold one JSON object; got invalid JSON ({error}).") from error
-    return _record_text(record, where, field)
+    return _as_object(record, where)
 
 
-def _record_text(record: object, where: str, field: str) -> str:
+def _as_object(record: object, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{where} must hold one JSON object; got {_json_type(record)}.")
+    return record
+
+
+def _record_text(record: dict[str, Any], where: str, field: str) -> str:
     text = text_field(record, field, where)
     try:
         text.encode("utf-8")
@@ -271,7 +285,8 @@ def _read_json(path: Path, field: str) -> Iterator[str]:
     except (ValueError, RecursionError) as error:
         raise _bad_json(path, str(error)) from error
     for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
-        yield _record_text(record, f"{path}, record {number},", field)
+        where = f"{path}, record {number},"
+        yield _record_text(_as_object(record, where), where, field)
 
 
 def _bad_json(path: Path, reason: str) -> ValueError:

@@ -46,6 +46,11 @@ class ShardRecord:
     sha256: tuple[str, ...]
     """SHA-256 of the files, in the order of ``SUFFIXES``."""
 
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> ShardRecord:
+        """Return the record of a JSON object."""
+        return cls(**{**content, "sha256": tuple(content["sha256"])})
+
 
 @dataclass(frozen=True)
 class TokenizerRecord:
@@ -81,7 +86,7 @@ class Manifest:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}")
-            shards = tuple(ShardRecord(**{**shard, "sha256": tuple(shard["sha256"])}) for shard in content["shards"])
+            shards = tuple(map(ShardRecord.from_json, content["shards"]))
             return cls(TokenizerRecord(**content["tokenizer"]), shards)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(

@@ -25,8 +25,7 @@ from gecko.data.packing import batches
 from gecko.data.shards import FORMAT, MANIFEST, SUFFIXES, Manifest, Shard, ShardRecord, TokenizerRecord
 from gecko.data.sources import Part, dataset_pieces, empty_source, find_sources
 from gecko.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
-from gecko.io.files import whole_file
-from gecko.io.json_files import parse_object
+from gecko.io.files import parse_object, whole_file
 
 PLAN = "tokenize.json"
 SHARD_BYTES = (1 << 20, 1 << 30)
@@ -197,7 +196,7 @@ def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
     """Return the record of a task's shard; None if the shard is missing or incomplete."""
     try:
         content = json.loads((plan.folder / f"{task.name}.json").read_text(encoding="utf-8"))
-        record = ShardRecord(**{**content, "sha256": tuple(content["sha256"])})
+        record = ShardRecord.from_json(content)
         Shard(plan.folder, record, plan.tokenizer.dtype).check_sizes()
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gecko.io.files import whole_file
-from gecko.io.json_files import read_object
-from gecko.runtime.extras import require
+from gecko.io.files import read_object, whole_file
+from gecko.runtime.process import require
 
 TokenIds = NDArray[np.int64]
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from gecko.config import unknown_name
 from gecko.eval.results import Results, Score, bootstrap_mean, wilson
 from gecko.eval.scored_model import ScoredModel, encode_document
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 _BLOCK = 1 << 16
 """Tokens per block in which texts are given to the model."""

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from gecko.eval.results import Report, Results, Score, Values, bootstrap_mean, quiet, student
-from gecko.eval.scored_model import ScoredModel
-from gecko.eval.texts import Cursor, Text, TextSize, measure
-from gecko.runtime.extras import require
+from gecko.eval.scored_model import Cursor, ScoredModel, Text, TextSize, measure
+from gecko.runtime.process import require
 
 LENGTHS = tuple(1024 * 4**power for power in range(7))
 """1 K to 4 M."""

@@ -16,8 +16,7 @@ from rich import box
 from rich.table import Table
 
 from gecko.io.files import whole_file
-from gecko.runtime.extras import require
-from gecko.runtime.process import code_version
+from gecko.runtime.process import code_version, require
 
 Values = NDArray[np.float64]
 

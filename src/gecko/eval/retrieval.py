@@ -17,9 +17,8 @@ from typing import Any, Literal
 from gecko.config import unknown_name
 from gecko.data import Tokenizer
 from gecko.eval.results import Report, Results, Score, quiet, share
-from gecko.eval.scored_model import ScoredModel, encode_document
-from gecko.eval.texts import Text
-from gecko.runtime.extras import require
+from gecko.eval.scored_model import ScoredModel, Text, encode_document
+from gecko.runtime.process import require
 
 Task = Literal["passkey", "niah_single_1", "niah_single_2"]
 

@@ -7,7 +7,6 @@ SCROLLS' records, in files or on the hub, or from QMSum's own files of meetings.
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import re
 import string
@@ -22,9 +21,10 @@ import numpy as np
 import torch
 
 from gecko.config import unknown_name
+from gecko.data.readers import read_records
 from gecko.eval.results import Report, Results, Score, Values, bootstrap, bootstrap_mean, quiet
 from gecko.eval.scored_model import ScoredModel, encode_document
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 HUB = "zip://{task}/{split}.jsonl::https://huggingface.co/datasets/{name}/resolve/main/{task}.zip"
 """Address of SCROLLS on the hub: one archive per task with a folder of JSON Lines."""
@@ -63,7 +63,7 @@ def load_questions(source: str, task: str, split: str) -> QuestionSet:
     """
     path = Path(source).expanduser()
     if path.is_file():
-        name, questions = path.name, _of_records(_json_lines(path))
+        name, questions = path.name, _of_records(read_records(path))
     elif path.suffix or path.is_absolute() or source.count("/") != 1:
         raise FileNotFoundError(f"--data must be a JSON Lines file, or a name on the hub; there is no file {path}.")
     else:
@@ -74,21 +74,6 @@ def load_questions(source: str, task: str, split: str) -> QuestionSet:
     if not questions:
         raise ValueError(f"{source} must hold at least one question with an answer; it holds none.")
     return QuestionSet(name, sorted(questions, key=_order_of_documents(questions)))
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}, line {number},"
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{where} must hold one JSON object; got invalid JSON ({error}).") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{where} must hold one JSON object; got a {type(record).__name__}.")
-            yield where, record
 
 
 def _of_records(records: Iterator[tuple[str, dict[str, Any]]]) -> list[Question]:

@@ -6,7 +6,7 @@ from gecko.hf.cache import GeckoCache
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.export import byte_tokenizer, export
 from gecko.hf.modeling import GeckoForCausalLM, GeckoModel
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 require("transformers", "hf")
 

@@ -1,28 +1,20 @@
-"""Atomic files, safetensors files with a checksum, and the lock that keeps a folder to one process. No pickle."""
+"""Atomic files, JSON and JSON Lines files, and the lock that keeps a folder to one process."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import secrets
 import stat
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
-from gecko.io.json_files import as_lines, examine_lines
-
-DIGEST = "sha256"
+from typing import Any, TypeVar
 
 
 @contextmanager
@@ -54,6 +46,134 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise FileExistsError if ``path`` exists and is not a regular file."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(
+            f"{path} must be a file, or the name of a new one; it is a folder, a device or a pipe. Choose another path."
+        )
+
+
+def _create_beside(path: Path) -> tuple[Path, int]:
+    """Create an empty file in the folder of ``path``; return it and the mode that it must have when it is renamed."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    known = path.stat().st_mode if path.exists() else None
+    # Python can read the umask only by setting it, for all threads; so a new file shows which mode it gives.
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if known is None else 0o600))
+    return temporary, stat.S_IMODE(temporary.stat().st_mode if known is None else known)
+
+
+T = TypeVar("T")
+
+
+def read_object(path: str | Path, what: str) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Args:
+        what: description of the content for error messages: ``path must hold WHAT as JSON``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is not JSON, or not an object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must hold {what} as JSON; {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold {what} as a JSON object; got a {type(content).__name__}.")
+    return content
+
+
+def parse_object(path: str | Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
+    """Return ``parse(content)`` for the object in a JSON file.
+
+    Args:
+        what: content of the file for the message, as in ``read_object``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is damaged, or a field is missing or does not fit; the message names the file.
+    """
+    content = read_object(path, what)
+    try:
+        return parse(content)
+    except KeyError as error:
+        raise ValueError(f"{path} must hold {what}; the field {error} is missing.") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must hold {what}; {error}") from error
+
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A damaged line of a JSON Lines file."""
+
+    path: Path
+    line: int
+    """Counted from 1."""
+    reason: str
+    torn: bool
+    """Whether it is the last line and has no line end, because a process was killed while it wrote."""
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}, must be {self.reason}"
+
+
+def read_lines(path: Path, fields: Collection[str] = ()) -> list[Record]:
+    """Return the records of a file in order, without a torn last line; none if the file does not exist.
+
+    Args:
+        fields: names that every record must have.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: another line is damaged; the message names it.
+    """
+    records, faults = examine_lines(path, fields)
+    for fault in faults:
+        if not fault.torn:
+            raise ValueError(f"{fault}. Delete the line, or restore the file from a copy.")
+    return records
+
+
+def examine_lines(path: Path, fields: Collection[str] = ()) -> tuple[list[Record], list[Fault]]:
+    """Return the records of a file in order, and its damaged lines; nothing if the file does not exist."""
+    records: list[Record] = []
+    faults: list[Fault] = []
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        # After the last line end there is nothing, or a torn line.
+        if number == len(lines) and not line:
+            continue
+        record, reason = _parse(line, fields)
+        if record is not None:
+            records.append(record)
+        else:
+            faults.append(Fault(path, number, reason, torn=number == len(lines)))
+    return records, faults
+
+
+def as_lines(records: Collection[Record]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def _parse(line: bytes, fields: Collection[str]) -> tuple[Record | None, str]:
+    """Return the record, or None and the rule that the line breaks."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        return None, f"a JSON object; {error}"
+    if not isinstance(record, dict):
+        return None, f"a JSON object; got a {type(record).__name__}"
+    missing = [name for name in fields if name not in record]
+    if missing:
+        return None, f"a JSON object with {', '.join(fields)}; {', '.join(missing)} is missing"
+    return record, ""
+
+
 def mend_lines(path: Path, fields: Collection[str] = ()) -> None:
     """Rewrite a JSON Lines file without its damaged lines, so that lines can be appended.
 
@@ -79,75 +199,6 @@ def mend_lines(path: Path, fields: Collection[str] = ()) -> None:
 def _ends_a_line(path: Path) -> bool:
     content = path.read_bytes()
     return not content or content.endswith(b"\n")
-
-
-def check_replaceable(path: Path) -> None:
-    """Raise FileExistsError if ``path`` exists and is not a regular file."""
-    if path.exists() and not path.is_file():
-        raise FileExistsError(
-            f"{path} must be a file, or the name of a new one; it is a folder, a device or a pipe. Choose another path."
-        )
-
-
-def _create_beside(path: Path) -> tuple[Path, int]:
-    """Create an empty file in the folder of ``path``; return it and the mode that it must have when it is renamed."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    known = path.stat().st_mode if path.exists() else None
-    # Python can read the umask only by setting it, for all threads; so a new file shows which mode it gives.
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if known is None else 0o600))
-    return temporary, stat.S_IMODE(temporary.stat().st_mode if known is None else known)
-
-
-def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file whose metadata contains a SHA-256 of all names, tensors and metadata.
-
-    Raises:
-        OSError: writing failed; an existing file is unchanged.
-    """
-    ready = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-    }
-    with whole_file(Path(path)) as temporary:
-        try:
-            save_file(ready, temporary, metadata={**metadata, DIGEST: _digest(ready, metadata)})
-        except SafetensorError as error:
-            raise OSError(None, str(error)) from error
-
-
-def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file that ``save_tensors`` wrote.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is of another kind, truncated or damaged.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} must be a file written by gecko; there is none. Check the path.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} must be a complete safetensors file; it is not: {error}. {_REMEDY}") from error
-    expected = metadata.pop(DIGEST, None)
-    if expected is None:
-        raise ValueError(f"{path} must have been written by gecko; it carries no {DIGEST} checksum.")
-    if _digest(tensors, metadata) != expected:
-        raise ValueError(f"{path} is damaged: its content does not match its {DIGEST} checksum. {_REMEDY}")
-    return tensors, metadata
-
-
-_REMEDY = "Restore it from a copy, or write it again."
-
-
-def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

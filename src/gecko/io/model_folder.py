@@ -1,4 +1,7 @@
-"""Model folders: ``config.json`` and ``model.safetensors``, which ``gecko.load`` and transformers both read."""
+"""Model folders: ``config.json`` and ``model.safetensors``, which ``gecko.load`` and transformers both read.
+
+``save_tensors`` and ``load_tensors`` write and read safetensors files with a checksum. Nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.io.files import load_tensors, save_tensors, whole_file
+from gecko.io.files import whole_file
 from gecko.io.quantization import plain_tensors, stored_bits
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -23,6 +27,9 @@ _CHECKPOINTS, _SESSIONS, _MANIFEST = "checkpoints/step-*", "sessions.jsonl", "ma
 """Names in the folder of a training run, and in that of a checkpoint."""
 
 FORMAT = "gecko-model-1"
+DIGEST = "sha256"
+"""Name of the checksum in the metadata of a safetensors file."""
+
 TIED = ("head.weight", "embedding.weight")
 """The parameters that are one tensor if ``tie_embedding`` is set."""
 
@@ -245,3 +252,55 @@ def _row_sums(tensor: Tensor) -> Tensor:
     values = tensor if tensor.dtype == torch.float64 else tensor.float()
     rows = len(tensor) if tensor.dim() > 1 else tensor.numel()
     return values.reshape(rows, -1).view(torch.int32).sum(1, dtype=torch.int32)
+
+
+def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file whose metadata contains a SHA-256 of all names, tensors and metadata.
+
+    Raises:
+        OSError: writing failed; an existing file is unchanged.
+    """
+    ready = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
+    with whole_file(Path(path)) as temporary:
+        try:
+            save_file(ready, temporary, metadata={**metadata, DIGEST: _digest(ready, metadata)})
+        except SafetensorError as error:
+            raise OSError(None, str(error)) from error
+
+
+def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a file that ``save_tensors`` wrote.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is of another kind, truncated or damaged.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must be a file written by gecko; there is none. Check the path.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} must be a complete safetensors file; it is not: {error}. {_REMEDY}") from error
+    expected = metadata.pop(DIGEST, None)
+    if expected is None:
+        raise ValueError(f"{path} must have been written by gecko; it carries no {DIGEST} checksum.")
+    if _digest(tensors, metadata) != expected:
+        raise ValueError(f"{path} is damaged: its content does not match its {DIGEST} checksum. {_REMEDY}")
+    return tensors, metadata
+
+
+_REMEDY = "Restore it from a copy, or write it again."
+
+
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 
 GROUP = 32
 """Consecutive weights of a row that share a scale in 4 bits."""

@@ -1,0 +1,72 @@
+"""Architectures that a run can train: Gecko, and Llama 2 as the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from gecko.config import MODEL_TYPE as GECKO
+from gecko.config import PRESETS as GECKO_PRESETS
+from gecko.config import GeckoConfig, named, read_fields
+from gecko.io.model_folder import CONFIG
+from gecko.models.gecko import Gecko, load
+from gecko.models.llama import MODEL_TYPE as LLAMA
+from gecko.models.llama import PRESETS as LLAMA_PRESETS
+from gecko.models.llama import Llama, LlamaConfig, load_llama
+
+__all__ = [
+    "LanguageModel", "Llama", "LlamaConfig", "ModelConfig", "build_model", "load_any", "load_config", "meta_model",
+]  # fmt: skip
+
+ModelConfig = GeckoConfig | LlamaConfig
+LanguageModel = Gecko | Llama
+"""Model of any architecture. Training uses ``config``, ``blocks``, ``activation_checkpointing``, ``sharded``,
+``float32_layers``, ``loss``, ``token_losses`` and ``save``."""
+
+CONFIGS: dict[str, type[ModelConfig]] = {GECKO: GeckoConfig, LLAMA: LlamaConfig}
+"""Config class by ``model_type``."""
+PRESETS: dict[str, ModelConfig] = {**GECKO_PRESETS, **LLAMA_PRESETS}
+_LOADERS: dict[type[ModelConfig], Callable[[Path], LanguageModel]] = {GeckoConfig: load, LlamaConfig: load_llama}
+
+
+def build_model(config: ModelConfig) -> LanguageModel:
+    """Build a model with random weights from PyTorch's generator. A Llama raises ImportError without transformers."""
+    return Llama(config) if isinstance(config, LlamaConfig) else Gecko(config)
+
+
+def meta_model(config: ModelConfig) -> LanguageModel:
+    """Build a model on the device ``meta``, without memory for its parameters."""
+    with torch.device("meta"):
+        return build_model(config)
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """Load the ``config.json`` of any architecture. Without ``model_type`` it is read as a config of Gecko.
+
+    Raises:
+        ValueError: the file is the config of another kind of model, or not a config.
+    """
+    kind = read_fields(path).get("model_type", GECKO)
+    if kind not in CONFIGS:
+        raise ValueError(f"{path} must be of one of the kinds {', '.join(CONFIGS)}; it is of {kind!r}.")
+    return CONFIGS[kind].load(path)
+
+
+def load_any(folder: str | Path) -> LanguageModel:
+    """Load a model folder of any architecture. Errors are those of ``gecko.load``."""
+    folder = Path(folder)
+    # Without a config, Gecko's loader reports what is missing.
+    kind = type(load_config(folder / CONFIG)) if (folder / CONFIG).is_file() else GeckoConfig
+    return _LOADERS[kind](folder)
+
+
+def find_preset(name: str) -> ModelConfig:
+    """Return the preset of any architecture. An unknown name raises ValueError with the nearest one."""
+    return named(PRESETS, name)
+
+
+def model_type(config: ModelConfig) -> str:
+    """Return the name of a config's architecture, as recipes use it."""
+    return next(name for name, kind in CONFIGS.items() if isinstance(config, kind))

@@ -18,7 +18,7 @@ from gecko.config import check_above, check_counts, check_switches, checked_fiel
 from gecko.io.model_folder import Layout, fill, read_folder, write_folder
 from gecko.models.gecko import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
-from gecko.runtime.extras import require
+from gecko.runtime.process import require
 from gecko.segments import Segments
 
 MODEL_TYPE = "llama"

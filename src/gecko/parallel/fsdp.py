@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gecko.models.registry import LanguageModel
+from gecko.models import LanguageModel
 
 _METHODS = ("loss", "token_losses")
 """Methods of a model that run a forward pass besides ``forward``."""

@@ -1,6 +1,206 @@
 """Estimates of a training run's memory, FLOPs, communication and time, made without starting it."""
 
-from gecko.plan.communication import GPU, GPUS, find_gpu
-from gecko.plan.estimate import Assumptions, Plan, make_plan
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gecko.config import unknown_name
+from gecko.models import ModelConfig
+from gecko.parallel.mesh import MeshSizes
+from gecko.plan.counts import Flops, counts_of
+from gecko.plan.memory import GroupSizes, Share, group_sizes, step_memory
+from gecko.train import Run
+from gecko.train.throughput import flops_per_token
 
 __all__ = ["GPU", "GPUS", "Assumptions", "Plan", "find_gpu", "make_plan"]
+
+
+GPUS_PER_NODE = 8
+DAY = 86_400
+
+
+@dataclass(frozen=True)
+class GPU:
+    """Memory and speed of a GPU, from the vendor's data sheet."""
+
+    name: str
+    memory: int
+    """Memory in bytes."""
+    peak: float
+    """Peak dense FLOP/s in bfloat16."""
+    node_link: float
+    """Bytes/s that one GPU sends to another of its node."""
+    network: float
+    """Bytes/s that one GPU sends to another node."""
+
+
+GPUS = {
+    "a100": GPU("A100 80 GB", 80 * 10**9, 312e12, 300e9, 25e9),
+    "h100": GPU("H100 80 GB", 80 * 10**9, 989e12, 450e9, 50e9),
+    "h200": GPU("H200 141 GB", 141 * 10**9, 989e12, 450e9, 50e9),
+    "b200": GPU("B200 180 GB", 180 * 10**9, 2250e12, 900e9, 50e9),
+}
+"""Links: NVLink in one direction, and one network card of 200 Gb/s (A100) or 400 Gb/s per GPU."""
+
+
+def find_gpu(name: str) -> GPU:
+    """Return the GPU of that name.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name.lower() not in GPUS:
+        raise ValueError(unknown_name("--gpu", name, GPUS))
+    return GPUS[name.lower()]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of communication in a step."""
+
+    size: float
+    """Bytes that each GPU sends."""
+    bandwidth: float
+    """Bytes/s."""
+
+    @property
+    def seconds(self) -> float:
+        return self.size / self.bandwidth
+
+
+def traffic(
+    config: ModelConfig, groups: GroupSizes, sizes: MeshSizes, gpu: GPU, *, parts: int, rows: int, itemsize: int,
+    forwards: int,
+) -> dict[str, Traffic]:  # fmt: skip
+    """Return the bytes that one GPU sends in a step, by kind.
+
+    Collectives use ring algorithms: each of n ranks sends (n − 1) / n of the whole.
+
+    Args:
+        parts: accumulated parts of the step.
+        rows: rows of all parts together, on this GPU.
+        itemsize: bytes per number of the context exchange.
+        forwards: forward passes per step; 2 with recomputation.
+    """
+    divided = sizes.shard * sizes.context
+    share = (divided - 1) / divided
+    link = _link(gpu, divided)
+    copies = (sizes.replicate - 1) / sizes.replicate
+    exchanged = counts_of(config).context_bytes(itemsize, sizes.context)
+    exchange = rows * config.num_layers * exchanged * (forwards + 1)
+    return {
+        "gather weights": Traffic(share * parts * (2 * groups.blocks + groups.rest), link),
+        "reduce gradients": Traffic(share * groups.gradients, link),
+        "sum over replicas": Traffic(2 * copies * groups.gradients / divided, _link(gpu, divided * sizes.replicate)),
+        "context exchange": Traffic(exchange if sizes.context > 1 else 0, _link(gpu, sizes.context)),
+    }
+
+
+def _link(gpu: GPU, ranks: int) -> float:
+    """Return the bandwidth of a ring of ``ranks`` GPUs, which is that of its slowest link."""
+    return gpu.node_link if ranks <= GPUS_PER_NODE else gpu.network
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Numbers that cannot be computed. Run a hundred steps, and set the values measured there."""
+
+    efficiency: float = 0.5
+    """Fraction of peak FLOP/s that all kernels together reach."""
+    overlap: float = 0.8
+    """Fraction of compute time that can hide communication."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Estimate of a run: sizes in bytes and times in seconds, for one GPU and one step unless stated otherwise."""
+
+    run: Run
+    gpu: GPU
+    sizes: MeshSizes
+    share: Share
+    memory: dict[str, int]
+    flops: dict[str, Flops]
+    """FLOPs per token, by part."""
+    recomputed: float
+    """FLOPs per token of the second forward pass."""
+    traffic: dict[str, Traffic]
+    assumptions: Assumptions
+
+    @property
+    def gpus(self) -> int:
+        return self.sizes.replicate * self.sizes.shard * self.sizes.context
+
+    @property
+    def fits(self) -> bool:
+        return sum(self.memory.values()) <= self.gpu.memory
+
+    @property
+    def tokens(self) -> float:
+        """Tokens per GPU and step."""
+        return self.run.tokens_per_step / self.gpus
+
+    @property
+    def computing(self) -> float:
+        flops = sum(part.total for part in self.flops.values()) + self.recomputed
+        return self.tokens * flops / (self.gpu.peak * self.assumptions.efficiency)
+
+    @property
+    def communicating(self) -> float:
+        return sum(kind.seconds for kind in self.traffic.values())
+
+    @property
+    def step_seconds(self) -> float:
+        return self.computing + max(0.0, self.communicating - self.assumptions.overlap * self.computing)
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilization (MFU), as training reports it."""
+        return (
+            self.tokens
+            * flops_per_token(self.run.model, self.run.sequence_length)
+            / (self.step_seconds * self.gpu.peak)
+        )
+
+    @property
+    def days(self) -> float | None:
+        """Days for all steps; None if the run has no number of steps."""
+        return None if self.run.steps is None else self.run.steps * self.step_seconds / DAY
+
+
+def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
+    """Estimate ``run`` on ``gpus`` GPUs.
+
+    Raises:
+        ValueError: the product of ``run.parallel`` is not ``gpus``, or the batch cannot be divided among them.
+    """
+    for name, value in (("efficiency", assumptions.efficiency), ("overlap", assumptions.overlap)):
+        if not 0 < value <= 1:
+            raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")
+    sizes = MeshSizes.of(gpus, run.parallel.replicate, run.parallel.shard, run.parallel.context)
+    rows = run.rows_per_rank(sizes.replicate * sizes.shard)
+    half = run.precision != "float32"
+    share = Share(
+        sizes.shard * sizes.context, rows // run.gradient_accumulation_steps, run.sequence_length // sizes.context,
+        sizes.context, half,
+    )  # fmt: skip
+    parts = counts_of(run.model).flops(run.sequence_length)
+    return Plan(
+        run, gpu, sizes, share, step_memory(run, share), parts, _recomputed(run, parts),
+        traffic(
+            run.model, group_sizes(run.model, bfloat16=half), sizes, gpu,
+            parts=run.gradient_accumulation_steps, rows=rows, itemsize=share.itemsize,
+            forwards=1 if run.activation_checkpointing == "none" else 2,
+        ),
+        assumptions,
+    )  # fmt: skip
+
+
+def _recomputed(run: Run, parts: dict[str, Flops]) -> float:
+    """Return the recomputed FLOPs per token: whole blocks with ``full``, all but linear layers with ``selective``."""
+    kept = {"none": set(parts), "selective": {"linear", "head"}, "full": {"head"}}[run.activation_checkpointing]
+    flops = sum(part.forward for name, part in parts.items() if name not in kept)
+    if run.activation_checkpointing == "full":
+        # A block's last product is not needed for any gradient inside it, and PyTorch stops before it.
+        flops -= 2.0 * run.model.num_layers * run.model.model_dim * run.model.ffn_dim
+    return flops

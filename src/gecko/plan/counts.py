@@ -13,7 +13,7 @@ import torch
 from gecko.config import GeckoConfig
 from gecko.inference import piece_length
 from gecko.inference.llama import PIECE_TOKENS
-from gecko.models.registry import LlamaConfig, ModelConfig
+from gecko.models import LlamaConfig, ModelConfig
 from gecko.ops.scan import SCAN_CHUNK
 from gecko.state import GeckoState
 

@@ -11,10 +11,9 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from gecko.models import LanguageModel, LlamaConfig, ModelConfig, meta_model
 from gecko.models.gecko import ActivationCheckpointing
-from gecko.models.registry import LanguageModel, LlamaConfig, ModelConfig, meta_model
 from gecko.ops.loss import GPU_BLOCK_ELEMENTS
-from gecko.plan.communication import GroupSizes
 from gecko.plan.counts import FLOAT, HALF, counts_of
 from gecko.train import Run
 from gecko.train.step import matrix_names
@@ -114,6 +113,18 @@ class Share:
     @property
     def itemsize(self) -> int:
         return HALF if self.bfloat16 else FLOAT
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """Bytes of the parameter groups that FSDP gathers together."""
+
+    blocks: int
+    """Bytes of all blocks, in the dtypes in which they are gathered."""
+    rest: int
+    """Bytes of embedding, final norm and head in float32."""
+    gradients: int
+    """Bytes of all gradients in float32."""
 
 
 def state_memory(config: ModelConfig, divided: int) -> dict[str, int]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gecko.config import unknown_name
-from gecko.recipes.comparison import COMPARISON
-from gecko.recipes.pretraining import gecko_1b, gecko_7b, gecko_15m, gecko_125m, llama2_7b, megalodon_7b, tiny
+from gecko.recipes.recipes import RECIPES
 from gecko.train import Run
 from gecko.train.overrides import current_override, set_fields, settings_help
+
+__all__ = ["RECIPES", "apply_overrides", "get_recipe", "shown"]
 
 _FIXED = ("recipe", "overrides", "model.model_type")
 
@@ -49,20 +50,6 @@ def _check_minutes(run: Run, changed: Run, overrides: Sequence[str]) -> None:
         f"got minutes={changed.minutes:g}. Set steps= for another length, or steps=none beside minutes= "
         "to measure how many fit into them."
     )
-
-
-RECIPES: dict[str, Callable[[], Run]] = {
-    "tiny": tiny,
-    "gecko_15m": gecko_15m,
-    "gecko_125m": gecko_125m,
-    "gecko_1b": gecko_1b,
-    "gecko_7b": gecko_7b,
-    "megalodon_7b": megalodon_7b,
-    "llama2_7b": llama2_7b,
-    **COMPARISON,
-}
-
-__all__ = ["RECIPES", "apply_overrides", "get_recipe", "shown"]
 
 
 def get_recipe(name: str) -> Run:

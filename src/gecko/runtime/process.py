@@ -1,14 +1,16 @@
-"""Facts and settings of this process: package version and commit, memory allocator, denormal numbers, processor."""
+"""This process: package version and commit, optional packages, memory allocator, denormal numbers, processor."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -46,6 +48,23 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import ``module``, which comes with the package's optional ``extra``.
+
+    Raises:
+        ImportError: ``module`` is not installed; the message holds the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # A module that is installed but lacks one of its own dependencies must report that itself.
+        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
+            raise
+        raise ImportError(
+            f"this needs the package {module!r}, which is not installed. Run: pip install 'gecko-lm[{extra}]'"
+        ) from error
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from gecko.data import Tokenizer
 from gecko.data.tokenizers import TokenIds
-from gecko.io.json_files import read_object
-from gecko.runtime.extras import require
+from gecko.io.files import read_object
+from gecko.runtime.process import require
 from gecko.serving.protocol import Message
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"

@@ -22,10 +22,11 @@ from gecko.data import Tokenizer
 from gecko.inference import Sampling
 from gecko.inference.request import Request
 from gecko.inference.text import ChoiceText
+from gecko.serving.answer import ChatReply, CompletionReply, Usage
 from gecko.serving.bodies import read_json
 from gecko.serving.chat import ChatFormat, encode_text
 from gecko.serving.limits import ApiError, Limits, first_wrong_field
-from gecko.serving.protocol import MAX_CHOICES, ChatReply, ChatRequest, CompletionReply, CompletionRequest, Ids, Usage
+from gecko.serving.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, Ids
 from gecko.state import GeckoState
 
 SUFFIX = ".state"

@@ -1,23 +1,14 @@
-"""Requests and answers of OpenAI's API, with the fields that Gecko adds. Values of the wrong type are refused.
-
-Gecko adds to answers: ``position`` of each choice, the number of tokens that its state has read, and
-``usage.state_bytes``.
-"""
+"""Requests of OpenAI's API, with the fields that Gecko adds. Values of the wrong type are refused."""
 
 from __future__ import annotations
 
 import difflib
-import json
-import time
-import uuid
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
 from gecko.inference import Sampling
-from gecko.inference.text import Piece, TokenLogprob, TokenText
 
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request, over all of its prompts."""
@@ -252,157 +243,3 @@ class ChatRequest(Generation):
     def num_top_logprobs(self) -> int | None:
         """Number of alternatives with log-probabilities; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-_MIN_LOGPROB = -9999.0
-"""Replaces a log-probability of minus infinity, which JSON cannot represent."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of an answer."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    state_bytes: int
-    """Size of the state of one sequence, which is constant."""
-
-    @property
-    def json(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens, "state_bytes": self.state_bytes,
-        }  # fmt: skip
-
-
-def encode_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def encode_answer(answer: dict[str, Any]) -> bytes:
-    """Encode an answer with one call of ``json.dumps`` per choice: a call holds the GIL until it returns."""
-    fields = []
-    for name, value in answer.items():
-        content = f"[{','.join(map(encode_json, value))}]" if name == "choices" else encode_json(value)
-        fields.append(f"{encode_json(name)}:{content}")
-    return f"{{{','.join(fields)}}}".encode()
-
-
-class Reply(Protocol):
-    """Format of one kind of answer."""
-
-    def opening(self, choices: int) -> Iterable[dict[str, Any]]:
-        """Return the chunks before the first text."""
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        """Return the chunk of a piece."""
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """Return the last chunk of a stream, sent if ``include_usage`` is set."""
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        """Return the whole answer, from one piece per choice."""
-
-
-class _Base:
-    def __init__(self, prefix: str, model: str) -> None:
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": kind, "choices": choices}
-
-
-class CompletionReply(_Base):
-    """Format of answers of ``/v1/completions``.
-
-    Args:
-        echoes: text before the generated text of each choice; empty without ``echo``.
-    """
-
-    def __init__(self, model: str, echoes: Sequence[str]) -> None:
-        super().__init__("cmpl", model)
-        self.echoes = list(echoes)
-
-    def opening(self, choices: int) -> Iterable[dict[str, Any]]:
-        """Return a chunk per prompt that is echoed."""
-        return [self._body("text_completion", [_text_choice(i, echo)]) for i, echo in enumerate(self.echoes) if echo]
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        return self._body("text_completion", [_text_choice(piece.choice, piece.text, piece)])
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._body("text_completion", []) | {"usage": usage.json}
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        choices = [_text_choice(piece.choice, self.echoes[piece.choice] + piece.text, piece) for piece in pieces]
-        return self._body("text_completion", choices) | {"usage": usage.json}
-
-
-class ChatReply(_Base):
-    """Format of answers of ``/v1/chat/completions``."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__("chatcmpl", model)
-
-    def opening(self, choices: int) -> Iterable[dict[str, Any]]:
-        """Return the role of each choice."""
-        return [self._delta(index, {"role": "assistant", "content": ""}, None) for index in range(choices)]
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        return self._delta(piece.choice, {"content": piece.text} if piece.text else {}, piece)
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._body("chat.completion.chunk", []) | {"usage": usage.json}
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        choices = []
-        for piece in pieces:
-            message = {"role": "assistant", "content": piece.text, "refusal": None}
-            choices.append({"message": message, **_chat_choice(piece.choice, piece)})
-        return self._body("chat.completion", choices) | {"usage": usage.json}
-
-    def _delta(self, index: int, delta: dict[str, Any], piece: Piece | None) -> dict[str, Any]:
-        return self._body("chat.completion.chunk", [{"delta": delta, **_chat_choice(index, piece)}])
-
-
-def _text_choice(index: int, text: str, piece: Piece | None = None) -> dict[str, Any]:
-    logprobs = _text_logprobs(piece.tokens) if piece is not None and piece.tokens else None
-    return {"index": index, "text": text, "logprobs": logprobs, **_progress(piece)}
-
-
-def _chat_choice(index: int, piece: Piece | None) -> dict[str, Any]:
-    logprobs = _chat_logprobs(piece.tokens) if piece is not None and piece.tokens else None
-    return {"index": index, "logprobs": logprobs, **_progress(piece)}
-
-
-def _progress(piece: Piece | None) -> dict[str, Any]:
-    if piece is None:
-        return {"finish_reason": None}
-    return {"finish_reason": piece.finish_reason, "position": piece.position}
-
-
-def _text_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
-    return {
-        "tokens": [token.generated.name for token in tokens],
-        "token_logprobs": [_number(token.generated) for token in tokens],
-        "top_logprobs": [{other.name: _number(other) for other in reversed(token.top_logprobs)} for token in tokens],
-        "text_offset": [token.offset for token in tokens],
-    }
-
-
-def _chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
-    return {
-        "content": [
-            _chat_token(token.generated) | {"top_logprobs": [_chat_token(other) for other in token.top_logprobs]}
-            for token in tokens
-        ]
-    }
-
-
-def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    content = None if token.text is None else list(token.text.encode())
-    return {"token": token.name, "logprob": _number(token), "bytes": content}
-
-
-def _number(token: TokenLogprob) -> float:
-    return max(token.logprob, _MIN_LOGPROB)

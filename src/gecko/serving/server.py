@@ -21,14 +21,12 @@ from gecko.data import Tokenizer
 from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.scheduler import Engine
 from gecko.models.gecko import Gecko
-from gecko.serving.access import Hosts
-from gecko.serving.app import create_app
+from gecko.serving.app import Service, create_app
 from gecko.serving.chat import find_format
-from gecko.serving.connection import connection_class
+from gecko.serving.connection import Hosts, connection_class
 from gecko.serving.limits import Limits
 from gecko.serving.metrics import Metrics
 from gecko.serving.prepare import SavedStates, ServedModel
-from gecko.serving.service import Service
 from gecko.serving.worker import Worker
 
 _FLUSH_SECONDS = 5

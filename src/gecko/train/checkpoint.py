@@ -14,8 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from gecko.io.files import whole_file
-from gecko.io.json_files import Record, parse_object
+from gecko.io.files import Record, parse_object, whole_file
 from gecko.parallel.mesh import Ranks
 
 MANIFEST = "manifest.json"

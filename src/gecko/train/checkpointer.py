@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
-from gecko.io.json_files import parse_object
+from gecko.io.files import parse_object
 from gecko.io.model_folder import CONFIG, WEIGHTS, stored_prefix
-from gecko.models.registry import LanguageModel, load_config, meta_model
+from gecko.models import LanguageModel, load_config, meta_model
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoint import (
     Entries,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, validation_batches
 from gecko.inference import NewToken, stream
 from gecko.inference.llama import LlamaStream, prefill_llama
-from gecko.models.registry import LanguageModel, Llama
+from gecko.models import LanguageModel, Llama
 from gecko.parallel.fsdp import release
 from gecko.parallel.mesh import Ranks
 from gecko.train.run import Precision, Run

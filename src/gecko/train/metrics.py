@@ -22,10 +22,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from gecko.data.loader import ROW_LAYOUT
-from gecko.io.files import mend_lines, whole_file
-from gecko.io.json_files import Record, as_lines, parse_object, read_lines
-from gecko.runtime.extras import require
-from gecko.runtime.process import code_version
+from gecko.io.files import Record, as_lines, mend_lines, parse_object, read_lines, whole_file
+from gecko.runtime.process import code_version, require
 from gecko.train.overrides import build
 
 METRICS = "metrics.jsonl"

@@ -15,7 +15,7 @@ from operator import getitem
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gecko.config import MODEL_TYPE, unknown_name
-from gecko.models.registry import CONFIGS, ModelConfig
+from gecko.models import CONFIGS, ModelConfig
 
 T = TypeVar("T")
 

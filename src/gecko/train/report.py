@@ -1,24 +1,31 @@
-"""HTML report of a finished run: one self-contained file beside its metrics."""
+"""End of a run: its final held-out loss, a sample of its text, and an HTML report, all in the folder of the run."""
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gecko.io.json_files import Record
-from gecko.models.registry import LlamaConfig
-from gecko.pages import write_html
-from gecko.pages.plots import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, new_figure, svg
+from rich.console import Console
+
+from gecko.io.files import Record, whole_file
+from gecko.models import LanguageModel, LlamaConfig, load_any
+from gecko.pages import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, new_figure, svg, write_html
+from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import code_name, code_version
-from gecko.train.evaluate import Evaluation
+from gecko.train.checkpointer import write_model
+from gecko.train.data import RunData
+from gecko.train.evaluate import Evaluation, evaluate, sample_text
 from gecko.train.metrics import METRICS, read_metrics
 from gecko.train.overrides import flatten
 from gecko.train.run import Run
+from gecko.train.throughput import describe_hardware
 
+RESULTS, SAMPLE = "results.json", "sample.txt"
 _BLUE = "#2a6f97"
 
 
@@ -186,3 +193,53 @@ def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str,
 
 def _settings(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in flatten(run.to_dict()).items() if name != "overrides"}
+
+
+def finish_run(
+    run: Run, model: LanguageModel, data: RunData, checkpoint: Path, ranks: Ranks, console: Console
+) -> tuple[Evaluation, Path | None]:
+    """Evaluate the finished model and return its held-out loss and the path of the report.
+
+    The first rank also writes the model to one file, the results, a sample and the report. The path is None without
+    matplotlib, and on all other ranks.
+    """
+    with console.status("final held-out loss, sample and report"):
+        result = evaluate(model, data.final, run.precision, ranks)
+        if not ranks.is_main:
+            return result, None
+        with whole_file(run.folder / RESULTS) as temporary:
+            temporary.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+        device = next(model.parameters()).device
+        if ranks.world > 1:
+            write_model(checkpoint, checkpoint)
+            model = load_any(checkpoint).to(device)
+        sample = sample_text(run, model, data.tokenizer)
+        (run.folder / SAMPLE).write_text(run.sample.prompt + sample, encoding="utf-8")
+    console.print(
+        f"final held-out loss over {result.tokens:,} tokens: "
+        f"{result.nats_per_byte:.4f} nats per byte, {result.loss:.4f} nats per token"
+    )
+    facts = RunFacts(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        evaluation=result,
+        sample=sample,
+        hardware=describe_hardware(device, ranks.world),
+    )
+    return result, _report(run, facts, console)
+
+
+def _report(run: Run, facts: RunFacts, console: Console) -> Path | None:
+    try:
+        path = write_report(run, facts)
+    except ImportError as error:
+        console.print(f"no report: {error}")
+        return None
+    console.print(f"report: {path}")
+    return path
+
+
+def remove_results(run: Run) -> None:
+    """Remove the results of an earlier, shorter length of the run: they are not those of the longer run."""
+    if (run.folder / RESULTS).is_file():
+        for name in (SAMPLE, REPORT, RESULTS):
+            (run.folder / name).unlink(missing_ok=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gecko.io.json_files import parse_object
+from gecko.io.files import parse_object
+from gecko.models import ModelConfig, model_type
 from gecko.models.gecko import ActivationCheckpointing
-from gecko.models.registry import ModelConfig, model_type
 from gecko.train.overrides import build, current_fields, current_override
 
 

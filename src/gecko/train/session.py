@@ -7,11 +7,10 @@ evaluates the finished model.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rich.console import Console
 from gecko.data.tokenizers import copy_tokenizer
 from gecko.io.files import locked, mend_lines, whole_file
 from gecko.io.model_folder import CONFIG, WEIGHTS
-from gecko.models.registry import LanguageModel, load_any
+from gecko.models import LanguageModel
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.runtime.process import flushed_denormals, keep_freed_memory
 from gecko.train.checkpoint import checkpoint_path, checkpoint_step, latest_checkpoint, list_checkpoints
@@ -33,10 +32,9 @@ from gecko.train.checkpointer import (
     checkpoints_folder,
     restore_snapshot,
     tokenizer_folder,
-    write_model,
 )
 from gecko.train.data import Prefetcher, RunData, load_data
-from gecko.train.evaluate import Evaluation, evaluate, sample_text
+from gecko.train.evaluate import Evaluation
 from gecko.train.health import LauncherWatch, StopSignal, Watchdog, reported_hangs
 from gecko.train.metrics import (
     METRICS,
@@ -49,14 +47,13 @@ from gecko.train.metrics import (
     row_layout,
 )
 from gecko.train.overrides import flatten
-from gecko.train.report import REPORT, RunFacts, write_report
+from gecko.train.report import RESULTS, finish_run, remove_results
 from gecko.train.run import Run
 from gecko.train.setup import Budget, starting_model, steps_in_budget
 from gecko.train.step import build_optimizer
 from gecko.train.throughput import describe_hardware, multiplies_bfloat16, select_device
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress
 
-RESULTS, SAMPLE = "results.json", "sample.txt"
 _LOCK = ".training"
 _STDERR = 2
 """File descriptor of stderr. The object ``sys.stderr`` may have been replaced by one that takes a lock."""
@@ -68,7 +65,7 @@ class TrainResult:
     run: Run
     """The run with its number of steps fixed."""
     checkpoint: Path
-    """Folder of the newest checkpoint, for ``gecko.load`` (a Llama's for ``gecko.models.registry.load_any``)."""
+    """Folder of the newest checkpoint, for ``gecko.load`` (a Llama's for ``gecko.models.load_any``)."""
     step: int
     evaluation: Evaluation | None
     """Held-out loss of the finished model; None if Ctrl-C or SIGTERM stopped the run."""
@@ -129,7 +126,8 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: fl
         position = _fit(run, model, data, batches, checkpoint, stop, ranks, console)
         newest = checkpoint_path(checkpoints_folder(run), position.step)
         if position.step == run.steps:
-            return _finish(run, model, data, newest, ranks, console)
+            evaluation, report = finish_run(run, model, data, newest, ranks, console)
+            return TrainResult(run, newest, position.step, evaluation, report)
     console.print(
         f"{stop.requested or 'a signal to another rank'}: saved after step {position.step} of {run.steps}. "
         f"Continue with:\n  {run.command()} --resume"
@@ -333,19 +331,12 @@ def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None
             run.save(temporary)
         copy_tokenizer(run.data.tokenizer, tokenizer_folder(run))
         if step != run.steps:
-            _remove_results(run)
+            remove_results(run)
         parameters = list(model.parameters())
         hardware = describe_hardware(parameters[0].device, ranks.world)
         record_session(
             run.folder, step, sum(parameter.numel() for parameter in parameters), hardware, data.record.digest
         )
-
-
-def _remove_results(run: Run) -> None:
-    """Remove the results of an earlier, shorter length of the run: they are not those of the longer run."""
-    if (run.folder / RESULTS).is_file():
-        for name in (SAMPLE, REPORT, RESULTS):
-            (run.folder / name).unlink(missing_ok=True)
 
 
 def _metrics(run: Run, step: int | None, ranks: Ranks) -> MetricsWriter | nullcontext[None]:
@@ -365,42 +356,3 @@ def _nothing() -> None:
 
 def _stacks(run: Run) -> Path:
     return run.folder / "stacks"
-
-
-def _finish(
-    run: Run, model: LanguageModel, data: RunData, checkpoint: Path, ranks: Ranks, console: Console
-) -> TrainResult:
-    """Evaluate the finished model; the first rank also writes it to one file, with a sample and the report."""
-    with console.status("final held-out loss, sample and report"):
-        result = evaluate(model, data.final, run.precision, ranks)
-        if not ranks.is_main:
-            return TrainResult(run, checkpoint, run.steps or 0, result, None)
-        with whole_file(run.folder / RESULTS) as temporary:
-            temporary.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-        device = next(model.parameters()).device
-        if ranks.world > 1:
-            write_model(checkpoint, checkpoint)
-            model = load_any(checkpoint).to(device)
-        sample = sample_text(run, model, data.tokenizer)
-        (run.folder / SAMPLE).write_text(run.sample.prompt + sample, encoding="utf-8")
-    console.print(
-        f"final held-out loss over {result.tokens:,} tokens: "
-        f"{result.nats_per_byte:.4f} nats per byte, {result.loss:.4f} nats per token"
-    )
-    facts = RunFacts(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        evaluation=result,
-        sample=sample,
-        hardware=describe_hardware(device, ranks.world),
-    )
-    return TrainResult(run, checkpoint, run.steps or 0, result, _report(run, facts, console))
-
-
-def _report(run: Run, facts: RunFacts, console: Console) -> Path | None:
-    try:
-        path = write_report(run, facts)
-    except ImportError as error:
-        console.print(f"no report: {error}")
-        return None
-    console.print(f"report: {path}")
-    return path

@@ -21,8 +21,8 @@ from torch import nn
 from gecko.data import IGNORED, Batch, ByteTokenizer, Tokenizer, load_tokenizer
 from gecko.data.tokenizers import holds_tokenizer
 from gecko.io.model_folder import CONFIG, WEIGHTS
+from gecko.models import LanguageModel, build_model, load_any, meta_model
 from gecko.models.gecko import Block
-from gecko.models.registry import LanguageModel, build_model, load_any, meta_model
 from gecko.parallel.fsdp import empty_sharded_model, fill
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoint import latest_checkpoint

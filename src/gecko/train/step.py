@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gecko.data import IGNORED, Batch
-from gecko.models.registry import LanguageModel
+from gecko.models import LanguageModel
 from gecko.parallel.fsdp import synchronise_gradients, whole
 from gecko.parallel.mesh import Ranks
 from gecko.train.run import OptimizerSettings, Precision, ScheduleSettings, SkipSettings

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gecko.models.registry import LlamaConfig, ModelConfig, meta_model
+from gecko.models import LlamaConfig, ModelConfig, meta_model
 from gecko.ops.backends import cpu as native
 from gecko.runtime.private import has_bfloat16_products, has_bfloat16_tiles
 from gecko.runtime.process import processor_name

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from gecko.models.registry import LanguageModel
+from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpointer import Checkpointer, TrainerState
 from gecko.train.data import Prefetcher

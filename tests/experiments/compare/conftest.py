@@ -104,8 +104,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> type[TrainsHere]:
 
     Here.started = []
     monkeypatch.setattr("gecko.experiments.compare.runs.Popen", Here)
-    monkeypatch.setattr("gecko.train.session.write_report", lambda *_: None)
-    monkeypatch.setattr("gecko.experiments.compare.comparison._POLL_SECONDS", 0)
+    monkeypatch.setattr("gecko.train.report.write_report", lambda *_: None)
+    monkeypatch.setattr("gecko.experiments.compare._POLL_SECONDS", 0)
     return Here
 
 
@@ -117,7 +117,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, str]]:
         console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
         with monkeypatch.context() as patch:
             if not page:
-                patch.setattr("gecko.experiments.compare.comparison.write_page", lambda _: None)
+                patch.setattr("gecko.experiments.compare.write_page", lambda _: None)
             outcome = compare(plan, jobs=jobs, command="gecko compare …", console=console)
         return outcome, console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -11,8 +11,8 @@ from gecko.experiments.compare import Plan, Tuning
 from gecko.experiments.compare.plan import Planned
 from gecko.experiments.compare.results import Comparison, RunResult, summarise
 from gecko.experiments.compare.runs import Trial
+from gecko.experiments.report import build_sections
 from gecko.experiments.report.material import gather
-from gecko.experiments.report.page import build_sections
 from gecko.train import Run
 
 NAMES = ("small_gecko", "small_chunk")
@@ -54,7 +54,7 @@ def test_losses_differences_and_rates(comparison: Path) -> None:
 
 
 def test_its_command_is_told(comparison: Path) -> None:
-    from gecko.experiments.report.page import reproduction
+    from gecko.experiments.report import reproduction
 
     made = reproduction(gather([comparison]))
     assert any("gecko compare" in one.commands and one.hardware == "Memory: 1" for one in made)

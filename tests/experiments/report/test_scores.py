@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from gecko.experiments.report import build_sections
 from gecko.experiments.report.material import EvaluationFile, Material, gather
-from gecko.experiments.report.page import build_sections
 from gecko.experiments.report.tables import Section
 
 

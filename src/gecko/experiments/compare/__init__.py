@@ -1,6 +1,129 @@
-"""Training of several recipes on the same data and comparison of their losses: ``gecko compare``."""
+"""Training of several recipes on the same data and comparison of their losses: ``gecko compare``.
 
-from gecko.experiments.compare.comparison import Outcome, compare
-from gecko.experiments.compare.plan import Plan, Tuning
+``compare`` tunes learning rates, trains the runs of a plan and compares them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from gecko.experiments.compare.page import print_tables, write_page
+from gecko.experiments.compare.plan import LOCK, Plan, Planned, Tuning
+from gecko.experiments.compare.results import Comparison, RunResult, check_folder, summarise
+from gecko.experiments.compare.runs import Board, Pool, State, Trial, edge_notes, trials_of, tuned_rates
+from gecko.io.files import locked
+from gecko.runtime.process import require
+from gecko.train.health import StopSignal
+from gecko.train.throughput import describe_hardware, select_device
 
 __all__ = ["Outcome", "Plan", "Tuning", "compare"]
+
+_POLL_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a call of ``compare``."""
+
+    comparison: Comparison
+    stopped: str | None
+    """Name of the signal that stopped the comparison; None if it was not stopped."""
+    failed: bool
+    """Whether a run failed, or no learning rate was found for a recipe."""
+    page: Path | None
+    """HTML page; None if no run is finished."""
+
+
+def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Outcome:
+    """Tune learning rates, train all runs and compare them. Finished runs are kept; unfinished runs are continued.
+
+    On Ctrl-C and SIGTERM the running processes save a checkpoint before this returns. A failed run is reported and does
+    not stop the others.
+
+    Args:
+        jobs: number of runs trained at the same time, each in its own process.
+        command: command line of the user, for the record.
+
+    Raises:
+        ValueError: the folder holds something else, or another comparison is running in it.
+        ImportError: a package for pictures, the page or intervals is not installed.
+    """
+    if jobs < 1:
+        raise ValueError(f"--jobs must be at least 1; got {jobs}.")
+    for module, extra in (("scipy.stats", "eval"), ("matplotlib.figure", "train"), ("jinja2", "train")):
+        require(module, extra)
+    check_folder(plan.folder)
+    with locked(plan.folder / LOCK, wait=False), StopSignal() as stop:
+        session = _Session(plan, jobs, command, console, stop)
+        session.run()
+        return session.conclude()
+
+
+class _Session:
+    """State of one call of ``compare``."""
+
+    def __init__(self, plan: Plan, jobs: int, command: str, console: Console, stop: StopSignal) -> None:
+        self.plan, self.jobs, self.command, self.console, self.stop = plan, jobs, command, console, stop
+        device = select_device(next(iter(plan.recipes.values())).device)
+        self.hardware: Mapping[str, str] = describe_hardware(device)
+        self.trials: list[Trial] = []
+        self.rates: dict[str, float] = {}
+        self.main: list[Planned] | None = None
+        """Runs with the chosen learning rates; None until these are known."""
+        self.states: dict[str, State] = {}
+
+    def run(self) -> None:
+        tuning = self.plan.tuning_runs()
+        self._train(tuning, "tuning", lambda: None)
+        self.trials = trials_of(tuning, self.states)
+        self.rates = tuned_rates(self.plan, self.trials)
+        if not self.stop.requested:
+            self.main = self.plan.main_runs(self.rates)
+            self._train(self.main, "training", lambda: self._comparison().save())
+
+    def conclude(self) -> Outcome:
+        comparison = self._comparison()
+        if self.main is not None:  # otherwise the results of earlier calls stay
+            comparison.save()
+        page = write_page(comparison) if comparison.runs else None
+        print_tables(comparison, self.console)
+        # A learning rate with which tuning diverges is a result, not a failure.
+        failed = any(self.states.get(one.label) in ("failed", "diverged") for one in self.main or ())
+        untuned = not self.stop.requested and len(self.rates) < len(self.plan.recipes)
+        return Outcome(comparison, self.stop.requested, failed or untuned, page)
+
+    def _train(self, planned: Sequence[Planned], title: str, after_each: Callable[[], object]) -> None:
+        with Pool(planned, self.jobs) as pool, Board(self.console, pool, title) as board:
+            while pool.busy and not self.stop.requested:
+                ended = pool.advance()
+                board.update(ended)
+                self.states |= pool.states
+                if ended:
+                    after_each()
+                time.sleep(_POLL_SECONDS)
+            if self.stop.requested and pool.busy:
+                self.console.print(f"{self.stop.requested}: waiting for the running processes to save")
+                pool.stop()
+            self.states |= pool.states
+
+    def _comparison(self) -> Comparison:
+        found = [RunResult.of(one, self.plan.parameters[one.recipe]) for one in self.main or ()]
+        runs = [result for result in found if result is not None]
+        unfinished = {label: state for label, state in self.states.items() if state != "finished"}
+        notes = edge_notes(self.plan, self.rates)
+        if self.plan.tuning is not None:
+            notes += [
+                f"{recipe}: no learning rate was found, for its tuning is not complete or diverged with every rate"
+                for recipe in self.plan.recipes
+                if recipe not in self.rates
+            ]
+        first = next(iter(self.plan.recipes))
+        return Comparison(
+            self.plan, self.command, self.hardware, self.trials, self.rates, runs, summarise(runs, first), unfinished,
+            notes,
+        )  # fmt: skip

@@ -22,8 +22,7 @@ from gecko.experiments.compare.plan import rate_name
 from gecko.experiments.compare.results import NAME, PAGE, PICTURES, Comparison, Point, RunResult, Summary
 from gecko.experiments.compare.runs import Trial
 from gecko.io.files import whole_file
-from gecko.pages import write_html
-from gecko.pages.plots import LineStyle, label_line_ends, new_figure, svg
+from gecko.pages import LineStyle, label_line_ends, new_figure, svg, write_html
 from gecko.runtime.process import code_name, code_version
 
 _SHOWN = 1 / 3

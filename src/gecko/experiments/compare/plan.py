@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gecko.io.files import whole_file
-from gecko.io.json_files import read_object
-from gecko.models.registry import ModelConfig, meta_model
+from gecko.io.files import read_object, whole_file
+from gecko.models import ModelConfig, meta_model
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
 from gecko.train.overrides import flatten
-from gecko.train.session import RESULTS
+from gecko.train.report import RESULTS
 
 MAY_DIFFER = (
     "model", "optimizer.learning_rate", "output", "seed", "recipe", "overrides", "sample", "wandb", "checkpoint",

@@ -14,8 +14,7 @@ import numpy as np
 from gecko.eval.results import Interval, over_rows, over_seeds, standard_error
 from gecko.experiments.compare.plan import Plan, Planned, common_settings, evaluation_of
 from gecko.experiments.compare.runs import Trial
-from gecko.io.files import whole_file
-from gecko.io.json_files import Record
+from gecko.io.files import Record, whole_file
 from gecko.pages import is_page
 from gecko.runtime.process import code_version
 from gecko.train.evaluate import Evaluation

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gecko.eval.results import FORMAT
-from gecko.io.json_files import Record, read_object
+from gecko.io.files import Record, read_object
 from gecko.train.metrics import METRICS, read_metrics, read_sessions
-from gecko.train.session import RESULTS
+from gecko.train.report import RESULTS
 
 RECIPE, COMPARISON, COMPARISON_FORMAT = "recipe.json", "comparison.json", "gecko-comparison-1"
 EVALUATIONS = ("perplexity", "positions", "retrieval", "diagnose", "academic", "scrolls")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gecko.experiments.report.material import RECIPE, EvaluationFile, Material, RunFolder
-from gecko.io.json_files import read_object
-from gecko.pages.plots import LineStyle
+from gecko.io.files import read_object
+from gecko.pages import LineStyle
 from gecko.train.metrics import METRICS
 from gecko.train.overrides import current_fields, flatten
 

@@ -20,7 +20,7 @@ from gecko.experiments.report.tables import (
     published_statement,
     score_table,
 )
-from gecko.pages.plots import LIGHT, MIDDLE, chunk_borders, label_line_ends, new_figure, new_panels, svg
+from gecko.pages import LIGHT, MIDDLE, chunk_borders, label_line_ends, new_figure, new_panels, svg
 
 _DRAWN = "perplexity, token"
 _TALLEST = 1.5

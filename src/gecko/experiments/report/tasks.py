@@ -23,7 +23,7 @@ from gecko.experiments.report.tables import (
     published_table,
     score_table,
 )
-from gecko.pages.plots import DARK, MIDDLE, LineStyle, label_line_ends, new_figure, svg
+from gecko.pages import DARK, MIDDLE, LineStyle, label_line_ends, new_figure, svg
 
 
 def academic_sections(items: Sequence[Evaluated], material: Material) -> list[Section]:

@@ -12,8 +12,8 @@ from gecko.eval.results import Interval, over_rows, over_seeds, readable
 from gecko.experiments.report.material import Material, RunFolder
 from gecko.experiments.report.models import Identity, Subject
 from gecko.experiments.report.tables import PLAIN, Cell, Picture, Section, Table, published_table, span
-from gecko.pages.plots import label_line_ends, new_figure, svg
-from gecko.runtime.extras import require
+from gecko.pages import label_line_ends, new_figure, svg
+from gecko.runtime.process import require
 from gecko.train.metrics import seconds_by_step
 
 _TOKENS = "tokens read"

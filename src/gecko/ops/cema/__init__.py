@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Backend, choose_backend, kernels_of
-from gecko.ops.cema.chunked import cema_chunked, cema_step
-from gecko.ops.cema.reference import CEMACoefficients, cema_reference
+from gecko.ops.cema.chunked import CEMACoefficients, cema_chunked, cema_step
 from gecko.ops.cema.varlen_tiles import CHUNK, MOST_MODES
 from gecko.ops.common import check_segments, check_shape, compute_dtype, full_precision
 from gecko.segments import Segments
@@ -92,3 +91,18 @@ def empty_cema_state(
 ) -> Tensor:
     """Return the initial state, h = 0."""
     return torch.zeros(batch, channels, modes, 2, dtype=dtype, device=device)
+
+
+def cema_reference(
+    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments
+) -> tuple[Tensor, Tensor]:
+    """Compute h_t = q h_{t-1} + p x_t and y_t = Re Σ_k γ_k h_t, with h = 0 before the first step of a document."""
+    p, q, gamma = coefficients.input, coefficients.decay(), torch.view_as_complex(coefficients.output)
+    h, outputs = torch.view_as_complex(state), []
+    for t, x_t in enumerate(x.unbind(1)):
+        if segments.starts is not None:
+            starts = torch.from_numpy(segments.starts[:, t]).to(x.device)
+            h = torch.where(starts[:, None, None], 0, h)
+        h = q * h + p * x_t.unsqueeze(-1)
+        outputs.append((gamma * h).real.sum(-1))
+    return torch.stack(outputs, dim=1), torch.view_as_real(h)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import call
-from gecko.ops.cema.reference import CEMACoefficients
+from gecko.ops.cema.chunked import CEMACoefficients
 from gecko.ops.common import check_shape
 from gecko.segments import Segments
 

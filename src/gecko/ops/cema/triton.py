@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op
-from gecko.ops.cema.chunked import cema_chunked
-from gecko.ops.cema.reference import CEMACoefficients
+from gecko.ops.cema.chunked import CEMACoefficients, cema_chunked
 from gecko.ops.cema.triton_backward import coefficient_gradients_kernel, gradients_kernel, response_kernel
 from gecko.ops.cema.triton_forward import filter_kernel
 from gecko.ops.cema.varlen_tiles import CHUNK, ITEMS, MOST_MODES, VarlenTilePlan

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op
-from gecko.ops.cema.reference import CEMACoefficients
+from gecko.ops.cema.chunked import CEMACoefficients
 from gecko.segments import Segments
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls

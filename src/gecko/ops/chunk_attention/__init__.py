@@ -1,4 +1,4 @@
-"""Attention over the current and the previous chunk (SCA, paper Eq. 8), its variants, and their context exchange.
+"""Attention over the current and the previous chunk (SCA, paper Eq. 8), its variants, reference and context exchange.
 
 With context parallelism, the queries in the first chunk of a rank may see the last chunk of the previous rank.
 """
@@ -13,9 +13,7 @@ from torch import Tensor
 
 from gecko.config import Attention
 from gecko.ops.backends.dispatch import choose_backend, kernels_of, products_are_rounded
-from gecko.ops.chunk_attention.chunked import chunk_attention_chunked, chunk_attention_step
-from gecko.ops.chunk_attention.reference import chunk_attention_reference
-from gecko.ops.chunk_attention.ring import Pattern
+from gecko.ops.chunk_attention.chunked import Pattern, chunk_attention_chunked, chunk_attention_step
 from gecko.ops.common import (
     check_segments,
     check_shape,
@@ -147,3 +145,36 @@ def _ring(chunk: Tensor, half: Tensor) -> Tensor:
     """Return (B, H, 2c, d) with the chunk of each row in half ``half`` of the ring, and zero in the other half."""
     first = (half == 0).view(-1, 1, 1, 1)
     return torch.cat([chunk * first, chunk * ~first], dim=2)
+
+
+def chunk_attention_reference(
+    inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, state: AttentionState, segments: Segments
+) -> tuple[Tensor, AttentionState]:
+    """Compute ``chunk_attention`` as one product with a mask, of every query with the ring and all keys of the call."""
+    q, k, v = inputs
+    chunk, length, device = pattern.chunk_size, q.shape[2], q.device
+    start = segments.clock.position.to(device)[:, None]
+    position = start + torch.arange(length, device=device)
+    slot = torch.arange(2 * chunk, device=device)
+    in_ring = start - 1 - (start - 1 - slot) % (2 * chunk)
+    key_position = torch.cat([in_ring, position], dim=1)
+
+    keys = torch.cat([state.keys, pattern.rotate(k, (position % chunk)[:, None])], dim=2)
+    values = torch.cat([state.values, v], dim=2)
+    near = pattern.rotate(q, (position % chunk)[:, None]) @ keys.mT
+    far = pattern.rotate(q, (position % chunk + chunk)[:, None]) @ keys.mT
+    lag = position[:, :, None] // chunk - key_position[:, None] // chunk
+    scores = torch.where((lag == 0)[:, None], near, far)
+
+    visible = (key_position[:, None] <= position[:, :, None]) & (lag <= pattern.lookback)
+    visible &= key_position[:, None] >= segments.document_starts.to(device)[:, :, None]
+    if pattern.attention == "sliding_window":
+        visible &= key_position[:, None] > position[:, :, None] - chunk
+    weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+
+    new_keys, new_values = state.keys, state.values
+    for t in range(length):
+        written = (slot == position[:, t : t + 1] % (2 * chunk))[:, None, :, None]
+        new_keys = torch.where(written, keys[:, :, 2 * chunk + t, None], new_keys)
+        new_values = torch.where(written, v[:, :, t, None], new_values)
+    return weights.to(v.dtype) @ values, AttentionState(new_keys, new_values)

@@ -1,5 +1,6 @@
-"""Eager forms of chunk attention: over whole chunks for rows with the same chunk offset, and for one token per row.
+"""Attention patterns, and eager forms: over whole chunks for rows with the same offset, and for one token per row.
 
+The ring buffer has 2c tokens, with position j in slot j mod 2c.
 Over whole chunks, scores and softmax of one head at a time are in a reused scratch buffer, followed by one product with
 the values. The backward pass computes the weights again: keeping them would cost T · 2c · H numbers per layer.
 """
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.chunk_attention.ring import Pattern, in_order, ring_after
+from gecko.config import Attention
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.rotary import rotary_phases, rotate
 from gecko.runtime.private import softmax_gradient
@@ -22,6 +23,52 @@ from gecko.segments import Segments
 
 if TYPE_CHECKING:
     from gecko.ops.chunk_attention import AttentionState
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One attention pattern. The window of a chunk of queries is that chunk and the ``lookback`` chunks before it."""
+
+    chunk_size: int
+    attention: Attention
+    rope_base: float
+    rope_heads: int
+
+    @property
+    def lookback(self) -> int:
+        return 0 if self.attention == "chunk" else 1
+
+    @property
+    def window(self) -> int:
+        return (1 + self.lookback) * self.chunk_size
+
+    def first_slot(self, place: Tensor) -> Tensor:
+        """Return the first window slot that a query at ``place`` (0..c−1) of its chunk sees."""
+        return place + 1 if self.attention == "sliding_window" else torch.zeros_like(place)
+
+    def last_slot(self, place: Tensor) -> Tensor:
+        """Return the query's own slot in its window."""
+        return place + self.lookback * self.chunk_size
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x (B, H, T, d) by ``positions`` that broadcast against (B, H, T)."""
+        return x if self.rope_heads == 0 else rotate(x, self.phases(x, positions), self.rope_heads)
+
+    def phases(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the phases by which ``rotary.rotate`` rotates x (B, H, T, d)."""
+        return rotary_phases(positions, x.shape[-1], self.rope_base, x.dtype, x.device)
+
+
+def in_order(ring: Tensor, start: int, size: int) -> Tensor:
+    """Roll the slots of the ring (B, H, size, d) so that slot ``start`` is first."""
+    return ring if start % size == 0 else torch.roll(ring, -start, dims=2)
+
+
+def ring_after(before: Tensor, new: Tensor, end: int, size: int) -> Tensor:
+    """Return the ring after ``new`` tokens, which end before position ``end``. ``before`` is in order of time."""
+    kept = min(new.shape[2], size)
+    recent = torch.cat([before[:, :, kept:], new[:, :, new.shape[2] - kept :]], dim=2)
+    return in_order(recent, -end, size)
 
 
 def chunk_attention_chunked(

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import call
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH
-from gecko.ops.chunk_attention.ring import Pattern, in_order, ring_after
+from gecko.ops.chunk_attention.chunked import Pattern, in_order, ring_after
 from gecko.ops.rotary import rotate
 from gecko.segments import Segments
 

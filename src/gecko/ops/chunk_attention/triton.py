@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import custom_op
-from gecko.ops.chunk_attention.ring import Pattern
+from gecko.ops.chunk_attention.chunked import Pattern
 from gecko.ops.chunk_attention.triton_layout import lay, rotary_table
 from gecko.ops.chunk_attention.triton_narrow import WIDEST, narrow_backward, narrow_forward
 from gecko.ops.chunk_attention.triton_wide import wide_backward, wide_forward

@@ -8,6 +8,7 @@ import triton.language as tl
 from gecko.ops.timestep_norm.triton_forward import (
     bias_corrections,
     counts_up_to,
+    feature_mask,
     feature_offsets,
     group_moments,
     held_places,
@@ -57,7 +58,7 @@ def _gradient_tile(p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_carry,
     b_deviation = tl.where(m_x, b_x - (b_m / by_mean[:, None])[:, :, None], 0.0)
     b_scaled = b_grad
     if p_weight is not None:
-        m_feature = (i_group < groups)[:, None] & (tl.arange(0, width) < size)[None]
+        m_feature = feature_mask(i_group, groups, size, width)
         b_weight = tl.load(p_weight + feature_offsets(i_group, size, width), mask=m_feature, other=0.0).to(tl.float32)
         b_scaled = b_grad * (1 + b_weight)[None]
     b_grad_m = -b_rstd * tl.sum(b_scaled, 2) / by_mean[:, None]
@@ -179,7 +180,7 @@ def gradients(p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_carry, p_we
     tl.store(p_grad_x + offsets, b_grad_x.to(p_grad_x.dtype.element_ty), mask=m_x)
 
     parts = (i_row * tiles + i_tile) * features + feature_offsets(i_group, size, width)
-    m_feature = m_group[:, None] & (tl.arange(0, width) < size)[None]
+    m_feature = feature_mask(i_group, groups, size, width)
     tl.store(p_scale_parts + parts, tl.sum(b_grad * b_deviation * b_rstd[:, :, None], 0), mask=m_feature)
     tl.store(p_shift_parts + parts, tl.sum(b_grad, 0), mask=m_feature)
 

@@ -56,9 +56,13 @@ def feature_offsets(i_group, size: tl.constexpr, width: tl.constexpr):
 
 
 @triton.jit
+def feature_mask(i_group, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr):
+    return (i_group < groups)[:, None] & (tl.arange(0, width) < size)[None]
+
+
+@triton.jit
 def held_places(i_t, i_group, length, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr):
-    m_features = (i_group < groups)[:, None] & (tl.arange(0, width) < size)[None]
-    return (i_t < length)[:, None, None] & m_features[None]
+    return (i_t < length)[:, None, None] & feature_mask(i_group, groups, size, width)[None]
 
 
 @triton.jit
@@ -242,7 +246,7 @@ def normalise_tiles(p_x, p_begin, p_carry, length, tiles, p_count, p_mean, p_var
     b_rstd = tl.rsqrt(b_v / by_variance[:, None] + eps)
     b_y = (b_x - (b_m / by_mean[:, None])[:, :, None]) * b_rstd[:, :, None]
     i_feature = feature_offsets(i_group, size, width)
-    m_feature = (i_group < groups)[:, None] & (tl.arange(0, width) < size)[None]
+    m_feature = feature_mask(i_group, groups, size, width)
     if p_weight is not None:
         b_y *= 1 + tl.load(p_weight + i_feature, mask=m_feature, other=0.0).to(tl.float32)[None]
     if p_bias is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH, choose_backend, kernels_of
@@ -19,12 +21,13 @@ from gecko.ops.common import (
     run_by_chunk_offset,
 )
 from gecko.ops.working_memory.chunked import working_memory_chunked, working_memory_step
-from gecko.ops.working_memory.reference import working_memory_reference
 from gecko.ops.working_memory.rules import RULES, ChunkSummary, empty_summary
 from gecko.runtime.records import TensorRecord
 from gecko.segments import Segments
 
 __all__ = ["ChunkSummary", "WorkingMemoryState", "working_memory", "working_memory_reference"]
+
+Rule = Literal["adaptive", "linear"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class WorkingMemoryState(TensorRecord):
 
     @classmethod
     def empty(
-        cls, rule: Literal["adaptive", "linear"], batch: int, heads: int, key_dim: int, value_dim: int,
+        cls, rule: Rule, batch: int, heads: int, key_dim: int, value_dim: int,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     ) -> WorkingMemoryState:  # fmt: skip
         nothing = empty_summary(RULES[rule], (batch, heads), key_dim, value_dim, dtype, torch.device(device))
@@ -63,7 +66,7 @@ def working_memory(
     v: Tensor,
     chunk_size: int,
     *,
-    rule: Literal["adaptive", "linear"] = "adaptive",
+    rule: Rule = "adaptive",
     state: WorkingMemoryState | None = None,
     segments: Segments | None = None,
 ) -> tuple[Tensor, WorkingMemoryState]:
@@ -133,3 +136,85 @@ def _cpu_kernel_takes(inputs: tuple[Tensor, ...], state: WorkingMemoryState) -> 
     floats = (x for x in state.tensors().values() if x.is_floating_point())
     fits = all(x.shape[-1] % CPU_KERNEL_WIDTH == 0 for x in inputs)
     return choose_backend(*inputs, *floats, triton=False, cpu=fits) == "cpu"
+
+
+def working_memory_reference(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    chunk_size: int,
+    rule: Rule,
+    state: WorkingMemoryState,
+    segments: Segments,
+) -> tuple[Tensor, WorkingMemoryState]:
+    """Compute ``working_memory`` token by token, directly from the equations, one row at a time."""
+    outputs, states = [], []
+    for row in range(segments.batch):
+        one = state.map(operator.itemgetter(row))
+        out, one = _read_row([x[row] for x in inputs], chunk_size, rule, one, segments.select([row]))
+        outputs.append(out)
+        states.append(one)
+    parts = [iter(one.tensors().values()) for one in states]
+    return torch.stack(outputs), state.map(lambda _: torch.stack([next(part) for part in parts]))
+
+
+def _read_row(
+    inputs: list[Tensor], c: int, rule: Rule, state: WorkingMemoryState, segments: Segments
+) -> tuple[Tensor, WorkingMemoryState]:
+    sums = (torch.zeros_like(x) for x in (state.current.key_sum, state.current.value_sum))
+    empty = ChunkSummary(torch.full_like(state.normaliser, -1e30 if rule == "adaptive" else 0.0), *sums)
+    outputs, begin = [], int(segments.clock.position)
+    for t, (q, k, v) in enumerate(zip(*(x.unbind(1) for x in inputs), strict=True)):
+        document_start, chunk_start = int(segments.document_starts[0, t]), (begin + t) // c * c
+        in_chunk = document_start >= chunk_start
+        if segments.starts is not None and segments.starts[0, t]:
+            state = replace(state, current=empty)
+        found = _found(rule, q, state)
+        outputs.append(found if document_start < chunk_start - c else torch.zeros_like(found))
+        state = replace(state, current=_with_token(rule, k, v, state, in_chunk))
+        if (begin + t + 1) % c == 0:
+            state = replace(_with_chunk(rule, state, empty), previous_resets=torch.tensor(in_chunk, device=q.device))
+    return torch.stack(outputs, dim=1), state
+
+
+def _found(rule: Rule, q: Tensor, state: WorkingMemoryState) -> Tensor:
+    """Return ψ(q)ᵀ M, for the linear rule divided by ψ(q) τ."""
+    psi = q.softmax(-1) if rule == "adaptive" else F.elu(q) + 1
+    found = torch.einsum("hz,hzv->hv", psi, state.memory)
+    return found if rule == "adaptive" else found / (psi * state.normaliser).sum(-1, keepdim=True)
+
+
+def _with_token(rule: Rule, k: Tensor, v: Tensor, state: WorkingMemoryState, in_chunk: bool) -> ChunkSummary:
+    """Return the summary of the current chunk with one more token. ``in_chunk``: its document started in this chunk."""
+    current = state.current
+    if rule == "adaptive":
+        psi, weight = k.softmax(-1), torch.logaddexp(current.weight, k)
+        old, new = (current.weight - weight).exp(), (k - weight).exp()
+    else:
+        old, new = torch.ones_like(k), F.elu(k) + 1
+        psi, weight = _over_total(new, state, in_chunk), current.weight + new
+    return ChunkSummary(
+        weight,
+        old[..., None] * current.key_sum + new[..., None] * psi[:, None],
+        old[..., None] * current.value_sum + new[..., None] * v[:, None],
+    )
+
+
+def _over_total(psi: Tensor, state: WorkingMemoryState, in_chunk: bool) -> Tensor:
+    """Return ψ(k) / (ψ(k) τ), where τ sums over the document before this chunk; zero if it has no tokens there."""
+    before = state.previous.weight + (0 if state.previous_resets else state.normaliser)
+    total = (psi * (torch.zeros_like(before) if in_chunk else before)).sum(-1, keepdim=True)
+    return psi / total if bool((total > 0).all()) else torch.zeros_like(psi)
+
+
+def _with_chunk(rule: Rule, state: WorkingMemoryState, empty: ChunkSummary) -> WorkingMemoryState:
+    """Return the state after a complete chunk: the previous chunk enters the memory, the current one replaces it."""
+    memory, norm, previous = state.memory, state.normaliser, state.previous
+    if state.previous_resets:
+        memory, norm = torch.zeros_like(memory), empty.weight
+    written = previous.value_sum - previous.key_sum @ memory
+    if rule == "adaptive":
+        norm = torch.logaddexp(norm, previous.weight)
+        rho = (previous.weight - norm).exp()[..., None]
+        memory = (1 - rho) * memory + rho * written
+    else:
+        norm, memory = norm + previous.weight, memory + written
+    return replace(state, memory=memory, normaliser=norm, previous=state.current, current=empty)

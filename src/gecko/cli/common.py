@@ -1,4 +1,4 @@
-"""Errors and exit codes of the commands, and the rule for the files and folders that they write.
+"""What the commands share: types of arguments and options, errors, exit codes, and the rule for files they write.
 
 A command that fails prints one message without a traceback; the exit code says which kind of failure it was.
 
@@ -16,13 +16,35 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Annotated, Any, NamedTuple, TextIO
 
 import typer
 from typer.core import TyperGroup
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes: an error with a message, Ctrl-C, and an output pipe that was closed by its reader."""
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Model folder, or training run (its newest checkpoint is used).")
+]
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe, or path of a run's recipe.json.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Changes to the recipe's fields.")]
+TokenizerSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer", metavar="SPEC", help="bytes, or the path of a tokenizer.", show_default="the model's own"
+    ),
+]
+Device = Annotated[str, typer.Option("--device", help="Device: auto (CUDA if it is available), cpu, cuda, or cuda:N.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="Dtype of the weights: float32 or bfloat16.", show_default="as stored")
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Replace a file of another kind. Files that the command reads are never replaced."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 class ErrorReportingGroup(TyperGroup):
