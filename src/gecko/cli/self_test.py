@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig
-from gecko.inference import generate
+from gecko.inference import generate, read
+from gecko.inference.decoder import Decoder
 from gecko.models.gecko import Gecko, load
 from gecko.ops.cema import CEMACoefficients, cema, cema_reference, empty_cema_state
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, chunk_attention_reference
@@ -58,6 +59,7 @@ def self_test(device: torch.device) -> list[Finding]:
         "split law: any cut into calls, same logits": _split_law,
         "training: loss and all gradients finite": _training,
         "files: model and state come back unchanged": _files,
+        "decoding: token by token = one call in float64": _decoding,
         "generation: a batch = each text alone": _batch_law,
     }
     # The caller's random number generator is left unchanged.
@@ -171,6 +173,21 @@ def _files(device: torch.device) -> str:
     if not torch.equal(expected, found):
         raise ValueError(_difference(found, expected))
     return "equal to the bit"
+
+
+def _decoding(device: torch.device) -> str:
+    model, tokens = _model(device), _tokens(device, _BATCH)
+    with torch.inference_mode():
+        expected, _ = copy.deepcopy(model).double()(tokens)
+        decoder = Decoder(model, _BATCH)
+        for row in tokens:
+            prefill = read(model, [row[:5]])
+            decoder.add(prefill.state, prefill.seen)
+        logits = torch.stack([decoder.step(column.tolist()).clone() for column in tokens[:, 5:].unbind(1)], dim=1)
+    worst = _relative(logits.double(), expected[:, 5:])
+    if not worst <= SINGLE_TOLERANCE:
+        raise ValueError(f"relative difference {worst:.3g}")
+    return f"relative difference {worst:.0e}, {'in C' if decoder.runs_in_c else 'in PyTorch'}"
 
 
 def _batch_law(device: torch.device) -> str:
