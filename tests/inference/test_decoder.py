@@ -276,6 +276,22 @@ def test_ids_outside_the_vocabulary_are_refused(token: int) -> None:
     assert_same_states(decoder.state(0), before, 0)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_states_of_other_weights_are_refused(others: int) -> None:
+    """The first sequence of a decoder, and one that joins another."""
+    model, other = cases.model("gecko", torch.float32), cases.model("gecko", torch.float32)
+    with torch.no_grad():
+        other.blocks[0].mixer.to_gate.weight.add_(1)
+    decoder = Decoder(model, 2)
+    with torch.inference_mode():
+        for prefill in [read(model, [cases.tokens(1, 5)[0]])] * others:
+            decoder.add(prefill.state, prefill.seen)
+        prefill = read(other, [cases.tokens(1, 5)[0]])
+        with pytest.raises(ValueError, match=r"weights|different"):
+            decoder.add(prefill.state, prefill.seen)
+    assert decoder.count == others
+
+
 def test_weights_that_change_between_tokens_are_refused() -> None:
     model = cases.model("gecko", torch.float32)
     stream = TokenStream(

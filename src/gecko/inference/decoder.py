@@ -46,14 +46,21 @@ class Decoder:
         return self._network is not None
 
     def add(self, state: GeckoState, seen: Tensor) -> None:
-        """Copy the state of one sequence into slot ``count``."""
+        """Copy the state of one sequence into slot ``count``.
+
+        Raises:
+            ValueError: other weights made the state.
+        """
         assert self.count < self.capacity, "there must be a free slot"
         if not self.count:
             # No slot holds a state of earlier weights, so the weights may have changed.
+            self._model.check_state(state, 1)
             self._prepare(state)
-        elif self._all is not None and self.count == self._all.batch_size:
-            self._grow()
+        elif self._all is not None and not _of_one_model(state, self._all):
+            raise ValueError("states that decode side by side must be of one model; got states of different ones.")
         assert self._all is not None
+        if self.count == self._all.batch_size:
+            self._grow()
         for slot, tensor in zip(self._all.tensors().values(), state.tensors().values(), strict=True):
             slot[self.count].copy_(tensor[0])
         self._seen[self.count].copy_(seen)
@@ -125,6 +132,11 @@ class Decoder:
         self.count = count
         if self._all is not None:
             self._state = replace(self._all.map(lambda x: x[:count]), exclusive=True)
+
+
+def _of_one_model(a: GeckoState, b: GeckoState) -> bool:
+    """Return whether the same weights may have made both; the name of weights that had gradients is unknown."""
+    return a.config == b.config and (a.model == b.model or not (a.model and b.model))
 
 
 def _new_slots(state: GeckoState, count: int) -> GeckoState:
