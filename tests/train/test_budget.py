@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.whole_runs import die, everything, same_end, stop_after
 
-from gecko.train import CheckpointSettings, EvaluationSettings, Run, session, setup, train, trainer
+from gecko.train import CheckpointSettings, EvaluationSettings, Run, report, session, setup, train, trainer
 from gecko.train.checkpointer import Checkpointer
 from gecko.train.evaluate import HeldOut
 from gecko.train.setup import Budget, Costs, most_steps
@@ -89,14 +89,14 @@ def test_the_budget_counts_what_a_run_does(small_run: Run, monkeypatch: pytest.M
             evaluation=replace(small_run.evaluation, every=every), checkpoint=CheckpointSettings(every=save),
         )  # fmt: skip
         done: list[str] = []
-        places = ((Trainer, "_step"), (Trainer, "_evaluate"), (Checkpointer, "save"), (session, "_finish"))
+        places = ((Trainer, "_step"), (Trainer, "_evaluate"), (Checkpointer, "save"), (session, "finish_run"))
         with monkeypatch.context() as patched:
             for kind, name in places:
                 count(kind, name, done, patched)
             train(run)
         parts = {
             "_step": Costs(1, 0, 0, 0), "_evaluate": Costs(0, 1, 0, 0), "save": Costs(0, 0, 1, 0),
-            "_finish": Costs(0, 0, 0, 1),
+            "finish_run": Costs(0, 0, 0, 1),
         }  # fmt: skip
         assert {name: part.seconds(run, 12) for name, part in parts.items()} == Counter(done)
 
@@ -121,10 +121,10 @@ def test_a_part_is_estimated_from_a_piece_of_it(small_run: Run, monkeypatch: pyt
         batches.append(-(-len(held_out.rows.tokens) // held_out.batch_size))
         return evaluate(model, held_out, *others)
 
-    for place in (trainer, session):
+    for place in (trainer, report):
         monkeypatch.setattr(place, "evaluate", counting)
     run = replace(small_run, evaluation=EvaluationSettings(every=5, rows=6, final_rows=10))
-    train(replace(run, steps=None, minutes=0.1, sample=replace(run.sample, tokens=20)))
+    train(replace(run, steps=None, minutes=10, sample=replace(run.sample, tokens=20)))
     (costs,), (curve, *_, final) = found, batches
     assert curve > 1 and final > curve
     assert costs.step == 3

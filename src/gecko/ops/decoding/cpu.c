@@ -340,8 +340,9 @@ static void run_network(const worker *w) {
     run_layer(w, &net->head, outputs, w->a.normal, w->batch->logits, net->vocabulary);
 }
 
-// Logits of the token after those of ``b``, whose states are changed in place. ``room`` as ``decoding_room`` says.
-void decoding_step(const network *net, const batch *b, float *room, int64_t threads) {
+// Logits of the token after those of ``b``, whose states are changed in place. ``room`` as ``decoding_room`` says: no
+// memory is asked for here, so it returns 0.
+int64_t decoding_step(const network *net, const batch *b, float *room, int64_t threads) {
     activations a;
     carve(&a, room, net, threads);
 #pragma omp parallel num_threads(threads)
@@ -351,4 +352,5 @@ void decoding_step(const network *net, const batch *b, float *room, int64_t thre
         const worker w = {net, b, a, thread, there, own, own + net->slots * padded(net->features)};
         run_network(&w);
     }
+    return 0;
 }

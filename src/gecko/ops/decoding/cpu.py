@@ -186,7 +186,7 @@ def _room_for(network: Any, threads: int) -> int:
 
 
 def _step(network: Any, batch: Any, room: int, threads: int) -> None:
-    _function("decoding_step", None, (c_void_p, c_void_p, c_void_p, c_int64))(network, batch, room, threads)
+    _function("decoding_step", c_int64, (c_void_p, c_void_p, c_void_p, c_int64))(network, batch, room, threads)
 
 
 def samples_in_c(logits: Tensor) -> bool:
@@ -214,7 +214,7 @@ def sample(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[flo
     tokens, weights = (c_int64 * rows)(), (c_double * vocabulary)()
     numbers = (c_double * rows)(*temperatures), (c_double * rows)(*uniforms)
     arguments = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)
-    _function("decoding_sample", None, arguments)(logits.data_ptr(), rows, vocabulary, *numbers, weights, tokens)
+    _function("decoding_sample", c_int64, arguments)(logits.data_ptr(), rows, vocabulary, *numbers, weights, tokens)
     return list(tokens)
 
 

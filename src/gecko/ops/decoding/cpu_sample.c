@@ -37,11 +37,13 @@ static int64_t drawn(const float *logits, int64_t vocabulary, double temperature
 }
 
 // A token of each row. ``temperature`` 0 takes the most likely one; ``weight`` is work memory of (vocabulary,).
-void decoding_sample(const float *logits, int64_t rows, int64_t vocabulary, const double *temperature,
+// Returns 0: no memory is asked for.
+int64_t decoding_sample(const float *logits, int64_t rows, int64_t vocabulary, const double *temperature,
                      const double *uniform, double *weight, int64_t *token) {
     for (int64_t r = 0; r < rows; r++) {
         const float *own = logits + r * vocabulary;
         token[r] = temperature[r] == 0 ? most_likely(own, vocabulary)
                                        : drawn(own, vocabulary, temperature[r], uniform[r], weight);
     }
+    return 0;
 }
