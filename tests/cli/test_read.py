@@ -154,6 +154,7 @@ def test_ctrl_c_keeps_what_was_read_and_says_how_to_go_on(
     reading.send_signal(signal.SIGINT)
     told = reading.communicate(timeout=60)[1].decode()
     assert reading.returncode == 130, told
+    assert "SIGINT: the piece in progress is read, then the state is saved" in told
     rest = re.search(r"stopped after ([\d,]+) bytes of .*; the rest: (.*)", told)
     assert rest is not None, told
     read_so_far = int(rest[1].replace(",", ""))

@@ -320,6 +320,8 @@ RECORDS: dict[str, Callable[[list[str]], bytes]] = {
     ".JSON": lambda texts: json_lines(texts, "body"),
     ".csv": lambda texts: csv_rows(texts, ","),
     ".tsv": lambda texts: csv_rows(texts, "\t"),
+    ".tab": lambda texts: csv_rows(texts, "\t"),
+    ".jl": lambda texts: json_lines(texts, "body"),
 }
 
 
@@ -371,7 +373,8 @@ def test_records_that_are_malformed(tmp_path: Path, name: str, content: str, mes
 
 
 @pytest.mark.parametrize(
-    "name", ["x.zip", "x.tar", "x.tar.gz", "x.PDF", "x.docx", "x.pkl", "x.arrow", "x.parquet.gz", "x.xz"]
+    "name",
+    ["x.zip", "x.tar", "x.tar.gz", "x.PDF", "x.docx", "x.pkl", "x.arrow", "x.parquet.gz", "x.xz", "x.ipynb", "x.psv"],
 )
 def test_formats_that_are_no_text_are_refused_at_once(tmp_path: Path, name: str) -> None:
     """Also if each byte of the file could be text, as in a pickle of protocol 0, and for whole folders."""

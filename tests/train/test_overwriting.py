@@ -32,6 +32,18 @@ def test_a_model_is_not_mixed_with_a_run(small_run: Run, resume: bool) -> None:
     assert everything(small_run.folder) == before
 
 
+@pytest.mark.parametrize("name", ["recipe.json", "sample.txt", "report.html", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_files_that_no_run_wrote_are_not_replaced(small_run: Run, name: str, resume: bool) -> None:
+    path = small_run.folder / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    with pytest.raises(FileExistsError, match=rf"has a {name} that no run wrote.* Choose another folder"):
+        train(small_run, resume=resume)
+    assert path.read_text() == "mine"
+    assert not (small_run.folder / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_what_a_finished_run_left_is_not_overwritten(small_run: Run, resume: bool) -> None:
     """Its checkpoints were deleted to free space; its metrics and report are still there."""

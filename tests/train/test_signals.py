@@ -6,14 +6,16 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import pytest
 import torch
 from support.whole_runs import stop_after
 
-from gecko.train import Run, train
+from gecko.train import Run, session, train
 from gecko.train.health import StopSignal
 
 
@@ -72,3 +74,25 @@ def test_training_says_what_comes_of_a_signal(
     stop_after(3, monkeypatch, interrupt)
     assert train(small_run).step == 3
     assert re.search("SIGINT: the step in progress is finished, then saved; a second Ctrl-C", "".join(said))
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [("steps_in_budget", "the measurement in progress is finished"), ("finish_run", "all steps are saved")],
+)
+def test_the_notice_is_that_of_the_phase(
+    part: str, said: str, small_run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    original, told = getattr(session, part), list[str]()
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        end = time.monotonic() + 10
+        while not any(told) and time.monotonic() < end:
+            told.append(capfd.readouterr().err)
+            time.sleep(0.01)
+        return original(*arguments)
+
+    monkeypatch.setattr(session, part, interrupted)
+    train(replace(small_run, steps=None, minutes=0.01) if part == "steps_in_budget" else small_run)
+    assert f"SIGINT: {said}" in "".join(told)

@@ -54,6 +54,7 @@ def test_a_run_on_bytes_keeps_no_tokenizer_of_a_session_before(small_run: Run) -
     left = Path(write_tokenizer(small_run.folder, []))
     (small_run.folder / "tokenizer").mkdir()
     left.rename(small_run.folder / "tokenizer" / "tokenizer.json")
+    small_run.save(small_run.folder / "recipe.json")
     checkpoint = train(small_run).checkpoint
     assert not any(name.startswith("tokenizer") for name in read_manifest(checkpoint))
     assert known_tokenizer(checkpoint) == "bytes"

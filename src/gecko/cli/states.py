@@ -69,7 +69,10 @@ def read(
     before = None if state is None else GeckoState.load(Path(state).expanduser())
     network, vocabulary = load_model(model, tokenizer, device, dtype)
     keep_freed_memory()
-    with StopSignal() as stop, TextPrefill(texts, vocabulary, stopped=lambda: stop.requested is not None) as reading:
+    with (
+        StopSignal(_notice) as stop,
+        TextPrefill(texts, vocabulary, stopped=lambda: stop.requested is not None) as reading,
+    ):
         done = _read(network, reading, before, loss)
     if target is not None:
         done.state.save(target, compact=compact)
@@ -83,6 +86,14 @@ def read(
         command = None if out is None else ["gecko", "read", model, *given, *flags]
         typer.echo(_continuation_hint(books, reading.unfinished, command), err=True)
         raise typer.Exit(INTERRUPTED)
+
+
+def _notice(signal: str, again: bool) -> None:
+    """Say at once what the signal does: the piece of text in progress may take long."""
+    from gecko.train.health import write_notice
+
+    first = "the piece in progress is read, then the state is saved; a second Ctrl-C stops at once and loses it"
+    write_notice(signal, "stopping now: what was read is lost" if again else first)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from gecko.runtime.process import require
 Format = Literal["text", "json lines", "json", "csv", "tsv", "parquet"]
 
 _RECORDS: dict[str, Format] = {
-    ".jsonl": "json lines", ".ndjson": "json lines", ".json": "json", ".csv": "csv", ".tsv": "tsv",
-    ".parquet": "parquet",
+    ".jsonl": "json lines", ".ndjson": "json lines", ".jsonlines": "json lines", ".jl": "json lines", ".json": "json",
+    ".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".parquet": "parquet",
 }  # fmt: skip
 _UNREADABLE = {
     "an archive; unpack it, and name the folder": ".zip .tar .tgz .tbz2 .txz .7z .rar .jar .whl .egg",
@@ -31,6 +31,8 @@ _UNREADABLE = {
         ".pkl .pickle .pt .pth .ckpt .npy .npz .safetensors .joblib .gguf .onnx .tfrecord",
     "an image, a sound or a video, not text; leave it out":
         ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .mp3 .wav .flac .ogg .mp4 .mkv .avi .mov .webm",
+    "JSON with a structure of its own; write its text to .jsonl": ".geojson .ipynb .har .webmanifest",
+    "a table whose columns are divided in a way that is not read; convert it to .csv": ".psv .ssv",
     "a program, not text; leave it out": ".exe .dll .so .dylib .pyc .class .wasm",
 }  # fmt: skip
 _REASONS = {suffix: reason for reason, suffixes in _UNREADABLE.items() for suffix in suffixes.split()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import os
@@ -133,6 +134,45 @@ def _is_finite(tensor: Tensor) -> bool:
     """Return whether all values are finite; of a sharded tensor, those of this rank's part."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return bool(torch.isfinite(local).all())
+
+
+_STDERR = 2
+"""File descriptor of stderr. The object ``sys.stderr`` may have been replaced by one that takes a lock."""
+
+
+def write_notice(signal: str, text: str) -> None:
+    """Write what a signal does to stderr. The console is not used, because the main thread may hold its lock."""
+    with contextlib.suppress(OSError):
+        os.write(_STDERR, f"\n{signal}: {text}\n".encode())
+
+
+class TrainingNotice:
+    """Says what a signal does in each phase of a run: "measuring", "training" or "finishing"."""
+
+    def __init__(self) -> None:
+        self.phase = "training"
+
+    def __call__(self, signal: str, again: bool) -> None:
+        """Write what a signal does; ``again`` is true for a second Ctrl-C."""
+        write_notice(signal, _NOTICES[self.phase][again])
+
+
+_NOTICES = {
+    "measuring": (
+        "the measurement in progress is finished, then the run is saved; a second Ctrl-C stops at once",
+        "stopping now: nothing was trained",
+    ),
+    "training": (
+        "the step in progress is finished, then saved; a second Ctrl-C stops at once and loses the steps since the "
+        "last checkpoint",
+        "stopping now: the steps since the last checkpoint are lost",
+    ),
+    "finishing": (
+        "all steps are saved; the final loss, sample and report are finished; a second Ctrl-C stops at once",
+        "stopping now: all steps are saved, and --resume writes the final loss, sample and report",
+    ),
+}
+"""What the first signal and a second Ctrl-C do, by phase."""
 
 
 class StopSignal:

@@ -214,7 +214,8 @@ def finish_run(
             write_model(checkpoint, checkpoint)
             model = load_any(checkpoint).to(device)
         sample = sample_text(run, model, data.tokenizer)
-        (run.folder / SAMPLE).write_text(run.sample.prompt + sample, encoding="utf-8")
+        with whole_file(run.folder / SAMPLE) as temporary:
+            temporary.write_text(run.sample.prompt + sample, encoding="utf-8")
     console.print(
         f"final held-out loss over {result.tokens:,} tokens: "
         f"{result.nats_per_byte:.4f} nats per byte, {result.loss:.4f} nats per token"

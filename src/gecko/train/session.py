@@ -6,8 +6,6 @@ evaluates the finished model.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gecko.data.tokenizers import copy_tokenizer
+from gecko.data.tokenizers import SETTINGS, TOKENIZERS, copy_tokenizer
 from gecko.io.files import locked, mend_lines, whole_file
 from gecko.io.model_folder import CONFIG, WEIGHTS
 from gecko.models import LanguageModel
@@ -35,7 +33,7 @@ from gecko.train.checkpointer import (
 )
 from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
-from gecko.train.health import LauncherWatch, StopSignal, Watchdog, reported_hangs
+from gecko.train.health import LauncherWatch, StopSignal, TrainingNotice, Watchdog, reported_hangs
 from gecko.train.metrics import (
     METRICS,
     SESSIONS,
@@ -47,7 +45,7 @@ from gecko.train.metrics import (
     row_layout,
 )
 from gecko.train.overrides import flatten
-from gecko.train.report import RESULTS, finish_run, remove_results
+from gecko.train.report import REPORT, RESULTS, SAMPLE, finish_run, remove_results
 from gecko.train.run import Run
 from gecko.train.setup import Budget, starting_model, steps_in_budget
 from gecko.train.step import build_optimizer
@@ -55,8 +53,6 @@ from gecko.train.throughput import describe_hardware, multiplies_bfloat16, selec
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress
 
 _LOCK = ".training"
-_STDERR = 2
-"""File descriptor of stderr. The object ``sys.stderr`` may have been replaced by one that takes a lock."""
 _SAME_ON_RESUME = ("model", "data", "batch_size", "sequence_length", "seed")
 
 
@@ -117,15 +113,19 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: fl
     data = ranks.run_or_abort_all(lambda: _load_data(run, checkpoint, ranks, console))
     model = starting_model(run, ranks, device, fresh=checkpoint is None)
     batches = Prefetcher(data.rows, ranks)
-    with StopSignal(_notice if ranks.is_main else None) as stop:
+    notice = TrainingNotice()
+    with StopSignal(notice if ranks.is_main else None) as stop:
         if run.steps is None:
+            notice.phase = "measuring"
             console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
             budget = steps_in_budget(run, model, batches, data, ranks, begin)
             _print_budget(run, budget, console)
             run = run.with_steps(budget.steps)
+        notice.phase = "training"
         position = _fit(run, model, data, batches, checkpoint, stop, ranks, console)
         newest = checkpoint_path(checkpoints_folder(run), position.step)
         if position.step == run.steps:
+            notice.phase = "finishing"
             evaluation, report = finish_run(run, model, data, newest, ranks, console)
             return TrainResult(run, newest, position.step, evaluation, report)
     console.print(
@@ -142,18 +142,6 @@ def _print_budget(run: Run, budget: Budget, console: Console) -> None:
         else f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
         f"sample and report takes about {budget.seconds / 60:.1f} more minutes. It is trained for that one"
     )
-
-
-def _notice(signal: str, again: bool) -> None:
-    """Write to stderr what the signal does. The console is not used, because the training thread may hold its lock."""
-    said = (
-        "stopping now: the steps since the last checkpoint are lost"
-        if again
-        else "the step in progress is finished, then saved; a second Ctrl-C stops at once and loses the steps since "
-        "the last checkpoint"
-    )
-    with contextlib.suppress(OSError):
-        os.write(_STDERR, f"\n{signal}: {said}\n".encode())
 
 
 def _lock(run: Run, ranks: Ranks) -> AbstractContextManager[None]:
@@ -188,6 +176,7 @@ def _check_overwrites_nothing(run: Run, resume: bool) -> None:
             "folder with output=."
         )
     saved = bool(list_checkpoints(folder))
+    _check_files_of_others(run)
     begun, finished = (run.folder / METRICS).exists(), (run.folder / RESULTS).exists()
     if finished and not saved:
         raise FileExistsError(
@@ -199,6 +188,29 @@ def _check_overwrites_nothing(run: Run, resume: bool) -> None:
             f"{run.folder} already holds a run, and nothing there is overwritten. Continue it with --resume, "
             "or choose another folder with output=."
         )
+
+
+def _check_files_of_others(run: Run) -> None:
+    """Raise FileExistsError if the folder is not that of a run, but has a file that a run would replace or delete."""
+    if (run.folder / METRICS).exists() or _holds_recipe(run.folder / RECIPE):
+        return
+    replaced = [run.folder / name for name in (RECIPE, SAMPLE, REPORT)]
+    if tokenizer_folder(run).resolve() not in (path := Path(run.data.tokenizer).resolve(), path.parent):
+        replaced += [tokenizer_folder(run) / name for name in (*TOKENIZERS, *SETTINGS)]
+    found = next((path for path in replaced if path.exists()), None)
+    if found is not None:
+        raise FileExistsError(
+            f"{run.folder} must be a new folder or that of a run; it has a {found.relative_to(run.folder)} that no run "
+            "wrote, and the run would replace it. Choose another folder with output=, or move the file away."
+        )
+
+
+def _holds_recipe(path: Path) -> bool:
+    try:
+        Run.load(path)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return True
 
 
 def _mend_records(run: Run) -> None:

@@ -93,9 +93,11 @@ class Trainer:
             # During a streak of skipped steps the weights may be bad. The save after the loop ignores this.
             if self._overdue and not self.position.consecutive_skips:
                 self._save()
-        self._profile.finish()
-        if self._saved != self.position.step:
-            self._save()
+        try:
+            self._profile.finish()
+        finally:  # a trace that cannot be written must not cost steps
+            if self._saved != self.position.step:
+                self._save()
         if self.position.step == self.steps and not self.position.consecutive_skips and self._finite_held_out:
             self._drop_older()
         self.sinks.saver.wait()

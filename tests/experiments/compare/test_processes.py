@@ -100,7 +100,7 @@ def test_progress_is_read_from_the_end_of_the_metrics(base: Run, tmp_path: Path)
             metrics.write("train", step, {"loss": 1.0 / step, "tokens_per_second": float(step), "note": "x" * 40})
         metrics.write("validation", 2000, {"nats_per_byte": 4.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')
+        file.write('{"kind": "train", "step": 2001}\n{"kind": "validation"}\n{"kind": "train", "st')
     assert (tmp_path / "metrics.jsonl").stat().st_size > 1 << 17
     assert progress_of(run) == Progress(2000, 1 / 2000, 4.0, 1990.5)
 

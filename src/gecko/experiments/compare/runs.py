@@ -43,6 +43,10 @@ class Progress:
     """Median over the last steps."""
 
 
+_DISPLAYED = {"train": ("step", "loss", "tokens_per_second"), "validation": ("nats_per_byte",)}
+"""Numbers of a record that the display needs, by its kind."""
+
+
 def progress_of(run: Run) -> Progress:
     """Return the progress of a run from the end of its metrics."""
     records = _last_records(run.folder / METRICS)
@@ -70,12 +74,14 @@ def _last_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; None if it is damaged, because the display must not stop the comparison."""
+    """Parse a line; None if it is damaged or lacks a number, because the display must not stop the comparison."""
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and "kind" in record else None
+    if not isinstance(record, dict) or "kind" not in record:
+        return None
+    return record if all(name in record for name in _DISPLAYED.get(record["kind"], ())) else None
 
 
 State = Literal["waiting", "training", "finished", "diverged", "failed", "stopped"]

@@ -145,7 +145,13 @@ class Network:
     def _room_of(self, threads: int) -> int:
         """Return the address of the work memory, which is zero before the first call."""
         if threads not in self._room:
-            self._room[threads] = torch.zeros(_room_for(ctypes.byref(self._network), threads))
+            numbers = _room_for(ctypes.byref(self._network), threads)
+            try:
+                self._room[threads] = torch.zeros(numbers)
+            except RuntimeError as error:
+                raise MemoryError(
+                    f"decoding needs {4 * numbers:,} bytes to work in; the system refused them."
+                ) from error
         return self._room[threads].data_ptr()
 
     def _filled(self, kind: Any, record: Record) -> Any:
