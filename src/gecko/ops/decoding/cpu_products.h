@@ -3,6 +3,9 @@
 #pragma once
 
 #include "../backends/cpu.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 typedef enum { FLOAT32, BFLOAT16, INT8, INT4 } weight_kind;
 
@@ -21,15 +24,46 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_a
 typedef uint32_t lanes_of_bits __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-static inline vec load_bfloat16(const uint16_t *from) {
-    return (vec)(__builtin_convertvector(*(const halves *)from, lanes_of_bits) << 16);
+// GCC widens vectors of 8 and 16 bits number by number, which takes longer than memory delivers them.
+#if defined __AVX512F__
+
+static inline lanes_of_int widened_16(const uint16_t *from) {
+    return (lanes_of_int)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
 }
 
-static inline vec load_int8(const int8_t *from) { return __builtin_convertvector(*(const bytes *)from, vec); }
+static inline lanes_of_int widened_8(const int8_t *from) {
+    return (lanes_of_int)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from));
+}
+
+#elif defined __AVX2__
+
+static inline lanes_of_int widened_16(const uint16_t *from) {
+    return (lanes_of_int)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from));
+}
+
+static inline lanes_of_int widened_8(const int8_t *from) {
+    return (lanes_of_int)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from));
+}
+
+#else
+
+static inline lanes_of_int widened_16(const uint16_t *from) {
+    return (lanes_of_int)__builtin_convertvector(*(const halves *)from, lanes_of_bits);
+}
+
+static inline lanes_of_int widened_8(const int8_t *from) {
+    return __builtin_convertvector(*(const bytes *)from, lanes_of_int);
+}
+
+#endif
+
+static inline vec load_bfloat16(const uint16_t *from) { return (vec)(widened_16(from) << 16); }
+
+static inline vec load_int8(const int8_t *from) { return __builtin_convertvector(widened_8(from), vec); }
 
 // The low or the high half of each byte, minus 8.
 static inline vec load_int4(const int8_t *from, int high) {
-    lanes_of_int both = __builtin_convertvector(*(const bytes *)from, lanes_of_int);
+    lanes_of_int both = widened_8(from);
     return __builtin_convertvector((high ? both >> 4 & 15 : both & 15) - 8, vec);
 }
 
