@@ -147,7 +147,7 @@ def _resolution(rule: Rule, key_dim: int, length: float) -> list[Score]:
         read, _state = working_memory(keys[:, None], keys[:, None], one_hot[:, None], CHUNK, rule=rule)
         last = read[:, 0, -CHUNK:]
         spreads.append(float((last.std(1).square().sum(-1) / last.mean(1).square().sum(-1)).sqrt().mean()))
-        # What all tokens read has no information about a single one.
+        # The mean of what all tokens read says nothing about a single token.
         told = (last - last.mean(1, keepdim=True))[:, -PAIRS:]
         best = told.gather(2, kept[:, None].expand(-1, PAIRS, -1)).argmax(-1)
         hits += (best == torch.arange(PAIRS)).flatten().tolist()

@@ -42,7 +42,7 @@ class Case:
     bytes_read: int
     """By one step."""
     steps: int
-    """Of one measurement."""
+    """Number of steps in one measurement."""
 
 
 def main() -> None:

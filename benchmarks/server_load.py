@@ -43,7 +43,7 @@ CLASSES = ((16, 256), (256, 2_000), (2_000, 20_000))
 SHARED = "This is a beginning that one prompt in four has in common with others. " * 40
 GONE_SHARE = 1 / 3
 PREFIX_CACHE = 64
-"""Size in megabytes; so small that the cache is full before memory is measured."""
+"""Size of the cache in megabytes. It is small, so that the cache is full before memory is measured."""
 WARM_UP = 15.0
 """Seconds that do not count: the first calls of a process are slower, and the prefix cache fills."""
 FLAT = 1.05

@@ -17,6 +17,8 @@ from torch import Tensor
 import gecko
 from gecko.inference import Prefill, Sampling, TokenStream, read
 from gecko.inference.decoder import Decoder
+from gecko.layers.cema import CEMA
+from gecko.segments import Segments
 from gecko.state import GeckoState
 
 LENGTHS = (1, 5, 2 * cases.CHUNK, 3 * cases.CHUNK - 1)
@@ -182,11 +184,19 @@ def test_quantised_weights_are_those_of_torchao(bits: int) -> None:
     torch.testing.assert_close(found, expected[:, len(prompt) :], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["float64", "hook", "no library"])
+class Doubled(CEMA):
+    def forward(self, x: Tensor, state: Tensor | None, segments: Segments) -> tuple[Tensor, Tensor]:
+        y, state = super().forward(x, state, segments)
+        return 2 * y, state
+
+
+@pytest.mark.parametrize("kind", ["float64", "hook", "subclass", "no library"])
 def test_other_models_decode_in_pytorch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = cases.model("gecko", torch.float64 if kind == "float64" else torch.float32)
     if kind == "hook":
         model.blocks[0].mixer.to_gate.register_forward_hook(lambda module, inputs, output: 2 * output)
+    if kind == "subclass":
+        model.blocks[0].mixer.cema.__class__ = Doubled
     if kind == "no library":
         monkeypatch.setattr("gecko.inference.packed_weights.library", lambda: None)
     prompt, tokens = cases.tokens(1, 20)[0], cases.tokens(1, STEPS, 2)

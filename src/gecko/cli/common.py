@@ -1,4 +1,4 @@
-"""What the commands share: types of arguments and options, errors, exit codes, and the rule for files they write.
+"""Shared by the commands: types of arguments and options, errors, exit codes, and the rule for files they write.
 
 A command that fails prints one message without a traceback; the exit code says which kind of failure it was.
 

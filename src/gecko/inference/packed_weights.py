@@ -15,7 +15,7 @@ from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.layers.linear import is_bare
-from gecko.layers.norms import TimestepNorm
+from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends.cpu import library
 from gecko.ops.backends.dispatch import is_watched
@@ -26,6 +26,11 @@ from gecko.ops.working_memory.rules import ChunkSummary
 from gecko.state import GeckoState
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_MODULES = (
+    Gecko, Block, GatedAttention, FeedForward, CEMA, TimestepNorm, RMSNorm, LayerNorm, nn.Linear, nn.Embedding,
+    nn.ModuleList,
+)  # fmt: skip
+"""Classes whose computation the kernels know; a subclass may compute something else."""
 _ATTENTIONS = {"sliding_chunk": 0, "chunk": 1, "sliding_window": 2}
 _MEMORIES = {"none": 0, "adaptive": 1, "linear": 2}
 
@@ -33,17 +38,18 @@ _MEMORIES = {"none": 0, "adaptive": 1, "linear": 2}
 def decodes_in_c(model: Gecko, state: GeckoState) -> bool:
     """Return whether the C decoder supports the weights and states.
 
-    Weights must be float32, bfloat16 or quantised, and on the CPU. Models with adapters, hooks or sharded weights
-    decode in PyTorch.
+    Weights must be float32, bfloat16 or quantised, and on the CPU. Models with adapters, hooks, modules of other
+    classes or sharded weights decode in PyTorch.
     """
-    matrices = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    modules = list(model.modules())
     weights = [tensor for parameter in model.parameters() for tensor in plain_tensors(parameter)]
     floats = [(name, x.dtype) for name, x in state.tensors().items() if x.is_floating_point()]
     return (
-        type(model) is Gecko and not model.sharded and not is_watched() and all(type(x) is Block for x in model.blocks)
+        not model.sharded and not is_watched() and all(type(module) in _MODULES for module in modules)
         and all(x.device.type == "cpu" for x in weights) and all(x.dtype in _DTYPES for x in model.parameters())
         and all(dtype in (_DTYPES if name.endswith("attention.values") else _DTYPES[:1]) for name, dtype in floats)
-        and all(map(is_bare, matrices)) and not any(map(_has_hooks, model.modules())) and library() is not None
+        and all(is_bare(module) for module in modules if isinstance(module, nn.Linear))
+        and not any(map(_has_hooks, modules)) and library() is not None
     )  # fmt: skip
 
 

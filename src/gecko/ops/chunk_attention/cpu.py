@@ -22,7 +22,7 @@ _SPAN = 512
 
 
 def takes(inputs: tuple[Tensor, ...], pattern: Pattern, ring_start: int | None) -> bool:
-    """Return whether the kernels support these sizes and a call that starts at this slot: it must start a chunk."""
+    """Return whether the kernels support these sizes. A call must start at the first slot of a chunk."""
     q, _, v = inputs
     sizes = q.shape[-1] % CPU_KERNEL_WIDTH == 0 and v.shape[-1] % CPU_KERNEL_WIDTH == 0
     return sizes and ring_start is not None and ring_start % pattern.chunk_size == 0

@@ -98,7 +98,6 @@ class _Batch(ctypes.Structure):
     ]
 
 
-Value = Tensor | Weights | int | float | None
 Record = dict[str, Any]
 """Fields of a structure: numbers, tensors, weights, and records of structures within it."""
 
