@@ -240,11 +240,25 @@ def named(presets: Mapping[str, Config], name: str) -> Config:
 
 
 def unknown_name(kind: str, name: object, known: Any) -> str:
-    """Return the error message for an unknown name, with the nearest known one."""
+    """Return the error message for an unknown name, with the nearest known one; of many names only the nearest."""
     choices = sorted(map(str, known))
-    near = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
+    near = _nearest(str(name), choices)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{kind} must be one of {', '.join(choices)}; got {str(name)!r}.{hint}"
+    listed = ", ".join(choices)
+    if near and len(choices) > _MOST_LISTED:
+        listed = f"{len(choices)} names, such as {', '.join(near[:4])}"
+    return f"{kind} must be one of {listed}; got {str(name)!r}.{hint}"
+
+
+def _nearest(name: str, choices: list[str]) -> list[str]:
+    """Return the choices that resemble a name, the nearest first; those that end in the name come first."""
+    same_end = [choice for choice in choices if choice.endswith(f".{name}")]
+    near = difflib.get_close_matches(name, choices, n=4, cutoff=0.5)
+    return list(dict.fromkeys([*same_end, *near]))
+
+
+_MOST_LISTED = 20
+"""Largest number of names that an error message lists."""
 
 
 _GECKO_7B = GeckoConfig(

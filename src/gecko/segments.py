@@ -10,7 +10,7 @@ same rows. ``gecko.parallel.context`` implements it. On one device there is no e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -22,17 +22,18 @@ from torch import Tensor
 from gecko.runtime.records import TensorRecord
 
 
-class PendingTensor(Protocol):
-    """Tensor whose transfer has started."""
+class PendingTensors(Protocol):
+    """Tensors whose transfer has started."""
 
-    def wait(self) -> Tensor:
-        """Wait for the tensor and return it. Every rank must call this exactly once."""
+    def wait(self) -> list[Tensor]:
+        """Wait for the tensors and return them. Every rank must call this exactly once, and use all of them."""
 
 
 class ContextExchange(Protocol):
     """Exchange of one call among R ranks that hold consecutive, equally long runs of whole chunks.
 
-    Each rank sends the summary of its own tokens and adds what it receives to its initial state. The initial state is
+    Each rank sends what later ranks need to know about its tokens, computes its initial state from what it receives,
+    and then runs the operators as a single device does from that state. Without the other ranks, the initial state is
     the state of the call on rank 0 and the empty state on the others; rank 0 receives zeros. So every rank runs the
     same operations, and in the backward pass all ranks run the same exchanges in reverse order.
     """
@@ -51,11 +52,16 @@ class ContextExchange(Protocol):
         """(R − 1, B, 2) bool: whether the document at the end of [the second to last chunk, the last chunk] of the rank
         i + 1 places before is still open in the second to last chunk before this rank."""
 
-    def previous(self, x: Tensor) -> PendingTensor:
-        """Send x to the next rank and return the pending x of the previous rank."""
+    def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> PendingTensors:
+        """Send tensors to the next rank and to all later ranks, in one batch.
 
-    def earlier(self, x: Tensor) -> PendingTensor:
-        """Send x to all later ranks and return those of all earlier ones, (R − 1, …), the nearest first."""
+        The pending tensors are, in the same order, those of the previous rank, and those of all earlier ranks,
+        (R − 1, …), the nearest first.
+        """
+
+    def keeping(self, contexts: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``contexts``, which are those of a checkpointed forward pass and of its recomputation, such that the
+        recomputation uses the tensors that arrived in the forward pass."""
 
 
 T = TypeVar("T")

@@ -18,6 +18,18 @@ def _poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def _synchronised(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Wait for the kernels of a test, so that it fails and not the next one. After an error that CUDA does not recover
+    from, end the session or, with pytest-xdist, this worker: every later test would fail too."""
+    yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        request.session.shouldstop = f"CUDA no longer works in this process: {error}"
+        raise
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda")

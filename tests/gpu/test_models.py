@@ -10,6 +10,8 @@ from support import cases
 from support.cases import CHUNK, VARIANTS, tokens
 
 import gecko
+from gecko.inference import read
+from gecko.inference.decoder import Decoder
 from gecko.train.step import autocast
 
 if not torch.cuda.is_available():
@@ -68,8 +70,38 @@ def test_bfloat16_is_near(pair, device):
     assert difference(loss, wanted) < 0.03
 
 
-def test_generation_is_the_same(device):
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"seed": 0, "top_k": 37}], ids=["greedy", "host"])
+def test_generation_is_the_same(device, options):
+    """Longer than a chunk; the host draws with top-k."""
     model = cases.model("gecko", torch.float32)
-    prompt = [tokens(1, 20)[0].tolist()]
-    here = gecko.generate(model, prompt, max_new_tokens=12, seed=0)
-    assert gecko.generate(model.to(device), prompt, max_new_tokens=12, seed=0).tokens == here.tokens
+    prompts = [tokens(1, length)[0].tolist() for length in (20, 3)]
+    here = gecko.generate(model, prompts, max_new_tokens=2 * CHUNK + 3, **options)
+    assert gecko.generate(model.to(device), prompts, max_new_tokens=2 * CHUNK + 3, **options).tokens == here.tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", [name for name, fields in VARIANTS.items() if fields.get("memory") != "linear"])
+def test_decoding_by_graphs(variant, dtype, device):
+    """Steps replay one graph; rows are at different positions, and join and leave."""
+    model = cases.model(variant, torch.float32).to(dtype)
+    exact, model = copy.deepcopy(model).double(), model.to(device)
+    texts = [tokens(1, length + 2 * CHUNK + 3, length)[0] for length in (1, CHUNK + 3, 3 * CHUNK - 1)]
+    decoder = Decoder(model, 4)
+    with torch.inference_mode():
+        for text in texts:
+            prefill = read(model, [text[: -2 * CHUNK - 3]])
+            decoder.add(prefill.state, prefill.seen)
+        columns = torch.stack([text[-2 * CHUNK - 3 :] for text in texts]).unbind(1)
+        logits = torch.stack([decoder.step(column.tolist()).clone() for column in columns], dim=1)
+        expected = torch.stack([exact(text[None])[0][0, -2 * CHUNK - 3 :] for text in texts])
+    assert decoder.backend == "triton"
+    assert difference(logits, expected) < (1e-4 if dtype == torch.float32 else 0.05)
+
+
+def test_a_seed_draws_the_same_tokens_beside_others(device):
+    model = cases.model("gecko", torch.float32).to(device)
+    prompts = [tokens(1, length)[0].tolist() for length in (20, 3, 9)]
+    together = gecko.generate(model, prompts, max_new_tokens=10, seed=[4, 5, 6]).tokens
+    assert together == [
+        gecko.generate(model, [p], max_new_tokens=10, seed=s).tokens[0] for p, s in zip(prompts, (4, 5, 6), strict=True)
+    ]

@@ -15,8 +15,10 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from gecko import Gecko, GeckoConfig
+from gecko.inference.decoder import Decoder
 from gecko.ops.backends import dispatch
 from gecko.ops.backends.dispatch import Launch
+from gecko.state import GeckoState
 from gecko.train.step import Precision, autocast
 
 
@@ -75,15 +77,21 @@ def _on(device: str, tree: Any) -> Any:
     )
 
 
-def recorded(call: Callable[[], Any]) -> list[Configuration]:
-    """Return the distinct configurations of the launches that ``call`` makes, as on a GPU. No kernel runs, and results
-    on the CPU are unwritten."""
-    found: dict[Configuration, None] = {}
+def launches(call: Callable[[], Any], run: Callable[[Launch], Any]) -> None:
+    """Make ``call`` as on a GPU, with ``run`` instead of each launch. Results on the CPU are unwritten."""
     with pytest.MonkeyPatch.context() as patch, _WithoutNumbers():
-        patch.setattr(Launch, "run", lambda launch: found.setdefault(Configuration.of(launch)))
+        patch.setattr(Launch, "run", lambda launch: run(launch))
         patch.setattr(dispatch, "is_watched", lambda: False)
+        # C kernels would keep activations in float32 under autocast, on processors with bfloat16 products.
+        patch.setattr(dispatch, "_cpu_kernels_installed", lambda: False)
         take_kernels(patch)
         call()
+
+
+def recorded(call: Callable[[], Any]) -> list[Configuration]:
+    """Return the distinct configurations of the launches that ``call`` makes."""
+    found: dict[Configuration, None] = {}
+    launches(call, lambda launch: found.setdefault(Configuration.of(launch)))
     assert found
     return list(found)
 
@@ -119,3 +127,14 @@ def read(model: Gecko, length: int, precision: Precision, documents: bool) -> No
             _, state = model(text[:, part], None if ids is None else ids[:, part], state)
         for _ in range(2):
             _, state = model.step(text[:, 0], state)
+
+
+@torch.inference_mode()
+def decode(model: Gecko, rows: int) -> None:
+    """Decode one token of each of ``rows`` rows, and draw the next ones."""
+    decoder, config = Decoder(model, rows), model.config
+    for _ in range(rows):
+        state = GeckoState.empty(config, value_dtype=model.embedding.weight.dtype)  # of no model, so it is not compared
+        decoder.add(state, torch.zeros(config.vocab_size, dtype=torch.bool))
+    assert decoder.backend == "triton"
+    decoder.step([0] * rows)

@@ -124,3 +124,18 @@ def test_targets_that_are_none_are_refused(monkeypatch, fewest):
         linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"targets must have shape \(5,\); got \(4,\)"):
         linear_cross_entropy(hidden, weight, torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_z_loss(size):
+    tokens, vocabulary = size
+    leaves = [normal(tokens, 8).requires_grad_(), normal(vocabulary, 8).requires_grad_()]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    targets = _targets(tokens, vocabulary, 0.4)
+    for got, wanted in zip(*(_with_z(given, targets) for given in (leaves, wide)), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5 * max(1e-3, float(wanted.abs().max())))
+
+
+def _with_z(leaves: list[Tensor], targets: Tensor) -> tuple[Tensor, ...]:
+    loss = linear_cross_entropy(*leaves, targets, z_loss=0.01)
+    return loss.detach(), *torch.autograd.grad(loss, leaves)

@@ -108,8 +108,25 @@ def test_products_in_sixteen_bits_stay_near():
     hidden, weight, targets = _case(200, 0.2, torch.float32)
     exact = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), (hidden, weight))
     rounded = torch.autograd.grad(
-        loss._MeanCrossEntropy.apply(hidden, weight, targets, torch.bfloat16), (hidden, weight)
+        loss._MeanCrossEntropy.apply(hidden, weight, targets, torch.bfloat16, 0.0), (hidden, weight)
     )
     for got, wanted in zip(rounded, exact, strict=True):
         assert got.dtype == torch.float32
         assert (got - wanted).norm() < 0.02 * wanted.norm()
+
+
+@settings(max_examples=40)
+@given(tokens=st.integers(1, 40), block=st.integers(1, 50), ignored=st.sampled_from([0.0, 0.3, 1.0]))
+def test_z_loss_is_the_mean_square_of_the_log_sums(tokens, block, ignored):
+    hidden, weight, targets = _case(tokens, ignored)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "_block_size", lambda *_: block)
+        value = linear_cross_entropy(hidden, weight, targets, z_loss=0.1)
+        with torch.no_grad():
+            assert torch.equal(linear_cross_entropy(hidden, weight, targets, z_loss=0.1), value)
+    trained = targets != IGNORED
+    log_sums = torch.logsumexp(hidden @ weight.t(), -1)[trained]
+    expected = linear_cross_entropy(hidden, weight, targets) + 0.1 * log_sums.square().sum() / max(1, trained.sum())
+    torch.testing.assert_close(value, expected)
+    for got, wanted in zip(*(torch.autograd.grad(2.5 * x, (hidden, weight)) for x in (value, expected)), strict=True):
+        torch.testing.assert_close(got, wanted)

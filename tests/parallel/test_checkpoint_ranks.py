@@ -16,9 +16,10 @@ from support.corpora import BYTE_MODEL
 from support.jobs import Jobs
 
 import gecko
+from gecko.io.checkpoints import list_checkpoints, read_manifest
 from gecko.train import CheckpointSettings, ParallelSettings, Run, train
-from gecko.train.checkpoint import latest_checkpoint, list_checkpoints, read_manifest, verify_checkpoint, write_manifest
-from gecko.train.checkpointer import checkpoints_folder, write_model
+from gecko.train.checkpoints.checkpointer import checkpoints_folder, write_model
+from gecko.train.checkpoints.folders import latest_checkpoint, verify_checkpoint, write_manifest
 from gecko.train.metrics import read_metrics
 
 
@@ -107,7 +108,7 @@ def test_killed_while_joining_the_checkpoint_stays_sound(trained: Run, monkeypat
     checkpoint = latest_checkpoint(checkpoints_folder(trained))
     assert checkpoint is not None
     unjoin(checkpoint)
-    monkeypatch.setattr("gecko.train.checkpointer.write_manifest", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("gecko.train.checkpoints.checkpointer.write_manifest", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_model(checkpoint, checkpoint)
     assert (checkpoint / "model.safetensors").is_file()

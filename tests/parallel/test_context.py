@@ -8,6 +8,7 @@ from support import cases
 from support.context_cases import (
     Text,
     autocast_losses,
+    batches,
     prefill,
     prefill_on_ranks,
     read,
@@ -96,6 +97,12 @@ def test_a_text_read_by_several_ranks(processes, variant, length, read, piece, r
     for answer in processes.run(prefill, variant, length, read, piece, ranks):
         for name, wanted in answer["alone"].items():
             assert_same(answer["shared"][name], wanted, name)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_a_layer_posts_four_batches_each_way_and_none_when_it_is_recomputed(processes, checkpointing):
+    """The model has two layers, and a final norm with a batch of its own."""
+    assert processes.run(batches, "gecko", checkpointing) == [(2 * 4 + 1, 2 * 4 + 1)] * 4
 
 
 @pytest.mark.parametrize("variant", ["gecko", "window-linear"])

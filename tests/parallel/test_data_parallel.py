@@ -16,7 +16,7 @@ from support import training_jobs as work
 from support.jobs import Jobs
 
 from gecko.parallel.mesh import MeshSizes
-from gecko.train import Run, train
+from gecko.train import OptimizerSettings, Run, train
 from gecko.train.metrics import read_metrics
 
 MESHES = {
@@ -114,6 +114,18 @@ def test_any_number_of_ranks_sees_the_same_batches(jobs: Jobs, run_in: Callable[
         for step in range(5):
             rows = dict(sorted(rank_rows[step] for rank_rows in seen))
             assert [row for group in rows.values() for row in group] == whole[step][1]
+
+
+@pytest.mark.parametrize("mesh", ["shard-2", "replicate-2-shard-2", "shard-2-context-2"])
+def test_muon_on_ranks_is_muon_on_one(jobs: Jobs, run_in: Callable[..., Run], mesh: str) -> None:
+    """Each rank orthogonalises its part of the matrices; the other ranks receive them."""
+    ranks, sizes = MESHES[mesh]
+    muon = OptimizerSettings(name="muon", learning_rate=1e-2)
+    ((expected,),) = jobs.run(1, work.exact_steps, [run_in("one", optimizer=muon)], 3)
+    for (got,) in jobs.run(ranks, work.exact_steps, [run_in("many", optimizer=muon, **sizes)], 3):
+        np.testing.assert_allclose(got["curve"], expected["curve"], rtol=1e-9)
+        for name, value in expected["parameters"].items():
+            np.testing.assert_allclose(got["parameters"][name], value, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.one_of(st.none(), st.integers(1, 8)), st.integers(1, 8))

@@ -8,10 +8,10 @@ import pytest
 from support import training_jobs as work
 from support.jobs import Answer, Jobs
 
+from gecko.io.checkpoints import list_checkpoints
 from gecko.io.files import locked
 from gecko.train import Run
-from gecko.train.checkpoint import list_checkpoints
-from gecko.train.checkpointer import checkpoints_folder
+from gecko.train.checkpoints.checkpointer import checkpoints_folder
 
 
 def refused(answers: list[Answer]) -> str:

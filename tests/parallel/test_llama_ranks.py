@@ -17,8 +17,8 @@ pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
 from gecko.models import LlamaConfig, load_any
 from gecko.train import CheckpointSettings, ParallelSettings, Run
-from gecko.train.checkpoint import latest_checkpoint
-from gecko.train.checkpointer import checkpoints_folder, write_model
+from gecko.train.checkpoints.checkpointer import checkpoints_folder, write_model
+from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.metrics import read_metrics
 
 CONFIG = LlamaConfig(vocab_size=257, num_layers=2, model_dim=32, num_heads=4, ffn_dim=48, key_value_heads=2)

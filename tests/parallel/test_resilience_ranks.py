@@ -16,9 +16,9 @@ import pytest
 from support import training_jobs as work
 from support.jobs import Jobs
 
+from gecko.io.checkpoints import list_checkpoints
 from gecko.train import CheckpointSettings, EvaluationSettings, Run, SkipSettings
-from gecko.train.checkpoint import list_checkpoints
-from gecko.train.checkpointer import checkpoints_folder
+from gecko.train.checkpoints.checkpointer import checkpoints_folder
 from gecko.train.metrics import read_metrics
 
 LAYER = "blocks.1.feed_forward.fc2"

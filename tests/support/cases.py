@@ -299,10 +299,10 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def model(variant: str, dtype: torch.dtype = torch.float64) -> gecko.Gecko:
+def model(variant: str, dtype: torch.dtype = torch.float64, **changes: Any) -> gecko.Gecko:
     """Return a small model with noise on all parameters, so that none has a special initial value (zero, identity)."""
     torch.manual_seed(zlib.crc32(variant.encode()))
-    made = gecko.Gecko(dataclasses.replace(SMALL, **VARIANTS[variant])).to(dtype)
+    made = gecko.Gecko(dataclasses.replace(SMALL, **VARIANTS[variant], **changes)).to(dtype)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

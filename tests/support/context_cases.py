@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,7 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from gecko import Gecko
 from gecko.inference import read as read_text
+from gecko.ops.backends import dispatch
+from gecko.ops.backends.dispatch import kernels_of
 from gecko.ops.loss import IGNORED
 from gecko.parallel.context import ContextGroup
 from gecko.parallel.context import prefill_on_ranks as prefill_on_several
@@ -97,18 +103,22 @@ def groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
 
 def group_of(ranks: int) -> tuple[ContextGroup, dist.ProcessGroup]:
     """Return this process's context group of that size, and the group of ranks with the same index in other groups."""
+    if dist.get_world_size() == ranks == 2:
+        return ContextGroup(dist.group.WORLD), dist.group.WORLD
     me, made = dist.get_rank(), groups()
     if ranks == 4:
         return ContextGroup(made[0, 1, 2, 3]), made[0, 1, 2, 3]
     return ContextGroup(made[(0, 1) if me < 2 else (2, 3)]), made[(0, 2) if me % 2 == 0 else (1, 3)]
 
 
-def read(variant: str, text: Text, checkpointing: str, group: ContextGroup | None) -> dict[str, Any]:
+def read(
+    variant: str, text: Text, checkpointing: str, group: ContextGroup | None, model: Gecko | None = None
+) -> dict[str, Any]:
     """Return outputs, loss, token losses, final state, and the gradients of loss plus outputs plus final state.
 
     With a group, the outputs are those of this rank, and the gradients are summed over the ranks.
     """
-    model = cases.model(variant)
+    model = cases.model(variant) if model is None else model
     model.activation_checkpointing = checkpointing
     tokens, targets = tokens_of(text)
     ids = ids_of(text)
@@ -141,6 +151,82 @@ def read(variant: str, text: Text, checkpointing: str, group: ContextGroup | Non
 def prefill_on_ranks(variant: str, text: Text, checkpointing: str) -> dict[str, Any]:
     group, _ = group_of(text.ranks)
     return read(variant, text, checkpointing, group)
+
+
+def model_for_kernels(variant: str, layers: int = 2) -> Gecko:
+    """Return a model in float32, whose heads have sizes that all C kernels support."""
+    return cases.model(variant, torch.float32, key_dim=32, value_dim=64, num_layers=layers)
+
+
+def read_on_kernels(variant: str, text: Text, checkpointing: str, backend: str, layers: int = 2) -> dict[str, Any]:
+    """Return ``read`` on ranks, in float32 by kernels of ``backend``, with the names of those that ran."""
+    recorder = {"cpu": c_kernels_recorded, "triton": triton_kernels_recorded}[backend]
+    with recorder() as ran:
+        found = read(variant, text, checkpointing, group_of(text.ranks)[0], model_for_kernels(variant, layers))
+    return found | {"ran": sorted(set(ran))}
+
+
+@contextmanager
+def c_kernels_recorded() -> Iterator[list[str]]:
+    """Yield a list of the names of the C kernels that run."""
+    ran: list[str] = []
+    with ExitStack() as stack:
+        for operator in ("timestep_norm", "cema", "chunk_attention", "working_memory"):
+            module = kernels_of(operator, "cpu")
+
+            def call(name: str, *arguments: Any, plain: Any = module.call) -> None:
+                ran.append(name)
+                plain(name, *arguments)
+
+            stack.enter_context(mock.patch.object(module, "call", call))
+        yield ran
+
+
+@contextmanager
+def triton_kernels_recorded() -> Iterator[list[str]]:
+    """Make operators use Triton kernels for CPU tensors; yield a list of the names of those that run."""
+    ran: list[str] = []
+    plain = dispatch.Launch.run
+
+    def run(launch: dispatch.Launch) -> None:
+        ran.append(launch.kernel.__name__)
+        plain(launch)
+
+    taken = mock.patch.object(dispatch, "triton_kernels_run_on", lambda x: x.dtype in dispatch.DTYPES)
+    with taken, mock.patch.object(dispatch.Launch, "run", run):
+        yield ran
+
+
+def assert_near(parts: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    """Assert that outputs, gradients and last state of ranks in float32 are those of one device in float64."""
+    for name in ("hidden", "losses", "logits"):
+        _near(np.concatenate([part[name] for part in parts], axis=1), whole[name], name)
+    for name, wanted in whole["gradients"].items():
+        _near(parts[0]["gradients"][name], wanted, name)
+    for name, wanted in whole["state"].items():
+        _near(parts[-1]["state"][name], wanted, name)
+
+
+def _near(got: np.ndarray, wanted: np.ndarray, name: str) -> None:
+    if wanted.dtype.kind != "f":
+        assert np.array_equal(got, wanted), name
+        return
+    finite = np.abs(wanted) < 1e20  # the log of an empty sum is −1e30
+    scale = max(1.0, np.abs(wanted[finite]).max()) if finite.any() else 1.0
+    np.testing.assert_allclose(got[finite], wanted[finite], rtol=0, atol=1e-4 * scale, err_msg=name)
+
+
+def batches(variant: str, checkpointing: str) -> tuple[int, int]:
+    """Return the number of batches that a rank posts in the forward and in the backward pass of a loss."""
+    group, model, text = group_of(4)[0], cases.model(variant), Text(4, 2)
+    model.activation_checkpointing = checkpointing
+    tokens, targets = tokens_of(text)
+    columns = group.slice(text.length, CHUNK)
+    with mock.patch.object(group.line, "post", wraps=group.line.post) as post:
+        loss = model.loss(tokens[:, columns], targets[:, columns], context=group)
+        forward = post.call_count
+        loss.backward()
+        return forward, post.call_count - forward
 
 
 def read_shards(variant: str, chunks: int, checkpointing: str, documents: str) -> dict[str, Any]:

@@ -23,14 +23,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from gecko.data import IGNORED, Batch
+from gecko.io import checkpoints
 from gecko.models import LanguageModel, build_model, meta_model
 from gecko.parallel.fsdp import empty_sharded_model, fill, whole
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
-from gecko.train import Run, checkpoint, train
-from gecko.train.checkpointer import Checkpointer
-from gecko.train.data import Prefetcher
+from gecko.train import Run, train
+from gecko.train.batches import Prefetcher
+from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.evaluate import HeldOut, evaluate
-from gecko.train.step import build_optimizer, compute_gradients, split_batch, train_step
+from gecko.train.optimizers.build import build_optimizer
+from gecko.train.step import compute_gradients, split_batch, train_step
 from gecko.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -57,7 +59,7 @@ def rows_seen(run: Run, steps: int) -> list[tuple[int, list[Any]]]:
     from gecko.train.data import load_data
 
     with ranks_of(run) as ranks:
-        batches = Prefetcher(load_data(run, ranks, Console(quiet=True)).rows, ranks)
+        batches = Prefetcher(run, load_data(run, ranks, Console(quiet=True)).rows, ranks)
         return [(ranks.data_rank, batches.batch(step).tokens.tolist()) for step in range(steps)]
 
 
@@ -263,14 +265,14 @@ def run_on_a_full_disk(run: Run, rank: int, step: int) -> dict[str, Any]:
 
 def run_with_an_unreadable_checkpoint(run: Run, rank: int, name: str) -> dict[str, Any]:
     """Resume a run whose checkpoint ``name`` cannot be read by one rank."""
-    digest = checkpoint._sha256
+    digest = checkpoints.sha256
 
     def reading(path: Path) -> str:
         if path.parts[-3:-1] == (name, "shards") and _rank() == rank:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return digest(path)
 
-    with mock.patch.object(checkpoint, "_sha256", reading):
+    with mock.patch.object(checkpoints, "sha256", reading):
         return train_run(run, resume=True)
 
 
@@ -307,7 +309,7 @@ def resumed_run(run: Run, rank: int, step: int | None) -> dict[str, Any]:
 
 def logits_of_checkpoint(run: Run, checkpoint: Path, tokens: Tensor) -> Tensor:
     """Return the logits of a checkpoint, loaded into a model that is sharded over the ranks."""
-    from gecko.train.checkpointer import read_tensors
+    from gecko.train.checkpoints.checkpointer import read_tensors
 
     with ranks_of(run) as ranks:
         model = model_of(run, ranks, dtype=torch.float32)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from gecko.config import CEMASkip
 from gecko.ops.cema import CEMACoefficients, cema
+from gecko.ops.cema.context import PendingCEMAState
 from gecko.ops.common import identity
-from gecko.segments import Segments
+from gecko.segments import ContextExchange, Segments
 
 
 class CEMA(nn.Module):
@@ -47,6 +48,12 @@ class CEMA(nn.Module):
         coefficients = self._cached_coefficients() if segments.overwrites else self.coefficients()
         skip = x.new_ones(x.shape[-1]) if self.omega is None else self.omega
         return cema(x, coefficients, state, segments=segments, skip=skip)
+
+    def start_exchange(
+        self, x: Tensor, state: Tensor | None, segments: Segments, exchange: ContextExchange
+    ) -> PendingCEMAState:
+        """Return the pending state before the first token of a context rank, for ``forward``."""
+        return PendingCEMAState.start(x, self.coefficients(), state, segments, exchange)
 
     def forget(self) -> None:
         """Discard the cached coefficients."""

@@ -6,14 +6,20 @@ from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.layers.linear import offsets
+from gecko.ops.backends.dispatch import triton_kernels_run_on
 from gecko.ops.common import linear_dtype
 from gecko.ops.norms import group_layer_norm, group_rms_norm
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
+from gecko.ops.timestep_norm.context import timestep_norm_state_before
 from gecko.segments import Segments
 
 
 class TimestepNorm(nn.Module):
-    """Normalisation with decaying or cumulative statistics of the document so far, per group of features."""
+    """Normalisation with decaying or cumulative statistics of the document so far, per group of features.
+
+    On a GPU the output has the dtype that linear layers read, so that CEMA moves and multiplies 16 bits under autocast.
+    C kernels read float32.
+    """
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
@@ -24,7 +30,12 @@ class TimestepNorm(nn.Module):
     def forward(
         self, x: Tensor, state: TimestepNormState | None, segments: Segments
     ) -> tuple[Tensor, TimestepNormState]:
-        return timestep_norm(x, self.weight, self.bias, self.groups, self.betas, self.eps, state, segments=segments)
+        if segments.exchange is not None:
+            state = timestep_norm_state_before(x, self.groups, self.betas, self.eps, state, segments, segments.exchange)
+        return timestep_norm(
+            x, self.weight, self.bias, self.groups, self.betas, self.eps, state, segments=segments,
+            dtype=linear_dtype(x) if triton_kernels_run_on(x) else x.dtype,
+        )  # fmt: skip
 
 
 class RMSNorm(nn.Module):

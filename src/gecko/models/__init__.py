@@ -10,6 +10,7 @@ import torch
 from gecko.config import MODEL_TYPE as GECKO
 from gecko.config import PRESETS as GECKO_PRESETS
 from gecko.config import GeckoConfig, named, read_fields
+from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import CONFIG
 from gecko.models.gecko import Gecko, load
 from gecko.models.llama import MODEL_TYPE as LLAMA
@@ -55,8 +56,8 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def load_any(folder: str | Path) -> LanguageModel:
-    """Load a model folder of any architecture. Errors are those of ``gecko.load``."""
-    folder = Path(folder)
+    """Load a model folder or run of any architecture. Errors are those of ``gecko.load``."""
+    folder = model_folder(folder)
     # Without a config, Gecko's loader reports what is missing.
     kind = type(load_config(folder / CONFIG)) if (folder / CONFIG).is_file() else GeckoConfig
     return _LOADERS[kind](folder)

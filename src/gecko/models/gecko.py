@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from gecko.config import GeckoConfig
+from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import TIED, fill, fingerprint, load_model, save_model
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.layers.cema import CEMA
@@ -27,7 +28,7 @@ from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
 from gecko.ops.common import identity
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
-from gecko.segments import Clock, Context, Segments
+from gecko.segments import Clock, Context, ContextExchange, Segments
 from gecko.state import GeckoState
 
 
@@ -72,11 +73,18 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 """Activations that backward recomputes: none, all except the outputs of linear layers, or all."""
 
 
-def run_block(mode: ActivationCheckpointing, block: nn.Module, *inputs: Any, **options: Any) -> Any:
-    """Return ``block(*inputs, **options)``. With gradients, backward recomputes the activations given by ``mode``."""
+def run_block(
+    mode: ActivationCheckpointing, block: nn.Module, *inputs: Any, exchange: ContextExchange | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Return ``block(*inputs, **options)``. With gradients, backward recomputes the activations given by ``mode``.
+
+    What arrives from other ranks through ``exchange`` is kept: the recomputation does not communicate.
+    """
     if mode == "none" or not torch.is_grad_enabled():
         return block(*inputs, **options)
     kept = _keep_projections if mode == "selective" else noop_context_fn
+    kept = kept if exchange is None else exchange.keeping(kept)
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=kept, **options)
 
 
@@ -108,19 +116,23 @@ class Gecko(nn.Module):
             "selective" (all except the outputs of linear layers).
         sharded: whether the parameters are sharded over ranks. The fingerprint of the weights is then not computed, so
             a state is not checked against them.
+        z_loss: coefficient of the squared log-sum-exp of the logits, whose mean is added to ``loss``.
         float32_layers: classes of layers that stay float32 when the rest of a block computes in bfloat16.
+        block_class: class of the blocks.
     """
 
     float32_layers: tuple[type[nn.Module], ...] = (CEMA, LayerNorm, RMSNorm, TimestepNorm)
+    block_class: type[Block] = Block
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = "none"
         self.sharded = False
+        self.z_loss = 0.0
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         embedding_(self.embedding.weight)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(self.block_class(config, layer) for layer in range(config.num_layers))
         self.final_norm = TimestepNorm(config)
         self.head = nn.Linear(config.model_dim, config.vocab_size, bias=False)
         if not config.tie_embedding:
@@ -157,16 +169,34 @@ class Gecko(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: Context | None = None
     ) -> Tensor:
-        """Return the mean cross-entropy in nats, a scalar. The logits of all tokens are never in memory at once.
+        """Return the mean cross-entropy in nats, with ``z_loss``, a scalar.
+
+        The logits of all tokens are never in memory at once.
 
         Targets (B, T) of −100 and targets of the last token of a document are ignored. So a document is never trained
         on the start of the next one. With ``context``, the mean is over all ranks, and its gradient is the sum of the
         gradients of all ranks.
         """
-        hidden, _, segments = self._read(tokens, segment_ids, None, context)
+        return self._loss(tokens, targets, segment_ids, None, context)[0]
+
+    def loss_and_state(
+        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState,
+        context: Context | None = None,
+    ) -> tuple[Tensor, GeckoState]:  # fmt: skip
+        """Return ``loss`` of tokens that follow ``state``, and the state after them, which has gradients too.
+
+        Gradients do not reach the calls that returned ``state`` if its tensors are detached.
+        """
+        return self._loss(tokens, targets, segment_ids, state, context)
+
+    def _loss(
+        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState | None,
+        context: Context | None,
+    ) -> tuple[Tensor, GeckoState]:  # fmt: skip
+        hidden, state, segments = self._read(tokens, segment_ids, state, context)
         targets = self._trained_targets(tokens, targets, segment_ids, segments)
-        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
-        return loss if context is None else context.mean(loss, (targets != IGNORED).sum())
+        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
+        return loss if context is None else context.mean(loss, (targets != IGNORED).sum()), state
 
     @torch.no_grad()
     def token_losses(
@@ -183,7 +213,11 @@ class Gecko(nn.Module):
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """Return the input of the head, (B, T, D), and the state. Arguments are those of ``forward``."""
+        """Return the input of the head, (B, T, D), and the state.
+
+        Arguments are those of ``forward``; ``tokens`` may also be embeddings (B, T, D), which the model reads in place
+        of those that ``embedding`` returns for token ids.
+        """
         return self._read(tokens, segment_ids, state, context)[:2]
 
     @torch.no_grad()
@@ -196,8 +230,13 @@ class Gecko(nn.Module):
         Weights must not change between steps. A change is detected only if it includes the embedding or the head.
         Errors are those of ``forward``.
         """
-        tokens = tokens.unsqueeze(1)
-        self._check_tokens("tokens", tokens)
+        hidden, after = self.hidden_step(tokens, state)
+        return project(hidden, self.head)[0], after
+
+    @torch.no_grad()
+    def hidden_step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
+        """Return the input of the head, (B, D), and the state, for the arguments of ``step``."""
+        x = self._embed(tokens.unsqueeze(1))
         # Checking all weights takes long compared with one token, so only the first of consecutive steps checks them.
         consecutive = _may_be_overwritten(state) and (state.model == "" or self._was_named(state.model))
         if not consecutive or state.config is not self.config or state.batch_size != len(tokens):
@@ -205,8 +244,13 @@ class Gecko(nn.Module):
         if not consecutive:
             state = self._begin_steps(state)
         segments = Segments.build(len(tokens), 1, clock=state.clock, device=tokens.device, overwrites=True)
-        hidden, after = self._through_blocks(tokens, state, segments)
-        return project(hidden[:, 0], self.head)[0], replace(after, exclusive=True)
+        hidden, after = self._through_blocks(x, state, segments)
+        return hidden[:, 0], replace(after, exclusive=True)
+
+    def traced_step(self, tokens: Tensor, state: GeckoState, segments: Segments) -> tuple[Tensor, GeckoState]:
+        """Compute ``step`` without checks, for ``torch.export``; ``segments`` are those of one token per row."""
+        hidden, after = self._through_blocks(self._scaled(self.embedding(tokens).unsqueeze(1)), state, segments)
+        return project(hidden[:, 0], self.head)[0], after
 
     def _begin_steps(self, state: GeckoState) -> GeckoState:
         # Writes through ``.data`` do not change the version of a tensor, so cached coefficients may be stale.
@@ -218,26 +262,38 @@ class Gecko(nn.Module):
     def _read(
         self, tokens: Tensor, segment_ids: Tensor | None, state: GeckoState | None, context: Context | None
     ) -> tuple[Tensor, GeckoState, Segments]:
-        self._check_tokens("tokens", tokens)
+        x = self._embed(tokens)
         if state is not None:
             self.check_state(state, tokens.shape[0])
             # Otherwise the next step from this state would write into tensors that the new state shares with it.
             state = state.own() if state.exclusive else state
         segments = self._segments(tokens, segment_ids, None if state is None else state.clock, context)
-        return *self._through_blocks(tokens, state, segments), segments
+        return *self._through_blocks(x, state, segments), segments
 
-    def _through_blocks(
-        self, tokens: Tensor, state: GeckoState | None, segments: Segments
-    ) -> tuple[Tensor, GeckoState]:
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Return the input of the first block, (B, T, D), for token ids (B, T) or embeddings (B, T, D)."""
+        if tokens.dim() == 3 and tokens.is_floating_point():
+            if tokens.numel() == 0 or tokens.shape[-1] != self.config.model_dim:
+                raise ValueError(
+                    f"embeddings must have shape (batch, length, {self.config.model_dim}), batch and length at least "
+                    f"1; got {tuple(tokens.shape)}."
+                )
+            x = tokens
+        else:
+            self._check_tokens("tokens", tokens)
+            x = self.embedding(tokens.long())
+        return self._scaled(x)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * math.sqrt(self.config.model_dim) if self.config.scale_embedding else x
+
+    def _through_blocks(self, x: Tensor, state: GeckoState | None, segments: Segments) -> tuple[Tensor, GeckoState]:
         # Only the first rank starts from the state; the others receive theirs through the exchange.
         before = state if segments.exchange is None or segments.exchange.first else None
-        x = self.embedding(tokens.long())
-        if self.config.scale_embedding:
-            x = x * math.sqrt(self.config.model_dim)
         mixers = []
         for i, block in enumerate(self.blocks):
             mixer = None if before is None else before.mixers[i]
-            x, mixer = run_block(self.activation_checkpointing, block, x, mixer, segments)
+            x, mixer = run_block(self.activation_checkpointing, block, x, mixer, segments, exchange=segments.exchange)
             mixers.append(mixer)
         x, norm = self.final_norm(x, None if before is None else before.final_norm, segments)
         return x, self._state(state, segments, tuple(mixers), norm)
@@ -246,8 +302,8 @@ class Gecko(nn.Module):
         self, tokens: Tensor, segment_ids: Tensor | None, clock: Clock | None, context: Context | None
     ) -> Segments:
         if context is None:
-            return Segments.build(*tokens.shape, segment_ids=segment_ids, clock=clock, device=tokens.device)
-        batch, length = tokens.shape
+            return Segments.build(*tokens.shape[:2], segment_ids=segment_ids, clock=clock, device=tokens.device)
+        batch, length = tokens.shape[:2]
         return context.segments(
             batch, length, self.config.chunk_size, segment_ids=segment_ids, clock=clock, device=tokens.device
         )
@@ -325,13 +381,13 @@ def _may_be_overwritten(state: GeckoState) -> bool:
 
 
 def load(folder: str | Path) -> Gecko:
-    """Load the model that ``Gecko.save`` wrote to ``folder``.
+    """Load the model that ``Gecko.save`` wrote to ``folder``, or the newest sound checkpoint of a training run.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or weights and config do not fit.
     """
-    config, weights = load_model(folder)
+    config, weights = load_model(model_folder(folder))
     return from_weights(config, weights)
 
 

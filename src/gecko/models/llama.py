@@ -18,7 +18,7 @@ from gecko.config import check_above, check_counts, check_switches, checked_fiel
 from gecko.io.model_folder import Layout, fill, read_folder, write_folder
 from gecko.models.gecko import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
-from gecko.runtime.process import require
+from gecko.runtime.process import require, without_log_warnings
 from gecko.segments import Segments
 
 MODEL_TYPE = "llama"
@@ -155,19 +155,22 @@ class KeyValues:
 class Llama(nn.Module):
     """Llama language model; its parameters have the names of transformers. It needs the extra ``hf``.
 
-    ``activation_checkpointing``, ``sharded`` and ``float32_layers`` are as in :class:`gecko.models.gecko.Gecko`.
+    ``activation_checkpointing``, ``sharded``, ``z_loss`` and ``float32_layers`` are as in
+    ``gecko.models.gecko.Gecko``.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         require("transformers", "hf")
-        from transformers import LlamaForCausalLM
+        with without_log_warnings():  # of torchao, which transformers imports
+            from transformers import LlamaForCausalLM
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
         whole = LlamaForCausalLM(_transformers_config(config))
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = "none"
         self.sharded = False
+        self.z_loss = 0.0
         self.float32_layers: tuple[type[nn.Module], ...] = (LlamaRMSNorm,)
         self.model, self.lm_head = whole.model, whole.lm_head
         self.tie()
@@ -200,7 +203,7 @@ class Llama(nn.Module):
         A ``context`` raises ValueError: attention needs all keys of a row, so ranks cannot share rows.
         """
         hidden, targets = self._with_targets(tokens, targets, segment_ids, context)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), z_loss=self.z_loss)
 
     @torch.no_grad()
     def token_losses(

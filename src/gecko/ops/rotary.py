@@ -14,10 +14,13 @@ from torch import Tensor
 def rotary_phases(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return exp(i · position · base^(−2j / head_dim)) as complex numbers (…, head_dim / 2), for positions (…).
 
-    Angles are computed in float64; only the result is rounded to ``dtype``.
+    Angles are computed in float64; only the result is rounded to ``dtype``. ONNX has no complex numbers: while the
+    model is exported, the result has pairs (cos, sin) instead, (…, head_dim / 2, 2).
     """
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = positions.to("cpu", torch.float64).unsqueeze(-1) * frequencies
+    if torch.compiler.is_exporting():
+        return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device, dtype)
     phases = torch.polar(torch.ones_like(angles), angles)
     return phases.to(device, torch.complex128 if dtype == torch.float64 else torch.complex64)
 
@@ -30,6 +33,10 @@ def rotate(x: Tensor, phases: Tensor, heads: int) -> Tensor:
     """
     if heads == 0:
         return x
+    if torch.compiler.is_exporting():
+        (a, b), (cos, sin) = x[:, :heads].unflatten(-1, (-1, 2)).unbind(-1), phases.unbind(-1)
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+        return turned if heads == x.shape[1] else torch.cat([turned, x[:, heads:]], dim=1)
     x = x if x.stride(-1) == 1 else x.contiguous()  # view_as_complex needs adjacent real and imaginary parts
     pairs = torch.view_as_complex(x[:, :heads].unflatten(-1, (-1, 2)))
     turned = torch.view_as_real(pairs * phases).flatten(-2)

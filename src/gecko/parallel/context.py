@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from gecko.inference.prefill import Prefill, inference, piece_length, pieces
 from gecko.models.gecko import Gecko
-from gecko.parallel.p2p import P2PGroup, Transfer
-from gecko.segments import Clock, PendingTensor, Segments
+from gecko.parallel.p2p import Contexts, P2PGroup, Transfer
+from gecko.segments import Clock, PendingTensors, Segments
 from gecko.state import GeckoState
 
 _FIELDS = ("rows", "tokens", "chunk_size", "segment_ids or none", "state or none", "positions", "document starts")
@@ -228,19 +228,23 @@ class _ContextExchange:
     counts: Tensor
     chunks_reach: Tensor
 
-    def previous(self, x: Tensor) -> PendingTensor:
-        return _Only(Transfer(self.line, [1]).start(x))
+    def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> PendingTensors:
+        nearest, all_later = [1], range(1, self.line.size)
+        distances = [*([nearest] * len(to_next)), *([all_later] * len(to_later))]
+        return _Pending(self.line.send([*to_next, *to_later], distances), len(to_next))
 
-    def earlier(self, x: Tensor) -> PendingTensor:
-        return Transfer(self.line, range(1, self.line.size)).start(x)
+    def keeping(self, contexts: Contexts) -> Contexts:
+        return self.line.keeping(contexts)
 
 
 @dataclass(frozen=True)
-class _Only:
+class _Pending:
     transfer: Transfer
+    to_next: int
 
-    def wait(self) -> Tensor:
-        return self.transfer.wait()[0]
+    def wait(self) -> list[Tensor]:
+        arrived = self.transfer.wait()
+        return [*(x[0] for x in arrived[: self.to_next]), *arrived[self.to_next :]]
 
 
 class _GroupMean(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gecko.models import LanguageModel
 
-_METHODS = ("loss", "token_losses")
-"""Methods of a model that run a forward pass besides ``forward``."""
+_METHODS = ("loss", "loss_and_state", "token_losses")
+"""Methods of a model that run a forward pass besides ``forward``. A Llama has no state."""
 
 
 def shard_model(model: LanguageModel, mesh: DeviceMesh, *, bfloat16: bool) -> None:
@@ -37,7 +38,7 @@ def shard_model(model: LanguageModel, mesh: DeviceMesh, *, bfloat16: bool) -> No
     model.sharded = True
     # Blocks return views as states. The warning is about writes into views, and there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for name in _METHODS:
+    for name in filter(partial(hasattr, model), _METHODS):
         register_fsdp_forward_method(model, name)
 
 

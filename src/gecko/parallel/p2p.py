@@ -1,19 +1,26 @@
 """Point-to-point exchange between the ranks of a group: tensors to later ranks, gradients back to earlier ones.
 
 Starting and waiting are two nodes of the autograd graph, so computation between them overlaps with the transfer. In the
-backward pass the wait starts the transfer of the gradient, and the start waits for it. Autograd runs nodes in reverse
+backward pass the wait starts the transfer of the gradients, and the start waits for it. Autograd runs nodes in reverse
 order of creation, so all ranks run the exchanges in the same order.
+
+Activation checkpointing computes a block again in the backward pass. The tensors that arrived in the forward pass are
+then used again: ``P2PGroup.keeping`` records them, and nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Returns the contexts of a checkpointed forward pass and of its recomputation; see ``torch.utils.checkpoint``."""
 
 
 class P2PGroup:
@@ -24,8 +31,44 @@ class P2PGroup:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # An exchange is a graph break in a compiled block, because the compiler cannot trace communication. The
         # functions are not wrapped on import, because ``torch.compiler.disable`` imports the compiler, which takes 2 s.
-        self.start: Callable[[Tensor, Transfer], Tensor] = torch.compiler.disable(_Start.apply)
-        self.wait: Callable[[Tensor, Transfer], Tensor] = torch.compiler.disable(_Wait.apply)
+        self._start: Callable[..., Transfer] = torch.compiler.disable(self._started)
+        self.wait: Callable[..., tuple[Tensor, ...]] = torch.compiler.disable(_Wait.apply)
+        self._record: list[Transfer] | None = None
+        self._replay: Iterator[Transfer] | None = None
+
+    def send(self, tensors: Sequence[Tensor], distances: Sequence[Sequence[int]]) -> Transfer:
+        """Start one batch: every rank sends its ``tensors[i]`` to the ranks ``rank + d`` for d in ``distances[i]``."""
+        return self._start(tensors, distances)
+
+    def _started(self, tensors: Sequence[Tensor], distances: Sequence[Sequence[int]]) -> Transfer:
+        transfer = Transfer(self, distances) if self._replay is None else next(self._replay)
+        if self._record is not None:
+            self._record.append(transfer)
+            transfer.keeps = True
+        transfer.arriving = _Start.apply(transfer, *tensors)
+        return transfer
+
+    def keeping(self, contexts: Contexts) -> Contexts:
+        """Return ``contexts`` such that the recomputation uses the tensors that arrived in the forward pass."""
+
+        def both() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            transfers: list[Transfer] = []
+            forward, again = contexts()
+            return self._within(forward, transfers, None), self._within(again, None, transfers)
+
+        return both
+
+    @contextmanager
+    def _within(
+        self, inner: AbstractContextManager[Any], record: list[Transfer] | None, replay: list[Transfer] | None
+    ) -> Iterator[None]:
+        before = self._record, self._replay
+        self._record, self._replay = record, None if replay is None else iter(replay)
+        try:
+            with inner:
+                yield
+        finally:
+            self._record, self._replay = before
 
     def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], distances: Sequence[int]) -> list[dist.Work]:
         """Start sending ``outgoing[i]`` to the rank ``self.rank + distances[i]`` and receiving ``incoming[i]`` from the
@@ -40,61 +83,70 @@ class P2PGroup:
 
 
 class Transfer:
-    """One exchange: every rank sends its x to the ranks ``rank + distance`` for each distance."""
+    """One batch of an exchange that has started."""
 
-    def __init__(self, line: P2PGroup, distances: Sequence[int]) -> None:
-        self.line, self.distances = line, list(distances)
+    def __init__(self, line: P2PGroup, distances: Sequence[Sequence[int]]) -> None:
+        self.line, self.distances = line, [list(some) for some in distances]
+        self.arriving: tuple[Tensor, ...] = ()
+        self.keeps = False
+        self.kept: list[Tensor] | None = None
         self._works: list[dist.Work] = []
-        self._kept: tuple[Tensor, ...] = ()
+        self._buffers: tuple[list[Tensor], list[Tensor]] = [], []
 
-    def start(self, x: Tensor) -> Transfer:
-        self._arriving = self.line.start(x, self)
-        return self
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return for each sent tensor those of the ranks ``rank − d``, (distances, …); zeros where there is none."""
+        arriving, self.arriving = self.arriving, ()  # they refer to this transfer through the graph
+        return self.line.wait(self, *arriving)
 
-    def wait(self) -> Tensor:
-        """Wait for the tensors of the ranks ``rank − distance`` and return them, (distances, …); zeros for none."""
-        return self.line.wait(self._arriving, self)
-
-    def post(self, outgoing: Tensor, incoming: Tensor, *, back: bool) -> None:
-        distances = [-distance for distance in self.distances] if back else self.distances
-        self._works = self.line.post(outgoing.unbind(0), incoming.unbind(0), distances)
+    def post(self, outgoing: list[Tensor], incoming: list[Tensor], *, back: bool) -> None:
+        """Send and receive ``outgoing`` and ``incoming``, (distances, …) each, in one batch."""
+        sign = -1 if back else 1
+        self._works = self.line.post(
+            [out for x in outgoing for out in x.unbind(0)], [into for x in incoming for into in x.unbind(0)],
+            [sign * distance for some in self.distances for distance in some],
+        )  # fmt: skip
         # The buffers must stay alive until the transfer ends.
-        self._kept = (outgoing, incoming)
+        self._buffers = outgoing, incoming
 
-    def finish(self) -> Tensor:
+    def finish(self) -> list[Tensor]:
         """Wait for the transfer and return the received tensors."""
         for work in self._works:
             work.wait()
-        arrived = self._kept[1]
-        self._works, self._kept = [], ()
+        arrived = self._buffers[1]
+        self._works, self._buffers = [], ([], [])
         return arrived
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
+    def forward(ctx: Any, transfer: Transfer, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer
-        arriving = x.new_zeros(len(transfer.distances), *x.shape)
-        transfer.post(x.contiguous().expand_as(arriving), arriving, back=False)
-        return arriving
+        if transfer.kept is not None:
+            return tuple(x.detach() for x in transfer.kept)
+        distances = [len(some) for some in transfer.distances]
+        arriving = [x.new_zeros(count, *x.shape) for x, count in zip(tensors, distances, strict=True)]
+        outgoing = [x.contiguous().expand_as(into) for x, into in zip(tensors, arriving, strict=True)]
+        transfer.post(outgoing, arriving, back=False)
+        return tuple(arriving)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.transfer.finish().sum(0), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(x.sum(0) for x in ctx.transfer.finish())
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arriving: Tensor, transfer: Transfer) -> Tensor:
+    def forward(ctx: Any, transfer: Transfer, *arriving: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer
         transfer.finish()
-        ctx.mark_dirty(arriving)
-        return arriving
+        if transfer.keeps:
+            transfer.kept = [x.detach() for x in arriving]
+        return tuple(x.view_as(x) for x in arriving)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        arriving = torch.zeros_like(grad, memory_format=torch.contiguous_format)
-        ctx.transfer.post(grad.contiguous(), arriving, back=True)
-        return arriving, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        arriving = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in grads]
+        ctx.transfer.post([x.contiguous() for x in grads], arriving, back=True)
+        return None, *arriving

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import logging
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -67,9 +68,22 @@ def require(module: str, extra: str) -> ModuleType:
         ) from error
 
 
+@contextmanager
+def without_log_warnings() -> Iterator[None]:
+    """Drop warnings that libraries log, as torchao does about GPU libraries and PyTorch's developers when imported."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
-_LARGE = 1 << 18
-"""Bytes from which a block is large."""
+_VERY_LARGE = 1 << 25
+"""Bytes from which a server returns a freed block to the system: the most that glibc accepts."""
+_MOST_KEPT = 1 << 28
+"""Bytes of free memory beyond which a server returns some."""
 
 
 def keep_freed_memory() -> bool:
@@ -81,12 +95,14 @@ def keep_freed_memory() -> bool:
     return _set({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1})
 
 
-def return_freed_memory() -> bool:
-    """Make glibc return each large freed block to the system. Return whether it accepted; False on other C libraries.
+def bound_freed_memory() -> bool:
+    """Make glibc keep and reuse freed blocks, except very large ones, and return memory of which it keeps too much.
 
-    In a server, long-lived states between short-lived large blocks would fragment kept memory.
+    Return whether it accepted; False on other C libraries. In a server, long-lived states between short-lived blocks
+    fragment kept memory, so it must not grow without bound. Prefill reuses its blocks: if each were returned to the
+    system, page faults would take as long as the work.
     """
-    return _set({_MMAP_THRESHOLD: _LARGE, _ARENA_MAX: 1})
+    return _set({_MMAP_THRESHOLD: _VERY_LARGE, _TRIM_THRESHOLD: _MOST_KEPT, _ARENA_MAX: 1})
 
 
 def _set(options: dict[int, int]) -> bool:

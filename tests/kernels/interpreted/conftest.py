@@ -71,10 +71,14 @@ class _Results(list):
 
 @pytest.fixture(autouse=True, scope="session")
 def _as_the_card_does() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        interpret_as_the_card_does(patch)
+        yield
+
+
+def interpret_as_the_card_does(patch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import InterpreterBuilder, ScanOps
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScanOps, "generic_scan", _scan)
-        patch.setattr(InterpreterBuilder, "create_dot", _dot)
-        patch.setattr(InterpreterBuilder, "create_inline_asm", _inline_assembly)
-        yield
+    patch.setattr(ScanOps, "generic_scan", _scan)
+    patch.setattr(InterpreterBuilder, "create_dot", _dot)
+    patch.setattr(InterpreterBuilder, "create_inline_asm", _inline_assembly)

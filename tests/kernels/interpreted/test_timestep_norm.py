@@ -35,6 +35,7 @@ def small_tiles(monkeypatch):
     """Set small tiles: texts of many tiles, carries of many blocks, groups that do not fill a tile."""
     sizes = kernels._sizes
     monkeypatch.setattr(kernels, "_sizes", lambda *shape: {**sizes(*shape), "steps": 4, "together": 4})
+    monkeypatch.setattr(kernels, "_tiles_in_block", lambda together: 4)
     monkeypatch.setattr(kernels, "_carry_sizes", lambda groups: {"columns": 1, "tiles_at_once": 2})
 
 
@@ -84,6 +85,10 @@ def test_sixteen_bit_activations_keep_float32_statistics(betas):
     y, after = kernels.timestep_norm_triton(x, weight, weight, 3, betas, 1e-5, state, Segments.build(1, 6))
     exact, expected = timestep_norm(x.double(), weight.double(), weight.double(), 3, betas, 1e-5)
     assert y.dtype == torch.bfloat16
+    wide, same = kernels.timestep_norm_triton(
+        x.float(), weight, weight, 3, betas, 1e-5, state, Segments.build(1, 6), torch.bfloat16
+    )
+    assert y.equal(wide) and after.variance.equal(same.variance)
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-7)
     torch.testing.assert_close(after.variance.double(), expected.variance, rtol=1e-5, atol=1e-7)
 
@@ -101,5 +106,17 @@ def test_counts_near_one_keep_their_digits():
 def test_timestep_norm_is_well_registered(betas, small_tiles):
     count, begins = torch.tensor([3, 0]), torch.tensor([[-1, -1, 2, 2, 2, 5, 5]] * 2, dtype=torch.int32)
     mean, variance = normal(2, 3), normal(2, 3, seed=1).detach().abs().requires_grad_()
-    inputs = (normal(2, 7, 6), normal(6), normal(6, seed=1), count, mean, variance, begins, 3, betas, 1e-5)
+    inputs = (
+        normal(2, 7, 6),
+        normal(6),
+        normal(6, seed=1),
+        count,
+        mean,
+        variance,
+        begins,
+        3,
+        betas,
+        1e-5,
+        torch.bfloat16,
+    )
     is_well_registered(kernels._timestep_norm, *inputs)

@@ -235,6 +235,10 @@ _MOST_ON_AMD = 2**19
 """The same on AMD processors, where MKL is slower."""
 _FEWEST_TOKENS = 1536
 """Fewest tokens of a call for the C kernels. With fewer, packing the weights takes longer than it saves."""
+_SMALL = 2**15
+"""Most weights of a layer that are packed in a few microseconds."""
+_FEWEST_OF_SMALL = 32
+"""Fewest tokens if all layers are small, on AMD processors: there a call of oneDNN takes longer than packing."""
 
 
 def packed_weights_run_on(
@@ -245,11 +249,17 @@ def packed_weights_run_on(
     A kernel that ``fills_outputs`` up to whole registers supports any number of outputs.
     """
     return (
-        x.numel() >= _FEWEST_TOKENS * x.shape[-1]
+        x.numel() >= min(_FEWEST_OF_SMALL, _FEWEST_TOKENS) * x.shape[-1]
         and cpu_kernels_run_on(x, *weights, *others)  # not while traced: before the rules on sizes
+        and x.numel() >= (_FEWEST_TOKENS if fills_outputs else _fewest_tokens(weights)) * x.shape[-1]
         and torch.is_autocast_enabled("cpu") == products_are_rounded()
         and all(_fits(weight, fills_outputs) for weight in weights)
     )
+
+
+def _fewest_tokens(weights: Sequence[Tensor]) -> int:
+    small = onednn_is_faster() and all(weight.numel() <= _SMALL for weight in weights)
+    return min(_FEWEST_OF_SMALL, _FEWEST_TOKENS) if small else _FEWEST_TOKENS
 
 
 def _fits(weight: Tensor, fills_outputs: bool) -> bool:

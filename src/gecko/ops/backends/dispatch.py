@@ -4,7 +4,7 @@
 ``triton_*.py`` if one file is too long), C kernels in ``ops/NAME/cpu.py`` and ``cpu.c``, and an eager form made of
 PyTorch's operations. ``choose_backend`` selects one per call, and its module is imported on first use. The
 package therefore does not import Triton, and ``gecko.hf.export`` copies no kernels: exported code runs the eager
-forms. Eager forms also serve float64, context exchange between ranks, and all other cases that a kernel leaves out.
+forms. Eager forms also serve float64 and all other cases that a kernel leaves out.
 
 **Layers of a Triton operator.** A ``@triton.jit`` function is the kernel. A plain function ``_forward(x, …)``
 allocates outputs with ``torch.empty``, builds one ``Launch`` per kernel and runs it. ``custom_op("NAME")`` wraps it,
@@ -145,7 +145,7 @@ def is_watched() -> bool:
 
 @cache
 def _cpu_kernels_installed() -> bool:
-    return _is_package() and importlib.import_module("gecko.ops.backends.cpu").library() is not None
+    return is_package() and importlib.import_module("gecko.ops.backends.cpu").library() is not None
 
 
 @cache
@@ -156,10 +156,10 @@ def _cpu_kernels_round() -> bool:
 @cache
 def triton_kernels_installed() -> bool:
     """Return whether Triton is installed and this is the package that has the kernels."""
-    return importlib.util.find_spec("triton") is not None and _is_package()
+    return importlib.util.find_spec("triton") is not None and is_package()
 
 
-def _is_package() -> bool:
+def is_package() -> bool:
     """Return whether this module belongs to the package, not to a copy that ``gecko.hf.export`` wrote.
 
     A copy holds no kernels and must not load those of an installed package: their classes are not the copy's, even in

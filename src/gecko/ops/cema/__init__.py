@@ -48,7 +48,7 @@ def cema(
     if skip is not None:
         check_shape("skip", skip, (channels,))
     with full_precision(x):
-        match _backend(x, coefficients, state, segments, skip):
+        match _backend(x, coefficients, state, skip):
             case "triton":
                 return kernels_of("cema", "triton").cema_triton(x, coefficients, state, segments, skip)
             case "cpu":
@@ -61,15 +61,13 @@ def cema(
     return (y if skip is None else torch.addcmul(y, x, skip.to(x.dtype))), state
 
 
-def _backend(
-    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None
-) -> Backend:
+def _backend(x: Tensor, coefficients: CEMACoefficients, state: Tensor, skip: Tensor | None) -> Backend:
     """Return the backend for a call of several tokens; a call of one token is always "eager" here."""
-    length, modes, alone = x.shape[1], coefficients.input.shape[1], segments.exchange is None
+    length, modes = x.shape[1], coefficients.input.shape[1]
     return choose_backend(
         x, coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output, state, skip,
-        triton=alone and length >= CHUNK and modes <= MOST_MODES,
-        cpu=alone and length > 1 and modes <= MOST_CPU_MODES,
+        triton=length >= CHUNK and modes <= MOST_MODES,
+        cpu=length > 1 and modes <= MOST_CPU_MODES,
     )  # fmt: skip
 
 

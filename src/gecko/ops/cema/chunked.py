@@ -154,34 +154,17 @@ def cema_chunked(
 
     folded = plan.fold(x)
     updates = torch.view_as_complex(torch.bmm(folded, into_state).unflatten(-1, (-1, 2)))
-    states = _walk(updates, decay, state, plan)
-    arriving = None
-    if segments.exchange is not None:
-        arriving = segments.exchange.earlier(_final_state(x, coefficients, states, into_state, segments))
+    initial = torch.view_as_complex(plan.initial(state).transpose(0, 1).contiguous())
+    states = chunk_states(updates, decay, initial, plan)
     y = torch.bmm(folded, _Toeplitz.apply(response))
-    if segments.exchange is not None and arriving is not None:
-        state = state + _arrived(arriving.wait(), coefficients, segments.exchange.counts, x.shape[1])
-        states = _walk(updates, decay, state, plan)
     y = y.baddbmm_(torch.view_as_real(states).flatten(-2), from_state.mT)
     return plan.unfold(y), _final_state(x, coefficients, states, into_state, segments)
 
 
-def _walk(updates: Tensor, decay: Tensor, state: Tensor, plan: ScanPlan) -> Tensor:
-    """Return h at the start of every scan chunk, (D, chunks, N), from ``state`` (B, D, N, 2) before the call."""
-    initial = torch.view_as_complex(plan.initial(state).transpose(0, 1).contiguous())
-    return chunk_states(updates, decay, initial, plan)
-
-
-def _arrived(ends: Tensor, coefficients: CEMACoefficients, counts: Tensor, length: int) -> Tensor:
-    """Return the state before this rank's first token from ``ends`` (R − 1, B, D, N, 2), the final states of earlier
-    ranks. Each is decayed over the tokens of the ranks between."""
-    between = length * torch.arange(len(ends), device=ends.device).view(-1, 1, 1)
-    kept = torch.view_as_complex(ends) * coefficients.decay(between).unsqueeze(1)
-    return torch.view_as_real((kept * (counts > 0)[..., None, None]).sum(0))
-
-
 def cema_step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Compute one step of the recurrence, for x of shape (B, 1, D)."""
+    if torch.compiler.is_exporting():
+        return _real_step(x, coefficients, state)
     h = torch.view_as_complex(state)
     if segments.starts is not None:
         h = h * segments.continues.unsqueeze(-1)
@@ -190,6 +173,18 @@ def cema_step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments
     h[..., 0].addcmul_(coefficients.input, x[:, 0].unsqueeze(-1))
     y = (coefficients.readout * h.flatten(2)).sum(-1)
     return y.unsqueeze(1), state if segments.overwrites else h
+
+
+def _real_step(x: Tensor, coefficients: CEMACoefficients, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute ``cema_step`` within a document without complex numbers, which ONNX does not have."""
+    size, angle = coefficients.log_damping.exp(), coefficients.angle
+    q_real, q_imag = size * angle.cos(), size * angle.sin()
+    real, imag = state.unbind(-1)
+    after_real = q_real * real - q_imag * imag + coefficients.input * x[:, 0].unsqueeze(-1)
+    after_imag = q_real * imag + q_imag * real
+    gamma_real, gamma_imag = coefficients.output.unbind(-1)
+    y = (gamma_real * after_real - gamma_imag * after_imag).sum(-1)
+    return y.unsqueeze(1), torch.stack([after_real, after_imag], dim=-1)
 
 
 def _final_state(

@@ -23,7 +23,7 @@ from gecko.ops.common import (
     run_by_chunk_offset,
 )
 from gecko.runtime.records import TensorRecord
-from gecko.segments import PendingTensor, Segments
+from gecko.segments import Segments
 
 __all__ = ["AttentionState", "Pattern", "chunk_attention", "chunk_attention_reference"]
 
@@ -117,23 +117,16 @@ def _attend(
     return chunk_attention_chunked(pattern, inputs, state, segments)
 
 
-def give_last_chunk(x: Tensor, pattern: Pattern, segments: Segments) -> PendingTensor | None:
-    """Send the last chunk of x (B, H, T, d) to the next rank. Return None if no rank needs it.
-
-    Without lookback, the queries do not need it. The state, which holds two chunks, needs it if a rank has one chunk.
-    """
-    needed = pattern.lookback > 0 or segments.length == pattern.chunk_size
-    if segments.exchange is None or not needed:
-        return None
-    return segments.exchange.previous(x[:, :, -pattern.chunk_size :])
-
-
 def state_before(
-    state: AttentionState | None, keys: PendingTensor, values: PendingTensor, pattern: Pattern, segments: Segments
+    state: AttentionState | None, key: Tensor, value: Tensor, pattern: Pattern, segments: Segments, first: bool
 ) -> AttentionState:
-    """Return the state before this rank's first token, from the received chunk, whose keys are not rotated yet."""
-    key, value = keys.wait(), values.wait()
-    key = pattern.rotate(key.to(compute_dtype(key)), torch.arange(pattern.chunk_size))
+    """Return the state before the first token of a context rank, from the last chunk of the previous rank.
+
+    Args:
+        state: that before the call on rank 0, where ``first`` is true; on the other ranks it is None.
+        key, value: (B, H, c, d); the keys are not rotated yet.
+    """
+    key = pattern.rotate(key.to(compute_dtype(key)), torch.arange(pattern.chunk_size)) * float(not first)
     half = (segments.clock.position // pattern.chunk_size + 1).to(value.device) % 2
     arrived = AttentionState(_ring(key, half), _ring(value, half))
     if state is None:

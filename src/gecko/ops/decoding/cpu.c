@@ -17,12 +17,12 @@ typedef struct {
 
 // A thread's own numbers: normal activations of all rows, the work memory of a head, and a head's memory.
 static int64_t own_size_of(const network *net) {
-    return net->slots * padded(net->features) + head_room_size(net) + padded(net->key * net->value);
+    return net->rows * padded(net->features) + head_room_size(net) + padded(net->key * net->value);
 }
 
 // Divides ``room``, in the same way in every call: padding that is zero stays zero.
 static int64_t carve(activations *a, float *room, const network *net, int64_t threads) {
-    const int64_t rows = net->slots;
+    const int64_t rows = net->rows;
     const int64_t features = padded(net->features), value = padded(net->heads * net->value);
     const int64_t key = padded(net->heads * net->key), hidden = padded(net->hidden);
     struct { float **at; int64_t size; } parts[] = {
@@ -58,10 +58,12 @@ static void read_embedding(const network *net, int64_t token, range part, float 
 // Timestep norm of the groups in ``part`` (features), and their statistics after this step.
 static void timestep_norm(const network *net, const running_norm *norm, int64_t slot, range part, const float *x, float *y) {
     const int64_t size = net->features / net->groups;
-    const double count = norm->count[slot] + 1;
+    const double count = *(int64_t *)state_of(net, norm->count, slot, sizeof(int64_t)) + 1;
+    float *means = state_of(net, norm->mean, slot, sizeof(float) * net->groups);
+    float *variances = state_of(net, norm->variance, slot, sizeof(float) * net->groups);
     for (int64_t g = part.begin / size; g < part.end / size; g++) {
         const float *from = x + g * size;
-        float mean = 0, variance = 0, *m = norm->mean + slot * net->groups + g, *v = norm->variance + slot * net->groups + g;
+        float mean = 0, variance = 0, *m = means + g, *v = variances + g;
         for (int64_t i = 0; i < size; i++) mean += from[i];
         mean /= size;
         for (int64_t i = 0; i < size; i++) variance += (from[i] - mean) * (from[i] - mean);
@@ -85,9 +87,10 @@ static void timestep_norm(const network *net, const running_norm *norm, int64_t 
 // h ← q h + p x and y = Re Σ γ h + ω x of some channels; a complex number is two neighbouring lanes.
 static void cema(const network *net, const layer *l, int64_t slot, range part, const float *x, float *y) {
     const int64_t size = 2 * net->modes, row = padded(size), table = net->features * row;
+    float *states = state_of(net, l->cema, slot, sizeof(float) * net->features * size);
     for (int64_t channel = part.begin; channel < part.end; channel++) {
         const float *factors = l->cema_tables + channel * row;
-        float *state = l->cema + (slot * net->features + channel) * size;
+        float *state = states + channel * size;
         vec sum = {0}, input = every(x[channel]);
         for (int64_t i = 0; i < size; i += LANES) {
             int some = least(LANES, size - i);
@@ -160,7 +163,8 @@ static void norm_and_cema(const worker *w, const layer *l, const running_norm *n
 
 static void count_step(const worker *w, const running_norm *norm) {
     if (w->thread == 0)
-        for (int64_t r = 0; r < w->batch->rows; r++) norm->count[w->batch->slot[r]]++;
+        for (int64_t r = 0; r < w->batch->rows; r++)
+            ++*(int64_t *)state_of(w->net, norm->count, w->batch->slot[r], sizeof(int64_t));
 }
 
 // One part of the outputs of a layer, for all rows.
@@ -224,10 +228,11 @@ static void mix_head(const worker *w, const layer *l, int64_t row, int64_t head,
     const int64_t values = padded(net->heads * net->value), first = row * values + head * net->value;
     float *v = w->a.value + first, *out = w->a.out + first;
     queries_and_keys(net, l, &at, head, w->a.shared + row * padded(net->heads * net->key), room);
+    const int64_t newest = at.position % (2 * net->chunk);
     if (part.begin == 0)
-        memcpy(l->keys + ((at.slot * net->heads + head) * 2 * net->chunk + at.position % (2 * net->chunk)) * net->key,
-               room->key, sizeof(float) * net->key);
-    write_values(net, l, &at, head, part, v);
+        write_numbers(keys_of_head(net, l, &at, head), newest * net->key, (range){0, net->key}, room->key,
+                      net->keys_are_bfloat16);
+    write_numbers(values_of_head(net, l, &at, head), newest * net->value, part, v, net->values_are_bfloat16);
     attend(net, l, &at, head, part, room, out);
     for (int64_t i = part.begin; i < part.end; i++) out[i] *= w->a.gate[first + i];
     if (net->memory == NO_MEMORY) return;
@@ -252,13 +257,13 @@ static void mix(const worker *w, const layer *l) {
 // After all heads: the weights of the current chunk with this token, and the memory where a chunk is complete.
 static void finish_chunk(const worker *w, const layer *l) {
     const network *net = w->net;
-    const int64_t key = net->heads * net->key;
+    const int64_t key = padded(net->heads * net->key);
     if (net->memory == NO_MEMORY) return;
     const range mine = part_of(w->batch->rows * net->heads, 1, w->thread, w->threads);
     for (int64_t task = mine.begin; task < mine.end; task++) {
         const int64_t row = task / net->heads, head = task % net->heads;
         const place at = place_of(net, w->batch, row);
-        memcpy(l->current.weight + at.slot * key + head * net->key, w->a.weight + row * padded(key) + head * net->key,
+        memcpy(head_state(net, l->current.weight, &at, head, net->key), w->a.weight + row * key + head * net->key,
                sizeof(float) * net->key);
         if (at.ends_chunk) complete_chunk(net, l, &at, head, w->head + head_room_size(net));
     }
@@ -267,7 +272,7 @@ static void finish_chunk(const worker *w, const layer *l) {
 static void mark_resets(const worker *w, const layer *l) {
     for (int64_t r = 0; w->net->memory != NO_MEMORY && w->thread == 0 && r < w->batch->rows; r++) {
         const place at = place_of(w->net, w->batch, r);
-        if (at.ends_chunk) l->previous_resets[at.slot] = at.began_in_chunk;
+        if (at.ends_chunk) *(uint8_t *)state_of(w->net, l->previous_resets, at.slot, 1) = at.began_in_chunk;
     }
 }
 
@@ -336,6 +341,10 @@ static void run_network(const worker *w) {
     norm_and_cema(w, 0, &net->final_norm);
 #pragma omp barrier
     count_step(w, &net->final_norm);
+    for (int64_t r = 0; w->batch->hidden && r < w->batch->rows && part.begin < part.end; r++)
+        memcpy(w->batch->hidden + r * net->features + part.begin, w->a.normal + r * padded(net->features) + part.begin,
+               sizeof(float) * (part.end - part.begin));
+    if (!w->batch->logits) return;
     const range outputs = part_of(net->vocabulary, TILE_OUTPUTS, w->thread, w->threads);
     run_layer(w, &net->head, outputs, w->a.normal, w->batch->logits, net->vocabulary);
 }
@@ -349,7 +358,7 @@ int64_t decoding_step(const network *net, const batch *b, float *room, int64_t t
     {
         const int64_t thread = omp_get_thread_num(), there = omp_get_num_threads();
         float *own = a.own + thread * a.own_size;
-        const worker w = {net, b, a, thread, there, own, own + net->slots * padded(net->features)};
+        const worker w = {net, b, a, thread, there, own, own + net->rows * padded(net->features)};
         run_network(&w);
     }
     return 0;

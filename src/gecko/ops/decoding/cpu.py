@@ -10,39 +10,19 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gecko.ops.backends.cpu import library
-
-REGISTER = 16
-"""Rows of weights and of activations are whole registers: multiples of 16 numbers."""
-GROUP = 32
-"""Consecutive weights of a row that share a scale in 4 bits."""
+from gecko.ops.decoding.weights import REGISTER, Record, Weights
 
 WEIGHTS_PER_THREAD = 2**21
 """Products of weights and activations for which another thread pays. Threads meet six times a layer: on a busy machine,
 two of them take many times as long as one for a network of a million weights."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
-
-
-class Weights(NamedTuple):
-    """A weight matrix as the kernels read it, (outputs, inputs), inputs padded with zeros to whole registers.
-
-    ``weight`` is float32, bfloat16, int8 with one ``scale`` per output, or uint8 with two numbers of 4 bits per byte
-    and one ``scale`` per ``GROUP`` inputs.
-    """
-
-    weight: Tensor
-    scale: Tensor | None = None
-    bias: Tensor | None = None
-
-    @property
-    def inputs(self) -> int:
-        return self.weight.shape[1] * (2 if self.weight.dtype == torch.uint8 else 1)
 
 
 class _Matrix(ctypes.Structure):
@@ -79,9 +59,9 @@ class _Layer(ctypes.Structure):
 class _Network(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in (
-            "slots", "layers", "features", "heads", "key", "value", "hidden", "modes", "chunk", "groups", "norm_groups",
+            "rows", "layers", "features", "heads", "key", "value", "hidden", "modes", "chunk", "groups", "norm_groups",
             "vocabulary", "attention", "memory", "rope_heads", "swiglu", "two_hop", "cumulative",
-            "values_are_bfloat16",
+            "keys_are_bfloat16", "values_are_bfloat16", "page_bytes",
         )),
         *((name, c_double) for name in ("beta_mean", "beta_variance", "eps", "embedding_scale")),
         ("phases", c_void_p),
@@ -94,24 +74,22 @@ class _Network(ctypes.Structure):
 class _Batch(ctypes.Structure):
     _fields_ = [
         ("rows", c_int64),
-        *((name, c_void_p) for name in ("token", "slot", "position", "document_start", "logits")),
+        *((name, c_void_p) for name in ("token", "slot", "position", "document_start", "logits", "hidden")),
     ]
-
-
-Record = dict[str, Any]
-"""Fields of a structure: numbers, tensors, weights, and records of structures within it."""
 
 
 class Network:
     """A network with the states of its sequences, ready to be called.
 
     Args:
-        record: the fields of the network; "layer" is a list of those of the layers.
-        clock: (slots,) int64, tokens that each sequence has read, and the position at which its document started.
+        record: the fields of the network; "layer" is a list of those of the layers, and "rows" the most sequences that
+            a call may have.
+        clock: (rows,) int64, tokens that each sequence has read, and the position at which its document started.
     """
 
     def __init__(self, record: Record, clock: tuple[Tensor, Tensor]) -> None:
         self._kept: list[Tensor] = []
+        self._page_bytes = record["page_bytes"]
         layers = [self._filled(_Layer, layer) for layer in record.pop("layer")]
         self._layers = (_Layer * len(layers))(*layers)
         self._network = self._filled(_Network, record)
@@ -119,11 +97,12 @@ class Network:
         self._room: dict[int, Tensor] = {}
         self._vocabulary = record["vocabulary"]
         self._products = sum(_products(one) for one in self._layers) + _size(self._network.head)
-        self._logits = torch.empty(record["slots"], self._vocabulary)
-        self._tokens = (c_int64 * record["slots"])()
-        slots, position, start = (self._value(None, x) for x in (torch.arange(record["slots"]), *clock))
+        self._features, self._rows = record["features"], record["rows"]
+        self._logits = torch.empty(self._rows, self._vocabulary)
+        self._tokens = (c_int64 * self._rows)()
+        slots, position, start = (self._value(None, x) for x in (torch.arange(self._rows), *clock))
         logits = self._value(None, self._logits)
-        self._batch = _Batch(0, ctypes.addressof(self._tokens), slots, position, start, logits)
+        self._batch = _Batch(0, ctypes.addressof(self._tokens), slots, position, start, logits, None)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one token of each of the first sequences and return the logits of the next ones, (rows, vocabulary).
@@ -133,13 +112,38 @@ class Network:
         Raises:
             ValueError: a token is not in the vocabulary.
         """
-        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
-            raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
+        self._check(tokens)
         rows = self._batch.rows = len(tokens)
         self._tokens[:rows] = tokens
-        threads = max(1, min(torch.get_num_threads(), rows * self._products // WEIGHTS_PER_THREAD))
-        _step(ctypes.byref(self._network), ctypes.byref(self._batch), self._room_of(threads), threads)
+        self._run(self._batch)
         return self._logits[:rows]
+
+    def hidden(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Read one token of each of some sequences and return the input of the head, (rows, D) float32.
+
+        The states in ``slots``, all different, are changed in place.
+
+        Args:
+            positions: tokens that each sequence has read, in one document. The clock of the network is not used.
+
+        Raises:
+            ValueError: a token is not in the vocabulary.
+        """
+        self._check(tokens)
+        rows = len(tokens)
+        hidden = torch.empty(rows, self._features)
+        lists = [(c_int64 * rows)(*numbers) for numbers in (tokens, slots, positions, [0] * rows)]
+        self._run(_Batch(rows, *(ctypes.addressof(one) for one in lists), None, hidden.data_ptr()))
+        return hidden
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        assert len(tokens) <= self._rows, "a call has at most as many sequences as the network was made for"
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
+            raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
+
+    def _run(self, batch: _Batch) -> None:
+        threads = max(1, min(torch.get_num_threads(), batch.rows * self._products // WEIGHTS_PER_THREAD))
+        _step(ctypes.byref(self._network), ctypes.byref(batch), self._room_of(threads), threads)
 
     def _room_of(self, threads: int) -> int:
         """Return the address of the work memory, which is zero before the first call."""
@@ -163,7 +167,9 @@ class Network:
         if isinstance(value, Weights):
             return self._matrix(value)
         if isinstance(value, Tensor):
-            assert value.is_contiguous() and value.device.type == "cpu", "kernels take contiguous tensors of the CPU"
+            paged = bool(self._page_bytes) and value.stride(0) * value.itemsize == self._page_bytes
+            assert value.device.type == "cpu", "kernels take tensors of the CPU"
+            assert (value[0] if paged else value).is_contiguous(), "kernels take contiguous tensors, or views of pages"
             self._kept.append(value)
             return value.data_ptr()
         return value

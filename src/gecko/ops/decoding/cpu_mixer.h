@@ -73,29 +73,39 @@ static void softmax(float *x, int64_t size) {
     }
 }
 
+static inline __attribute__((always_inline)) vec load_number(const void *row, int64_t at, int count, const int bfloat16) {
+    if (!bfloat16) return load_some((const float *)row + at, count);
+    if (count == LANES) return load_bfloat16((const uint16_t *)row + at);
+    uint16_t some[LANES] = {0};
+    memcpy(some, (const uint16_t *)row + at, sizeof(uint16_t) * count);
+    return load_bfloat16(some);
+}
+
 // Scores of one query with keys (count, size).
-static void score(const float *query, const float *keys, int64_t count, int64_t size, float *scores) {
+static inline __attribute__((always_inline)) void score_of(
+    const float *query, const char *keys, int64_t count, int64_t size, float *scores, const int bfloat16) {
+    const int64_t bytes = bfloat16 ? 2 : 4;
     for (int64_t first = 0; first < count; first += LANES) {
         int64_t keys_here = least(LANES, count - first);
         vec sums[LANES];
         for (int64_t j = 0; j < LANES; j++) {
             sums[j] = (vec){0};
             if (j >= keys_here) continue;
-            const float *key = keys + (first + j) * size;
-            int64_t i = 0;
-            for (; i + LANES <= size; i += LANES) sums[j] += load(query + i) * load(key + i);
-            if (i < size) sums[j] += load_some(query + i, size - i) * load_some(key + i, size - i);
+            const char *key = keys + (first + j) * size * bytes;
+            for (int64_t i = 0; i < size; i += LANES) {
+                int some = least(LANES, size - i);
+                prefetch_after(key + i * bytes);
+                sums[j] += load_some(query + i, some) * load_number(key, i, some, bfloat16);
+            }
         }
         store_some(scores + first, sums_of(sums), keys_here);
     }
 }
 
-static inline __attribute__((always_inline)) vec load_value(const void *row, int64_t at, int count, const int bfloat16) {
-    if (!bfloat16) return load_some((const float *)row + at, count);
-    if (count == LANES) return load_bfloat16((const uint16_t *)row + at);
-    uint16_t some[LANES] = {0};
-    memcpy(some, (const uint16_t *)row + at, sizeof(uint16_t) * count);
-    return load_bfloat16(some);
+static __attribute__((noinline)) void score(const float *query, const char *keys, int64_t count, int64_t size,
+                                            float *scores, int64_t bfloat16) {
+    if (bfloat16) score_of(query, keys, count, size, scores, 1);
+    else score_of(query, keys, count, size, scores, 0);
 }
 
 // to (columns) += Σ_j weights[j] rows[j], four rows at a time so that they stream from memory side by side.
@@ -112,17 +122,20 @@ static inline __attribute__((always_inline)) void add_rows_of(
         for (int64_t i = 0; i < columns; i += LANES) {
             int some = least(LANES, columns - i);
             vec sum = load_some(to + i, some);
-            for (int n = 0; n < 4; n++) sum += weight[n] * load_value(row[n], i, some, bfloat16);
+            for (int n = 0; n < 4; n++) {
+                prefetch_after(row[n] + i * (bfloat16 ? 2 : 4));
+                sum += weight[n] * load_number(row[n], i, some, bfloat16);
+            }
             store_some(to + i, sum, some);
         }
     }
 }
 
-static void add_rows(float *to, const float *weights, const float *rows, int64_t row, int64_t count, int64_t columns) {
+static __attribute__((noinline)) void add_rows(float *to, const float *weights, const float *rows, int64_t row, int64_t count, int64_t columns) {
     add_rows_of(to, weights, (const char *)rows, 4 * row, count, columns, 0);
 }
 
-static void add_values(float *to, const float *weights, const char *rows, int64_t row_bytes, int64_t count,
+static __attribute__((noinline)) void add_values(float *to, const float *weights, const char *rows, int64_t row_bytes, int64_t count,
                        int64_t columns, int64_t bfloat16) {
     if (bfloat16) add_rows_of(to, weights, rows, row_bytes, count, columns, 1);
     else add_rows_of(to, weights, rows, row_bytes, count, columns, 0);
@@ -147,6 +160,13 @@ static uint16_t rounded_bfloat16(float x) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+// Numbers begin .. end of a row of the ring, ``row``, in float32 or bfloat16.
+static void write_numbers(void *ring, int64_t row, range part, const float *x, int64_t bfloat16) {
+    if (!bfloat16) memcpy((float *)ring + row + part.begin, x + part.begin, sizeof(float) * (part.end - part.begin));
+    else
+        for (int64_t i = part.begin; i < part.end; i++) ((uint16_t *)ring)[row + i] = rounded_bfloat16(x[i]);
+}
+
 // The token's place in its stream.
 typedef struct {
     int64_t slot, position, chunk_start, first;  // first: first position that attention sees
@@ -164,33 +184,48 @@ static inline place place_of(const network *net, const batch *b, int64_t row) {
                    start < chunk_start - chunk, (position + 1) % chunk == 0};
 }
 
+// The state of a head in a float32 tensor with ``size`` numbers per slot and head.
+static inline float *head_state(const network *net, const float *first, const place *at, int64_t head, int64_t size) {
+    return (float *)state_of(net, first, at->slot, sizeof(float) * net->heads * size) + head * size;
+}
+
+// The attention window of a head.
+static inline char *keys_of_head(const network *net, const layer *l, const place *at, int64_t head) {
+    const int64_t size = 2 * net->chunk * net->key * (net->keys_are_bfloat16 ? 2 : 4);
+    return (char *)state_of(net, l->keys, at->slot, net->heads * size) + head * size;
+}
+
+static inline char *values_of_head(const network *net, const layer *l, const place *at, int64_t head) {
+    const int64_t size = 2 * net->chunk * net->value * (net->values_are_bfloat16 ? 2 : 4);
+    return (char *)state_of(net, l->values, at->slot, net->heads * size) + head * size;
+}
+
+static inline int previous_resets(const network *net, const layer *l, const place *at) {
+    return *(uint8_t *)state_of(net, l->previous_resets, at->slot, 1);
+}
+
 // out = attention over the visible slots; columns ``part`` of the values.
 static void attend(const network *net, const layer *l, const place *at, int64_t head, range part, const head_room *room,
                    float *out) {
-    const int64_t chunk = net->chunk, ring = (at->slot * net->heads + head) * 2 * chunk;
-    const int64_t bytes = net->values_are_bfloat16 ? 2 : 4, own = at->first > at->chunk_start ? at->first : at->chunk_start;
+    const int64_t chunk = net->chunk, own = at->first > at->chunk_start ? at->first : at->chunk_start;
+    const int64_t key_bytes = net->keys_are_bfloat16 ? 2 : 4, bytes = net->values_are_bfloat16 ? 2 : 4;
+    const char *all_keys = keys_of_head(net, l, at, head), *all_values = values_of_head(net, l, at, head);
     const int64_t before = own - at->first, count = at->position + 1 - at->first;
     const int64_t slots[2] = {at->first % (2 * chunk), own % (2 * chunk)}, counts[2] = {before, count - before};
     float *scores[2] = {room->scores, room->scores + before};
     // The token's own key may not be in the ring yet: another thread writes it.
-    score(room->query[1], l->keys + (ring + slots[0]) * net->key, before, net->key, scores[0]);
-    score(room->query[0], l->keys + (ring + slots[1]) * net->key, counts[1] - 1, net->key, scores[1]);
-    score(room->query[0], room->key, 1, net->key, room->scores + count - 1);
+    for (int half = 0; half < 2; half++) {
+        const char *keys = all_keys + slots[half] * net->key * key_bytes;
+        score(room->query[!half], keys, counts[half] - half, net->key, scores[half], net->keys_are_bfloat16);
+    }
+    score(room->query[0], (const char *)room->key, 1, net->key, room->scores + count - 1, 0);
     softmax(room->scores, count);
     memset(out + part.begin, 0, sizeof(float) * (part.end - part.begin));
     for (int half = 0; half < 2; half++) {
-        const char *rows = (const char *)l->values + ((ring + slots[half]) * net->value + part.begin) * bytes;
+        const char *rows = all_values + (slots[half] * net->value + part.begin) * bytes;
         add_values(out + part.begin, scores[half], rows, net->value * bytes, counts[half], part.end - part.begin,
                    net->values_are_bfloat16);
     }
-}
-
-static void write_values(const network *net, const layer *l, const place *at, int64_t head, range part, const float *v) {
-    int64_t to = ((at->slot * net->heads + head) * 2 * net->chunk + at->position % (2 * net->chunk)) * net->value;
-    if (!net->values_are_bfloat16)
-        memcpy((float *)l->values + to + part.begin, v + part.begin, sizeof(float) * (part.end - part.begin));
-    else
-        for (int64_t i = part.begin; i < part.end; i++) ((uint16_t *)l->values)[to + i] = rounded_bfloat16(v[i]);
 }
 
 static float elu_plus_one(float x) { return x > 0 ? x + 1 : expf(x); }
@@ -209,17 +244,18 @@ static float log_sum(float a, float b) {
 
 static float accumulated(const network *net, float a, float b) { return net->memory == ADAPTIVE ? log_sum(a, b) : a + b; }
 
-// Normaliser of all chunks up to the previous one, feature i.
-static float normaliser_before(const network *net, const layer *l, const place *at, int64_t feature) {
-    float previous = l->previous.weight[feature];
-    return l->previous_resets[at->slot] ? previous : accumulated(net, l->normaliser[feature], previous);
+// Normaliser of all chunks up to the previous one, feature i of a head.
+static float normaliser_before(const network *net, const layer *l, const place *at, int64_t head, int64_t i) {
+    float previous = head_state(net, l->previous.weight, at, head, net->key)[i];
+    if (previous_resets(net, l, at)) return previous;
+    return accumulated(net, head_state(net, l->normaliser, at, head, net->key)[i], previous);
 }
 
 // Features of the memory's query and key, the token's share of the current chunk's sums, and their weight with the token.
 static void memory_features(const network *net, const layer *l, const place *at, int64_t head, const head_room *room,
                             float *next_weight) {
-    const int64_t size = net->key, first = (at->slot * net->heads + head) * size;
-    const float *weight = l->current.weight + first;
+    const int64_t size = net->key;
+    const float *weight = head_state(net, l->current.weight, at, head, size);
     if (net->memory == ADAPTIVE) {
         for (int64_t i = 0; i < size; i++) {
             room->share[i] = 1.0f / (1.0f + expf(weight[i] - room->memory_key[i]));
@@ -234,36 +270,40 @@ static void memory_features(const network *net, const layer *l, const place *at,
         room->share[i] = room->memory_key[i] = elu_plus_one(room->memory_key[i]);
         next_weight[i] = weight[i] + room->share[i];
         // Work memory of the token's key, which the ring holds already.
-        room->key[i] = at->began_in_chunk ? 0 : normaliser_before(net, l, at, first + i);
+        room->key[i] = at->began_in_chunk ? 0 : normaliser_before(net, l, at, head, i);
     }
-    divide_by_total(room->memory_query, l->normaliser + first, size);
+    divide_by_total(room->memory_query, head_state(net, l->normaliser, at, head, size), size);
     divide_by_total(room->memory_key, room->key, size);
 }
 
 // Adds what the query reads to ``recalled``, and the token to the current chunk's summary; columns ``part`` of the values.
 static void use_memory(const network *net, const layer *l, const place *at, int64_t head, range part,
                        const head_room *room, const float *v, float *recalled) {
-    const int64_t rows = (at->slot * net->heads + head) * net->key, columns = part.end - part.begin;
+    const int64_t columns = part.end - part.begin, size = net->key * net->value;
     if (at->reads_memory)
-        add_rows(recalled + part.begin, room->memory_query, l->memory + rows * net->value + part.begin, net->value,
-                 net->key, columns);
-    blend_rows(l->current.value_sum + rows * net->value + part.begin, net->value, room->share, v + part.begin, net->key,
-               columns, net->memory == ADAPTIVE);
+        add_rows(recalled + part.begin, room->memory_query, head_state(net, l->memory, at, head, size) + part.begin,
+                 net->value, net->key, columns);
+    blend_rows(head_state(net, l->current.value_sum, at, head, size) + part.begin, net->value, room->share,
+               v + part.begin, net->key, columns, net->memory == ADAPTIVE);
     if (part.begin == 0)
-        blend_rows(l->current.key_sum + rows * net->key, net->key, room->share, room->memory_key, net->key, net->key,
+        blend_rows(head_state(net, l->current.key_sum, at, head, net->key * net->key), net->key, room->share, room->memory_key, net->key, net->key,
                    net->memory == ADAPTIVE);
 }
 
 // The previous chunk enters the memory, M ← A M + B; ``old`` is work memory of (key, value).
 static void enter_previous(const network *net, const layer *l, const place *at, int64_t head, float *old) {
-    const int64_t key = net->key, value = net->value, first = (at->slot * net->heads + head) * key;
-    const int resets = l->previous_resets[at->slot], adaptive = net->memory == ADAPTIVE;
-    float *memory = l->memory + first * value;
+    const int64_t key = net->key, value = net->value;
+    const int resets = previous_resets(net, l, at), adaptive = net->memory == ADAPTIVE;
+    const float *key_sums = head_state(net, l->previous.key_sum, at, head, key * key);
+    const float *value_sums = head_state(net, l->previous.value_sum, at, head, key * value);
+    const float *weight = head_state(net, l->previous.weight, at, head, key);
+    float *memory = head_state(net, l->memory, at, head, key * value);
+    float *normaliser = head_state(net, l->normaliser, at, head, key);
     memcpy(old, memory, sizeof(float) * key * value);
     for (int64_t k = 0; k < key; k++) {
-        const float *key_sum = l->previous.key_sum + (first + k) * key, *sum = l->previous.value_sum + (first + k) * value;
-        const float after = normaliser_before(net, l, at, first + k);
-        const float rho = adaptive ? expf(l->previous.weight[first + k] - after) : 1.0f;
+        const float *key_sum = key_sums + k * key, *sum = value_sums + k * value;
+        const float after = normaliser_before(net, l, at, head, k);
+        const float rho = adaptive ? expf(weight[k] - after) : 1.0f;
         float *row = memory + k * value;
         for (int64_t i = 0; i < value; i++) row[i] = 0;
         if (!resets) add_rows(row, key_sum, old, value, key, value);
@@ -272,17 +312,20 @@ static void enter_previous(const network *net, const layer *l, const place *at, 
             row[i] = kept + rho * (sum[i] - row[i]);
         }
     }
-    for (int64_t k = 0; k < key; k++) l->normaliser[first + k] = normaliser_before(net, l, at, first + k);
+    for (int64_t k = 0; k < key; k++) normaliser[k] = normaliser_before(net, l, at, head, k);
 }
 
 // The chunk is complete: the previous one enters the memory, this one becomes the previous, and an empty one begins.
 static void complete_chunk(const network *net, const layer *l, const place *at, int64_t head, float *old) {
-    const int64_t key = net->key, value = net->value, first = (at->slot * net->heads + head) * key;
+    const int64_t key = net->key, key_sum = key * key, value_sum = key * net->value;
+    float *weight = head_state(net, l->current.weight, at, head, key);
+    float *keys = head_state(net, l->current.key_sum, at, head, key_sum);
+    float *values = head_state(net, l->current.value_sum, at, head, value_sum);
     enter_previous(net, l, at, head, old);
-    memcpy(l->previous.weight + first, l->current.weight + first, sizeof(float) * key);
-    memcpy(l->previous.key_sum + first * key, l->current.key_sum + first * key, sizeof(float) * key * key);
-    memcpy(l->previous.value_sum + first * value, l->current.value_sum + first * value, sizeof(float) * key * value);
-    memset(l->current.key_sum + first * key, 0, sizeof(float) * key * key);
-    memset(l->current.value_sum + first * value, 0, sizeof(float) * key * value);
-    for (int64_t k = 0; k < key; k++) l->current.weight[first + k] = net->memory == ADAPTIVE ? -1e30f : 0.0f;
+    memcpy(head_state(net, l->previous.weight, at, head, key), weight, sizeof(float) * key);
+    memcpy(head_state(net, l->previous.key_sum, at, head, key_sum), keys, sizeof(float) * key_sum);
+    memcpy(head_state(net, l->previous.value_sum, at, head, value_sum), values, sizeof(float) * value_sum);
+    memset(keys, 0, sizeof(float) * key_sum);
+    memset(values, 0, sizeof(float) * value_sum);
+    for (int64_t k = 0; k < key; k++) weight[k] = net->memory == ADAPTIVE ? -1e30f : 0.0f;
 }

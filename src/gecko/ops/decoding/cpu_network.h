@@ -23,8 +23,7 @@ typedef struct {
     const float *cema_norm;    // (D,): 1 + weight
     matrix to_shared, to_value, to_gate, to_hidden, to_output;
     const float *qk_scale, *qk_shift;  // (2 or 4, H · key): of queries and keys of attention, then of the memory
-    float *keys;                       // (slots, H, 2c, key)
-    void *values;                      // (slots, H, 2c, value), in float32 or bfloat16
+    void *keys, *values;               // (slots, H, 2c, key), (slots, H, 2c, value), in float32 or bfloat16
     float *memory, *normaliser;        // (slots, H, key, value), (slots, H, key)
     chunk_summary previous, current;
     uint8_t *previous_resets;                // (slots,)
@@ -36,8 +35,9 @@ typedef enum { NO_MEMORY, ADAPTIVE, LINEAR } memory_rule;
 typedef enum { SLIDING_CHUNK, CHUNK, SLIDING_WINDOW } attention_pattern;
 
 typedef struct {
-    int64_t slots, layers, features, heads, key, value, hidden, modes, chunk, groups, norm_groups, vocabulary;
-    int64_t attention, memory, rope_heads, swiglu, two_hop, cumulative, values_are_bfloat16;
+    int64_t rows, layers, features, heads, key, value, hidden, modes, chunk, groups, norm_groups, vocabulary;
+    int64_t attention, memory, rope_heads, swiglu, two_hop, cumulative, keys_are_bfloat16, values_are_bfloat16;
+    int64_t page_bytes;  // from the state of one slot to the next in every tensor; 0: their slots lie side by side
     double beta_mean, beta_variance, eps, embedding_scale;
     const float *phases;  // (2c, key / 2, 2): cosine and sine of each position's angles
     matrix embedding, head;
@@ -49,8 +49,14 @@ typedef struct {
 typedef struct {
     int64_t rows;
     const int64_t *token, *slot, *position, *document_start;  // (rows,)
-    float *logits;                                            // (rows, vocabulary)
+    float *logits;                                            // (rows, vocabulary), or null if ``hidden`` is wanted
+    float *hidden;                                            // (rows, D): the input of the head; may be null
 } batch;
+
+// The state of ``slot`` in a tensor whose slots have ``bytes`` each.
+static inline void *state_of(const network *net, const void *first, int64_t slot, int64_t bytes) {
+    return (char *)first + slot * (net->page_bytes ? net->page_bytes : bytes);
+}
 
 static inline int64_t padded(int64_t count) { return blocks_of(count, 16) * 16; }
 

@@ -19,6 +19,13 @@ typedef struct {
 
 enum { GROUP = 32 };       // inputs that share a scale in 4 bits
 enum { TILE_OUTPUTS = 4 };  // outputs that one pass over the activations computes
+enum { TILE_ROWS = LANES == 16 ? 4 : 2 };  // rows of activations, as many as sums fit into the registers
+
+enum { LINE = 64 };  // bytes that memory delivers at once
+
+// Asks for the line that comes this many bytes later. The processor's own prefetching restarts at every page, and the
+// rows of a tile are too short for it.
+static inline void prefetch_after(const void *from) { __builtin_prefetch((const char *)from + 8192, 0, 2); }
 
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef uint32_t lanes_of_bits __attribute__((vector_size(4 * LANES)));
@@ -74,17 +81,21 @@ static inline __attribute__((always_inline)) vec load_weights(const char *row, i
 }
 
 // sums[o][r] += the products of rows o of the weights and r of x, over inputs begin .. end. Everything stays in registers.
+// The ``first`` pass over the weights asks memory for those that follow.
 static inline __attribute__((always_inline)) void add_products(
-    vec sums[TILE_OUTPUTS][2], const char *weight, int64_t row_bytes, const float *x, int64_t x_row, int64_t begin,
-    int64_t end, const int outputs, const int rows, const weight_kind kind) {
+    vec sums[TILE_OUTPUTS][TILE_ROWS], const char *weight, int64_t row_bytes, const float *x, int64_t x_row, int64_t begin,
+    int64_t end, const int outputs, const int rows, const weight_kind kind, const int first) {
+    const int64_t bytes_of_one = kind == BFLOAT16 ? 2 : kind == INT8 ? 1 : 4;
     for (int64_t k = begin; k < end; k += LANES) {
-        vec right[2];
-#pragma GCC unroll 2
+        if (first && k * bytes_of_one % LINE == 0)
+            for (int o = 0; o < outputs; o++) prefetch_after(weight + o * row_bytes + k * bytes_of_one);
+        vec right[TILE_ROWS];
+#pragma GCC unroll 4
         for (int r = 0; r < rows; r++) right[r] = load(x + r * x_row + k);
 #pragma GCC unroll 4
         for (int o = 0; o < outputs; o++) {
             vec left = load_weights(weight + o * row_bytes, k, kind);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int r = 0; r < rows; r++) sums[o][r] += left * right[r];
         }
     }
@@ -92,41 +103,42 @@ static inline __attribute__((always_inline)) void add_products(
 
 // The same for 4 bits: a group's bytes hold its first half in their low halves and its second in their high halves.
 static inline __attribute__((always_inline)) void add_products_int4(
-    vec sums[TILE_OUTPUTS][2], const char *weight, const float *scale, int64_t row_bytes, const float *x, int64_t x_row,
-    int64_t inputs, const int outputs, const int rows) {
+    vec sums[TILE_OUTPUTS][TILE_ROWS], const char *weight, const float *scale, int64_t row_bytes, const float *x, int64_t x_row,
+    int64_t inputs, const int outputs, const int rows, const int first) {
     const int64_t groups = inputs / GROUP;
     for (int64_t g = 0; g < groups; g++)
 #pragma GCC unroll 4
         for (int o = 0; o < outputs; o++) {
             const int8_t *from = (const int8_t *)weight + o * row_bytes + g * (GROUP / 2);
-            vec part[2] = {{0}, {0}};
+            if (first && g % (2 * LINE / GROUP) == 0) prefetch_after(from);
+            vec part[TILE_ROWS] = {{0}};
             for (int high = 0; high < 2; high++)
                 for (int at = 0; at < GROUP / 2; at += LANES) {
                     vec left = load_int4(from + at, high);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
                     for (int r = 0; r < rows; r++)
                         part[r] += left * load(x + r * x_row + g * GROUP + high * (GROUP / 2) + at);
                 }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int r = 0; r < rows; r++) sums[o][r] += part[r] * scale[o * groups + g];
         }
 }
 
-// y[o] of ``outputs`` outputs from ``first`` on, for ``rows`` (1 or 2) rows of x.
+// y[o] of ``outputs`` outputs from ``first`` on, for ``rows`` (1 or TILE_ROWS) rows of x. The ``first_pass`` over the weights prefetches.
 static inline __attribute__((always_inline)) void products_tile(
     const matrix *w, int64_t first, const float *x, int64_t x_row, float *y, int64_t y_row, const int outputs,
-    const int rows, const weight_kind kind) {
-    vec sums[TILE_OUTPUTS][2] = {{{0}}};
+    const int rows, const weight_kind kind, const int first_pass) {
+    vec sums[TILE_OUTPUTS][TILE_ROWS] = {{{0}}};
     const char *weight = w->weight + first * w->row_bytes;
     if (kind == INT4) {
         const float *scale = w->scale + first * (w->inputs / GROUP);
-        add_products_int4(sums, weight, scale, w->row_bytes, x, x_row, w->inputs, outputs, rows);
+        add_products_int4(sums, weight, scale, w->row_bytes, x, x_row, w->inputs, outputs, rows, first_pass);
     } else {
-        add_products(sums, weight, w->row_bytes, x, x_row, 0, w->inputs, outputs, rows, kind);
+        add_products(sums, weight, w->row_bytes, x, x_row, 0, w->inputs, outputs, rows, kind, first_pass);
     }
 #pragma GCC unroll 4
     for (int o = 0; o < outputs; o++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
             float sum = sum_of(sums[o][r]);
             if (kind == INT8) sum *= w->scale[first + o];
@@ -137,19 +149,19 @@ static inline __attribute__((always_inline)) void products_tile(
 #define PRODUCTS_OF(name, kind)                                                                                      \
     static void name(const matrix *w, int64_t begin, int64_t end, const float *x, int64_t x_row, int64_t rows, float *y, \
                      int64_t y_row) {                                                                                \
-        for (int64_t o = begin; o < end; o += TILE_OUTPUTS) {                                                        \
-            int64_t r = 0;                                                                                           \
+        for (int64_t o = begin; o < end; o += TILE_OUTPUTS)                                                          \
             if (end - o >= TILE_OUTPUTS) {                                                                           \
-                for (; r + 2 <= rows; r += 2)                                                                        \
-                    products_tile(w, o, x + r * x_row, x_row, y + r * y_row, y_row, TILE_OUTPUTS, 2, kind);          \
-                if (r < rows)                                                                                        \
-                    products_tile(w, o, x + r * x_row, x_row, y + r * y_row, y_row, TILE_OUTPUTS, 1, kind);          \
+                int64_t r = 0;                                                                                       \
+                for (; r + TILE_ROWS <= rows; r += TILE_ROWS)                                                        \
+                    TILE(o, r, TILE_OUTPUTS, TILE_ROWS, kind);                                                       \
+                for (; r < rows; r++) TILE(o, r, TILE_OUTPUTS, 1, kind);                                             \
             } else                                                                                                   \
                 for (int64_t one = o; one < end; one++)                                                              \
-                    for (r = 0; r < rows; r++)                                                                       \
-                        products_tile(w, one, x + r * x_row, x_row, y + r * y_row, y_row, 1, 1, kind);               \
-        }                                                                                                            \
+                    for (int64_t r = 0; r < rows; r++) TILE(one, r, 1, 1, kind);                                     \
     }
+
+#define TILE(o, r, outputs, rows, kind) \
+    products_tile(w, o, x + (r) * x_row, x_row, y + (r) * y_row, y_row, outputs, rows, kind, (r) == 0)
 
 PRODUCTS_OF(products_float32, FLOAT32)
 PRODUCTS_OF(products_bfloat16, BFLOAT16)
@@ -157,6 +169,7 @@ PRODUCTS_OF(products_int8, INT8)
 PRODUCTS_OF(products_int4, INT4)
 
 #undef PRODUCTS_OF
+#undef TILE
 
 // y (rows, outputs begin .. end) = x wᵀ + bias. Rows of x hold ``inputs`` numbers, zeros after the layer's own inputs.
 static inline void products(const matrix *w, int64_t begin, int64_t end, const float *x, int64_t x_row, int64_t rows,

@@ -73,7 +73,7 @@ def _propagate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 _swiglu.register_autograd(_propagate, setup_context=_keep)
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit
 def _product(p_a, p_b, p_y, total, block: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     b_a = tl.load(p_a + i, mask=i < total, other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def _product(p_a, p_b, p_y, total, block: tl.constexpr):
     tl.store(p_y + i, (b_a * tl.sigmoid(b_a) * b_b).to(p_y.dtype.element_ty), mask=i < total)
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit
 def _gradients(p_grad, p_a, p_b, p_grad_a, p_grad_b, total, block: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     b_grad = tl.load(p_grad + i, mask=i < total, other=0.0).to(tl.float32)

@@ -41,7 +41,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
     """Mean loss. The forward pass computes the gradients from the logits of each block; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, z_loss: float) -> Tensor:
         count = (targets != IGNORED).sum().clamp(min=1)
         total = torch.zeros((), dtype=compute_dtype(hidden), device=hidden.device)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -52,7 +52,10 @@ class _MeanCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=total.dtype) if ctx.needs_input_grad[1] else None
         for block in _blocks(hidden, weight.shape[0]):
             logits = _product(hidden[block], weight)
-            losses, grad = _losses_and_gradient(logits, targets[block], count, dtype)
+            if z_loss:
+                losses, grad = _with_z_loss(logits, targets[block], count, dtype, z_loss)
+            else:
+                losses, grad = _losses_and_gradient(logits, targets[block], count, dtype)
             total += losses
             if grad_hidden is not None:
                 grad_hidden[block] = linear(grad, projection.t())
@@ -63,21 +66,23 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
             None if grad_hidden is None else (grad_hidden * grad.to(grad_hidden.dtype)).to(ctx.dtypes[0]),
             None if grad_weight is None else (grad_weight * grad).to(ctx.dtypes[1]),
             None,
             None,
+            None,
         )
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
     """Return the mean of −log softmax(hidden weightᵀ)[target] over targets other than ``IGNORED``; 0 if there are none.
 
     Args:
         hidden: (N, D); weight: (V, D); targets: (N,) int64.
+        z_loss: coefficient of the squared logarithm of the softmax's denominator, whose mean is added to the loss.
 
     Returns:
         A scalar, float32 or wider.
@@ -89,12 +94,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     _check(hidden, weight, targets)
     dtype = _product_dtype(hidden)
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if differentiated and packed_weights_run_on(hidden, (weight,), fills_outputs=True):
+    if differentiated and not z_loss and packed_weights_run_on(hidden, (weight,), fills_outputs=True):
         loss: Tensor = kernels_of("loss", "cpu").mean_cross_entropy_cpu(hidden, weight, targets, IGNORED)
         return loss
     with torch.autocast(hidden.device.type, enabled=False):
-        if differentiated:
-            return _MeanCrossEntropy.apply(hidden, weight, targets, dtype)
+        if differentiated or z_loss:
+            return _MeanCrossEntropy.apply(hidden, weight, targets, dtype, z_loss)
         return _token_losses(hidden, weight, targets, dtype).sum() / (targets != IGNORED).sum().clamp(min=1)
 
 
@@ -174,6 +179,23 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: 
             log_probabilities = logits.log_softmax(-1)
             total = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
             return total, _logit_gradient(log_probabilities, targets, count).to(dtype)
+
+
+def _with_z_loss(
+    logits: Tensor, targets: Tensor, count: Tensor, dtype: torch.dtype, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Return what ``_losses_and_gradient`` returns for −log softmax(logits)[target] + z_loss · log_sum².
+
+    The second term's gradient is 2 z_loss · log_sum · softmax, and softmax is the first term's plus the one-hot target.
+    """
+    trained = targets != IGNORED
+    # Before the gradient, which may overwrite the logits.
+    log_sums = logits.logsumexp(-1).masked_fill(~trained, 0.0)
+    # Not rounded: the second term is smaller than the rounding of the first to 16 bits.
+    losses, grad = _losses_and_gradient(logits, targets, count, logits.dtype)
+    slope = (2 * z_loss * log_sums).unsqueeze(1)
+    grad.mul_(1 + slope).scatter_add_(1, targets.clamp(min=0).unsqueeze(1), slope / count)
+    return losses + z_loss * log_sums.square().sum(), grad.to(dtype)
 
 
 def _logit_gradient(log_probabilities: Tensor, targets: Tensor, count: Tensor) -> Tensor:

@@ -62,11 +62,12 @@ def _backward(
     programs = min(PROGRAMS, blocks(rows, sizes["steps"]))
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     parts = x.new_empty(2, programs, x.shape[-1], dtype=torch.float32)
+    # Twice the warps of the forward pass: a thread also keeps its sums for scale and shift in registers.
     Launch(_gradients, (programs,), {
         "p_x": x.contiguous(), "p_weight": weight, "p_grad_y": grad_y.contiguous(), "p_grad_x": grad_x,
         "p_scale_parts": parts[0], "p_shift_parts": parts[1], "rows": rows, "programs": programs, "eps": eps,
         "centered": centered, **sizes,
-    }, warps_of(sizes)).run()  # fmt: skip
+    }, min(16, 2 * warps_of(sizes))).run()  # fmt: skip
     return grad_x, parts[0].sum(0), parts[1].sum(0)
 
 

@@ -47,6 +47,7 @@ def timestep_norm(
     state: TimestepNormState | None = None,
     *,
     segments: Segments | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, TimestepNormState]:
     """Compute y_t = (x_t − m̂_t) / √(v̂_t + ε) · (1 + weight) + bias (paper Eq. 6–7). Statistics include step t.
 
@@ -59,7 +60,7 @@ def timestep_norm(
         weight, bias: (D,), or both None for no affine part. weight is an offset from 1.
 
     Returns:
-        y (B, T, D) in the dtype of x, and the state after the last step.
+        y (B, T, D) in ``dtype``, by default that of x, and the state after the last step.
 
     Raises:
         ValueError: the shapes are inconsistent, or ``groups`` does not divide D.
@@ -68,30 +69,30 @@ def timestep_norm(
     if features % groups:
         raise ValueError(f"groups must divide the features of x; got {groups} and {features}.")
     check_affine(weight, bias, features)
-    dtype = compute_dtype(x)
+    wanted, dtype = dtype or x.dtype, compute_dtype(x)
     state = TimestepNormState.empty(batch, groups, dtype, x.device) if state is None else state
     check_shape("state.mean", state.mean, (batch, groups))
     segments = segments or Segments.build(batch, length, device=x.device)
     check_segments(segments, batch, length)
-    alone = segments.exchange is None
     given = x, weight, bias, groups, betas, eps, state, segments
-    match choose_backend(x, weight, bias, state.mean, state.variance, triton=alone, cpu=alone and length > 1):
+    match choose_backend(x, weight, bias, state.mean, state.variance, cpu=length > 1):
         case "triton":
             from gecko.ops.timestep_norm.triton import timestep_norm_triton
 
-            return timestep_norm_triton(*given)
+            return timestep_norm_triton(*given, wanted)
         case "cpu":
-            return kernels_of("timestep_norm", "cpu").timestep_norm_cpu(*given)
+            y, state = kernels_of("timestep_norm", "cpu").timestep_norm_cpu(*given)
+            return y.to(wanted), state
     wide = x.to(dtype)
     with full_precision(x):
-        if betas is not None and length == 1 and segments.exchange is None:
+        if betas is not None and length == 1:
             y, state = timestep_norm_step(wide, weight, bias, groups, betas, eps, state, segments)
-            return y.to(x.dtype), state
+            return y.to(wanted), state
         if betas is None:
             mean, variance, state = cumulative_statistics(wide, groups, state, segments)
         else:
             mean, variance, state = decayed_statistics(wide, groups, betas, state, segments)
-        return standardise(wide, mean, variance, weight, bias, eps).to(x.dtype), state
+        return standardise(wide, mean, variance, weight, bias, eps).to(wanted), state
 
 
 def timestep_norm_reference(

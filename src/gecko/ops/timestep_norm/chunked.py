@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.scan import ScanPlan, decayed_sum
-from gecko.segments import ContextExchange, Segments
+from gecko.segments import Segments
 
 if TYPE_CHECKING:
     from gecko.ops.timestep_norm import TimestepNormState
@@ -33,8 +33,6 @@ def decayed_statistics(
         running = beta.to(x.dtype) * (before * segments.continues.to(x.dtype)).unsqueeze(1) + added
     else:
         running = decayed_sum(added, beta, before, ScanPlan.of(segments))
-    if segments.exchange is not None:
-        running = running + _decayed_before(running[:, -1], beta, segments.exchange, segments)
     count = _counts(state, segments)
     log_beta = x.new_tensor([math.log(b) if b > 0 else -math.inf for b in betas]).repeat_interleave(groups)
     corrected = running / -torch.expm1(count.unsqueeze(-1) * log_beta)
@@ -59,41 +57,10 @@ def cumulative_statistics(
     sums = decayed_sum(
         added, torch.ones(2 * groups, dtype=torch.float64, device=x.device), before, ScanPlan.of(segments)
     )
-    own_count = _own_counts(state, segments)
-    deviation, square = (sums / own_count.unsqueeze(-1).to(x.dtype)).split(groups, dim=-1)
+    count = _counts(state, segments)
+    deviation, square = (sums / count.unsqueeze(-1).to(x.dtype)).split(groups, dim=-1)
     mean, variance = origin + deviation, square - deviation.square()
-    if segments.exchange is not None:
-        mean, variance = _pooled(own_count, mean, variance, segments.exchange, segments)
-    return mean, variance, type(state)(_counts(state, segments)[:, -1], mean[:, -1], variance[:, -1])
-
-
-def _decayed_before(end: Tensor, beta: Tensor, exchange: ContextExchange, segments: Segments) -> Tensor:
-    """Send ``end`` (B, F), the decayed sum at this rank's last step, to later ranks. Return the part of the decayed sum
-    of every step, (B, T, F), that comes from earlier ranks."""
-    ends = exchange.earlier(end).wait()
-    between = segments.length * torch.arange(len(ends), device=end.device)
-    kept = ends * (beta ** between[:, None]).to(end.dtype).unsqueeze(1)
-    before = (kept * (exchange.counts > 0).unsqueeze(-1)).sum(0)
-    steps = torch.arange(1, segments.length + 1, device=end.device)
-    decay = (beta ** steps[:, None]).to(end.dtype)
-    return decay * before.unsqueeze(1) * segments.continues.unsqueeze(-1)
-
-
-def _pooled(
-    count: Tensor, mean: Tensor, variance: Tensor, exchange: ContextExchange, segments: Segments
-) -> tuple[Tensor, Tensor]:
-    """Combine the mean and variance (B, T, G) of this rank's ``count`` (B, T) steps with those of earlier ranks."""
-    ends = exchange.earlier(torch.cat([mean[:, -1], variance[:, -1]], dim=-1)).wait()
-    means, variances = ends.chunk(2, dim=-1)
-    counts = exchange.counts.to(mean.dtype).unsqueeze(-1)
-    share = counts / counts.sum(0).clamp(min=1)
-    mean_before = (share * means).sum(0)
-    variance_before = (share * (variances + (means - mean_before).square())).sum(0)
-
-    before = (counts.sum(0) * segments.continues.to(mean.dtype)).unsqueeze(-1)
-    part = before / (before + count.unsqueeze(-1))
-    step = mean_before.unsqueeze(1) - mean
-    return mean + part * step, variance + part * (variance_before.unsqueeze(1) - variance + (1 - part) * step.square())
+    return mean, variance, type(state)(count[:, -1], mean[:, -1], variance[:, -1])
 
 
 def standardise(
@@ -163,14 +130,6 @@ def _group_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 def _counts(state: TimestepNormState, segments: Segments) -> Tensor:
     """Return the number of steps of the document up to each token, (B, T) int64."""
-    own = _own_counts(state, segments)
-    if segments.exchange is None:
-        return own
-    return own + torch.where(segments.continues, segments.exchange.counts.sum(0).unsqueeze(1), 0)
-
-
-def _own_counts(state: TimestepNormState, segments: Segments) -> Tensor:
-    """Return ``_counts`` without the steps of other ranks."""
     return segments.steps_in_document + torch.where(segments.continues, state.count.unsqueeze(1), 0)
 
 
@@ -204,7 +163,7 @@ def timestep_norm_step(
     count = steps + 1
     running = torch.addcmul(added * torch.stack([mean, variance], dim=1), beta, before)
     running_mean, running_variance = running.unbind(1)
-    corrected = running / -torch.expm1(count.view(-1, 1, 1) * log_beta)
+    corrected = running / -torch.expm1(count.view(-1, 1, 1) * log_beta).to(running.dtype)
     mean, variance = corrected.unsqueeze(-1).unbind(1)
     y = ((grouped - mean) * torch.rsqrt(variance + eps)).flatten(1).unsqueeze(1)
     y = y if weight is None else y * (1 + weight)
@@ -215,4 +174,6 @@ def _decays(betas: tuple[float, float], x: Tensor) -> tuple[Tensor, Tensor, Tens
     """Return β, 1 − β and log β of mean and variance, (2, 1) each."""
     beta = torch.tensor(betas, dtype=torch.float64, device=x.device).unsqueeze(1)
     # Rounded last: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
-    return beta.to(x.dtype), (1 - beta).to(x.dtype), beta.log().to(x.dtype)
+    # ONNX computes expm1(x) as exp(x) − 1, which needs float64 if x is small.
+    log_beta = beta.log() if torch.compiler.is_exporting() else beta.log().to(x.dtype)
+    return beta.to(x.dtype), (1 - beta).to(x.dtype), log_beta

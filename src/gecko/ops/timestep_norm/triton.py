@@ -1,18 +1,23 @@
 """Triton backend of the timestep norm, parallel over time.
 
 A program processes one tile: some steps of some groups of features. A tile may hold several documents; the scan is
-reset where one starts. The forward pass has three launches; a call of one tile needs only the last one:
+reset where one starts. The forward pass is one launch: a program computes the statistics of its tile alone, stores them
+for later tiles, waits for those of the tiles before, and computes y, with x in registers all the time.
 
-1. ``summaries`` computes the statistics of every tile except the last from the steps of that tile alone (reads x).
-2. ``carries`` computes the statistics before every tile from these and the state, by a scan over tiles (small).
-3. ``normalise_tiles`` computes the statistics of every step and y (reads x, writes y). The last tile stores the state.
+- **Order.** Tiles form blocks of ``in_block``. The statistics before a tile are those after the block before, then
+  those of the tiles since, always in this order: results do not depend on which program runs first.
+- **Waiting.** A program takes its number from a counter when it starts, and waits for smaller numbers only. Those have
+  started, so some program can always go on, in whatever order the GPU starts programs.
+- **Visibility.** A number and the bit that says that it is there are one word of 64 bits, written and read by atomic
+  operations. So no order between several words is needed.
 
-The backward pass has the same three launches in reverse time. Only x and the statistics before every tile are saved.
+The backward pass has three launches in reverse time: ``gradient_summaries`` computes sums over each tile except the
+first (reads x and the gradient of y), ``gradient_carries`` those over all later tiles (small), and ``gradients`` the
+gradients (reads x and the gradient of y, writes the gradient of x). Only x and the statistics before tiles are saved.
 
 Memory traffic for B = 1, T = 32,768, D = 4,096, G = 64 in bfloat16 (one pass over x is 268 MB, statistics between
-launches 0.3 MB, partial sums of the weight gradient 17 MB): forward 3 passes, 0.81 GB; backward 5 passes, 1.34 GB (x
-and the gradient of y twice, the gradient of x once). The minimum, with tiles that stay on the chip between launches,
-would be 2 and 3 passes. About 12 FLOPs per number forward and 30 backward are 5 to 8 per byte: memory is the limit.
+programs 2 MB, partial sums of the weight gradient 17 MB): forward 2 passes, the minimum; backward 5 passes of at
+least 3. Scanning the steps of a tile costs each warp the same, so there are few warps with many numbers each.
 
 Cumulative statistics are combined as (count, mean, mean variance), which avoids cancellation if the mean is large.
 """
@@ -26,9 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile, warps_of
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 from gecko.ops.timestep_norm.triton_backward import gradient_carries, gradient_summaries, gradients
-from gecko.ops.timestep_norm.triton_forward import carries, normalise_tiles, summaries
+from gecko.ops.timestep_norm.triton_forward import normalise_tiles
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
@@ -37,13 +42,23 @@ if TYPE_CHECKING:
 
 def timestep_norm_triton(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float] | None, eps: float,
-    state: TimestepNormState, segments: Segments,
+    state: TimestepNormState, segments: Segments, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute ``timestep_norm`` for the dtypes of the kernels, without context exchange."""
     begins = None if segments.starts is None else segments.shared("begins", lambda: _begins(segments))
     decays = None if betas is None else list(betas)
     y, count, mean, variance, _ = _timestep_norm(
-        x, weight, bias, state.count, state.mean, state.variance, begins, groups, decays, eps
+        x,
+        weight,
+        bias,
+        state.count,
+        state.mean,
+        state.variance,
+        begins,
+        groups,
+        decays,
+        eps,
+        dtype or x.dtype,
     )
     return y, type(state)(count, mean, variance)
 
@@ -60,8 +75,14 @@ def _sizes(length: int, features: int, groups: int) -> dict[str, int]:
     size = features // groups
     width = tile(size, 1)
     together = min(tile(groups, 1), max(1, 64 // width))
-    steps = 4 if length <= 4 else min(64, max(4, 4096 // (together * width)))
+    steps = 4 if length <= 4 else min(128, max(4, 8192 // (together * width)))
     return {"features": features, "groups": groups, "size": size, "width": width, "together": together, "steps": steps}
+
+
+def _tiles_in_block(together: int) -> int:
+    """Return the tiles of a block. Blocks wait for each other in turn, and a program reads two words per tile of its
+    block and group."""
+    return max(2, min(32, 64 // together))
 
 
 def _carry_sizes(groups: int) -> dict[str, int]:
@@ -69,7 +90,7 @@ def _carry_sizes(groups: int) -> dict[str, int]:
     return {"columns": columns, "tiles_at_once": 2048 // columns}
 
 
-def _decay(betas: list[float] | None) -> dict[str, Any]:
+def decay_arguments(betas: list[float] | None) -> dict[str, Any]:
     """Return β, 1 − β and log β, computed in float64 and rounded once."""
     beta_mean, beta_variance = betas or (1.0, 1.0)
     log_mean, log_variance = (math.log(beta) if beta > 0 else -1e9 for beta in (beta_mean, beta_variance))
@@ -82,26 +103,29 @@ def _decay(betas: list[float] | None) -> dict[str, Any]:
 
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, count: Tensor, mean: Tensor, variance: Tensor,
-    begins: Tensor | None, groups: int, betas: list[float] | None, eps: float,
+    begins: Tensor | None, groups: int, betas: list[float] | None, eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, length, features = x.shape
-    sizes, decay = _sizes(length, features, groups), _decay(betas)
+    sizes, decay = _sizes(length, features, groups), decay_arguments(betas)
     tiles, across = blocks(length, sizes["steps"]), blocks(groups, sizes["together"])
     x, count, mean, variance = (x.contiguous() for x in (x, count, mean, variance))
     carry = mean.new_empty(batch, tiles - 1, 2, groups)
-    given = {"p_x": x, "p_begin": begins, "p_carry": carry, "length": length, "tiles": tiles}
-    if tiles > 1:
-        Launch(summaries, (batch * (tiles - 1) * across,), {**given, **sizes, **decay}, warps_of(sizes)).run()
-        _run_carries(carries, batch, groups, {
-            "p_count": count, "p_mean": mean, "p_variance": variance, "p_begin": begins, "p_carry": carry,
-            "length": length, "tiles": tiles, "groups": groups, "steps": sizes["steps"], **decay,
-        })  # fmt: skip
-    y, after = torch.empty_like(x), (torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance))
+    y = torch.empty_like(x, dtype=dtype)
+    after = (torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance))
+    in_block = _tiles_in_block(sizes["together"])
+    words = 1 + batch * (tiles + blocks(tiles, in_block)) * groups * 2
     Launch(normalise_tiles, (batch * tiles * across,), {
-        **given, "p_count": count, "p_mean": mean, "p_variance": variance, "p_weight": weight, "p_bias": bias, "p_y": y,
-        "p_count_after": after[0], "p_mean_after": after[1], "p_variance_after": after[2], "eps": eps, **sizes, **decay,
-    }, warps_of(sizes)).run()  # fmt: skip
+        "p_x": x, "p_begin": begins, "p_carry": carry, "p_words": count.new_zeros(words) if tiles > 1 else None,
+        "length": length, "tiles": tiles, "p_count": count, "p_mean": mean, "p_variance": variance,
+        "p_weight": weight, "p_bias": bias, "p_y": y, "p_count_after": after[0], "p_mean_after": after[1],
+        "p_variance_after": after[2], "eps": eps, **sizes, **decay, "in_block": in_block,
+    }, _warps(sizes, 1024 if decay["cumulative"] else 2048)).run()  # fmt: skip
     return y, *after, carry
+
+
+def _warps(sizes: dict[str, int], numbers: int) -> int:
+    """Return the number of warps for tiles with ``numbers`` of them per warp."""
+    return max(1, sizes["steps"] * sizes["together"] * sizes["width"] // numbers)
 
 
 def _run_carries(kernel: Any, batch: int, groups: int, arguments: dict[str, Any]) -> None:
@@ -116,7 +140,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x, weight, bias, and the mean and variance of the state."""
     batch, length, features = x.shape
-    sizes, decay = _sizes(length, features, groups), _decay(betas)
+    sizes, decay = _sizes(length, features, groups), decay_arguments(betas)
     tiles, across = blocks(length, sizes["steps"]), blocks(groups, sizes["together"])
     later = mean.new_empty(batch, tiles - 1, 3, groups)
     given = {
@@ -126,9 +150,8 @@ def _backward(
         "p_later": later, "length": length, "tiles": tiles, "eps": eps,
     }  # fmt: skip
     if tiles > 1:
-        # With as many warps as the other kernels, a thread would have too few registers, and some would spill.
         Launch(
-            gradient_summaries, (batch * (tiles - 1) * across,), {**given, **sizes, **decay}, warps_of(sizes) // 2
+            gradient_summaries, (batch * (tiles - 1) * across,), {**given, **sizes, **decay}, _warps(sizes, 2048)
         ).run()
         _run_carries(gradient_carries, batch, groups, {
             "p_begin": begins, "p_later": later, "length": length, "tiles": tiles, "groups": groups,
@@ -140,7 +163,7 @@ def _backward(
     Launch(gradients, (batch * tiles * across,), {
         **given, "p_grad_x": grad_x, "p_scale_parts": parts[0], "p_shift_parts": parts[1],
         "p_grad_mean": grad_before[0], "p_grad_variance": grad_before[1], **sizes, **decay,
-    }, warps_of(sizes)).run()  # fmt: skip
+    }, _warps(sizes, 512 if decay["cumulative"] else 1024)).run()  # fmt: skip
     return grad_x, parts[0].sum(0), parts[1].sum(0), *grad_before
 
 
@@ -151,11 +174,11 @@ _timestep_norm_backward = custom_op("timestep_norm_backward")(_backward)
 @_timestep_norm.register_fake
 def _(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, count: Tensor, mean: Tensor, variance: Tensor,
-    begins: Tensor | None, groups: int, betas: list[float] | None, eps: float,
+    begins: Tensor | None, groups: int, betas: list[float] | None, eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, length, features = x.shape
     tiles = blocks(length, _sizes(length, int(features), groups)["steps"])
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     carry = mean.new_empty(batch, tiles - 1, 2, groups)
     return y, *(x.new_empty(x.shape) for x in (count, mean, variance)), carry
 
@@ -168,7 +191,7 @@ def _(grad_y: Tensor, grad_mean: Tensor, grad_variance: Tensor, x: Tensor, *rest
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, count, mean, variance, begins, *ctx.fixed = inputs
+    x, weight, bias, count, mean, variance, begins, *ctx.fixed, _ = inputs
     ctx.save_for_backward(x, weight, bias, count, mean, variance, begins, output[4])
 
 
@@ -179,7 +202,7 @@ def _propagate(ctx: Any, grad_y: Tensor, _: Any, grad_mean: Tensor, grad_varianc
     )
     grad_weight = None if weight is None else scale.to(weight.dtype)
     grad_bias = None if bias is None else shift.to(bias.dtype)
-    return grad_x, grad_weight, grad_bias, None, grad_mean, grad_variance, None, None, None, None
+    return grad_x, grad_weight, grad_bias, None, grad_mean, grad_variance, *[None] * 5
 
 
 _timestep_norm.register_autograd(_propagate, setup_context=_keep)

@@ -87,7 +87,7 @@ def gradient_summaries(p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_ca
                         features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
                         together: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
     """Store the sums at the first step of every tile except the first to p_later (B, tiles − 1, 3, G)."""
-    i_row, i_before, i_group = program_place(tiles - 1, groups, together)
+    i_row, i_before, i_group = program_place(tl.program_id(0).to(tl.int64), tiles - 1, groups, together)
     i_tile = i_before + 1
     _, _, _, _, _, _, _, _, b_r, b_q, b_origin = _gradient_tile(
         p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_carry, p_weight,
@@ -108,7 +108,7 @@ def gradient_carries(p_begin, p_later, length, tiles,
                       groups: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr,
                       columns: tl.constexpr, tiles_at_once: tl.constexpr):  # fmt: skip
     """Replace the sums at the first step of each tile by those over all later steps of the document."""
-    i_row, _zero, i_group = program_place(1, groups, columns)
+    i_row, _zero, i_group = program_place(tl.program_id(0).to(tl.int64), 1, groups, columns)
     m_group = i_group < groups
     zeros = tl.zeros([tiles_at_once, columns], tl.float32)
     b_r_after = tl.zeros([columns], tl.float32)
@@ -152,7 +152,7 @@ def gradients(p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_carry, p_we
                together: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
     """Compute the gradient of x, the gradients of weight and bias per tile (p_…_parts, (B · tiles, D)), and, in the
     first tile of a row, the gradients of the state."""
-    i_row, i_tile, i_group = program_place(tiles, groups, together)
+    i_row, i_tile, i_group = program_place(tl.program_id(0).to(tl.int64), tiles, groups, together)
     b_x, b_grad, b_scaled, b_deviation, b_rstd, b_mu, b_a, b_b, b_r, b_q, b_origin = _gradient_tile(
         p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_carry, p_weight,
         p_grad_mean_after, p_grad_variance_after, i_row, i_tile, i_group, length, tiles, eps,

@@ -29,7 +29,7 @@ def _join_pooled(k_before, n_before, m_before, v_before, k, n, m, v):
 
 
 @triton.jit
-def _one_minus_exp(z):
+def one_minus_exp(z):
     """Return 1 − exp(z) for z ≤ 0, without cancellation near 0."""
     near = tl.maximum(z, -0.5)
     series = near * (1 + near / 2 * (1 + near / 3 * (1 + near / 4 * (1 + near / 5 * (1 + near / 6 * (1 + near / 7))))))
@@ -37,10 +37,9 @@ def _one_minus_exp(z):
 
 
 @triton.jit
-def program_place(tiles, groups: tl.constexpr, together: tl.constexpr):
-    """Return the row, the tile and the groups of this program. Consecutive programs have consecutive groups."""
+def program_place(program, tiles, groups: tl.constexpr, together: tl.constexpr):
+    """Return the row, the tile and the groups of a program. Consecutive programs have consecutive groups."""
     across = (groups + together - 1) // together
-    program = tl.program_id(0).to(tl.int64)
     i_group = (program % across) * together + tl.arange(0, together)
     return program // across // tiles, program // across % tiles, i_group
 
@@ -105,6 +104,17 @@ def _scan(b_mu, b_sigma2, m_first, m_t, beta_mean, beta_variance, added_mean, ad
 
 
 @triton.jit
+def steps_before_tile(p_begin, i_row, i_tile, count, length, steps: tl.constexpr):
+    """Return the number of steps of the current document before the tile; ``count`` of them before the call."""
+    begin = i_tile * steps
+    count += begin
+    if p_begin is not None:
+        started = tl.load(p_begin + i_row * length + begin - 1, mask=begin > 0, other=-1)
+        count = tl.where(started < 0, count, begin - started)
+    return count.to(tl.float32)
+
+
+@triton.jit
 def load_before_tile(p_count, p_mean, p_variance, p_begin, p_carry, i_row, i_tile, i_group, length, tiles,
                  groups: tl.constexpr, steps: tl.constexpr):  # fmt: skip
     """Return mean, variance and number of steps of the current document before the tile."""
@@ -115,21 +125,12 @@ def load_before_tile(p_count, p_mean, p_variance, p_begin, p_carry, i_row, i_til
     b_m += tl.load(p_carry + carry, mask=m_group & (i_tile > 0), other=0.0)
     b_v = tl.load(p_variance + state, mask=m_group & first, other=0.0)
     b_v += tl.load(p_carry + carry + groups, mask=m_group & (i_tile > 0), other=0.0)
-    begin = i_tile * steps
-    count = tl.load(p_count + i_row) + begin
-    if p_begin is not None:
-        started = tl.load(p_begin + i_row * length + begin - 1, mask=begin > 0, other=-1)
-        count = tl.where(started < 0, count, begin - started)
-    return b_m, b_v, count.to(tl.float32)
+    return b_m, b_v, steps_before_tile(p_begin, i_row, i_tile, tl.load(p_count + i_row), length, steps)
 
 
 @triton.jit
-def running_statistics(b_mu, b_sigma2, b_m_before, b_v_before, count_before, m_first, m_t,
-                beta_mean, beta_variance, added_mean, added_variance, cumulative: tl.constexpr):  # fmt: skip
-    """Return the running mean and variance at every step of the tile, without bias correction."""
-    b_a, b_b, b_m, b_v = _scan(
-        b_mu, b_sigma2, m_first, m_t, beta_mean, beta_variance, added_mean, added_variance, cumulative
-    )
+def follow(b_a, b_b, b_m, b_v, b_m_before, b_v_before, count_before, cumulative: tl.constexpr):
+    """Return mean and variance at each step of a tile, from its ``_scan`` and from the statistics before it."""
     if cumulative:
         before = b_a * 0 + count_before
         _, _, b_m, b_v = _join_pooled(b_a, before, b_m_before[None], b_v_before[None], b_a, b_b, b_m, b_v)
@@ -139,13 +140,23 @@ def running_statistics(b_mu, b_sigma2, b_m_before, b_v_before, count_before, m_f
 
 
 @triton.jit
+def running_statistics(b_mu, b_sigma2, b_m_before, b_v_before, count_before, m_first, m_t,
+                beta_mean, beta_variance, added_mean, added_variance, cumulative: tl.constexpr):  # fmt: skip
+    """Return the running mean and variance at every step of the tile, without bias correction."""
+    b_a, b_b, b_m, b_v = _scan(
+        b_mu, b_sigma2, m_first, m_t, beta_mean, beta_variance, added_mean, added_variance, cumulative
+    )
+    return follow(b_a, b_b, b_m, b_v, b_m_before, b_v_before, count_before, cumulative)
+
+
+@triton.jit
 def bias_corrections(b_count, log_mean, log_variance, cumulative: tl.constexpr):
     """Return the divisors of the running mean and variance: 1 − βⁿ, or 1 for cumulative statistics."""
     if cumulative:
         by_mean = tl.full(b_count.shape, 1.0, tl.float32)
         by_variance = by_mean
     else:
-        by_mean, by_variance = _one_minus_exp(b_count * log_mean), _one_minus_exp(b_count * log_variance)
+        by_mean, by_variance = one_minus_exp(b_count * log_mean), one_minus_exp(b_count * log_variance)
     return by_mean, by_variance
 
 
@@ -155,92 +166,154 @@ def row_of(b_x, i_t, i):
     return tl.sum(tl.where((i_t == i)[:, None], b_x, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["length", "tiles"])
-def summaries(p_x, p_begin, p_carry, length, tiles,
-               beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
-               features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
-               together: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
-    """Store the mean and variance of each tile, from its own steps alone, to p_carry (B, tiles − 1, 2, G)."""
-    i_row, i_tile, i_group = program_place(tiles - 1, groups, together)
-    i_t = i_tile * steps + tl.arange(0, steps)
-    m_x = held_places(i_t, i_group, length, groups, size, width)
-    offsets = tile_offsets(i_row, i_t, i_group, length, features, size, width)
-    b_x = tl.load(p_x + offsets, mask=m_x, other=0.0).to(tl.float32)
-    b_mu, b_sigma2 = group_moments(b_x, m_x, size)
-    m_first = load_begins(p_begin, i_row, i_t, length) == i_t
-    _, _, b_m, b_v = _scan(
-        b_mu, b_sigma2, m_first, i_t < length, beta_mean, beta_variance, added_mean, added_variance, cumulative
+@triton.jit
+def _words(p_words, i_row, i_tile, i_group, tiles, groups: tl.constexpr, in_block: tl.constexpr):
+    """Return the places of two words per group, (…, groups, 2): of each tile, then of each block of tiles."""
+    slots = tiles + (tiles + in_block - 1) // in_block
+    places = ((i_row * slots + i_tile)[:, None] * groups + i_group[None])[:, :, None] * 2 + tl.arange(0, 2)[None, None]
+    return p_words + 1 + places
+
+
+@triton.jit
+def _publish(p_words, i_row, i_slot, i_group, b_m, b_v, m_group, tiles, groups: tl.constexpr, in_block: tl.constexpr):
+    """Store mean and variance so that other programs see each number together with the bit that says it is there."""
+    p_word = _words(p_words, i_row, tl.zeros([1], tl.int64) + i_slot, i_group, tiles, groups, in_block)
+    b_bits = tl.join(b_m[None], b_v[None]).to(tl.int32, bitcast=True).to(tl.int64)
+    tl.atomic_xchg(
+        p_word, (b_bits << 32) | 1, mask=tl.broadcast_to(m_group[None, :, None], b_bits.shape), sem="relaxed"
     )
-    last = i_tile * steps + steps - 1
-    out = p_carry + ((i_row * (tiles - 1) + i_tile) * 2) * groups + i_group
-    tl.store(out, row_of(b_m, i_t, last), mask=i_group < groups)
-    tl.store(out + groups, row_of(b_v, i_t, last), mask=i_group < groups)
 
 
-@triton.jit(do_not_specialize=["length", "tiles"])
-def carries(p_count, p_mean, p_variance, p_begin, p_carry, length, tiles,
-             beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
-             groups: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr,
-             columns: tl.constexpr, tiles_at_once: tl.constexpr):  # fmt: skip
-    """Replace the statistics of each tile alone in p_carry by the running statistics after the tile."""
-    i_row, _zero, i_group = program_place(1, groups, columns)
-    m_group = i_group < groups
-    b_m_before = tl.load(p_mean + i_row * groups + i_group, mask=m_group, other=0.0)
-    b_v_before = tl.load(p_variance + i_row * groups + i_group, mask=m_group, other=0.0)
-    count = tl.load(p_count + i_row)
-    zeros = tl.zeros([tiles_at_once, columns], tl.float32)
-    for first in range(0, tiles - 1, tiles_at_once):
-        i_tile = first + tl.arange(0, tiles_at_once).to(tl.int64)
-        held = i_tile < tiles - 1
-        # A document that started in the tile, or at its first step, does not depend on earlier tiles.
-        i_begin = load_begins(p_begin, i_row, tl.where(held, i_tile * steps + steps - 1, length), length)
-        goes_on = (i_begin < i_tile * steps) | (held == 0)
-        b_goes_on = tl.where(goes_on, 1.0, 0.0)[:, None] + zeros
+@triton.jit
+def _numbers(b_word):
+    """Return mean and variance of published words (…, groups, 2)."""
+    return tl.split((b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _published(p_words, i_row, i_tile, first, i_group, m_group, tiles, groups: tl.constexpr, in_block: tl.constexpr):
+    """Wait until the statistics of each tile alone from tile ``first`` to the one before ``i_tile``, and those after
+    the block of tiles before, are there. Return these words, zero for other tiles (in_block, groups, 2), and (1, …).
+
+    Words are read by an atomic addition of 0, past all caches. Each has its number and its bit in one store, so no
+    order of memory accesses matters. Programs of a smaller number do not wait for this one, so the wait ends."""
+    i_slot = first + tl.arange(0, in_block).to(tl.int64)
+    p_tile = _words(p_words, i_row, i_slot, i_group, tiles, groups, in_block)
+    i_block = tl.zeros([1], tl.int64) + tiles + first // in_block - 1
+    p_block = _words(p_words, i_row, i_block, i_group, tiles, groups, in_block)
+    m_tile = tl.broadcast_to((i_slot < i_tile)[:, None, None] & m_group[None, :, None], p_tile.shape)
+    m_block = tl.broadcast_to((i_block >= tiles)[:, None, None] & m_group[None, :, None], p_block.shape)
+    b_none, b_zero = tl.zeros(p_tile.shape, tl.int64), tl.zeros(p_block.shape, tl.int64)
+    b_tile = tl.where(m_tile, tl.atomic_add(p_tile, b_none, mask=m_tile, sem="relaxed"), 1)
+    b_block = tl.where(m_block, tl.atomic_add(p_block, b_zero, mask=m_block, sem="relaxed"), 1)
+    while (tl.min(b_tile & 1) & tl.min(b_block & 1)) == 0:
+        b_tile = tl.where(m_tile, tl.atomic_add(p_tile, b_none, mask=m_tile, sem="relaxed"), 1)
+        b_block = tl.where(m_block, tl.atomic_add(p_block, b_zero, mask=m_block, sem="relaxed"), 1)
+    return b_tile, b_block
+
+
+@triton.jit
+def _after_tiles(p_begin, i_row, i_end, first, b_m, b_v, b_m_before, b_v_before, count, length,
+                 log_mean, log_variance, steps: tl.constexpr, cumulative: tl.constexpr,
+                 in_block: tl.constexpr):  # fmt: skip
+    """Return mean and variance after the tiles from ``first`` to the one before ``i_end``, from those of each tile
+    alone (in_block, groups) and those before them. ``count``: steps of the document before the call."""
+    zeros = tl.zeros_like(b_m)
+    i_tile = first + tl.arange(0, in_block).to(tl.int64)
+    held = i_tile < i_end
+    # A document that started in the tile, or at its first step, does not depend on earlier tiles.
+    i_begin = load_begins(p_begin, i_row, tl.where(held, i_tile * steps + steps - 1, length), length)
+    goes_on = (i_begin < i_tile * steps) | (held == 0)
+    b_goes_on = tl.where(goes_on, 1.0, 0.0)[:, None] + zeros
+    if cumulative:
+        # Steps of the last document in the tile: all of them if it started before.
         b_held = tl.where(held, 1.0, 0.0)[:, None] + zeros
-        p_tile = p_carry + ((i_row * (tiles - 1) + i_tile) * 2 * groups)[:, None] + i_group[None]
-        m_tile = held[:, None] & m_group[None]
-        b_m, b_v = tl.load(p_tile, mask=m_tile, other=0.0), tl.load(p_tile + groups, mask=m_tile, other=0.0)
-        if cumulative:
-            # Steps of the last document in the tile: all of them if it started before.
-            b_n = tl.where(goes_on, steps, i_tile * steps + steps - i_begin).to(tl.float32)[:, None] * b_held
-            b_a, b_b, b_m, b_v = tl.associative_scan((b_goes_on, b_n, b_m, b_v), 0, _join_pooled)
-            i_last = tl.zeros([1], tl.int64) + tl.maximum(first * steps - 1, 0)
-            i_begun = tl.where(first > 0, load_begins(p_begin, i_row, i_last, length), -1)
-            count_before = tl.where(i_begun < 0, count + first * steps, first * steps - i_begun)
-            before = tl.zeros_like(b_a) + count_before.to(tl.float32)[:, None]
-            _, _, b_m, b_v = _join_pooled(b_a, before, b_m_before[None], b_v_before[None], b_a, b_b, b_m, b_v)
-        else:
-            b_a = tl.where(held, tl.exp(steps * log_mean), 1.0)[:, None] * b_goes_on
-            b_b = tl.where(held, tl.exp(steps * log_variance), 1.0)[:, None] * b_goes_on
-            b_a, b_b, b_m, b_v = tl.associative_scan((b_a, b_b, b_m, b_v), 0, join_decayed)
-            b_m, b_v = b_m + b_a * b_m_before[None], b_v + b_b * b_v_before[None]
-        tl.store(p_tile, b_m, mask=m_tile)
-        tl.store(p_tile + groups, b_v, mask=m_tile)
-        b_m_before = row_of(b_m, i_tile, first + tiles_at_once - 1)
-        b_v_before = row_of(b_v, i_tile, first + tiles_at_once - 1)
+        b_n = tl.where(goes_on, steps, i_tile * steps + steps - i_begin).to(tl.float32)[:, None] * b_held
+        b_a, b_n, b_m, b_v = tl.associative_scan((b_goes_on, b_n, b_m, b_v), 0, _join_pooled)
+        i_last = tl.zeros([1], tl.int64) + tl.maximum(first * steps - 1, 0)
+        i_begun = tl.where(first > 0, load_begins(p_begin, i_row, i_last, length), -1)
+        count_before = tl.where(i_begun < 0, count + first * steps, first * steps - i_begun)
+        before = zeros + count_before.to(tl.float32)[:, None]
+        _, _, b_m, b_v = _join_pooled(b_a, before, b_m_before, b_v_before, b_a, b_n, b_m, b_v)
+    else:
+        b_a = tl.where(held, tl.exp(steps * log_mean), 1.0)[:, None] * b_goes_on
+        b_b = tl.where(held, tl.exp(steps * log_variance), 1.0)[:, None] * b_goes_on
+        b_a, b_b, b_m, b_v = tl.associative_scan((b_a, b_b, b_m, b_v), 0, join_decayed)
+        b_m, b_v = b_m + b_a * b_m_before, b_v + b_b * b_v_before
+    i_final = first + in_block - 1
+    return row_of(b_m, i_tile, i_final), row_of(b_v, i_tile, i_final)
+
+
+@triton.jit
+def _before_tile(p_words, p_mean, p_variance, p_begin, i_row, i_tile, i_group, count, length, tiles,
+                 log_mean, log_variance, groups: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr,
+                 in_block: tl.constexpr):  # fmt: skip
+    """Return mean and variance before a tile, always summed in the same order: those after the block of tiles before,
+    and those of each tile alone since."""
+    m_group, first = i_group < groups, i_tile // in_block * in_block
+    state = i_row * groups + i_group
+    b_m = tl.load(p_mean + state, mask=m_group & (first == 0), other=0.0)[None]
+    b_v = tl.load(p_variance + state, mask=m_group & (first == 0), other=0.0)[None]
+    if p_words is None:
+        b_m, b_v = tl.sum(b_m, 0), tl.sum(b_v, 0)
+    else:
+        b_tile, b_block = _published(p_words, i_row, i_tile, first, i_group, m_group, tiles, groups, in_block)
+        b_m_block, b_v_block = _numbers(b_block)
+        b_m_tile, b_v_tile = _numbers(b_tile)
+        b_m, b_v = _after_tiles(
+            p_begin, i_row, i_tile, first, b_m_tile, b_v_tile, b_m + b_m_block, b_v + b_v_block, count, length,
+            log_mean, log_variance, steps, cumulative, in_block,
+        )  # fmt: skip
+    return b_m, b_v
 
 
 @triton.jit(do_not_specialize=["length", "tiles"])
-def normalise_tiles(p_x, p_begin, p_carry, length, tiles, p_count, p_mean, p_variance, p_weight, p_bias, p_y,
+def normalise_tiles(p_x, p_begin, p_carry, p_words, length, tiles, p_count, p_mean, p_variance, p_weight, p_bias, p_y,
                p_count_after, p_mean_after, p_variance_after, eps,
                beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
                features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
-               together: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
-    """Compute y of each tile. The last tile of a row stores the state."""
-    i_row, i_tile, i_group = program_place(tiles, groups, together)
+               together: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr,
+               in_block: tl.constexpr):  # fmt: skip
+    """Compute y of each tile. The last tile of a row stores the state; each other one passes its statistics on.
+
+    p_words: (1 + B · (tiles + blocks) · G · 2,) int64 zeros, or None if a row has one tile. p_carry: statistics before
+    each tile except the first, (B, tiles − 1, 2, G)."""
+    program = tl.program_id(0).to(tl.int64)
+    if p_words is not None:
+        program = tl.atomic_add(p_words, 1, sem="relaxed")  # programs may start in any order
+    i_row, i_tile, i_group = program_place(program, tiles, groups, together)
+    m_group = i_group < groups
     i_t = i_tile * steps + tl.arange(0, steps)
     m_x = held_places(i_t, i_group, length, groups, size, width)
     offsets = tile_offsets(i_row, i_t, i_group, length, features, size, width)
     b_x = tl.load(p_x + offsets, mask=m_x, other=0.0).to(tl.float32)
     b_mu, b_sigma2 = group_moments(b_x, m_x, size)
     i_begin = load_begins(p_begin, i_row, i_t, length)
-    b_m_before, b_v_before, count_before = load_before_tile(
-        p_count, p_mean, p_variance, p_begin, p_carry, i_row, i_tile, i_group, length, tiles, groups, steps
+    b_a, b_b, b_m, b_v = _scan(
+        b_mu, b_sigma2, i_begin == i_t, i_t < length, beta_mean, beta_variance, added_mean, added_variance, cumulative
     )
-    b_m, b_v = running_statistics(
-        b_mu, b_sigma2, b_m_before, b_v_before, count_before, i_begin == i_t, i_t < length,
-        beta_mean, beta_variance, added_mean, added_variance, cumulative,
+    i_last, later = i_tile * steps + steps - 1, i_tile < tiles - 1
+    if p_words is not None:
+        _publish(
+            p_words, i_row, i_tile, i_group, row_of(b_m, i_t, i_last), row_of(b_v, i_t, i_last), m_group & later, tiles,
+            groups, in_block,
+        )  # fmt: skip
+    count_before = tl.load(p_count + i_row)
+    b_m_before, b_v_before = _before_tile(
+        p_words, p_mean, p_variance, p_begin, i_row, i_tile, i_group, count_before, length, tiles, log_mean,
+        log_variance, groups, steps, cumulative, in_block,
     )  # fmt: skip
+    steps_before = steps_before_tile(p_begin, i_row, i_tile, count_before, length, steps)
+    b_m, b_v = follow(b_a, b_b, b_m, b_v, b_m_before, b_v_before, steps_before, cumulative)
+    if p_words is not None:
+        ends = later & (i_tile % in_block == in_block - 1)
+        _publish(
+            p_words, i_row, tiles + i_tile // in_block, i_group, row_of(b_m, i_t, i_last), row_of(b_v, i_t, i_last),
+            m_group & ends, tiles, groups, in_block,
+        )  # fmt: skip
+        carry = ((i_row * (tiles - 1) + i_tile - 1) * 2) * groups + i_group
+        tl.store(p_carry + carry, b_m_before, mask=m_group & (i_tile > 0))
+        tl.store(p_carry + carry + groups, b_v_before, mask=m_group & (i_tile > 0))
     count = counts_up_to(p_count, i_row, i_t, i_begin)
     by_mean, by_variance = bias_corrections(count.to(tl.float32), log_mean, log_variance, cumulative)
     b_rstd = tl.rsqrt(b_v / by_variance[:, None] + eps)

@@ -20,8 +20,8 @@ from gecko.ops.common import (
     full_precision,
     run_by_chunk_offset,
 )
-from gecko.ops.working_memory.chunked import working_memory_chunked, working_memory_step
-from gecko.ops.working_memory.rules import RULES, ChunkSummary, empty_summary
+from gecko.ops.working_memory.chunked import EnteredChunked, working_memory_step
+from gecko.ops.working_memory.rules import RULES, ChunkSummary, EnteredMemory, empty_summary
 from gecko.runtime.records import TensorRecord
 from gecko.segments import Segments
 
@@ -99,26 +99,40 @@ def working_memory(
     _check_state(state, (batch, heads), key_dim, v.shape[-1])
     segments = segments or Segments.build(batch, length, device=q.device)
     check_segments(segments, batch, length)
-    alone = segments.exchange is None
-    on_gpu = choose_backend(v, triton=alone and length > 1, cpu=False) == "triton"
-    inputs = (q, k, v) if on_gpu else (q.to(dtype), k.to(dtype), v.to(dtype))
     with full_precision(q):
         if length == 1:
+            inputs = q.to(dtype), k.to(dtype), v.to(dtype)
             out, state = working_memory_step(RULES[rule], chunk_size, inputs, state, segments)
             return out.to(v.dtype), state
-        form = working_memory_chunked
-        if on_gpu:
-            from gecko.ops.working_memory.triton import working_memory_triton
-
-            form = working_memory_triton
-        elif rule == "adaptive" and alone and _cpu_kernel_takes(inputs, state):
-            form = kernels_of("working_memory", "cpu").working_memory_cpu
-        one = partial(form, RULES[rule], chunk_size)
+        one = partial(_read_whole, rule, chunk_size)
         if common_chunk_offset(segments, chunk_size) is None:
-            out, state = run_by_chunk_offset(one, inputs, state, segments, chunk_size)
+            out, state = run_by_chunk_offset(one, (q, k, v), state, segments, chunk_size)
         else:
-            out, state = one(inputs, state, segments)
+            out, state = one((q, k, v), state, segments)
     return out.to(v.dtype), state
+
+
+def _read_whole(
+    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+) -> tuple[Tensor, WorkingMemoryState]:
+    return enter_memory(rule, chunk_size, inputs, state, segments).read(state.memory)
+
+
+def enter_memory(
+    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+) -> EnteredMemory:
+    """Summarise the chunks of a call of several tokens, for rows with the same chunk offset.
+
+    Arguments are those of ``working_memory``. The memory of ``state`` is not used. Autocast must be disabled.
+    """
+    if choose_backend(inputs[2], cpu=False) == "triton":
+        from gecko.ops.working_memory.triton import EnteredTriton
+
+        return EnteredTriton.enter(RULES[rule], chunk_size, inputs, state, segments)
+    wide = tuple(x.to(compute_dtype(inputs[0])) for x in inputs)
+    if rule == "adaptive" and _cpu_kernel_takes(wide, state):
+        return kernels_of("working_memory", "cpu").EnteredCPU(RULES[rule], chunk_size, wide, state, segments)
+    return EnteredChunked.enter(RULES[rule], chunk_size, wide, state, segments)
 
 
 def _check_state(state: WorkingMemoryState, lists: tuple[int, int], key_dim: int, value_dim: int) -> None:

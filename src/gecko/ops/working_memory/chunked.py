@@ -2,17 +2,12 @@
 
 Over whole chunks, summaries of chunks are computed in parallel, a short chain of affine maps updates the memory, and
 one batched product reads it. Batched products are the library's, with sums in float32.
-
-With the context split over ranks, a rank needs from each earlier one the weights of its chunks, the summary of its last
-one, and one affine map. No rank waits for the chain of another: each reduces its own chunks to M ← A M + B before it
-receives anything, and the maps of all earlier ranks together give its initial memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.common import common_chunk_offset, padded
-from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary
-from gecko.segments import ContextExchange, Segments
+from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary, with_identity
+from gecko.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -45,6 +40,13 @@ class Grid:
     allowed: Tensor
     resets: Tensor
     continues: Tensor
+
+    @classmethod
+    def of(cls, segments: Segments, chunk_size: int) -> Grid:
+        """Return the grid of a call whose rows have the same chunk offset. It is computed once for all layers."""
+        phase = common_chunk_offset(segments, chunk_size)
+        assert phase is not None, "rows must agree on their phase"
+        return segments.shared(("memory", chunk_size), lambda: cls.build(segments, phase, chunk_size))
 
     @classmethod
     def build(cls, segments: Segments, phase: int, chunk_size: int) -> Grid:
@@ -73,6 +75,11 @@ class Grid:
     def lay(self, x: Tensor) -> Tensor:
         """Reshape (B, H, T, d) to (B, H, n, c, d), with zeros in the places without tokens."""
         return padded(x, self.phase, self.empty).unflatten(2, (self.chunks, -1))
+
+    def unlay(self, x: Tensor) -> Tensor:
+        """Return the places with tokens of x (B, H, n, c, d), as (B, H, T, d)."""
+        x = x.flatten(2, 3)
+        return x[:, :, self.phase : x.shape[2] - self.empty]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -140,104 +147,69 @@ if TYPE_CHECKING:
     from gecko.ops.working_memory import WorkingMemoryState
 
 
-def weights_before(
-    rule: Rule, chunk_size: int, state: WorkingMemoryState, weights: Tensor, normalisers: Tensor, resets: Tensor,
-    segments: Segments,
-) -> tuple[WorkingMemoryState, Tensor]:  # fmt: skip
-    """Add the normaliser before the previous chunk (the last one of the rank before), and its weight, to ``state``.
-
-    Args:
-        weights: (B, H, n, key) of this rank's chunks; normalisers: (B, H, n + 2, key), computed without other ranks.
-        resets: (B, n + 1), first that of the previous chunk.
-
-    Returns:
-        The state, and ``resets`` with the correct value for the previous chunk.
-    """
-    exchange = segments.exchange
-    assert exchange is not None
-    arrived = exchange.earlier(torch.stack([normalisers[:, :, -2], weights[:, :, -1]], dim=2)).wait()
-    reach = exchange.chunks_reach[:, :, None, :, None]
-    arrived = torch.where(reach, arrived, rule.empty_weight)
-    normaliser = state.normaliser
-    for i in range(len(arrived) - 1, -1, -1):
-        normaliser = rule.accumulate(normaliser, arrived[i, :, :, 0])
-        if i > 0:
-            normaliser = rule.accumulate(normaliser, arrived[i, :, :, 1])
-    previous = replace(state.previous, weight=rule.accumulate(state.previous.weight, arrived[0, :, :, 1]))
-    state = replace(state, normaliser=normaliser, previous=previous)
-    if exchange.first:
-        return state, resets
-    began = segments.clock.document_start >= segments.clock.position - chunk_size
-    return state, torch.cat([began.to(resets.device).unsqueeze(1), resets[:, 1:]], dim=1)
-
-
-def summary_before(previous: ChunkSummary, last: ChunkSummary, exchange: ContextExchange) -> ChunkSummary:
-    """Send the sums of this rank's ``last`` chunk to the next rank, and add the received ones to ``previous``."""
-    arrived = exchange.previous(torch.cat([last.key_sum, last.value_sum], dim=-1)).wait()
-    key_sum, value_sum = arrived.split([last.key_sum.shape[-1], last.value_sum.shape[-1]], dim=-1)
-    return ChunkSummary(previous.weight, previous.key_sum + key_sum, previous.value_sum + value_sum)
-
-
-def affine_chain_of_ranks(exchange: ContextExchange, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``affine_chain`` starting from the result of all earlier ranks. ``initial`` is zero except on rank 0."""
-    key_dim, value_dim = a.shape[-1], initial.shape[-1]
-    identity = torch.eye(key_dim, dtype=a.dtype, device=a.device).expand(*initial.shape[:2], -1, -1)
-    maps, whole = affine_chain(a, torch.cat([torch.zeros_like(a), b], dim=-1), torch.cat([identity, initial], dim=-1))
-    arrived = exchange.earlier(whole).wait()
-    memory = torch.zeros_like(initial)
-    for i in range(len(arrived) - 1, -1, -1):
-        factor, term = arrived[i].split([key_dim, value_dim], dim=-1)
-        memory = factor @ memory + term
-    (factors, terms), (factor, term) = (x.split([key_dim, value_dim], dim=-1) for x in (maps, whole))
-    return terms + factors @ memory.unsqueeze(2), term + factor @ memory
-
-
-if TYPE_CHECKING:
-    from gecko.ops.working_memory import WorkingMemoryState
-
-
 def working_memory_chunked(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """Compute ``working_memory`` for rows with the same chunk offset.
+    """Compute ``working_memory`` for rows with the same chunk offset."""
+    return EnteredChunked.enter(rule, chunk_size, inputs, state, segments).read(state.memory)
+
+
+@dataclass(frozen=True)
+class EnteredChunked:
+    """Eager form of ``EnteredMemory``.
 
     The previous chunk enters the memory first, then all chunks of the grid except the last: a chunk can be read two
-    chunks later. ``memories[:, :, i]`` is the memory that chunk i of the grid reads.
+    chunks later. The i-th memory of the chain is the one that chunk i of the grid reads.
     """
-    phase = common_chunk_offset(segments, chunk_size)
-    assert phase is not None, "rows must agree on their phase"
-    grid = segments.shared(("memory", chunk_size), lambda: Grid.build(segments, phase, chunk_size))
-    q, k, v = (grid.lay(x) for x in inputs)
 
-    nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
-    current = state.current.where(grid.continues, nothing)
-    counted = None if grid.whole else grid.counted
-    weights = rule.weigh(k, counted)
-    whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
-    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
-    normalisers = normalisers_of(rule, state, whole, resets)
-    if segments.exchange is not None:
-        state, resets = weights_before(rule, chunk_size, state, whole, normalisers, resets, segments)
+    rule: Rule
+    grid: Grid
+    q: Tensor
+    a: Tensor
+    b: Tensor
+    normalisers: Tensor
+    left: tuple[ChunkSummary, ChunkSummary]
+    """Summaries of the last two chunks."""
+    resets: Tensor
+    state: WorkingMemoryState
+
+    @classmethod
+    def enter(
+        cls, rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+    ) -> EnteredChunked:
+        """Summarise the chunks of rows with the same chunk offset."""
+        grid = Grid.of(segments, chunk_size)
+        q, k, v = (grid.lay(x) for x in inputs)
+        nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
+        current = state.current.where(grid.continues, nothing)
+        counted = None if grid.whole else grid.counted
+        weights = rule.weigh(k, counted)
+        whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
+        resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
         normalisers = normalisers_of(rule, state, whole, resets)
-    before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
-    summaries = rule.summarise(k, v, counted, weights, before)
-    if segments.exchange is not None:
-        state = replace(state, previous=summary_before(state.previous, _slice(summaries, -1), segments.exchange))
-    entering, left = _enter(rule, state.previous, current, summaries)
+        before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
+        summaries = rule.summarise(k, v, counted, weights, before)
+        entering, left = _enter(rule, state.previous, current, summaries)
+        a, b = rule.affine(entering, normalisers[:, :, 1:-1])
+        a = a.masked_fill(resets[:, None, :-1, None, None], 0)
+        return cls(rule, grid, q, a, b, normalisers, left, resets, state)
 
-    a, b = rule.affine(entering, normalisers[:, :, 1:-1])
-    a = a.masked_fill(resets[:, None, :-1, None, None], 0)
-    chain = affine_chain if segments.exchange is None else partial(affine_chain_of_ranks, segments.exchange)
-    memories, last = chain(a, b, state.memory)
-    out = rule.read(q, grid.allowed, memories, normalisers[:, :, :-2])
+    def affine_map(self) -> Tensor:
+        return affine_chain(self.a, *with_identity(self.b, self.state.memory))[1]
 
-    end = (phase + segments.length) // chunk_size
-    completed = end == grid.chunks
-    after = type(state)(
-        last if completed else memories[:, :, end], normalisers[:, :, end], left[completed],
-        nothing if completed else left[1], resets[:, end],
-    )  # fmt: skip
-    return out.flatten(2, 3)[:, :, phase : phase + segments.length], after
+    def read(self, memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
+        grid, normalisers, left = self.grid, self.normalisers, self.left
+        memories, last = affine_chain(self.a, self.b, memory)
+        out = self.rule.read(self.q, grid.allowed, memories, normalisers[:, :, :-2])
+        end, completed = grid.chunks - (grid.empty > 0), grid.empty == 0
+        nothing = empty_summary(
+            self.rule, memory.shape[:2], memory.shape[2], memory.shape[3], memory.dtype, memory.device
+        )
+        after = type(self.state)(
+            last if completed else memories[:, :, end], normalisers[:, :, end], left[completed],
+            nothing if completed else left[1], self.resets[:, end],
+        )  # fmt: skip
+        return grid.unlay(out), after
 
 
 def normalisers_of(rule: Rule, state: WorkingMemoryState, weights: Tensor, resets: Tensor) -> Tensor:
@@ -295,6 +267,8 @@ def working_memory_step(
 
     current = rule.add(current, k, v, before, segments.overwrites)
     after = type(state)(state.memory, state.normaliser, state.previous, current, state.previous_resets)
+    if torch.compiler.is_exporting():
+        return out, _complete_chunk_if(rule, after, token, (segments.clock.position + 1) % chunk_size == 0)
     return out, after if token.completes is None else _complete_chunk(rule, after, token, segments.overwrites)
 
 
@@ -314,10 +288,12 @@ class _Token:
         position, start = segments.clock.position, segments.document_starts[:, 0]
         chunk_start = position - position % chunk_size
         began_here, allowed = (start >= chunk_start), (start < chunk_start - chunk_size)
+        began_here, allowed = began_here.to(segments.device), allowed.to(segments.device).view(-1, 1, 1, 1)
+        if torch.compiler.is_exporting():  # the graph decides at each token
+            return cls(began_here, allowed, None)
         completes = ((position + 1) % chunk_size == 0).nonzero().flatten()
         return cls(
-            began_here.to(segments.device), allowed.to(segments.device).view(-1, 1, 1, 1),
-            completes.to(segments.device) if len(completes) else None,
+            began_here, allowed, completes.to(segments.device) if len(completes) else None,
         )  # fmt: skip
 
 
@@ -326,18 +302,37 @@ def _complete_chunk(rule: Rule, state: WorkingMemoryState, token: _Token, overwr
     rows = token.completes
     assert rows is not None, "there must be such rows"
     done = state.map(lambda x: x.index_select(0, rows))
+    changed = _with_complete_chunk(rule, done, token.began_here.index_select(0, rows))
+    put = Tensor.index_copy_ if overwrites else Tensor.index_copy
+    new = iter(changed.tensors().values())
+    return state.map(lambda x: put(x, 0, rows, next(new)))
+
+
+def _with_complete_chunk(rule: Rule, done: WorkingMemoryState, began_here: Tensor) -> WorkingMemoryState:
+    """Enter the previous chunk into the memory and start an empty current chunk, in all rows."""
     normaliser = _with_previous(rule, done)
     key_sum, value_sum = done.current.key_sum, done.current.value_sum
     nothing = empty_summary(
         rule, key_sum.shape[:2], key_sum.shape[-1], value_sum.shape[-1], key_sum.dtype, key_sum.device
     )
-    changed = type(state)(
-        _enter_previous(rule, done, normaliser), normaliser, done.current, nothing,
-        token.began_here.index_select(0, rows),
-    )  # fmt: skip
-    put = Tensor.index_copy_ if overwrites else Tensor.index_copy
-    new = iter(changed.tensors().values())
-    return state.map(lambda x: put(x, 0, rows, next(new)))
+    return type(done)(_enter_previous(rule, done, normaliser), normaliser, done.current, nothing, began_here)
+
+
+def _complete_chunk_if(rule: Rule, state: WorkingMemoryState, token: _Token, wanted: Tensor) -> WorkingMemoryState:
+    """Complete the chunk of the only row if ``wanted`` (1,), by an operation that ``torch.export`` can trace."""
+
+    def filled(tensors: Iterable[Tensor]) -> WorkingMemoryState:
+        parts = iter(tensors)
+        return state.map(lambda _: next(parts))
+
+    def complete(began_here: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        changed = _with_complete_chunk(rule, filled(tensors), began_here)
+        return tuple(x.clone() for x in changed.tensors().values())  # a branch may not return its inputs
+
+    def keep(_: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.clone() for x in tensors)
+
+    return filled(torch.cond(wanted[0], complete, keep, (token.began_here, *state.tensors().values())))
 
 
 def _with_previous(rule: Rule, state: WorkingMemoryState) -> Tensor:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import call
-from gecko.ops.common import common_chunk_offset
 from gecko.ops.working_memory.chunked import Grid
-from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary
+from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary, with_identity
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
@@ -27,23 +26,61 @@ if TYPE_CHECKING:
 def working_memory_cpu(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """Compute ``working_memory_chunked`` with the adaptive rule on one rank, in float32.
+    """Compute ``working_memory_chunked`` with the adaptive rule, in float32.
 
     Features per head are multiples of 16.
     """
-    phase = common_chunk_offset(segments, chunk_size)
-    assert phase is not None, "rows must agree on their phase"
-    grid = segments.shared(("memory", chunk_size), lambda: Grid.build(segments, phase, chunk_size))
-    spans = segments.shared(("memory spans", chunk_size), lambda: Spans.of(grid, chunk_size, segments.length))
-    q, _, v = inputs
-    nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
-    earlier = state.current.where(grid.continues, nothing).tensors().values() if phase else ()
-    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1).to(torch.bool)
-    out, memory, normaliser, *sums = WorkingMemoryCPU.apply(
-        spans, resets, *inputs, state.memory, state.normaliser, *state.previous.tensors().values(), *earlier
-    )
-    previous, current = ChunkSummary(*sums[:3]), ChunkSummary(*sums[3:]) if sums[3:] else nothing
-    return out, type(state)(memory, normaliser, previous, current, resets[:, spans.steps].clone())
+    return EnteredCPU(rule, chunk_size, inputs, state, segments).read(state.memory)
+
+
+@dataclass(frozen=True)
+class EnteredCPU:
+    """Form of ``EnteredMemory`` for the kernels, which summarise the chunks for the map and for the reads."""
+
+    rule: Rule
+    chunk_size: int
+    inputs: tuple[Tensor, ...]
+    state: WorkingMemoryState
+    segments: Segments
+
+    def affine_map(self) -> Tensor:
+        _, k, v = self.inputs
+        state = self.state
+        assert not self._grid.phase, "the call must start at a chunk boundary"
+        v, identity = with_identity(v, state.memory)
+        value_sum, _ = with_identity(state.previous.value_sum, state.memory)
+        previous = state.previous.weight, state.previous.key_sum, value_sum
+        _, whole, *_ = WorkingMemoryCPU.apply(
+            self._spans, self._resets, None, k, v, identity, state.normaliser, *previous
+        )
+        return whole
+
+    def read(self, memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
+        grid, state, spans, resets = self._grid, self.state, self._spans, self._resets
+        nothing = empty_summary(
+            self.rule, memory.shape[:2], memory.shape[2], memory.shape[3], memory.dtype, memory.device
+        )
+        earlier = state.current.where(grid.continues, nothing).tensors().values() if grid.phase else ()
+        out, memory, normaliser, *sums = WorkingMemoryCPU.apply(
+            spans, resets, *self.inputs, memory, state.normaliser, *state.previous.tensors().values(), *earlier
+        )
+        previous, current = ChunkSummary(*sums[:3]), ChunkSummary(*sums[3:]) if sums[3:] else nothing
+        return out, type(state)(memory, normaliser, previous, current, resets[:, spans.steps].clone())
+
+    @property
+    def _grid(self) -> Grid:
+        return Grid.of(self.segments, self.chunk_size)
+
+    @property
+    def _spans(self) -> Spans:
+        def build() -> Spans:
+            return Spans.of(self._grid, self.chunk_size, self.segments.length)
+
+        return self.segments.shared(("memory spans", self.chunk_size), build)
+
+    @property
+    def _resets(self) -> Tensor:
+        return torch.cat([self.state.previous_resets.unsqueeze(1), self._grid.resets], dim=1).to(torch.bool)
 
 
 @dataclass(frozen=True)
@@ -67,35 +104,38 @@ class Spans:
         counted, allowed = (mask.sum((1, 3, 4)) for mask in (grid.counted, grid.allowed))
         return cls(chunk_size, grid.phase, grid.chunks, (grid.phase + length) // chunk_size, counted, allowed)
 
-    def sizes(self, q: Tensor, v: Tensor) -> tuple[int, ...]:
+    def sizes(self, k: Tensor, v: Tensor) -> tuple[int, ...]:
         """Return the last arguments of every kernel."""
-        return *q.shape, v.shape[-1], self.chunk_size, self.phase, self.chunks
+        return *k.shape, v.shape[-1], self.chunk_size, self.phase, self.chunks
 
 
 class WorkingMemoryCPU(torch.autograd.Function):
     """Return the outputs, the memory and the normaliser after the call, and the summary of the last complete chunk.
 
-    If the call ends within a chunk, the summary of that chunk follows.
+    If the call ends within a chunk, the summary of that chunk follows. Without q, nothing is read.
     """
 
     @staticmethod
-    def forward(ctx: Any, spans: Spans, resets: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, spans: Spans, resets: Tensor, q: Tensor | None, *given: Tensor) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        q, k, v, memory, normaliser, *summaries = (x.contiguous() for x in given)
+        q = None if q is None else q.contiguous()
+        k, v, memory, normaliser, *summaries = (x.contiguous() for x in given)
         previous, earlier = summaries[:3], summaries[3:]
-        sizes, chunks = spans.sizes(q, v), spans.chunks
+        sizes, chunks = spans.sizes(k, v), spans.chunks
         sums = [x.new_empty(*x.shape[:2], chunks + 1, *x.shape[2:]) for x in previous]
         for slots, before in zip(sums, previous, strict=True):
             slots[:, :, 0] = before
         call("working_memory_summarise", k, v, spans.counted, *(earlier or (None, None, None)), *sums, *sizes)
-        rho, share = (q.new_empty(*normaliser.shape[:2], chunks, normaliser.shape[2]) for _ in range(2))
+        rho, share = (k.new_empty(*normaliser.shape[:2], chunks, normaliser.shape[2]) for _ in range(2))
         memories = v.new_empty(*memory.shape[:2], chunks, *memory.shape[2:])
-        after, out = (torch.empty_like(memory), torch.empty_like(normaliser)), torch.empty_like(v)
+        after, out = (torch.empty_like(memory), torch.empty_like(normaliser)), None
         call(
             "working_memory_chain", *sums, resets, normaliser, memory, rho, share, memories, after[1], after[0],
             spans.steps, *sizes,
         )  # fmt: skip
-        call("working_memory_read", q, memories, spans.allowed, out, *sizes)
+        if q is not None:
+            out = torch.empty_like(v)
+            call("working_memory_read", q, memories, spans.allowed, out, *sizes)
         ctx.spans = spans
         ctx.save_for_backward(q, k, v, resets, memories, rho, share, *sums, *earlier)
         return out, *after, *(_at(x, slot) for slot in range(spans.steps, chunks + 1) for x in sums)
@@ -105,16 +145,19 @@ class WorkingMemoryCPU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *grads_after: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, resets, memories, rho, share, *sums = ctx.saved_tensors
         sums, earlier, spans = sums[:3], sums[3:], ctx.spans
-        sizes = spans.sizes(q, v)
+        sizes = spans.sizes(k, v)
         # Without gradients of the state, only the memories that this call reads have gradients.
         of_state = any(x is not None for x in grads_after)
         steps, live = (spans.steps, spans.chunks + 1) if of_state else (spans.chunks - 1, spans.chunks - 1)
         grad_memory, grad_normaliser, *grads_left = _whole(grads_after, sums) if of_state else (None, None)
 
-        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+        grad_q, grad_k, grad_v = (None if x is None else torch.empty_like(x) for x in (q, k, v))
         grads = [torch.empty_like(x) for x in sums]
-        grad = torch.zeros_like(v) if grad is None else grad.contiguous()
-        call("working_memory_read_backward", q, memories, grad, spans.allowed, grad_q, grads[2], *sizes)
+        if q is None:
+            grads[2].zero_()
+        else:
+            grad = torch.zeros_like(v) if grad is None else grad.contiguous()
+            call("working_memory_read_backward", q, memories, grad, spans.allowed, grad_q, grads[2], *sizes)
         before = (
             memories.new_empty(memories.shape[:2] + memories.shape[3:]),
             rho.new_empty(*rho.shape[:2], rho.shape[3]),

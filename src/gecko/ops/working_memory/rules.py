@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.runtime.records import TensorRecord
+
+if TYPE_CHECKING:
+    from gecko.ops.working_memory import WorkingMemoryState
 
 EMPTY_LOG = -1e30
 """Logarithm of an empty sum. It is finite because the gradient of logaddexp(−∞, −∞) is NaN."""
@@ -46,6 +49,9 @@ class Rule(Protocol):
     def accumulate(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the weight of the union of two sets of tokens."""
 
+    def total(self, weights: Tensor, counted: Tensor | None) -> Tensor:
+        """Return the weight (…, key) of the union of the ``counted`` (…, n, 1) sets of weights (…, n, key)."""
+
     def summarise(self, k: Tensor, v: Tensor, counted: Tensor | None, weight: Tensor, before: Tensor) -> ChunkSummary:
         """Summarise the counted tokens of one chunk, given their ``weight`` and the normaliser ``before`` the chunk."""
 
@@ -67,6 +73,30 @@ class Rule(Protocol):
         """Read the memory (…, key, value) for queries (…, T, key); return zero where not ``allowed`` (…, T, 1)."""
 
 
+class EnteredMemory(Protocol):
+    """A call of ``working_memory`` whose chunks are summarised, up to the memory before the call."""
+
+    def affine_map(self) -> Tensor:
+        """Return A and B, (B, H, key, key + value), of the map M ← A M + B of all chunks that enter in the call.
+
+        The memory of the state before the call is included in B: the map is applied to the memory that is added to it.
+        """
+
+    def read(self, memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
+        """Return the outputs and the state after the call, given the memory (B, H, key, value) before it."""
+
+
+def with_identity(terms: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a chain of updates needs to compute A and B at once: terms [0 | terms], and the memory [I | memory].
+
+    Args:
+        terms: (…, value), terms of the chain, or values that it sums; memory: (B, H, key, value), before the chain.
+    """
+    keys = memory.shape[-2]
+    identity = torch.eye(keys, dtype=memory.dtype, device=memory.device).expand(*memory.shape[:-1], -1)
+    return F.pad(terms, (keys, 0)), torch.cat([identity, memory], dim=-1)
+
+
 def empty_summary(
     rule: Rule, shape: tuple[int, ...], key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> ChunkSummary:
@@ -84,10 +114,13 @@ class Adaptive:
     empty_weight = EMPTY_LOG
 
     def weigh(self, k: Tensor, counted: Tensor | None) -> Tensor:
-        return _masked(k, counted, EMPTY_LOG).logsumexp(-2)
+        return self.total(k, counted)
 
     def accumulate(self, first: Tensor, second: Tensor) -> Tensor:
-        return torch.logaddexp(first, second)
+        return _logaddexp(first, second)
+
+    def total(self, weights: Tensor, counted: Tensor | None) -> Tensor:
+        return _masked(weights, counted, EMPTY_LOG).logsumexp(-2)
 
     def summarise(self, k: Tensor, v: Tensor, counted: Tensor | None, weight: Tensor, before: Tensor) -> ChunkSummary:
         phi = _masked(k - weight.unsqueeze(-2), counted, -torch.inf).exp()
@@ -103,7 +136,7 @@ class Adaptive:
     ) -> ChunkSummary:
         # share: the token's fraction of the new weight; the earlier tokens have 1 − share.
         share = (k.squeeze(-2) - summary.weight).sigmoid().unsqueeze(-1)
-        weight = torch.logaddexp(summary.weight, k.squeeze(-2))
+        weight = _logaddexp(summary.weight, k.squeeze(-2))
         lerp = Tensor.lerp_ if overwrites else Tensor.lerp
         return ChunkSummary(weight, *(
             lerp(old, new.expand_as(old), share.expand_as(old))
@@ -124,10 +157,13 @@ class Linear:
     empty_weight = 0.0
 
     def weigh(self, k: Tensor, counted: Tensor | None) -> Tensor:
-        return _masked(_elu1(k), counted, 0).sum(-2)
+        return self.total(_elu1(k), counted)
 
     def accumulate(self, first: Tensor, second: Tensor) -> Tensor:
         return first + second
+
+    def total(self, weights: Tensor, counted: Tensor | None) -> Tensor:
+        return _masked(weights, counted, 0).sum(-2)
 
     def summarise(self, k: Tensor, v: Tensor, counted: Tensor | None, weight: Tensor, before: Tensor) -> ChunkSummary:
         phi = _masked(_elu1(k), counted, 0)
@@ -159,6 +195,13 @@ class Linear:
 
 def _masked(x: Tensor, counted: Tensor | None, value: float) -> Tensor:
     return x if counted is None else x.masked_fill(~counted, value)
+
+
+def _logaddexp(first: Tensor, second: Tensor) -> Tensor:
+    """Return log(exp(first) + exp(second)). ONNX computes it by this formula, which would be −∞ for two empty sums."""
+    if not torch.compiler.is_exporting():
+        return torch.logaddexp(first, second)
+    return torch.maximum(first, second) + (first - second).abs().neg().exp().log1p()
 
 
 def _elu1(x: Tensor) -> Tensor:

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import custom_op
-from gecko.ops.common import common_chunk_offset
 from gecko.ops.working_memory.chunked import Grid, normalisers_of, product
-from gecko.ops.working_memory.rules import Adaptive, ChunkSummary, Rule, empty_summary
+from gecko.ops.working_memory.rules import Adaptive, ChunkSummary, Rule, empty_summary, with_identity
 from gecko.ops.working_memory.triton_chain import chain
 from gecko.ops.working_memory.triton_factors import factors
 from gecko.ops.working_memory.triton_features import features, features_backward, weigh_backward, weigh_forward
@@ -59,25 +58,57 @@ class _Entering:
 def working_memory_triton(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """Compute ``working_memory`` for rows with the same chunk offset, on one rank. See ``working_memory_chunked``."""
-    phase = common_chunk_offset(segments, chunk_size)
-    assert phase is not None, "rows must agree on their phase"
-    grid = segments.shared(("memory", chunk_size), lambda: Grid.build(segments, phase, chunk_size))
-    q, k, v = (grid.lay(x).contiguous() for x in inputs)
-    end = (phase + segments.length) // chunk_size
-    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
-    form = _enter_adaptive if isinstance(rule, Adaptive) else _enter_linear
-    entering = form(rule, grid, k, v, state, resets, end)
+    """Compute ``working_memory`` for rows with the same chunk offset. See ``working_memory_chunked``."""
+    return EnteredTriton.enter(rule, chunk_size, inputs, state, segments).read(state.memory)
 
-    terms = state.previous.value_sum, entering.chunks.value_sum
-    memories, last = chain(*(x.flatten(0, 1).contiguous() for x in (
-        entering.a, *terms, entering.rho, state.memory
-    )), v.dtype)  # fmt: skip
-    out = recall(q, memories, grid.allowed, entering.divisor, entering.divisor is None)
-    entered = state.previous if end == 0 else _at(entering.chunks, end - 1)
-    going_on = _at(entering.chunks, end) if end < grid.chunks else _nothing(rule, state)
-    after = type(state)(last.view_as(state.memory), entering.normaliser, entered, going_on, resets[:, end])
-    return out.flatten(2, 3)[:, :, phase : phase + segments.length], after
+
+@dataclass(frozen=True)
+class EnteredTriton:
+    """Form of ``EnteredMemory`` for the kernels."""
+
+    rule: Rule
+    grid: Grid
+    q: Tensor
+    dtype: torch.dtype
+    """That of v."""
+    entering: _Entering
+    resets: Tensor
+    state: WorkingMemoryState
+
+    @classmethod
+    def enter(
+        cls, rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+    ) -> EnteredTriton:
+        """Summarise the chunks of rows with the same chunk offset."""
+        grid = Grid.of(segments, chunk_size)
+        q, k, v = (grid.lay(x).contiguous() for x in inputs)
+        resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
+        form = _enter_adaptive if isinstance(rule, Adaptive) else _enter_linear
+        return cls(rule, grid, q, v.dtype, form(rule, grid, k, v, state, resets, _end(grid)), resets, state)
+
+    def affine_map(self) -> Tensor:
+        terms = torch.cat([self.state.previous.value_sum.unsqueeze(2), self.entering.chunks.value_sum], dim=2)
+        terms, identity = with_identity(terms, self.state.memory)
+        return self._chain(terms[:, :, 0], terms[:, :, 1:], identity)[1].view(identity.shape)
+
+    def read(self, memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
+        rule, grid, state, chunks = self.rule, self.grid, self.state, self.entering.chunks
+        memories, last = self._chain(state.previous.value_sum, chunks.value_sum, memory)
+        out = recall(self.q, memories, grid.allowed, self.entering.divisor, self.entering.divisor is None)
+        end = _end(grid)
+        entered = state.previous if end == 0 else _at(chunks, end - 1)
+        going_on = _at(chunks, end) if end < grid.chunks else _nothing(rule, state)
+        normaliser, resets = self.entering.normaliser, self.resets[:, end]
+        return grid.unlay(out), type(state)(last.view_as(memory), normaliser, entered, going_on, resets)
+
+    def _chain(self, first: Tensor, terms: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        given = self.entering.a, first, terms, self.entering.rho, memory
+        return chain(*(x.flatten(0, 1).contiguous() for x in given), self.dtype)
+
+
+def _end(grid: Grid) -> int:
+    """Return the number of chunks that the call completes. As many enter the memory."""
+    return grid.chunks - (grid.empty > 0)
 
 
 def _at(chunks: ChunkSummary, index: int) -> ChunkSummary:

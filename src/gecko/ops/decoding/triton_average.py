@@ -1,0 +1,91 @@
+"""Triton kernel of the timestep norm and the moving average of one token of several sequences.
+
+The state of row r is in slot r, and is changed in place. ``heads_kernel`` counts the step afterwards.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gecko.ops.timestep_norm.triton_forward import feature_mask, feature_offsets, group_moments, one_minus_exp
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+
+@triton.jit
+def _running_norm(
+    b_x, m_x, p_count, p_mean, p_variance, row, i_group, beta_mean, beta_variance, added_mean, added_variance,
+    log_mean, log_variance, groups: tl.constexpr, size: tl.constexpr, cumulative: tl.constexpr,
+):  # fmt: skip
+    """Add the step x (1, groups, features) to the statistics. Return mean and variance to normalise it with."""
+    b_mu, b_sigma2 = group_moments(b_x, m_x, size)
+    i_state = (row * groups + i_group)[None]
+    m_state = (i_group < groups)[None]
+    b_m = tl.load(p_mean + i_state, mask=m_state, other=0.0)
+    b_v = tl.load(p_variance + i_state, mask=m_state, other=0.0)
+    count = (tl.load(p_count + row) + 1).to(tl.float32)
+    if cumulative:
+        b_step = b_mu - b_m
+        b_m += b_step / count
+        b_v += (b_sigma2 + b_step * (b_mu - b_m) - b_v) / count
+        b_center, b_spread = b_m, b_v
+    else:
+        b_m = beta_mean * b_m + added_mean * b_mu
+        b_v = beta_variance * b_v + added_variance * b_sigma2
+        b_center, b_spread = b_m / one_minus_exp(count * log_mean), b_v / one_minus_exp(count * log_variance)
+    tl.store(p_mean + i_state, b_m, mask=m_state)
+    tl.store(p_variance + i_state, b_v, mask=m_state)
+    return b_center, b_spread
+
+
+@triton.jit
+def _moving_average(b_x, m_x, p_tables, p_skip, p_state, row, i_feature, features: tl.constexpr, modes: tl.constexpr,
+                    modes_width: tl.constexpr, table_row: tl.constexpr):  # fmt: skip
+    """Compute h ← q h + p x and return Re Σ γ h + ω x, for x (groups, features). The tables are those of the C decoder:
+    factors of h, of h with swapped parts, of x, and of the output, each (D, 2N) padded to ``table_row``."""
+    i_mode = tl.arange(0, modes_width)[None, None, :]
+    m_mode = m_x[:, :, None] & (i_mode < modes)
+    i_table = (i_feature * table_row)[:, :, None] + 2 * i_mode
+    table: tl.constexpr = features * table_row
+    q_real = tl.load(p_tables + i_table, mask=m_mode, other=0.0)
+    q_imag = tl.load(p_tables + table + i_table + 1, mask=m_mode, other=0.0)
+    b_in = tl.load(p_tables + 2 * table + i_table, mask=m_mode, other=0.0)
+    i_state = (row * features + i_feature)[:, :, None] * (2 * modes) + 2 * i_mode
+    h_real = tl.load(p_state + i_state, mask=m_mode, other=0.0)
+    h_imag = tl.load(p_state + i_state + 1, mask=m_mode, other=0.0)
+    b_real = q_real * h_real - q_imag * h_imag + b_in * b_x[:, :, None]
+    b_imag = q_real * h_imag + q_imag * h_real
+    tl.store(p_state + i_state, b_real, mask=m_mode)
+    tl.store(p_state + i_state + 1, b_imag, mask=m_mode)
+    out_real = tl.load(p_tables + 3 * table + i_table, mask=m_mode, other=0.0)
+    out_imag = tl.load(p_tables + 3 * table + i_table + 1, mask=m_mode, other=0.0)
+    b_skip = tl.load(p_skip + i_feature, mask=m_x, other=0.0)
+    return tl.sum(out_real * b_real + out_imag * b_imag, 2) + b_skip * b_x
+
+
+@triton.jit
+def average_kernel(
+    p_x, p_scale, p_shift, p_count, p_mean, p_variance, p_tables, p_skip, p_state, p_normal, p_averaged,
+    beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance, eps, features: tl.constexpr,
+    groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr, together: tl.constexpr, modes: tl.constexpr,
+    modes_width: tl.constexpr, table_row: tl.constexpr, cumulative: tl.constexpr,
+):  # fmt: skip
+    """Timestep norm of some groups of a row, and their moving average if there is a ``p_state``."""
+    row = tl.program_id(0).to(tl.int64)
+    i_group = tl.program_id(1) * together + tl.arange(0, together)
+    i_feature, m_x = feature_offsets(i_group, size, width), feature_mask(i_group, groups, size, width)
+    b_x = tl.load(p_x + row * features + i_feature, mask=m_x, other=0.0)
+    b_center, b_spread = _running_norm(
+        b_x[None], m_x[None], p_count, p_mean, p_variance, row, i_group, beta_mean, beta_variance, added_mean,
+        added_variance, log_mean, log_variance, groups, size, cumulative,
+    )  # fmt: skip
+    b_scale = tl.load(p_scale + i_feature, mask=m_x, other=0.0)
+    b_y = (b_x[None] - b_center[:, :, None]) * tl.rsqrt(b_spread + eps)[:, :, None] * b_scale[None]
+    b_y = tl.sum(b_y, 0) + tl.load(p_shift + i_feature, mask=m_x, other=0.0)
+    tl.store(p_normal + row * features + i_feature, b_y.to(p_normal.dtype.element_ty), mask=m_x)
+    if p_state is not None:
+        b_averaged = _moving_average(
+            b_y, m_x, p_tables, p_skip, p_state, row, i_feature, features, modes, modes_width, table_row
+        )
+        tl.store(p_averaged + row * features + i_feature, b_averaged, mask=m_x)

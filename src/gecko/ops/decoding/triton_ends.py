@@ -1,0 +1,74 @@
+"""Triton kernels of the ends of a step: embedding, clock, and the choice of the next token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+
+@triton.jit
+def embed_kernel(p_token, p_embedding, p_x, scale, features: tl.constexpr, stride: tl.constexpr, block: tl.constexpr):
+    """Read the embedding of a row's token. Token −1, which follows broken logits, is read as token 0."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+    token = tl.maximum(tl.load(p_token + row), 0)
+    b_x = tl.load(p_embedding + token * stride + i, mask=i < features, other=0.0).to(tl.float32)
+    tl.store(p_x + row * features + i, b_x * scale, mask=i < features)
+
+
+@triton.jit
+def advance_kernel(p_position, p_count):
+    """Count the step of a row, after all other kernels have read the position and the final norm its count."""
+    row = tl.program_id(0)
+    tl.store(p_position + row, tl.load(p_position + row) + 1)
+    tl.store(p_count + row, tl.load(p_count + row) + 1)
+
+
+@triton.jit
+def _waiting_time(bits):
+    """Return −log(1 − u), exponentially distributed, for u = (bits + ½) / 2³²; also small times have full precision."""
+    u = (bits.to(tl.float32) + 0.5) * 2.0**-32
+    near = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
+    return tl.where(u < 0.01, near, -tl.log(1 - tl.minimum(u, 1 - 2.0**-24)))
+
+
+@triton.jit
+def _better(p_logits, i, bits, temperature, drawn, vocabulary: tl.constexpr, b_best, b_token, b_broken):
+    """Return the better of the best token so far and token i, in each lane, and whether logits were not finite."""
+    m = i < vocabulary
+    b_logit = tl.load(p_logits + i, mask=m, other=0.0)
+    b_broken |= m & ~(tl.abs(b_logit) < float("inf"))
+    b_score = tl.where(drawn, b_logit / temperature - tl.log(_waiting_time(bits)), b_logit)
+    better = m & (b_score > b_best)
+    return tl.where(better, b_score, b_best), tl.where(better, i, b_token), b_broken
+
+
+@triton.jit
+def draw_kernel(p_logits, p_temperature, p_seed, p_position, p_token, vocabulary: tl.constexpr, block: tl.constexpr):
+    """Choose the token of a row: the first of the most likely ones at temperature 0, else one drawn from the softmax of
+    logits / temperature. Store −1 if a logit is not finite.
+
+    Token i waits for an exponentially distributed time with rate exp(logit / temperature); the first one is chosen. Its
+    random number is a function of the row's seed, the position and i, so a draw can be repeated.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    p_logits += row * vocabulary
+    temperature = tl.load(p_temperature + row)
+    drawn = temperature > 0
+    temperature = tl.where(drawn, tl.maximum(temperature, 1e-30), 1.0)  # no logit / temperature overflows
+    seed, position = tl.load(p_seed + row), tl.load(p_position + row)
+    low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
+    b_best, b_token = tl.full([block], float("-inf"), tl.float32), tl.zeros([block], tl.int32)
+    b_broken = tl.zeros([block], tl.int1)
+    for begin in range(0, vocabulary, 4 * block):
+        i = begin + tl.arange(0, block)
+        bits = tl.philox(seed, i, low, high, 0)
+        for part in tl.static_range(4):
+            b_best, b_token, b_broken = _better(
+                p_logits, i + part * block, bits[part], temperature, drawn, vocabulary, b_best, b_token, b_broken
+            )
+    best = tl.max(b_best, 0)
+    token = tl.min(tl.where(b_best == best, b_token, vocabulary), 0)
+    broken = tl.max(b_broken.to(tl.int32), 0) > 0
+    tl.store(p_token + row, tl.where(broken, -1, token).to(tl.int64))

@@ -1,0 +1,234 @@
+"""The launches of one step: which kernels run, on which tensors, for a number of rows.
+
+A launch has the addresses of its tensors. All of them are allocated once, so the list is made once per number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gecko.ops.backends.dispatch import Launch, blocks, tile
+from gecko.ops.chunk_attention.triton_layout import operand
+from gecko.ops.decoding.triton_average import average_kernel
+from gecko.ops.decoding.triton_ends import advance_kernel, draw_kernel, embed_kernel
+from gecko.ops.decoding.triton_mixer import enter_kernel, heads_kernel, mix_kernel
+from gecko.ops.decoding.triton_products import gated_kernel, norm_kernel, onto_kernel, project_kernel
+from gecko.ops.decoding.weights import Record, Weights
+from gecko.ops.timestep_norm.triton import decay_arguments
+
+_ATTENTIONS = "sliding_chunk", "chunk", "sliding_window"
+_PROJECTIONS = "to_value", "to_gate", "to_shared", "to_hidden"
+_PROGRAMS = 256
+"""Programs that fill a large GPU; tiles are halved until there are as many."""
+
+
+class Buffers:
+    """Activations of all slots, float32, or of the dtype of the weights if they are the input of a product."""
+
+    def __init__(self, record: Record, dtype: torch.dtype, device: torch.device) -> None:
+        slots, heads, key = record["rows"], record["heads"], record["key"]
+        features, value = record["features"], heads * record["value"]
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
+
+        self.token = empty(dtype=torch.int64)
+        self.position, self.start = empty(dtype=torch.int64), empty(dtype=torch.int64)
+        self.temperature, self.seed = empty(), empty(dtype=torch.int64)
+        self.x, self.mixed, self.averaged = empty(features), empty(features), empty(features)
+        self.normal, self.normal_averaged = empty(features, dtype=dtype), empty(features, dtype=dtype)
+        self.projected = empty(2 * value + heads * key + features)
+        self.scores = empty(heads, 2 * record["chunk"])
+        self.out, self.hidden = empty(value, dtype=dtype), empty(record["hidden"], dtype=dtype)
+        self.logits = empty(record["vocabulary"])
+        self.read, self.share, self.rho, self.kept = (empty(heads, key) for _ in range(4))
+        self.entering = empty(heads, key, key)
+
+
+class Launches:
+    """Makes the launches of a network, whose tensors are on one device.
+
+    Args:
+        record: as for ``network.Network``.
+    """
+
+    def __init__(self, record: Record, buffers: Buffers) -> None:
+        self._net, self._buffers = record, buffers
+        betas = None if record["cumulative"] else [record["beta_mean"], record["beta_variance"]]
+        self._decay = decay_arguments(betas)
+        self._eps = {"eps": record["eps"]}
+        self._projection = [_side_by_side([layer[name] for name in _PROJECTIONS]) for layer in record["layer"]]
+
+    def step(self, rows: int) -> list[Launch]:
+        """Return the launches of one step of ``rows`` rows: each reads its token, and draws the next one."""
+        net, a = self._net, self._buffers
+        found = [self._embed(rows)]
+        for layer, projection in zip(net["layer"], self._projection, strict=True):
+            found += self._block(rows, layer, *projection)
+        return [
+            *found, self._average(rows, net["final_norm"], None),
+            self._onto(rows, a.normal, net["head"], a.logits),
+            Launch(advance_kernel, (rows,), {"p_position": a.position, "p_count": net["final_norm"]["count"]}, 1),
+            self.draw(rows, a.logits),
+        ]  # fmt: skip
+
+    def draw(self, rows: int, logits: Tensor) -> Launch:
+        """Return the launch that chooses a token of each row of ``logits`` (rows, V)."""
+        a, vocabulary = self._buffers, self._net["vocabulary"]
+        return Launch(draw_kernel, (rows,), {
+            "p_logits": logits, "p_temperature": a.temperature, "p_seed": a.seed, "p_position": a.position,
+            "p_token": a.token, "vocabulary": vocabulary, "block": min(1024, tile(vocabulary)),
+        }, 8)  # fmt: skip
+
+    def _embed(self, rows: int) -> Launch:
+        net, a = self._net, self._buffers
+        block, weight = min(1024, tile(net["features"])), net["embedding"].weight
+        return Launch(embed_kernel, (rows, blocks(net["features"], block)), {
+            "p_token": a.token, "p_embedding": weight, "p_x": a.x, "scale": net["embedding_scale"],
+            "features": net["features"], "stride": weight.shape[1], "block": block,
+        }, 4)  # fmt: skip
+
+    def _block(self, rows: int, layer: Record, scale: Tensor | None, bias: Tensor) -> Iterator[Launch]:
+        net, a = self._net, self._buffers
+        two_hop = net["two_hop"]
+        yield self._average(rows, layer["norm"], layer)
+        yield self._norm(rows, a.averaged, layer["cema_norm"], None, a.normal_averaged)
+        yield self._project(rows, layer, scale, bias)
+        yield self._heads(rows, layer)
+        yield self._mix(rows, layer)
+        if net["memory"]:
+            yield self._enter(rows, layer)
+        yield self._onto(rows, a.out, layer["to_output"], a.mixed, onto=a.x, more=a.projected[:, -net["features"] :])
+        yield self._norm(rows, a.mixed, layer["ffn_norm_scale"], layer["ffn_norm_shift"], a.normal)
+        yield self._gated(rows, layer)
+        yield self._onto(rows, a.hidden, layer["fc2"], a.x, factor=layer["ffn_scale"], onto=a.x if two_hop else a.mixed)
+
+    def _average(self, rows: int, norm: Record, layer: Record | None) -> Launch:
+        """Return the launch of a timestep norm, and of the moving average of ``layer``."""
+        net, a = self._net, self._buffers
+        size = net["features"] // net["groups"]
+        width, modes = tile(size, 1), net["modes"]
+        together = min(tile(net["groups"], 1), max(1, 64 // width))
+        tables = None if layer is None else layer["cema_tables"]
+        return Launch(average_kernel, (rows, blocks(net["groups"], together)), {
+            "p_x": a.x, **{f"p_{name}": norm[name] for name in ("scale", "shift", "count", "mean", "variance")},
+            "p_tables": tables, "p_skip": None if layer is None else layer["cema_skip"],
+            "p_state": None if layer is None else layer["cema"], "p_normal": a.normal, "p_averaged": a.averaged,
+            **self._decay, **self._eps, "features": net["features"], "groups": net["groups"], "size": size,
+            "width": width, "together": together, "modes": modes, "modes_width": tile(modes, 1),
+            "table_row": 0 if tables is None else tables.shape[-1],
+        }, 4)  # fmt: skip
+
+    def _norm(self, rows: int, x: Tensor, scale: Tensor, shift: Tensor | None, y: Tensor) -> Launch:
+        net = self._net
+        features, groups = net["features"], net["norm_groups"]
+        return Launch(norm_kernel, (rows,), {
+            "p_x": x, "p_scale": scale, "p_shift": shift, "p_y": y, **self._eps, "features": features,
+            "groups": groups, "size": features // groups, "width": tile(features // groups, 1),
+            "together": tile(groups, 1), "centered": shift is not None,
+        }, 8)  # fmt: skip
+
+    def _project(self, rows: int, layer: Record, scale: Tensor | None, bias: Tensor) -> Launch:
+        a = self._buffers
+        weights = [layer[name] for name in _PROJECTIONS]
+        value, _, shared, hidden = (len(one.weight) for one in weights)
+        sizes = _tiles(rows, len(bias), weights[0], a.normal)
+        tiles = 2 * blocks(value, sizes["out"]) + blocks(shared, sizes["out"]) + blocks(hidden, sizes["out"])
+        return Launch(project_kernel, (tiles, blocks(rows, sizes["many"])), {
+            "p_normal": a.normal, "p_averaged": a.normal_averaged,
+            **{f"p_{name.removeprefix('to_')}": one.weight for name, one in zip(_PROJECTIONS, weights, strict=True)},
+            "p_scale": scale, "p_bias": bias, "p_y": a.projected, "rows": rows, "value": value, "shared": shared,
+            "hidden": hidden, "inputs": self._net["features"], **sizes,
+        }, 4, 4)  # fmt: skip
+
+    def _both(self) -> dict[str, Any]:
+        """Return the arguments that all kernels of the mixer take."""
+        net, a = self._net, self._buffers
+        return {
+            "p_position": a.position, "p_start": a.start, "heads": net["heads"], "key": net["key"],
+            "chunk": net["chunk"], "attention": _ATTENTIONS[net["attention"]],
+        }  # fmt: skip
+
+    def _heads(self, rows: int, layer: Record) -> Launch:
+        net, a = self._net, self._buffers
+        width, chunk = tile(net["key"]), net["chunk"]
+        slots, sums = min(tile(chunk), max(16, 8192 // width)), 16
+        tasks = 2 * blocks(chunk, slots) + (blocks(net["key"], sums) if net["memory"] else 0)
+        previous, current = layer.get("previous", {}), layer.get("current", {})
+        return Launch(heads_kernel, (rows, net["heads"], tasks), {
+            **self._both(), "p_projected": a.projected, "p_scale": layer["qk_scale"], "p_shift": layer["qk_shift"],
+            "p_phases": net["phases"], "p_count": layer["norm"]["count"], "p_keys": layer["keys"],
+            "p_scores": a.scores, "p_normaliser": layer.get("normaliser"), "p_previous_weight": previous.get("weight"),
+            "p_previous_keys": previous.get("key_sum"), "p_previous_resets": layer.get("previous_resets"),
+            "p_weight": current.get("weight"), "p_key_sum": current.get("key_sum"), "p_read": a.read,
+            "p_share": a.share, "p_rho": a.rho, "p_kept": a.kept, "p_entering": a.entering, **self._eps,
+            "projected": a.projected.shape[1], "shared": 2 * net["heads"] * net["value"], "width": width,
+            "rope_heads": net["rope_heads"], "slots": slots, "rows": sums,
+        }, 4)  # fmt: skip
+
+    def _mix(self, rows: int, layer: Record) -> Launch:
+        net, a, value = self._net, self._buffers, self._net["value"]
+        columns = min(64, tile(value))
+        while columns > 16 and rows * net["heads"] * blocks(value, columns) < _PROGRAMS:
+            columns //= 2
+        return Launch(mix_kernel, (rows, net["heads"], blocks(value, columns)), {
+            **self._both(), "p_projected": a.projected, "p_scores": a.scores, "p_values": layer["values"],
+            "p_memory": layer.get("memory"), "p_value_sum": layer.get("current", {}).get("value_sum"),
+            "p_read": a.read, "p_share": a.share, "p_out": a.out, "projected": a.projected.shape[1], "value": value,
+            "slots": min(tile(2 * net["chunk"]), 4096 // columns), "rows": min(tile(net["key"]), 2048 // columns),
+            "columns": columns,
+        }, 8)  # fmt: skip
+
+    def _enter(self, rows: int, layer: Record) -> Launch:
+        net, a, value = self._net, self._buffers, self._net["value"]
+        width, columns = tile(net["key"]), min(32, tile(value))
+        return Launch(enter_kernel, (rows, net["heads"], blocks(value, columns)), {
+            **self._both(), "p_memory": layer["memory"], "p_previous_values": layer["previous"]["value_sum"],
+            "p_previous_resets": layer["previous_resets"], "p_value_sum": layer["current"]["value_sum"],
+            "p_rho": a.rho, "p_kept": a.kept, "p_entering": a.entering, "value": value, "width": width,
+            "rows": min(width, 32), "columns": columns,
+        }, 8)  # fmt: skip
+
+    def _gated(self, rows: int, layer: Record) -> Launch:
+        net, a, up = self._net, self._buffers, layer.get("fc3")
+        sizes = _tiles(rows, net["hidden"], layer["fc1"], a.normal)
+        return Launch(gated_kernel, (blocks(net["hidden"], sizes["out"]), blocks(rows, sizes["many"])), {
+            "p_x": a.normal, "p_gate": layer["fc1"].weight, "p_gate_scale": layer["fc1"].scale,
+            "p_up": None if up is None else up.weight, "p_up_scale": None if up is None else up.scale,
+            "p_y": a.hidden, "rows": rows, "outputs": net["hidden"], "inputs": net["features"], **sizes,
+        }, 4, 4)  # fmt: skip
+
+    def _onto(
+        self, rows: int, x: Tensor, weights: Weights, y: Tensor, *, factor: Tensor | None = None,
+        onto: Tensor | None = None, more: Tensor | None = None,
+    ) -> Launch:  # fmt: skip
+        outputs = len(weights.weight)
+        sizes = _tiles(rows, outputs, weights, x)
+        return Launch(onto_kernel, (blocks(outputs, sizes["out"]), blocks(rows, sizes["many"])), {
+            "p_x": x, "p_weight": weights.weight, "p_scale": weights.scale, "p_factor": factor, "p_onto": onto,
+            "p_more": more, "p_y": y, "rows": rows, "more_stride": 0 if more is None else more.stride(0),
+            "outputs": outputs, "inputs": x.shape[1], **sizes,
+        }, 4, 4)  # fmt: skip
+
+
+def _tiles(rows: int, outputs: int, weights: Weights, x: Tensor) -> dict[str, Any]:
+    """Return rows, outputs and inputs of a tile of a product with ``x``, the numbers in a row of the weights, and the
+    dtype of both factors."""
+    many = min(64, tile(rows))
+    out = 64 if many > 16 else 32
+    while out > 16 and blocks(outputs, out) < _PROGRAMS:
+        out //= 2
+    inner = min(tile(weights.inputs), 64 if weights.weight.dtype == torch.float32 else 128)
+    return {"many": many, "out": out, "inner": inner, "stride": weights.weight.shape[1], "operand_type": operand(x)}
+
+
+def _side_by_side(weights: list[Weights]) -> tuple[Tensor | None, Tensor]:
+    """Return the scales, or None, and the biases of layers as one vector each."""
+    scales = [one.scale for one in weights if one.scale is not None]
+    biases = [one.bias for one in weights if one.bias is not None]
+    assert len(biases) == len(weights) and len(scales) in (0, len(weights)), "the projections are of one kind"
+    return torch.cat(scales) if scales else None, torch.cat(biases)

@@ -1,0 +1,145 @@
+"""Tensor parallelism of inference: each rank computes some heads, CEMA channels and feed-forward features.
+
+A block exchanges three tensors of the width of the residual stream: the outputs of CEMA, which its norm needs whole,
+the sum of the mixer and the sum of the feed-forward. Embedding, norms and head are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gecko.config import GeckoConfig
+from gecko.layers.cema import CEMA
+from gecko.layers.feed_forward import FeedForward
+from gecko.layers.gated_attention import GatedAttention, MixerState
+from gecko.layers.linear import linear, project
+from gecko.models.gecko import Block, Gecko
+from gecko.segments import Segments
+from gecko.state import GeckoState
+
+_DIMENSIONS = {
+    **dict.fromkeys(("to_shared.weight", "to_shared.bias", "to_value.weight", "to_value.bias", "to_gate.weight"), 0),
+    **dict.fromkeys(("to_gate.bias", "cema.alpha", "cema.delta", "cema.theta", "cema.gamma", "cema.omega"), 0),
+    **dict.fromkeys(("scale", "offset", "to_hidden.weight", "to_output.weight"), 1),
+}
+_SPLIT = {f"mixer.{name}": dimension for name, dimension in _DIMENSIONS.items()} | {
+    "feed_forward.fc1.weight": 0, "feed_forward.fc3.weight": 0, "feed_forward.fc2.weight": 1,
+}  # fmt: skip
+"""Dimension along which ranks divide a parameter of a block. Other parameters are whole on every rank."""
+
+_ADDED_ONCE = "mixer.to_hidden.bias"
+"""Parameter of a block that is zero on all ranks but the first, because the ranks' outputs are added."""
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A rank and its communication with the other ranks.
+
+    Args:
+        all_reduce: returns the sum of the ranks' tensors, and may write into its argument.
+        all_gather: concatenates the ranks' tensors along the last dimension, in the order of ranks.
+    """
+
+    rank: int
+    size: int
+    all_reduce: Callable[[Tensor], Tensor]
+    all_gather: Callable[[Tensor], Tensor]
+
+    def part(self, tensor: Tensor, dimension: int) -> Tensor:
+        """Return this rank's part of a tensor, a view."""
+        return tensor.chunk(self.size, dimension)[self.rank]
+
+    def once(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the first rank and zeros on the others, to be added by ``all_reduce``."""
+        return tensor if self.rank == 0 else torch.zeros_like(tensor)
+
+
+def check_divisible(config: GeckoConfig, size: int) -> None:
+    """Raise ValueError unless ``size`` ranks can divide the heads, channels and features of ``config``."""
+    counts = {name: getattr(config, name) for name in ("num_heads", "model_dim", "ffn_dim")}
+    for name, count in counts.items():
+        if count % size:
+            fits = max(n for n in range(1, size) if not any(other % n for other in counts.values()))
+            raise ValueError(
+                f"tensor parallelism divides {name} among the ranks; got {name}={count} and {size} ranks. Try {fits}."
+            )
+
+
+def sharded_config(config: GeckoConfig, ranks: TensorParallel) -> GeckoConfig:
+    """Return the config of a rank: its heads and feed-forward features, and the whole residual stream."""
+    check_divisible(config, ranks.size)
+    heads = config.num_heads // ranks.size
+    return replace(
+        config, num_heads=heads, key_dim=config.key_dim // ranks.size, value_dim=config.value_dim // ranks.size,
+        ffn_dim=config.ffn_dim // ranks.size,
+        rope_heads=min(max(config.num_rope_heads - ranks.rank * heads, 0), heads),
+    )  # fmt: skip
+
+
+def sharded_model(config: GeckoConfig, ranks: TensorParallel) -> Gecko:
+    """Return this rank's part of a model of ``config``, with initial weights. All ranks call it together.
+
+    Logits and hidden states are those of the whole model, on every rank. The model is for inference.
+    """
+    model = Gecko(sharded_config(config, ranks))
+    model.sharded = True
+    for layer, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        block.mixer = ShardedMixer(model.config, ranks)
+        block.feed_forward = ShardedFeedForward(model.config, layer, ranks)
+    return model
+
+
+def sharded_weight(name: str, weight: Tensor, ranks: TensorParallel) -> Tensor:
+    """Return this rank's part of the parameter ``name`` of a ``Gecko``."""
+    kind = name.split(".", 2)[-1] if name.startswith("blocks.") else ""
+    if kind == _ADDED_ONCE:
+        return ranks.once(weight)
+    return ranks.part(weight, _SPLIT[kind]) if kind in _SPLIT else weight
+
+
+def sharded_state(state: GeckoState, ranks: TensorParallel) -> GeckoState:
+    """Return a state of this rank's ``sharded_config`` with this rank's channels of CEMA only."""
+    mixers = (replace(mixer, cema=ranks.part(mixer.cema, 1)) for mixer in state.mixers)
+    return replace(state, mixers=tuple(mixers))
+
+
+class ShardedMixer(GatedAttention):
+    """``GatedAttention`` of some heads, with CEMA of some channels."""
+
+    def __init__(self, config: GeckoConfig, ranks: TensorParallel) -> None:
+        super().__init__(config)
+        self.ranks = ranks
+        channels = config.model_dim // ranks.size
+        self.cema = CEMA(channels, config.cema_modes, config.cema_skip)
+        self.to_hidden: nn.Linear = linear(channels, config.model_dim, bias=True)
+
+    def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
+        """Return y of the shape of x, (B, T, D), and the state of this rank's heads and channels."""
+        ranks = self.ranks
+        xn, norm = self.norm(x, None if state is None else state.norm, segments)
+        channels = ranks.part(xn, -1).contiguous()
+        averaged, moving = self.cema(channels, None if state is None else state.cema, segments)
+        mx = self.cema_norm(ranks.all_gather(averaged))
+        v = self.values(xn)
+        z, gate = project(mx, self.to_shared, self.to_gate)
+        (y,) = project(ranks.part(mx, -1).contiguous(), self.to_hidden, onto=ranks.once(x))
+        out, attention, memory = self._mix(self.queries_and_keys(z), v, gate, state, segments)
+        (y,) = project(out, self.to_output, onto=y)
+        return ranks.all_reduce(y), MixerState(norm, moving, attention, memory)
+
+
+class ShardedFeedForward(FeedForward):
+    """``FeedForward`` of some of the hidden features."""
+
+    def __init__(self, config: GeckoConfig, layer: int, ranks: TensorParallel) -> None:
+        super().__init__(config, layer)
+        self.ranks = ranks
+
+    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+        """Return the sum, of the shape of x and onto, (B, T, D)."""
+        return self.ranks.all_reduce(super().forward(x, self.ranks.once(onto)))

@@ -1,0 +1,270 @@
+"""The Triton decoder computes the steps of the model, and its launches depend on no position."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from kernels.recording import take_kernels
+from support.cases import VARIANTS
+from torch import Tensor
+
+from gecko import Gecko, GeckoConfig
+from gecko.inference import Prefill, Sampling, read
+from gecko.inference.batch import DecodingBatch, DecodingSequence
+from gecko.inference.decoder import Decoder
+from gecko.inference.packed_weights import decoder_of
+from gecko.ops.backends.dispatch import Launch
+from gecko.ops.decoding.triton_ends import draw_kernel
+from gecko.state import GeckoState
+
+CHUNK = 4
+SMALL = GeckoConfig(
+    vocab_size=37, num_layers=1, model_dim=24, key_dim=12, value_dim=20, num_heads=2, ffn_dim=20, chunk_size=CHUNK,
+    cema_modes=3, timestep_groups=3,
+)  # fmt: skip
+LENGTHS = (1, 2 * CHUNK - 1, 3 * CHUNK + 2)
+STEPS = CHUNK + 1
+"""A chunk ends in every row, at different steps, and the memory is empty, begins, and changes."""
+
+DECODED = [name for name, changes in VARIANTS.items() if changes.get("memory") != "linear"]
+
+
+@pytest.fixture(autouse=True)
+def _on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_kernels(monkeypatch)
+
+
+def model_of(variant: str, dtype: torch.dtype = torch.float64) -> Gecko:
+    torch.manual_seed(0)
+    model = Gecko(replace(SMALL, **VARIANTS[variant])).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def tokens_of(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(SMALL.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def start(model: Gecko, exact: Gecko, texts: Sequence[Tensor], window: torch.dtype | None = None) -> Decoder:
+    """Return a decoder with the states of ``texts``, which the model in float64 has read."""
+    states = []
+    for text in texts:
+        state = read(exact, [text]).state.map(lambda x: x.float() if x.is_floating_point() else x)
+        rings = [replace(x.attention, values=x.attention.values.to(model.embedding.weight.dtype)) for x in state.mixers]
+        mixers = tuple(replace(x, attention=ring) for x, ring in zip(state.mixers, rings, strict=True))
+        states.append(replace(state, mixers=mixers, model=model.fingerprint()))
+    return holding(model, states, window)
+
+
+def holding(model: Gecko, states: Sequence[GeckoState], window: torch.dtype | None = None) -> Decoder:
+    """Return a decoder that holds the states."""
+    decoder = Decoder(model, len(states), window)
+    with torch.inference_mode():
+        for state in states:
+            decoder.add(state, torch.zeros(SMALL.vocab_size, dtype=torch.bool))
+    assert decoder.backend == "triton"
+    return decoder
+
+
+def run(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """Return the logits of every step (rows, steps, V) over ``tokens`` (rows, steps)."""
+    with torch.inference_mode():
+        return torch.stack([decoder.step(column.tolist()).clone() for column in tokens.unbind(1)], 1)
+
+
+def assert_follows(found: Tensor, decoder: Decoder, exact: Gecko, texts: Sequence[Tensor], tolerance: float) -> None:
+    """Assert that the last logits of each row, and the states, are those of a call over the whole text."""
+    for slot, text in enumerate(texts):
+        with torch.no_grad():
+            expected, state = exact(text.unsqueeze(0))
+        near = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(found[slot].double(), expected[0, -found.shape[1] :], **near)
+        for name, tensor in decoder.state(slot).tensors().items():
+            torch.testing.assert_close(tensor.double(), state.tensors()[name].double(), **near, msg=f"{slot} {name}")
+
+
+@pytest.mark.parametrize("variant", DECODED)
+def test_steps_are_calls_in_float64(variant: str) -> None:
+    exact = model_of(variant)
+    texts = [tokens_of(1, length + STEPS, seed)[0] for seed, length in enumerate(LENGTHS)]
+    decoder = start(copy.deepcopy(exact).float(), exact, [text[:-STEPS] for text in texts])
+    logits = run(decoder, torch.stack([text[-STEPS:] for text in texts]))
+    assert_follows(logits, decoder, exact, texts, 1e-4)
+
+
+def test_launches_of_one_step_are_those_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are recorded once and repeated, as by a captured graph: over borders of chunks, with tokens drawn there."""
+    exact = model_of("gecko")
+    texts = [tokens_of(1, length + 1, seed)[0] for seed, length in enumerate(LENGTHS)]
+    model = copy.deepcopy(exact).float()
+    decoder, other = (start(model, exact, [text[:-1] for text in texts]) for _ in range(2))
+    recorded: list[Launch] = []
+    run_launch = Launch.run
+    with monkeypatch.context() as patch:
+        patch.setattr(Launch, "run", lambda launch: (recorded.append(launch), run_launch(launch)))
+        run(decoder, torch.stack([text[-1:] for text in texts]))
+    run(other, torch.stack([text[-1:] for text in texts]))
+    buffers = decoder._network.buffers
+    for _ in range(STEPS):
+        texts = [torch.cat([text, token[None]]) for text, token in zip(texts, buffers.token.clone(), strict=False)]
+        for launch in recorded:
+            run_launch(launch)
+        logits = buffers.logits[: len(texts)]
+        assert torch.equal(logits.unsqueeze(1), run(other, torch.stack([text[-1:] for text in texts])))
+    assert_follows(logits.unsqueeze(1), other, exact, texts, 1e-4)
+    assert all(len(set(text[-STEPS:].tolist())) > 1 for text in texts), "tokens that the device drew"
+
+
+def test_a_state_continues_in_another_decoder_to_the_bit() -> None:
+    """A chunk has just ended in one row, and ends in every row afterwards."""
+    exact = model_of("gecko")
+    model = copy.deepcopy(exact).float()
+    decoder = start(model, exact, [tokens_of(1, length)[0] for length in LENGTHS])
+    tokens, steps = tokens_of(len(LENGTHS), STEPS + 2, 5), 2
+    run(decoder, tokens[:, :steps])
+    slots = [2, 0, 1]
+    with torch.inference_mode():
+        moved = holding(model, [decoder.state(slot) for slot in slots])
+    expected = run(decoder, tokens[:, steps:])
+    assert torch.equal(run(moved, tokens[slots, steps:]), expected[slots])
+    for at, slot in enumerate(slots):
+        for name, tensor in decoder.state(slot).tensors().items():
+            assert torch.equal(moved.state(at).tensors()[name], tensor), name
+
+
+def test_documents_in_the_prompt_are_kept_apart() -> None:
+    exact = model_of("gecko")
+    model = copy.deepcopy(exact).float()
+    length = 4 * CHUNK + 1
+    for start_at in (length - 2, length - CHUNK - 1):  # in the chunk of the last token, and in the one before
+        text, ids = tokens_of(1, length + STEPS + CHUNK), torch.zeros(1, length + STEPS + CHUNK, dtype=torch.int64)
+        ids[:, start_at:] = 1
+        with torch.no_grad():
+            _, state = exact(text[:, :length], segment_ids=ids[:, :length])
+            expected, _ = exact(text, segment_ids=ids)
+        narrow = state.map(lambda x: x.float() if x.is_floating_point() else x)
+        decoder = holding(model, [replace(narrow, model=model.fingerprint())])
+        found = run(decoder, text[:, length:])
+        torch.testing.assert_close(found.double(), expected[:, length:], rtol=1e-4, atol=1e-4)
+
+
+def test_sixteen_bit_weights_are_near() -> None:
+    model = model_of("gecko").bfloat16()
+    exact = copy.deepcopy(model).double()
+    text = tokens_of(1, 2 * CHUNK + STEPS)[0]
+    decoder = start(model, exact, [text[:-STEPS]])
+    found = run(decoder, text[-STEPS:].unsqueeze(0))
+    with torch.no_grad():
+        expected = exact(text.unsqueeze(0))[0][:, -STEPS:]
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+    assert decoder.state(0).mixers[0].attention.values.dtype == torch.bfloat16
+
+
+def test_a_window_in_bfloat16_is_near() -> None:
+    exact = model_of("gecko")
+    text = tokens_of(1, 2 * CHUNK + STEPS)[0]
+    decoder = start(copy.deepcopy(exact).float(), exact, [text[:-STEPS]], torch.bfloat16)
+    found = run(decoder, text[-STEPS:].unsqueeze(0))
+    with torch.no_grad():
+        expected = exact(text.unsqueeze(0))[0][:, -STEPS:]
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.02
+    assert decoder._all.mixers[0].attention.keys.dtype == torch.bfloat16
+
+
+def test_weights_in_8_bits_are_those_of_torchao() -> None:
+    pytest.importorskip("torchao")
+    from gecko.io.quantization import quantize
+
+    model = model_of("gecko", torch.float32).eval()
+    exact = copy.deepcopy(model)
+    quantize(model, 8)
+    for wide, narrow in zip(exact.parameters(), model.parameters(), strict=True):
+        wide.data = narrow.dequantize() if hasattr(narrow, "dequantize") and narrow.dim() == 2 else narrow.data
+    exact = exact.double()
+    text = tokens_of(1, CHUNK + 3)[0]
+    decoder = start(model, exact, [text[:CHUNK]])
+    with torch.no_grad():
+        expected = exact(text.unsqueeze(0))[0][:, CHUNK:]
+    torch.testing.assert_close(run(decoder, text[CHUNK:].unsqueeze(0)).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("variant", "dtype"), [("linear-memory", torch.float32), ("gecko", torch.float16)], ids=str)
+def test_other_models_decode_in_pytorch(variant: str, dtype: torch.dtype) -> None:
+    model = model_of(variant, dtype)
+    assert decoder_of(model, model.empty_state()) is None
+
+
+def draw(logits: Tensor, temperature: float, seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
+    rows, token = len(logits), torch.empty(len(logits), dtype=torch.int64)
+    Launch(draw_kernel, (rows,), {
+        "p_logits": logits, "p_temperature": torch.full((rows,), temperature), "p_seed": torch.tensor(seeds),
+        "p_position": torch.tensor(positions), "p_token": token, "vocabulary": logits.shape[1], "block": 16,
+    }, 8).run()  # fmt: skip
+    return token.tolist()
+
+
+def test_greedy_takes_the_first_of_the_most_likely_tokens() -> None:
+    logits = torch.randn(4, 75, generator=torch.Generator().manual_seed(0))
+    logits[0, [70, 30]] = 9.0
+    logits[1, [0, 74]] = 9.0
+    expected = [30, 0, *logits[2:].argmax(-1).tolist()]
+    assert draw(logits, 0.0, [0] * 4, [0] * 4) == expected
+    assert draw(logits, 1e-9, [0] * 4, [0] * 4)[2:] == expected[2:], "a small temperature is almost greedy"
+
+
+def test_tokens_are_drawn_from_the_softmax() -> None:
+    """With several seeds, at many positions, far ones included."""
+    logits, count = torch.tensor([0.0, 0.0, 2.1, 0.0, 0.0, 0.0, 0.0, 0.0]), 150
+    seeds, positions = [i % 3 for i in range(count)], [2**40 + i // 3 for i in range(count)]
+    drawn = torch.tensor(draw(logits.repeat(count, 1), 1.5, seeds, positions))
+    expected = (logits / 1.5).softmax(-1)
+    spread = (expected * (1 - expected) / count).sqrt()
+    assert ((torch.bincount(drawn, minlength=8) / count - expected).abs() < 3 * spread).all()
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_noticed(broken: float, temperature: float) -> None:
+    logits = torch.zeros(3, 40)
+    logits[1, 39] = broken
+    assert [token < 0 for token in draw(logits, temperature, [0] * 3, [0] * 3)] == [False, True, False]
+
+
+def drawn_of(model: Gecko, prefills: Sequence[Prefill], samplings: Sequence[Sampling], count: int) -> list[list[int]]:
+    """Return ``count`` tokens of each sequence, decoded side by side; their seeds are their samplings' places."""
+    batch, tokens = DecodingBatch(model, len(prefills)), []
+    with torch.inference_mode():
+        for prefill, sampling in zip(prefills, samplings, strict=True):
+            sequence = DecodingSequence(0, sampling, SAMPLINGS.index(sampling), count, frozenset(), 0)
+            batch.add(sequence, prefill)
+        for _ in range(count):
+            batch.decode()
+            tokens.append([one.token for one in batch.draw()])
+    assert batch.decoder.backend == "triton"
+    return [list(one) for one in zip(*tokens, strict=True)]
+
+
+SAMPLINGS = [Sampling(1.0), Sampling(1.0, top_k=5), Sampling(0.0)]
+
+
+def test_texts_get_the_tokens_that_they_get_alone() -> None:
+    """Some rows are drawn on the device, and one on the host."""
+    exact = model_of("gecko")
+    model = copy.deepcopy(exact).float()
+    prefills = []
+    for length in LENGTHS:
+        found = read(exact, [tokens_of(1, length)[0]])
+        state = found.state.map(lambda x: x.float() if x.is_floating_point() else x)
+        prefills.append(replace(found, state=replace(state, model=model.fingerprint()), logits=found.logits.float()))
+    together = drawn_of(model, prefills, SAMPLINGS, 3)
+    alone = [drawn_of(model, [prefill], [one], 3)[0] for prefill, one in zip(prefills, SAMPLINGS, strict=True)]
+    assert together == alone
+    last, text = together[2], tokens_of(1, LENGTHS[2])[0]
+    for count, token in enumerate(last):
+        assert token == int(read(exact, [torch.cat([text, torch.tensor(last[:count]).long()])]).logits.argmax())

@@ -1,0 +1,53 @@
+"""Decoding with ONNX Runtime gives the logits of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gecko
+from gecko.io.quantization import quantize
+from gecko.models.onnx import LOGITS, NEXT, POSITION, TOKEN, export_onnx, initial_state
+
+pytest.importorskip("onnxscript", reason="pip install 'gecko-lm[onnx]'")
+runtime = pytest.importorskip("onnxruntime")
+
+ARCHITECTURES = {
+    "gecko": {},
+    "linear memory, tied": {"memory": "linear", "tie_embedding": True, "attention": "chunk"},
+    "Megalodon": {"memory": "none", "attention": "sliding_window", "timestep_betas": None, "cema_skip": "learned"},
+}
+
+
+def built(**changes: object) -> gecko.Gecko:
+    torch.manual_seed(0)
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=2, chunk_size=8, **changes)).requires_grad_(False)
+    for parameter in model.parameters():  # many are 0 at first
+        parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+@pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+def test_logits_over_several_chunks(changes, tmp_path):
+    model = built(**changes)
+    export_onnx(model, tmp_path / "step.onnx")
+    session = runtime.InferenceSession(str(tmp_path / "step.onnx"), providers=["CPUExecutionProvider"])
+    assert {x.name for x in session.get_inputs()} <= {TOKEN, POSITION, *initial_state(model)}
+    tokens = torch.randint(0, 256, (60,))
+    expected = model(tokens.unsqueeze(0))[0][0]
+    state = {name: x.numpy() for name, x in initial_state(model).items()}
+    given, outputs = [x.name for x in session.get_inputs()], [x.name for x in session.get_outputs()]
+    for position in range(len(tokens)):
+        at = {TOKEN: tokens[position : position + 1].numpy(), POSITION: torch.tensor([position]).numpy()}
+        values = {**at, **state}
+        found = dict(zip(outputs, session.run(None, {name: values[name] for name in given}), strict=True))
+        torch.testing.assert_close(torch.from_numpy(found[LOGITS][0]), expected[position], rtol=1e-4, atol=1e-5)
+        state = {name: found[NEXT + name] for name in state}
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    pytest.importorskip("torchao")
+    model = built()
+    quantize(model, 8)
+    with pytest.raises(ValueError, match="before quantisation"):
+        export_onnx(model, tmp_path / "step.onnx")

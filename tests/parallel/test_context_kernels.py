@@ -1,0 +1,38 @@
+"""Ranks that share rows run the C kernels that one device runs, and compute what it computes in float64."""
+
+from __future__ import annotations
+
+import pytest
+from support.context_cases import Text, assert_near, model_for_kernels, read, read_on_kernels
+from support.native_agreement import needs_compiler
+from support.processes import Processes
+
+pytestmark = needs_compiler
+
+EXPECTED = {
+    f"{name}_{direction}"
+    for name in ("timestep_norm", "cema", "working_memory_chain", "working_memory_read", "chunk_attention")
+    for direction in ("forward", "backward")
+} - {"working_memory_chain_forward", "working_memory_read_forward"} | {"working_memory_chain", "working_memory_read"}
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    processes = Processes(4, tmp_path_factory.mktemp("context"))
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize(
+    ("variant", "text"),
+    [
+        ("gecko", Text(4, 2, "few")), ("gecko", Text(2, 3, "around", read=16)), ("gecko", Text(4, 1)),
+        ("cumulative", Text(4, 2, "many")), ("window", Text(2, 2, "borders")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranks_with_c_kernels_are_one_device(processes, variant, text):
+    checkpointing = "full" if text.chunks == 2 else "none"
+    parts = processes.run(read_on_kernels, variant, text, checkpointing, "cpu")[: text.ranks]
+    assert_near(parts, read(variant, text, "none", None, model_for_kernels(variant).double()))
+    assert set(parts[0]["ran"]) >= EXPECTED
