@@ -17,6 +17,7 @@ from torch import Tensor
 import gecko
 from gecko.inference import Prefill, Sampling, TokenStream, read
 from gecko.inference.decoder import Decoder
+from gecko.inference.packed_weights import PackedWeights
 from gecko.layers.cema import CEMA
 from gecko.segments import Segments
 from gecko.state import GeckoState
@@ -59,7 +60,7 @@ def test_steps_in_c_are_calls_in_float64(variant: str) -> None:
     exact = copy.deepcopy(model).double()
     tokens = [cases.tokens(1, length + STEPS, seed)[0] for seed, length in enumerate(LENGTHS)]
     decoder = start(model, [text[:length] for text, length in zip(tokens, LENGTHS, strict=True)])
-    assert decoder.runs_in_c
+    assert decoder.backend == "cpu"
     logits = run(decoder, torch.stack([text[length:] for text, length in zip(tokens, LENGTHS, strict=True)]))
     for slot, (text, length) in enumerate(zip(tokens, LENGTHS, strict=True)):
         with torch.no_grad():
@@ -77,7 +78,7 @@ def test_sizes_need_not_fill_registers(memory: Literal["adaptive", "linear"]) ->
     exact = copy.deepcopy(model).double()
     tokens = cases.tokens(1, 5 + STEPS, 1)
     decoder = start(model, [tokens[0, :5]])
-    assert decoder.runs_in_c
+    assert decoder.backend == "cpu"
     with torch.no_grad():
         expected, state = exact(tokens)
     torch.testing.assert_close(run(decoder, tokens[:, 5:]).double(), expected[:, 5:], rtol=1e-3, atol=1e-3)
@@ -122,6 +123,41 @@ def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str, mo
         torch.set_num_threads(before)
 
 
+def in_pages(state: GeckoState) -> GeckoState:
+    """Return the state with its tensors as views of one page per row, as they lie in a cache of pages."""
+    tensors = [x for part in (*state.mixers, state.final_norm) for x in part.tensors().values()]
+    sizes = [-(-x[0].nbytes // 64) * 64 for x in tensors]
+    pages, begin = torch.zeros(state.batch_size, sum(sizes), dtype=torch.uint8), 0
+    for index, (x, size) in enumerate(zip(tensors, sizes, strict=True)):
+        content = pages[:, begin : begin + x[0].nbytes].view(x.dtype)
+        tensors[index] = (content.unflatten(1, x.shape[1:]) if x.dim() > 1 else content[:, 0]).copy_(x)
+        begin += size
+    views = iter(tensors)
+    mixers = tuple(mixer.map(lambda _: next(views)) for mixer in state.mixers)
+    return dataclasses.replace(state, mixers=mixers, final_norm=state.final_norm.map(lambda _: next(views)))
+
+
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_states_in_pages_in_any_order(variant: str) -> None:
+    """The input of the head, from states in pages, gives the logits of a decoder with states side by side."""
+    model = cases.model(variant, torch.float32)
+    prefills = [read(model, [cases.tokens(1, length, seed)[0]]) for seed, length in enumerate(LENGTHS)]
+    tokens = cases.tokens(len(prefills), STEPS, 9)
+    decoder, order = decode_from(model, prefills), [2, 0, 3]
+    pages = in_pages(GeckoState.stack([prefill.state for prefill in prefills]))
+    network = PackedWeights(model, "cpu").with_states(pages, rows=len(order))
+    with torch.inference_mode():
+        for step, column in enumerate(tokens.unbind(1)):
+            expected = decoder.step(column.tolist())[order]
+            positions = [LENGTHS[slot] + step for slot in order]
+            hidden = network.hidden([int(column[slot]) for slot in order], order, positions)
+            torch.testing.assert_close(model.head(hidden), expected, rtol=1e-5, atol=1e-5)
+    for slot in order:
+        found = pages.map(lambda x, slot=slot: x[slot : slot + 1])
+        assert_same_states(dataclasses.replace(found, clock=decoder.state(slot).clock), decoder.state(slot), 0)
+    assert torch.equal(pages.mixers[0].cema[1], prefills[1].state.mixers[0].cema[0])
+
+
 def test_weights_in_bfloat16_are_read_as_they_are() -> None:
     """Activations stay float32, so the logits are those of the same weights in float32 to float32's rounding."""
     model = cases.model("gecko", torch.float32).bfloat16()
@@ -134,7 +170,7 @@ def test_weights_in_bfloat16_are_read_as_they_are() -> None:
         decoder = Decoder(one, 1)
         with torch.inference_mode():
             decoder.add(state, torch.zeros(cases.SMALL.vocab_size, dtype=torch.bool))
-        assert decoder.runs_in_c
+        assert decoder.backend == "cpu"
         decoders.append(decoder)
     found, expected = (run(decoder, tokens) for decoder in decoders)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -144,7 +180,7 @@ def test_a_model_in_bfloat16_keeps_its_window_in_bfloat16() -> None:
     model = cases.model("gecko", torch.float32).bfloat16()
     decoder = start(model, [cases.tokens(1, 20)[0]])
     logits = run(decoder, cases.tokens(1, STEPS, 2))
-    assert decoder.runs_in_c
+    assert decoder.backend == "cpu"
     assert decoder.state(0).mixers[0].attention.values.dtype == torch.bfloat16
     assert logits.dtype == torch.float32, "sums are float32"
 
@@ -159,11 +195,46 @@ def test_stored_values_are_rounded_as_torch_rounds() -> None:
             for _ in range(2):
                 empty = gecko.GeckoState.empty(model.config, value_dtype=dtype)
                 decoder.add(empty, torch.zeros(cases.SMALL.vocab_size, dtype=torch.bool))
-        assert decoder.runs_in_c
+        assert decoder.backend == "cpu"
         run(decoder, cases.tokens(2, STEPS, 2))
         stored[dtype] = decoder.state(1).mixers[0].attention.values
     assert stored[torch.bfloat16].dtype == torch.bfloat16
     assert torch.equal(stored[torch.bfloat16], stored[torch.float32].bfloat16())
+
+
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_a_window_in_bfloat16_is_a_state_whose_window_is_rounded_at_every_step(variant: str) -> None:
+    """The first layer's keys and values do not depend on the window, so there one rounding is all that differs."""
+    model, tokens = cases.model(variant, torch.float32), cases.tokens(1, STEPS, 2)
+    narrow, wide = Decoder(model, 1, torch.bfloat16), Decoder(model, 1)
+    prefill = read(model, [cases.tokens(1, 2 * cases.CHUNK + 3)[0]])
+    with torch.inference_mode():
+        for decoder in (narrow, wide):
+            decoder.add(prefill.state, prefill.seen)
+    assert narrow.backend == "cpu"
+    torch.testing.assert_close(run(narrow, tokens), run(wide, tokens), rtol=0.05, atol=0.05)
+    found, expected = narrow.state(0), wide.state(0)
+    for name, tensor in expected.mixers[0].attention.tensors().items():
+        assert torch.equal(found.mixers[0].attention.tensors()[name], tensor.bfloat16().float()), name
+    assert {x.dtype for x in found.tensors().values()} == {x.dtype for x in expected.tensors().values()}
+
+
+def test_a_window_in_bfloat16_goes_in_and_out_unchanged() -> None:
+    model, tokens = cases.model("gecko", torch.float32), cases.tokens(1, STEPS, 2)
+    whole, first, second = (Decoder(model, 1, torch.bfloat16) for _ in range(3))
+    prefill = read(model, [cases.tokens(1, 20)[0]])
+    with torch.inference_mode():
+        whole.add(prefill.state, prefill.seen)
+        first.add(prefill.state, prefill.seen)
+    expected, before = run(whole, tokens), run(first, tokens[:, :9])
+    with torch.inference_mode():
+        second.add(first.state(0), prefill.seen)
+    assert torch.equal(torch.cat([before, run(second, tokens[:, 9:])], 1), expected)
+
+
+def test_a_window_in_bfloat16_needs_the_decoder_in_c() -> None:
+    with pytest.raises(ValueError, match="decodes in C"):
+        Decoder(cases.model("gecko", torch.float64), 1, torch.bfloat16)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -177,7 +248,7 @@ def test_quantised_weights_are_those_of_torchao(bits: int) -> None:
     quantize(model, bits)
     prompt, tokens = torch.randint(264, (40,)), torch.randint(264, (1, 50))
     decoder = start(model, [prompt])
-    assert decoder.runs_in_c
+    assert decoder.backend == "cpu"
     found = run(decoder, tokens)
     with torch.inference_mode():
         expected, _ = model(torch.cat([prompt, tokens[0]]).unsqueeze(0))
@@ -201,7 +272,7 @@ def test_other_models_decode_in_pytorch(kind: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("gecko.inference.packed_weights.library", lambda: None)
     prompt, tokens = cases.tokens(1, 20)[0], cases.tokens(1, STEPS, 2)
     decoder = start(model, [prompt])
-    assert not decoder.runs_in_c
+    assert decoder.backend is None
     found = run(decoder, tokens)
     with torch.inference_mode():
         expected, _ = model(torch.cat([prompt, tokens[0]]).unsqueeze(0))

@@ -1,8 +1,9 @@
-"""Tokens are drawn after bias, penalty, temperature, top-k, top-p and min-p, in this order."""
+"""Tokens are drawn after bias, penalties, temperature, top-k, top-p and min-p, in this order."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,16 +23,22 @@ SAMPLINGS = st.builds(
     min_p=st.none() | st.sampled_from([0.0, 0.03, 0.3, 1.0]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 0.8, 1.5]),
     logit_bias=st.dictionaries(st.just(0), st.sampled_from([-100.0, 0.5, 4.0]), max_size=1),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.6, -0.2]),
 )
 
 
-def by_hand(logits: list[float], sampling: Sampling, seen: set[int] | None = None) -> list[float]:
+def by_hand(
+    logits: list[float], sampling: Sampling, seen: set[int] | None = None, counts: Sequence[int] = ()
+) -> list[float]:
     """Compute the probabilities from the definition, one number at a time."""
     scores = [x + sampling.logit_bias.get(i, 0) for i, x in enumerate(logits)]
     for i in seen or ():
         scores[i] = (
             scores[i] / sampling.repetition_penalty if scores[i] > 0 else scores[i] * sampling.repetition_penalty
         )
+    for i, count in enumerate(counts):
+        scores[i] -= count * sampling.frequency_penalty + (count > 0) * sampling.presence_penalty
     scaled = [x / sampling.temperature for x in scores]
     kept = set(range(len(logits)))
     if sampling.top_k is not None and sampling.top_k < len(logits):
@@ -59,10 +66,18 @@ def draw(
     return Sampler([sampling] * len(logits)).draw(logits, generators, seen)
 
 
-def probabilities(samplings: list[Sampling], logits: Tensor, seen: Tensor | None = None) -> Tensor:
+def probabilities(
+    samplings: list[Sampling], logits: Tensor, seen: Tensor | None = None, counts: Sequence[Tensor] = ()
+) -> Tensor:
     """Return the distributions that the rows' tokens are drawn from."""
     sampler = Sampler(samplings)
-    return sampler._probabilities(sampler._adjusted(logits, seen))
+    return sampler._probabilities(sampler._adjusted(logits, seen, counts))
+
+
+def counts_of(samplings: list[Sampling], size: int, seed: int = 0) -> list[Tensor]:
+    """Return counts of generated tokens for the rows that need them, different ones for each row."""
+    counts = torch.randint(0, 4, (len(samplings), size), generator=torch.Generator().manual_seed(seed))
+    return [row for row, sampling in zip(counts, samplings, strict=True) if sampling.counts_tokens]
 
 
 def seen_by(rows: list[set[int]], size: int) -> Tensor:
@@ -75,18 +90,23 @@ def test_probabilities_are_the_definition_for_every_row(
 ) -> None:
     rows = [data.draw(st.permutations(logits)) for _ in samplings]
     seen = [data.draw(st.sets(st.integers(0, len(logits) - 1))) for _ in samplings]
-    found = probabilities(samplings, torch.tensor(rows), seen_by(seen, len(logits)))
+    counts = counts_of(samplings, len(logits))
+    found = probabilities(samplings, torch.tensor(rows), seen_by(seen, len(logits)), counts)
+    counted = iter(counts)
     for row, values, sampling, held in zip(found, rows, samplings, seen, strict=True):
-        expected = torch.tensor(by_hand(values, sampling, held), dtype=torch.float64)
+        made = next(counted).tolist() if sampling.counts_tokens else ()
+        expected = torch.tensor(by_hand(values, sampling, held, made), dtype=torch.float64)
         torch.testing.assert_close(row, expected, atol=1e-12, rtol=1e-9)
 
 
 @given(logits=LOGITS, sampling=SAMPLINGS, seed=st.integers(0))
 def test_only_what_is_kept_is_drawn(logits: list[float], sampling: Sampling, seed: int) -> None:
-    chance = by_hand(logits, sampling, {0})
+    counts = counts_of([sampling], len(logits))
+    chance = by_hand(logits, sampling, {0}, counts[0].tolist() if counts else ())
     generator = torch.Generator().manual_seed(seed % 2**63)
     for _ in range(5):
-        (token,) = draw(torch.tensor([logits]), sampling, [generator], seen_by([{0}], len(logits)))
+        rows = torch.tensor([logits]), [generator], seen_by([{0}], len(logits)), counts
+        (token,) = Sampler([sampling]).draw(*rows)
         assert chance[token] > 0
 
 
@@ -102,11 +122,22 @@ def test_a_row_draws_what_it_would_draw_alone(samplings: list[Sampling], seed: i
     def generators(rows: range) -> list[torch.Generator]:
         return [torch.Generator().manual_seed(row) for row in rows]
 
-    together = Sampler(samplings).draw(logits, generators(range(len(samplings))), seen)
+    counts = counts_of(samplings, 30, seed)
+    together = Sampler(samplings).draw(logits, generators(range(len(samplings))), seen, counts)
+    counted = iter(counts)
     for row, sampling in enumerate(samplings):
-        some = slice(row, row + 1)
-        alone = Sampler([sampling]).draw(logits[some], generators(range(row, row + 1)), seen[some])
+        some, own = slice(row, row + 1), [next(counted)] if sampling.counts_tokens else []
+        alone = Sampler([sampling]).draw(logits[some], generators(range(row, row + 1)), seen[some], own)
         assert together[row : row + 1] == alone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_excluded_tokens_are_never_drawn(temperature: float, top_k: int | None) -> None:
+    """Also the first one, for the smallest uniform number, and in C."""
+    logits = torch.tensor([[9.0, 3.0, 8.0, 2.9, 9.0]]).index_fill(1, torch.tensor([0, 2, 4]), -math.inf).repeat(50, 1)
+    generators = [torch.Generator().manual_seed(row) for row in range(50)]
+    assert set(draw(logits, Sampling(temperature, top_k), generators)) == ({1, 3} if temperature else {1})
 
 
 def test_a_penalty_of_two_makes_greedy_turn_to_the_next() -> None:
@@ -216,6 +247,9 @@ def test_biases_of_ids_that_are_none_are_refused() -> None:
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", 0.009),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", math.nan),
         ("repetition_penalty", 101.0),
         ("repetition_penalty", math.nan),
         ("logit_bias", {3: math.nan}),

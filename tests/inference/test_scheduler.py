@@ -16,9 +16,10 @@ from serving.texts import Log, alone, request, run, text
 from torch import Tensor
 
 import gecko
-from gecko.inference import Sampling
+from gecko.inference import Sampling, scheduler
+from gecko.inference.prefill import PiecePace
 from gecko.inference.prefix_cache import PrefixCache
-from gecko.inference.request import Finished, QueueFullError, Request, Token
+from gecko.inference.request import Finished, PromptRead, QueueFullError, Request, Token
 from gecko.inference.sampling import Sampler
 from gecko.inference.scheduler import AGEING, Engine
 
@@ -28,6 +29,7 @@ SAMPLINGS = st.sampled_from(
     [
         Sampling(0.0), Sampling(0.9), Sampling(0.0, repetition_penalty=1.5), Sampling(1.0, top_k=20, top_p=0.8),
         Sampling(0.8, min_p=0.02, repetition_penalty=1.2, logit_bias={3: 4.0, 260: -100.0}), Sampling(1.2, top_p=0.9),
+        Sampling(0.0, presence_penalty=1.0), Sampling(0.9, frequency_penalty=0.7, presence_penalty=-1.5),
     ]
 )  # fmt: skip
 
@@ -42,7 +44,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, Request, int | None]]:
             found[-1][1].prompt.clone() if again else text(draw(st.integers(1, 70)), index),
             draw(st.integers(0, 14)), draw(SAMPLINGS), seed=draw(st.integers(0, 99)),
             stop_tokens=frozenset(range(draw(st.integers(0, 9)), 264, 10)),
-            logprobs=draw(st.sampled_from([None, 0, 3])),
+            logprobs=draw(st.sampled_from([None, 0, 3])), prompt_logprobs=(None, 2, 0)[index % 3],
         )  # fmt: skip
         found.append((draw(st.integers(0, 12)), asked, draw(st.none() | st.none() | st.integers(0, 25))))
     return found
@@ -79,8 +81,30 @@ def as_alone(model: gecko.Gecko, asked: Request, log: Log, request_id: int) -> N
         assert end.position <= len(asked.prompt) + len(tokens)
         return
     assert tokens == expected.tokens[0]
-    assert end == Finished(request_id, expected.finish_reasons[0], None, expected.state.position[0])
-    has_the_models_log_probabilities(model, asked, log.tokens.get(request_id, []))
+    stop = end.stop_token
+    reason, position = expected.finish_reasons[0], expected.state.position[0]
+    assert end == Finished(request_id, reason, None, position, stop)
+    assert (stop is not None) == (reason == "stop" and asked.logprobs is not None)
+    assert stop is None or stop.token in asked.stop_tokens
+    ending = [] if stop is None else [stop]
+    has_the_models_log_probabilities(model, asked, [*log.tokens.get(request_id, []), *ending])
+    has_those_of_its_prompt(model, asked, log.prompts.get(request_id))
+
+
+def has_those_of_its_prompt(model: gecko.Gecko, asked: Request, event: PromptRead | None) -> None:
+    """Without a prefix cache that took them away: the whole prompt, also after a state."""
+    number = asked.prompt_logprobs
+    assert (event is None) == (number is None)
+    if event is None or number is None:
+        return
+    with torch.no_grad():
+        logits, _ = model(asked.prompt.unsqueeze(0), state=asked.state)
+    chances = logits[0, :-1].double().log_softmax(-1)
+    own = chances.gather(1, asked.prompt[1:, None])[:, 0]
+    assert torch.equal(event.scores.tokens, asked.prompt)
+    torch.testing.assert_close(event.scores.logprobs, own, atol=1e-4, rtol=0)
+    torch.testing.assert_close(event.scores.top_logprobs, chances.topk(number).values, atol=1e-4, rtol=0)
+    torch.testing.assert_close(chances.gather(1, event.scores.top_ids), chances.topk(number).values, atol=1e-4, rtol=0)
 
 
 def has_the_models_log_probabilities(model: gecko.Gecko, asked: Request, events: list[Token]) -> None:
@@ -202,18 +226,51 @@ def test_a_long_prompt_is_not_overtaken_for_ever(model: gecko.Gecko, rows: int) 
     pytest.fail("the long prompt did not end")
 
 
-def test_without_a_piece_reading_is_short_only_where_others_wait(model: gecko.Gecko) -> None:
+@pytest.mark.parametrize(("speed", "piece"), [(1_000, 512), (30_000, 2048), (1_000_000, 4096)])
+def test_pieces_are_as_long_as_the_time_of_a_step_allows(
+    model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch, speed: int, piece: int
+) -> None:
+    """They have ``piece_length`` tokens while nothing else runs."""
     engine = Engine(model, rows=2)
-    assert (engine._short_piece, engine._long_piece) == (512, 4096)
-    first = engine.submit(request(text(5000), 50))
-    engine.step()
-    assert engine.prompt_tokens_read == 4096
-    while not engine._batch.sequences:
+    tokens_read = 0
+    hidden = model.hidden
+
+    def watched(tokens: Tensor, **more: Any) -> Any:
+        nonlocal tokens_read
+        tokens_read += tokens.shape[1]
+        return hidden(tokens, **more)
+
+    monkeypatch.setattr(model, "hidden", watched)
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: tokens_read / speed)
+    read = []
+    engine.submit(request(text(4100), 50))
+    for _ in range(2):
         engine.step()
-    engine.submit(request(text(2000)))
+        read.append(engine.prompt_tokens_read)
+    assert read == [4096, 4100]
+    engine.submit(request(text(30_000)))
+    for _ in range(6):
+        engine.step()
+        read.append(engine.prompt_tokens_read)
+    assert read[-1] - read[-2] == piece
+
+
+@pytest.mark.parametrize(("length", "first"), [(768, 768), (769, 512)])
+def test_a_short_rest_is_read_with_the_last_piece(model: gecko.Gecko, length: int, first: int) -> None:
+    engine = Engine(model, rows=2)
+    engine.submit(request(text(5), 50))
     engine.step()
-    assert engine.prompt_tokens_read == 5000 + 512
-    engine.cancel(first)
+    engine.submit(request(text(length)))
+    engine.step()
+    assert engine.prompt_tokens_read == 5 + first
+
+
+def test_prompts_shorter_than_a_piece_do_not_change_the_pieces(model: gecko.Gecko) -> None:
+    """A call of few tokens takes almost as long as one of many."""
+    pace = PiecePace(model.config, 0.08)
+    pace.record(2048, 0.05)
+    pace.record(20, 0.02)
+    assert pace.piece == 2048
 
 
 @pytest.mark.parametrize("moment", ["queued", "reading", "first", "running", "twice", "after"])
@@ -294,6 +351,56 @@ def test_ten_thousand_wait_and_can_be_cancelled(model: gecko.Gecko) -> None:
     assert len(log.ends) == 10_000
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_no_stop_token_comes_before_the_least_number_of_tokens(model: gecko.Gecko, temperature: float) -> None:
+    """The tokens are those of a model that cannot draw them until then, and other rows draw them at any time."""
+    stops = frozenset(range(0, 264, 3))
+    never = Sampling(temperature, logit_bias=dict.fromkeys(stops, -1000.0))
+    asked = [
+        request(text(20), 30, Sampling(temperature), seed=seed, stop_tokens=stops, min_new_tokens=least, logprobs=1)
+        for seed in range(4) for least in (0, 1, 12, 30)
+    ]  # fmt: skip
+    ids, log = run(Engine(model, rows=8), *asked)
+    lengths = set()
+    for request_id, one in zip(ids, asked, strict=True):
+        before = one.min_new_tokens
+        free = alone(model, request(text(20), before, never, seed=one.seed)).tokens[0]
+        tokens, end = log.ids(request_id), log.ends[request_id]
+        assert tokens[:before] == free
+        assert not stops & set(tokens) and len(tokens) >= before
+        assert end.reason == ("length" if len(tokens) == 30 else "stop")
+        lengths.add(len(tokens) - before)
+        ending = [end.stop_token] if end.stop_token is not None else []
+        has_the_models_log_probabilities(model, one, [*log.tokens.get(request_id, []), *ending])
+    assert 0 in lengths and len(lengths) > 1
+
+
+def test_penalties_are_those_of_the_definition(model: gecko.Gecko) -> None:
+    """Each step by hand, from the logits of the whole text; other rows have other penalties."""
+    samplings = [Sampling(0.0), Sampling(0.0, presence_penalty=1.5), Sampling(0.0, frequency_penalty=0.4),
+                 Sampling(0.0, presence_penalty=-0.5, frequency_penalty=2.0)]  # fmt: skip
+    ids, log = run(Engine(model, rows=3), *(request(text(9), 25, sampling) for sampling in samplings))
+    for request_id, sampling in zip(ids, samplings, strict=True):
+        made: list[int] = []
+        for _ in range(25):
+            with torch.no_grad():
+                logits = model(torch.cat([text(9), torch.tensor(made, dtype=torch.int64)])[None])[0][0, -1]
+            for token in set(made):
+                logits[token] -= sampling.presence_penalty + sampling.frequency_penalty * made.count(token)
+            made.append(int(logits.argmax()))
+        assert log.ids(request_id) == made
+    assert len({tuple(log.ids(request_id)) for request_id in ids}) == len(ids)
+
+
+def test_log_probabilities_of_a_prompt_that_is_not_finite_end_its_text(model: gecko.Gecko) -> None:
+    broken = gecko.Gecko(model.config)
+    broken.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        broken.head.weight[5] = math.nan
+    (request_id,), log = run(Engine(broken), request(new=0, prompt_logprobs=1))
+    assert log.ends[request_id].reason == "error" and "finite" in str(log.ends[request_id].error)
+
+
 def test_no_new_tokens_only_read(model: gecko.Gecko) -> None:
     (request_id,), log = run(Engine(model, rows=1), request(text(30), 0))
     assert log.ends[request_id] == Finished(request_id, "length", None, 30)
@@ -314,6 +421,10 @@ BAD: list[tuple[Mapping[str, Any], type[Exception], str]] = [
     ({"seed": 2**70}, ValueError, "seed"),
     ({"logprobs": -1}, ValueError, "logprobs"),
     ({"logprobs": 265}, ValueError, "logprobs"),
+    ({"prompt_logprobs": 265}, ValueError, "prompt_logprobs"),
+    ({"min_new_tokens": -1}, ValueError, "min_new_tokens"),
+    ({"min_new_tokens": 6}, ValueError, r"min_new_tokens must be in 0\.\.5"),
+    ({"min_new_tokens": 1, "stop_tokens": frozenset(range(300))}, ValueError, "the whole vocabulary"),
     ({"sampling": Sampling(logit_bias={264: 1.0})}, ValueError, r"0\.\.263; got 264"),
     ({"state": 3}, ValueError, "one row; got 3"),
     ({"state": OTHER_STATE}, ValueError, "other weights"),

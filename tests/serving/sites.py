@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import openai
+import torch
 from serving.waiting import until
 
 import gecko
@@ -20,6 +21,22 @@ from gecko.serving.server import Options, Server, build_service, open_socket
 
 OK = {"prompt": "abc", "max_tokens": 3}
 """A valid request."""
+GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
+
+
+def alone(model: gecko.Gecko, ids: list[int], tokens: int, **options: Any) -> str:
+    """Return the text of ``gecko.generate``; the server must return the same."""
+    return bytes(gecko.generate(model, ids, max_new_tokens=tokens, **options).tokens[0]).decode()
+
+
+def document(text: str) -> list[int]:
+    return [256, *text.encode()]
+
+
+def distributions(model: gecko.Gecko, ids: list[int]) -> torch.Tensor:
+    """Return the log-probabilities (len(ids), V) of the tokens after each, from one call of the model."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]))[0][0].double().log_softmax(-1)
 
 
 @dataclass(frozen=True)

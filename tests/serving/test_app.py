@@ -10,24 +10,13 @@ import httpx2
 import openai
 import pytest
 from serving.conftest import StartServer
-from serving.sites import OK, Site, check_error, serving
+from serving.sites import GREEDY, OK, Site, alone, check_error, document, serving
 from serving.waiting import until
 
 import gecko
 from gecko.data import Tokenizer
 from gecko.serving.limits import Limits
-from gecko.serving.prepare import SavedStates
-
-GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
-
-
-def alone(model: gecko.Gecko, ids: list[int], tokens: int, **options: Any) -> str:
-    """Return the text of ``gecko.generate``; the server must return the same."""
-    return bytes(gecko.generate(model, ids, max_new_tokens=tokens, **options).tokens[0]).decode()
-
-
-def document(text: str) -> list[int]:
-    return [256, *text.encode()]
+from gecko.serving.states.files import SavedStates
 
 
 def test_a_completion_is_what_generate_writes(site: Site, model: gecko.Gecko) -> None:
@@ -133,7 +122,7 @@ def test_log_probabilities(site: Site, model: gecko.Gecko) -> None:
     assert none.choices[0].logprobs is None
 
 
-def test_a_stream_joins_to_the_whole(site: Site) -> None:
+def test_a_stream_joins_to_the_whole(site: Site, model: gecko.Gecko) -> None:
     asked = {"prompt": ["abc", "xyz"], "max_tokens": 25, "logprobs": 1, **GREEDY}
     whole = site.openai.completions.create(**asked)
     chunks = list(site.openai.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
@@ -149,8 +138,8 @@ def test_a_stream_joins_to_the_whole(site: Site) -> None:
         assert len(mine) > 20
     chunks = list(site.openai.completions.create(stream=True, **asked))
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
-    (first, *_) = site.openai.completions.create(prompt="abc", echo=True, stream=True, max_tokens=5, **GREEDY)
-    assert first.choices[0].text == "abc"
+    chunks = list(site.openai.completions.create(prompt="abc", echo=True, stream=True, max_tokens=5, **GREEDY))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "abc" + alone(model, document("abc"), 5, temperature=0)
 
 
 def test_chat(site: Site, model: gecko.Gecko) -> None:
@@ -194,6 +183,7 @@ def test_the_answer_ends_where_the_user_would_speak(site: Site) -> None:
 def test_models(site: Site, model: gecko.Gecko) -> None:
     (found,) = site.openai.models.list()
     assert (found.id, found.object, found.state_bytes) == ("small", "model", model.empty_state().num_bytes)
+    assert not found.chat_template
     assert site.openai.models.retrieve("small") == found
     with pytest.raises(openai.NotFoundError):
         site.openai.models.retrieve("large")
@@ -210,14 +200,15 @@ def test_health_and_page(site: Site) -> None:
 def test_metrics_count(site: Site) -> None:
     site.wait_until_idle()
     before = site.numbers()
-    site.openai.completions.create(prompt="abc", max_tokens=7, **GREEDY)
+    site.openai.completions.create(prompt="uvw", max_tokens=7, **GREEDY)
     site.post(content=b"{")
     after = site.numbers()
 
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    assert grown("gecko_prompt_tokens_total") == 4
+    assert grown("gecko_prompt_tokens_total") + grown("gecko_prefix_tokens_reused_total") == 4
+    assert grown("gecko_prompt_tokens_total") >= 3, "no other test sent this text"
     assert grown("gecko_generated_tokens_total") == 7
     assert grown('gecko_continuations_total{reason="length"}') == 1
     assert grown('gecko_responses_total{status="400"}') == 1

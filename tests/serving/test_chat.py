@@ -19,7 +19,7 @@ from serving.sites import serving
 
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
-from gecko.serving.chat import PlainChat, TemplateChat, find_format
+from gecko.data.chat import PlainChat, TemplateChat, find_format
 from gecko.serving.protocol import Message
 
 TEMPLATE = """{%- for message in messages %}
@@ -132,7 +132,7 @@ def test_where_templates_are_found(folder: Path, tokenizer: Tokenizer, tmp_path:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}yes"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     bytes_tokenizer = load_tokenizer("bytes")
-    assert find_format(bytes_tokenizer, tmp_path).encode(messages(("user", "a"))) == list(b"yes")
+    assert find_format(bytes_tokenizer, tmp_path).encode(messages(("user", "a"))) == [256, *b"yes"]
     (tmp_path / "chat_template.jinja").write_text("file")
     assert find_format(bytes_tokenizer, tmp_path).encode(messages(("user", "a"))) == list(b"file")
     assert isinstance(find_format(tokenizer, tmp_path), TemplateChat)
@@ -161,7 +161,7 @@ def test_a_tokenizer_of_the_hub_brings_its_template(
     cache = tmp_path / "cache"
     cache.mkdir()
 
-    def download(name: str, file: str) -> str:
+    def download(name: str, file: str, local_files_only: bool = False) -> str:
         if not (tmp_path / "hub" / file).is_file():
             raise EntryNotFoundError("no such file")
         return str(shutil.copy(tmp_path / "hub" / file, cache))

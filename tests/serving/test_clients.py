@@ -150,7 +150,7 @@ def test_a_client_that_stops_reading_has_its_place_no_longer_than_others(
     model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays connected, and its full buffer accepts no more of the stream."""
-    monkeypatch.setattr("gecko.serving.app._SENDING_SECONDS", 0.1)
+    monkeypatch.setattr("gecko.serving.sending._SENDING_SECONDS", 0.1)
     service = build_service(model, tokenizer, tmp_path, Options("small", Limits(rows=1, queue=0, seconds=0.5)))
     told: list[Any] = []
 

@@ -15,6 +15,7 @@ from serving.sites import Site
 from serving.waiting import PATIENCE, until
 
 import gecko
+from gecko.data.chat import DEFAULT_TEMPLATE
 from gecko.inference.decoder import Decoder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -88,6 +89,122 @@ def test_a_conversation(page: Any, site: Site, model: gecko.Gecko) -> None:
     assert position(page) == 0
 
 
+def test_settings_are_sent_and_the_seed_gives_the_text(page: Any, site: Site, model: gecko.Gecko) -> None:
+    page.goto(site.url)
+    page.fill("#system", "Be short.")
+    page.fill("#tokens", "30")
+    page.fill("#temperature", "1.5")
+    page.fill("#top-p", "0.7")
+    page.fill("#seed", "5")
+    say(page, "Hi")
+    prompt = [256, *b"System: Be short.\n\nUser: Hi\n\nAssistant:"]
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 1.5, "top_p": 0.7}
+    five, six = (bytes(gecko.generate(model, prompt, seed=s, **options).tokens[0]).decode() for s in (5, 6))
+    assert five != six
+    assert page.text_content(".assistant") == five
+    shows(page, "#ended", "30 tokens, the most allowed; seed 5")
+    page.click("#again")
+    shows(page, "#ended", "30 tokens, the most allowed; seed 6")
+    assert page.text_content(".assistant") == six
+    assert page.locator(".turn").count() == 2
+
+
+def test_without_a_seed_the_page_says_which_one_it_drew(page: Any, site: Site, model: gecko.Gecko) -> None:
+    page.goto(site.url)
+    page.click("#mode-text")
+    page.fill("#tokens", "20")
+    page.fill("#temperature", "1.5")
+    say(page, "once")
+    drawn = int(page.text_content("#ended").rpartition("seed ")[2])
+    tokens = gecko.generate(model, [256, *b"once"], max_new_tokens=20, temperature=1.5, seed=drawn).tokens[0]
+    assert page.text_content("#text") == "once" + bytes(tokens).decode()
+
+
+def test_copying(page: Any, site: Site) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(site.url)
+    page.fill("#tokens", "10")
+    say(page, "Hello")
+    page.click("#copy")
+    shows(page, "#ended", "copied")
+    assert page.evaluate("navigator.clipboard.readText()") == page.text_content(".assistant")
+    page.click("#mode-text")
+    say(page, "Once")
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    page.click("#copy")
+    shows(page, "#ended", "copied")
+    page.focus("#prompt")
+    page.keyboard.press("Control+V")
+    assert page.input_value("#prompt") == page.text_content("#text")
+
+
+@pytest.mark.parametrize("tuned", [False, True], ids=["plain", "template"])
+def test_a_model_without_a_chat_template_is_said_to_be_none_for_chat(
+    page: Any, start: StartServer, tmp_path: Path, tuned: bool
+) -> None:
+    if tuned:
+        (tmp_path / "chat_template.jinja").write_text(DEFAULT_TEMPLATE)
+    page.goto(start().url)
+    shows(page, "#model", "small")
+    assert page.is_visible("#note") != tuned
+    page.click("#mode-text")
+    assert not page.is_visible("#note")
+
+
+def test_the_keyboard_is_enough(page: Any, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.goto(site.url)
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    assert page.get_attribute("#prompt", "placeholder")
+    page.fill("#tokens", "5")
+    page.focus("#prompt")
+    page.keyboard.type("a")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("b")
+    page.keyboard.press("Enter")
+    shows(page, "#ended", re.compile("^5 tokens"))
+    assert page.text_content(".user") == "a\nb"
+    step = Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda *args: time.sleep(0.01) or step(*args))
+    page.fill("#tokens", "4000")
+    page.focus("#prompt")
+    page.keyboard.type("More")
+    page.keyboard.press("Enter")
+    until(lambda: len(page.locator(".assistant").last.text_content()) > 5)
+    page.keyboard.press("Escape")
+    shows(page, "#ended", re.compile("^stopped; seed"))
+    site.wait_until_idle()
+
+
+def test_a_refused_question_can_be_changed(page: Any, site: Site) -> None:
+    page.goto(site.url)
+    page.fill("#tokens", "5")
+    page.fill("#top-p", "2")
+    say(page, "Hello")
+    assert "top_p" in page.text_content(".error")
+    assert page.input_value("#prompt") == "Hello"
+    page.fill("#top-p", "1")
+    page.click("#send")
+    shows(page, "#ended", re.compile("^5 tokens"))
+    assert page.locator(".user").count() == 1
+    assert page.locator(".error").count() == 0
+
+
+@pytest.mark.parametrize("width", [320, 600, 1200])
+def test_nothing_is_wider_than_the_screen(page: Any, site: Site, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 640})
+    page.goto(site.url)
+    if width < 800:
+        page.click("summary")
+    page.fill("#tokens", "200")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if width < 800:
+        page.click("summary")
+    say(page, "x" * 300)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("document.documentElement.scrollHeight") <= 640
+    assert page.locator("#prompt").bounding_box()["width"] > 150
+
+
 def test_a_text_is_continued(page: Any, site: Site, model: gecko.Gecko) -> None:
     page.goto(site.url)
     page.click("#mode-text")
@@ -104,7 +221,7 @@ def test_position_grows_while_text_comes_and_stopping_frees_the_row(
     page: Any, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Decoder.step
-    monkeypatch.setattr(Decoder, "step", lambda *args: time.sleep(0.002) or step(*args))  # the text must not end first
+    monkeypatch.setattr(Decoder, "step", lambda *args: time.sleep(0.01) or step(*args))  # the text must not end first
     page.goto(site.url)
     page.fill("#tokens", "4000")
     page.fill("#prompt", "Go on")

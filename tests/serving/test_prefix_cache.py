@@ -16,6 +16,7 @@ from gecko.inference.scheduler import Engine
 from gecko.state import GeckoState
 
 CHUNK, PIECE = 8, 16
+LOGITS = torch.zeros(264)
 
 
 def text(length: int, seed: int = 0) -> Tensor:
@@ -26,7 +27,7 @@ class Notes:
     """A cache, and a record of all states that were ever stored in it."""
 
     def __init__(self, model: gecko.Gecko, states: int) -> None:
-        self.model, self.size = model, model.empty_state().num_bytes
+        self.model, self.size = model, model.empty_state().num_bytes + LOGITS.nbytes
         self.cache, self.written = PrefixCache(states * self.size), {}
 
     def read(self, tokens: Tensor, name: str = "model") -> int:
@@ -38,10 +39,12 @@ class Notes:
             assert prefix.state.position == [prefix.length]
             assert self.written[name, tuple(tokens[: prefix.length].tolist())] == int(prefix.state.clock.segment_id)
         for border, key in sorted(prefix.borders.items()):
-            assert prefix.length < border < len(tokens)
-            assert border % CHUNK == 0
-            self.cache.keep(key, self._state(border, name, tokens))
-        assert self.cache.bytes == self.size * len(self.cache._states) <= self.cache.max_bytes
+            assert prefix.length < border <= len(tokens)
+            assert border % CHUNK == 0 or border == len(tokens)
+            self.cache.keep(key, self._state(border, name, tokens), LOGITS if border == len(tokens) else None)
+        assert (prefix.logits is not None) == (prefix.length == len(tokens))
+        assert self.cache.bytes == sum(entry.bytes for entry in self.cache._entries.values()) <= self.cache.max_bytes
+        assert {(key, tail) for key, tails in self.cache._tails.items() for tail in tails} == set(self.cache._entries)
         return prefix.length
 
     def _state(self, border: int, name: str, tokens: Tensor) -> GeckoState:
@@ -68,14 +71,23 @@ def test_what_is_found_is_what_was_kept_for_these_tokens(
 
 
 def test_the_longest_known_beginning_is_found(model: gecko.Gecko) -> None:
-    notes, prompt = Notes(model, 9), text(100)
+    notes, prompt = Notes(model, 20), text(100)
     assert notes.read(prompt) == 0
+    assert notes.read(prompt) == 100
+    assert notes.read(torch.cat([prompt, text(50, 1)])) == 100
+    assert notes.read(torch.cat([prompt, text(50, 1)])) == 150
+    assert notes.read(torch.cat([prompt, text(50, 1)[:20], text(50, 2)])) == 100
+    assert notes.read(torch.cat([prompt, text(50, 1)[:20], text(50, 3)])) == 120
+    assert notes.read(text(99)) == 96
+    assert (notes.cache.hits, notes.cache.misses) == (6, 1)
+
+
+def test_a_state_without_logits_leaves_one_token_to_read(model: gecko.Gecko) -> None:
+    notes, prompt = Notes(model, 20), text(96)
+    for seed in (1, 2):
+        notes.read(torch.cat([prompt, text(5, seed)]))
+    assert notes.read(prompt) < 96, "the state after it was kept when another prompt was read"
     assert notes.read(prompt) == 96
-    assert notes.read(text(97)) == 96, "one token is left to read"
-    assert notes.read(text(96)[:96]) <= 88
-    assert notes.read(torch.cat([prompt, text(50, 1)])) == 96
-    assert notes.read(torch.cat([prompt, text(50, 1)])) == 144
-    assert (notes.cache.hits, notes.cache.misses) == (4, 2)
 
 
 def test_a_beginning_is_known_by_all_of_its_tokens(model: gecko.Gecko) -> None:
@@ -103,23 +115,23 @@ def test_least_recently_used_states_go_first(model: gecko.Gecko) -> None:
     notes = Notes(model, 2)
     first, second, third = (text(CHUNK + 1, seed) for seed in (1, 2, 3))
     notes.read(first), notes.read(second)
-    assert notes.read(first) == CHUNK
+    assert notes.read(first) == CHUNK + 1
     notes.read(third)
-    assert [notes.read(prompt) for prompt in (third, first)] == [CHUNK, CHUNK]
+    assert [notes.read(prompt) for prompt in (third, first)] == [CHUNK + 1, CHUNK + 1]
     assert notes.read(second) == 0
 
 
 def test_a_state_larger_than_the_budget_is_not_kept(model: gecko.Gecko) -> None:
     cache, size = PrefixCache(model.empty_state().num_bytes - 1), model.empty_state().num_bytes
-    cache.keep(b"key", model.empty_state())
+    cache.keep((b"key", b""), model.empty_state())
     assert cache.bytes == 0 < size
 
 
 def test_what_is_kept_holds_on_to_no_larger_tensors(model: gecko.Gecko) -> None:
     engine = Engine(model, rows=1, prefix_cache=PrefixCache(1 << 24), piece=16)
     run(engine, [text(90)])
-    (state, *_) = engine._cache._states.values()
-    for name, tensor in state.tensors().items():
+    (entry, *_) = engine._cache._entries.values()
+    for name, tensor in entry.state.tensors().items():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
 
 

@@ -64,17 +64,41 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"264": 1}}, "264"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"logprobs": 1, "echo": True}, "echo"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": "yes"}}, "include_usage"),
     ({"stream_options": {"include_usgae": True}}, "stream_options.include_usgae: unknown field"),
     ({"suffix": "the end"}, "suffix"),
     ({"best_of": 3}, "best_of"),
-    ({"presence_penalty": 0.5}, "repetition_penalty"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"frequency_penalty": "much"}, "frequency_penalty"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 4}, "min_tokens must be at most max_tokens, 3; got 4"),
+    ({"max_tokens": None, "min_tokens": 17}, "min_tokens"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"stop_token_ids": 5}, "stop_token_ids"),
+    ({"stop_token_ids": [1.5]}, "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+    ({"stop_token_ids": [3, -1]}, "stop_token_ids: token ids must be in 0..263; got -1"),
+    ({"stop_token_ids": [264]}, "stop_token_ids"),
+    ({"stop_token_ids": [10**40]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
+    ({"prompt": "a" * 40_000, "echo": True, "logprobs": 1, "n": 2}, "65,536 ids"),
+    ({"prompt": "a" * 30_000, "echo": True, "logprobs": 20}, "bytes of memory"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"temprature": 0.5}, "temperature"),
     ({"qqq": 1}, "qqq"),
     ({"q" * 100_000: 1}, "unknown field"),
     ({"q\ud800": 1}, r"q\ud800"),
+    ({"guided_regex": "a"}, "structured_outputs"),
+    ({"structured_outputs": {}}, "exactly one"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "at least one character"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex: "),
+    ({"structured_outputs": {"grammar": "a"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs must"),
     ({"state": "book"}, "book"),
     ({"state": "../book"}, "../book"),
     ({"state": 5}, "state"),
@@ -92,7 +116,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"max_completion_tokens": 5000}, "4096"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
     ({"prompt": "abc"}, "prompt"),
 ]
 
@@ -104,6 +130,12 @@ def test_an_error_may_quote_what_is_no_unicode() -> None:
     }  # fmt: skip
 
 
+NAMED = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n",
+    "max_tokens", "min_tokens", "stop_token_ids",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_are_refused_with_a_reason(site: Site, stream: bool) -> None:
     for path, good, bad in (("/v1/completions", OK, BAD_COMPLETIONS), ("/v1/chat/completions", CHAT, BAD_CHATS)):
@@ -112,6 +144,8 @@ def test_bad_requests_are_refused_with_a_reason(site: Site, stream: bool) -> Non
             response = site.post(path, content=content, headers={"Content-Type": "application/json"})
             status = 404 if "state" in change and isinstance(change["state"], str) else 400
             check_error(response, status, told)
+            if len(change) == 1 and (name := next(iter(change))) in NAMED:
+                assert response.json()["error"]["param"].split(".")[0] == name
         assert site.post(path, json=good).status_code == 200
 
 
@@ -122,8 +156,25 @@ def test_null_is_as_good_as_nothing(site: Site) -> None:
     whole = site.post(json={**OK, **dict.fromkeys(optional - OK.keys())})
     assert (whole.status_code, len(whole.json()["choices"])) == (200, 1), whole.text
     assert site.post("/v1/chat/completions", json={**CHAT, **dict.fromkeys(chat - CHAT.keys())}).status_code == 200
+    others = dict.fromkeys(["tools", "response_format", "reasoning_effort", "temprature", "anything"])
+    for path, good in (("/v1/completions", OK), ("/v1/chat/completions", CHAT)):
+        assert site.post(path, json={**good, **others}).status_code == 200
+        check_error(site.post(path, json={**good, **others, "qqq": 1}), 400, "qqq: unknown field")
     streamed = site.post(json={**OK, "stream": True, "stream_options": {"include_usage": None}})
     assert (streamed.status_code, "usage" in streamed.text) == (200, False), streamed.text
+
+
+def test_what_clients_send_without_effect_is_taken(site: Site) -> None:
+    sent: dict[str, Any] = {
+        "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h", "safety_identifier": "me", "parallel_tool_calls": True, "tool_choice": "none",
+        "tools": [], "function_call": "none", "response_format": {"type": "text"}, "best_of": 1, "suffix": "",
+        "presence_penalty": 0, "frequency_penalty": 0, "min_tokens": 0, "stop_token_ids": [], "ignore_eos": False,
+    }  # fmt: skip
+    for path, good in (("/v1/completions", OK), ("/v1/chat/completions", CHAT)):
+        greedy = {**good, "temperature": 0}
+        plain, full = (site.post(path, json=asked).json() for asked in (greedy, {**greedy, **sent}))
+        assert plain["choices"] == full["choices"]
 
 
 @pytest.mark.parametrize(

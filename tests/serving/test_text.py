@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +18,10 @@ BYTES = load_tokenizer("bytes")
 TEXTS = st.text(alphabet="aboé🎉 ", max_size=30)
 
 
-def pieces_of(text: bytes, stops: list[str], *, logprobs: bool = False) -> list[Piece]:
-    choice = ChoiceText(0, BYTES, stops, 100)
+def pieces_of(
+    text: bytes, stops: list[str], *, logprobs: bool = False, min_tokens: int = 0, echo: str = ""
+) -> list[Piece]:
+    choice = ChoiceText(0, BYTES, stops, 100, min_tokens=min_tokens, echo=echo)
     pieces = []
     for number, byte in enumerate(text):
         told = (-float(number), ((byte, -float(number)),)) if logprobs else (None, ())
@@ -41,14 +44,22 @@ def test_pieces_join_to_the_text_before_the_stop(text: str, stops: list[str]) ->
     assert pieces[-1].position == 100 + len(text[:end].encode())
 
 
-@given(TEXTS)
-def test_every_token_is_told_once_and_in_place(text: str) -> None:
+@given(st.text(alphabet="ab", max_size=30), st.integers(0, 12))
+def test_the_text_of_the_first_tokens_may_contain_a_stop_string(text: str, least: int) -> None:
+    pieces = pieces_of(text.encode(), ["ab"], min_tokens=least, echo="é ab ")
+    end = text.find("ab", least)
+    assert "".join(piece.text for piece in pieces) == "é ab " + (text if end < 0 else text[:end])
+    assert pieces[-1].finish_reason == ("length" if end < 0 else "stop")
+
+
+@given(TEXTS, st.sampled_from(["", "é b"]))
+def test_every_token_is_told_once_and_in_place(text: str, echo: str) -> None:
     content = text.encode()
-    tokens = [token for piece in pieces_of(content, ["zz"], logprobs=True) for token in piece.tokens]
-    assert [token.generated.logprob for token in tokens] == [-float(number) for number in range(len(content))]
+    tokens = [token for piece in pieces_of(content, ["zz"], logprobs=True, echo=echo) for token in piece.tokens]
+    assert [token.chosen.logprob for token in tokens] == [-float(number) for number in range(len(content))]
     for token, byte in zip(tokens, content, strict=True):
-        assert token.generated.name == (chr(byte) if byte < 128 else f"token_id:{byte}")
-        assert byte >= 128 or text[token.offset] == token.generated.text
+        assert token.chosen.name == (chr(byte) if byte < 128 else f"token_id:{byte}")
+        assert byte >= 128 or (echo + text)[token.offset] == token.chosen.text
 
 
 def test_what_is_no_text_has_no_bytes() -> None:
@@ -68,7 +79,7 @@ def test_words_and_parts_of_words_have_names_of_their_own(spaced: Tokenizer) -> 
     choice, words = ChoiceText(0, spaced, [], 0), spaced.encode("the the").tolist()
     word, part = words[-1], spaced.encode("athe").tolist()[-1]
     piece = choice.push(Token(0, word, -1.0, ((word, -1.0), (part, -2.0))))
-    told = CompletionReply("m", [""]).chunk(piece or choice.finish("length"))["choices"][0]["logprobs"]
+    told = CompletionReply("m").chunk(piece or choice.finish("length"))["choices"][0]["logprobs"]
     assert told["tokens"] == [" the"]
     assert told["top_logprobs"] == [{" the": -1.0, "the": -2.0}]
 
@@ -81,7 +92,7 @@ def test_numbers_that_json_lacks_are_not_written() -> None:
     choice = ChoiceText(0, BYTES, [], 0)
     piece = choice.push(Token(0, 97, -math.inf, ((97, -math.inf), (98, 0.0))))
     assert piece is not None
-    for reply in (CompletionReply("m", [""]), ChatReply("m")):
+    for reply in (CompletionReply("m"), ChatReply("m")):
         for body in (reply.chunk(piece), reply.whole([piece], Usage(1, 1, 8))):
             json.dumps(body, allow_nan=False)
 
@@ -89,6 +100,7 @@ def test_numbers_that_json_lacks_are_not_written() -> None:
 def test_answers_are_encoded_as_by_json() -> None:
     pieces = pieces_of('aü"\0'.encode(), [], logprobs=True)
     whole = [Piece(index, 'aü"\0', pieces[0].tokens, 4, "stop") for index in range(2)]
-    for reply in (ChatReply("small"), CompletionReply("small", ["", "é"])):
-        answer = reply.whole(whole, Usage(1, 2, 3))
+    long = replace(whole[0], tokens=pieces[0].tokens * 3000)
+    for reply, found in ((ChatReply("small"), whole), (CompletionReply("small"), whole), (ChatReply("b"), [long])):
+        answer = reply.whole(found, Usage(1, 2, 3))
         assert encode_answer(answer) == json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()

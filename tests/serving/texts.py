@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gecko
 from gecko.inference import Sampling
-from gecko.inference.request import Finished, Request, Token
+from gecko.inference.request import Event, Finished, PromptRead, Request, Token
 from gecko.inference.scheduler import Engine
 
 
@@ -35,13 +35,17 @@ class Log:
     """Events of each request, by its id; fails if events are out of order."""
 
     tokens: dict[int, list[Token]] = field(default_factory=dict)
+    prompts: dict[int, PromptRead] = field(default_factory=dict)
     ends: dict[int, Finished] = field(default_factory=dict)
 
-    def take(self, events: list[Token | Finished]) -> None:
+    def take(self, events: list[Event]) -> None:
         for event in events:
             assert event.request_id not in self.ends, "nothing comes after the end"
             if isinstance(event, Finished):
                 self.ends[event.request_id] = event
+            elif isinstance(event, PromptRead):
+                assert event.request_id not in self.tokens | self.prompts, "it comes once, before the first token"
+                self.prompts[event.request_id] = event
             else:
                 self.tokens.setdefault(event.request_id, []).append(event)
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from gecko.inference.decoder import Decoder
+from gecko.inference.grammar import ConstraintError, Matcher
 from gecko.inference.prefill import Prefill
+from gecko.inference.request import KeptStates
 from gecko.inference.sampling import Sampler, Sampling, all_finite, finite_rows, not_finite
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
@@ -34,10 +36,23 @@ class DecodingSequence:
     stop_tokens: frozenset[int]
     position: int
     logprobs: int | None = None
+    min_new_tokens: int = 0
+    """Number of tokens before which no stop token is drawn."""
+    matcher: Matcher | None = None
+    """Constraint of the generated text."""
+    keep: KeptStates | None = None
+    """Receives the state at the end."""
     generated: int = 0
     pending_token: int | None = None
     """Token generated last, which the state has not read yet."""
     generator: torch.Generator = field(default_factory=torch.Generator)
+    counts: Tensor | None = None
+    """(V,) int32, how often each token was generated; None if no penalty depends on it."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token is drawn from the logits alone: greedy or at a temperature, and no token excluded."""
+        return self.sampling.is_plain and self.matcher is None and self.generated >= self.min_new_tokens
 
 
 @dataclass(frozen=True)
@@ -47,9 +62,12 @@ class Drawn:
     sequence: DecodingSequence
     token: int | None
     end: str | None = None
-    """None: the sequence goes on. ``length``, ``stop``, or ``error`` with the message in ``error``."""
+    """None: the sequence goes on. ``length``, ``stop``, or ``error`` or ``constraint`` with a message in ``error``."""
     error: str | None = None
+    stop_token: int | None = None
+    """The stop token that ended the sequence."""
     logprob: float | None = None
+    """Of the token or the stop token, if the sequence asks for it."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
@@ -58,13 +76,13 @@ class DecodingBatch:
 
     A step is ``decode`` and then ``draw``. Sequences that were added in between take part in the draw with the logits
     of their prefill. The tokens of a sequence depend on its own prefill and seed only. Call the methods within
-    ``inference(model)``.
+    ``inference(model)``. ``window_dtype`` as for ``Decoder``.
     """
 
-    def __init__(self, model: Gecko, capacity: int) -> None:
+    def __init__(self, model: Gecko, capacity: int, window_dtype: torch.dtype | None = None) -> None:
         self.sequences: list[DecodingSequence] = []
         """By slot of the decoder. A sequence that ends stays until ``remove``."""
-        self.decoder = Decoder(model, capacity)
+        self.decoder = Decoder(model, capacity, window_dtype)
         self._sampler = Sampler([])
         self._logits: Tensor | None = None
 
@@ -76,6 +94,8 @@ class DecodingBatch:
         """
         sampler = self._new_sampler([*self.sequences, sequence])
         sequence.generator.manual_seed(sequence.seed)
+        if sequence.sampling.counts_tokens:
+            sequence.counts = torch.zeros_like(prefill.seen, dtype=torch.int32)
         self.decoder.add(prefill.state, prefill.seen)
         logits = prefill.logits.unsqueeze(0)
         self._logits = logits if self._logits is None else torch.cat([self._logits, logits])
@@ -96,9 +116,12 @@ class DecodingBatch:
     def broken(self) -> dict[int, str]:
         """Return the slots whose logits are not finite, with a message."""
         assert self._logits is not None, "there must be a sequence"
-        if all_finite(self._logits):
+        if self.decoder.backend == "triton":
+            finite = [token >= 0 for token in self._drawn_on_gpu()]
+        elif all_finite(self._logits):
             return {}
-        finite = finite_rows(self._logits).tolist()
+        else:
+            finite = finite_rows(self._logits).tolist()
         return {slot: not_finite(self._logits[slot]) for slot, one in enumerate(finite) if not one}
 
     def draw(self) -> list[Drawn]:
@@ -107,15 +130,34 @@ class DecodingBatch:
         broken, logits = self.broken(), self._logits
         if broken:
             logits = logits.index_fill(0, torch.tensor(list(broken), device=logits.device), 0)
-        seen = self.decoder.seen
-        tokens = self._sampler.draw(logits, [one.generator for one in self.sequences], seen)
-        if self._sampler.uses_history:
-            seen[range(len(tokens)), tokens] = True
+        tokens = self._draw_ids(self._constrained(self._without_early_stops(logits)))
         logprobs = self._logprobs(logits, tokens)
         return [
             _drawn(sequence, token, broken.get(slot), logprobs.get(slot))
             for slot, (sequence, token) in enumerate(zip(self.sequences, tokens, strict=True))
         ]
+
+    def _draw_ids(self, logits: Tensor) -> list[int]:
+        seen = self.decoder.seen
+        tokens = self._tokens(logits)
+        if self._sampler.uses_history:
+            seen[range(len(tokens)), tokens] = True
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            if sequence.counts is not None:
+                sequence.counts[token] += 1
+        return tokens
+
+    def _without_early_stops(self, logits: Tensor) -> Tensor:
+        """Exclude the stop tokens of sequences that have fewer tokens than their ``min_new_tokens``."""
+        vocabulary = logits.shape[1]
+        early = [
+            (slot, token) for slot, one in enumerate(self.sequences) if one.generated < one.min_new_tokens
+            for token in one.stop_tokens if 0 <= token < vocabulary
+        ]  # fmt: skip
+        if not early:
+            return logits
+        slots, tokens = torch.tensor(early, device=logits.device).unbind(1)
+        return logits.index_put((slots, tokens), logits.new_tensor(-torch.inf))
 
     def remove(self, slot: int) -> None:
         """Remove a sequence; the one in the last slot moves to its place."""
@@ -135,6 +177,31 @@ class DecodingBatch:
     def state(self, slot: int) -> GeckoState:
         """Return a copy of a sequence's state, without its pending token."""
         return self.decoder.state(slot)
+
+    def _constrained(self, logits: Tensor) -> Tensor:
+        """Return the logits with −inf for the tokens that constraints exclude."""
+        found = {slot: one.matcher.allowed for slot, one in enumerate(self.sequences) if one.matcher is not None}
+        if not found:
+            return logits
+        slots = torch.tensor(list(found), device=logits.device)
+        allowed = torch.stack(list(found.values())).to(logits.device)
+        return logits.index_copy(0, slots, logits[slots].masked_fill(~allowed, -torch.inf))
+
+    def _tokens(self, logits: Tensor) -> list[int]:
+        """Return the next tokens. A GPU draws those of plain sampling, with its own random numbers."""
+        plain = [self.decoder.backend == "triton" and one.is_plain for one in self.sequences]
+        drawn = self._drawn_on_gpu() if any(plain) else []
+        if all(plain):
+            return drawn
+        counts = [one.counts for one in self.sequences if one.counts is not None]
+        tokens = self._sampler.draw(logits, [one.generator for one in self.sequences], self.decoder.seen, counts)
+        return [drawn[slot] if plain[slot] else token for slot, token in enumerate(tokens)]
+
+    def _drawn_on_gpu(self) -> list[int]:
+        """Return the tokens that plain sampling draws, and −1 for logits that are not finite."""
+        assert self._logits is not None
+        temperatures = [one.sampling.temperature for one in self.sequences]
+        return self.decoder.draw(self._logits, temperatures, [one.seed for one in self.sequences])
 
     def _logprobs(self, logits: Tensor, tokens: list[int]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
         """Return by slot, for sequences with ``logprobs``: that of the token, and the most likely ids with theirs."""
@@ -163,12 +230,18 @@ def _drawn(
     if broken is not None:
         return Drawn(sequence, None, "error", broken)
     if token in sequence.stop_tokens:
-        return Drawn(sequence, None, "stop")
+        return Drawn(sequence, None, "stop", None, token, *(logprobs or ()))
     sequence.pending_token = token
     sequence.generated += 1
     sequence.position += 1
     end = "length" if sequence.generated == sequence.max_new_tokens else None
-    return Drawn(sequence, token, end, None, *(logprobs or ()))
+    if sequence.matcher is not None:
+        try:
+            sequence.matcher.advance(token)
+        except ConstraintError as error:
+            return Drawn(sequence, None, "constraint", str(error))
+        end = "stop" if sequence.matcher.finished else end
+    return Drawn(sequence, token, end, None, None, *(logprobs or ()))
 
 
 def _remove_from(values: list[T], place: int) -> None:

@@ -1,16 +1,16 @@
-"""State slots of sequences that decode side by side, and one step of all of them: in C on the CPU, else in PyTorch."""
+"""State slots of sequences that decode side by side, and one step of all of them: in C, in Triton, or in PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gecko.inference.packed_weights import PackedWeights, decodes_in_c
+from gecko.inference.packed_weights import Network, PackedWeights, decoder_of
 from gecko.models.gecko import Gecko
-from gecko.ops.decoding.cpu import Network
 from gecko.state import GeckoState
 
 FIRST_SLOTS = 4
@@ -20,16 +20,31 @@ FIRST_SLOTS = 4
 class Decoder:
     """States of up to ``capacity`` sequences, which each step reads and changes in place.
 
-    On the CPU a step is one call into C for the whole network, if the weights are float32, bfloat16 or quantised. Other
-    weights and devices take ``Gecko.step``. The logits of a sequence do not depend on the others in C; in PyTorch their
-    last bits may. Empty slots cost no time, and memory only if as many were in use before. For use without gradients.
+    If the weights are float32, bfloat16 or quantised, a step on the CPU is one call into C for the whole network, and
+    on a GPU one CUDA graph of Triton kernels, which draws the next tokens too. Other models take ``Gecko.step``. The
+    logits of a sequence do not depend on the others in C; elsewhere their last bits may. Empty slots cost no time, and
+    memory only if as many were in use before. For use without gradients.
+
+    Args:
+        window_dtype: dtype of the keys and values in the attention window, float32 or bfloat16, which halves most of a
+            state; None: as in the first state. bfloat16 rounds them.
+
+    Raises:
+        ValueError: ``window_dtype`` is given, and the model decodes neither in C nor in Triton.
     """
 
-    def __init__(self, model: Gecko, capacity: int) -> None:
-        self.capacity, self.count = capacity, 0
+    def __init__(self, model: Gecko, capacity: int, window_dtype: torch.dtype | None = None) -> None:
+        self.capacity, self.count, self._window_dtype = capacity, 0, window_dtype
         self._model, self._device = model, model.embedding.weight.device
+        if window_dtype is not None and decoder_of(model, model.empty_state()) is None:
+            raise ValueError(
+                "window_dtype needs a model that decodes in C or Triton: with weights in float32, bfloat16 or "
+                "quantised, and on the CPU GCC. Leave window_dtype out."
+            )
         self._all: GeckoState | None = None
         self._state: GeckoState | None = None
+        self.backend: Literal["triton", "cpu"] | None = None
+        """Whose kernels compute a step; None: ``Gecko.step``, or there was no sequence yet."""
         self._packed: PackedWeights | None = None
         self._network: Network | None = None
         self._ends: Hashable = None
@@ -39,11 +54,6 @@ class Decoder:
     def seen(self) -> Tensor:
         """(count, V) bool, writable view: which tokens each sequence contains so far."""
         return self._seen[: self.count]
-
-    @property
-    def runs_in_c(self) -> bool:
-        """Whether a step is one call into C."""
-        return self._network is not None
 
     def add(self, state: GeckoState, seen: Tensor) -> None:
         """Copy the state of one sequence into slot ``count``.
@@ -79,9 +89,10 @@ class Decoder:
         self._resize(0)
 
     def state(self, slot: int) -> GeckoState:
-        """Return a copy of the state in ``slot``, with one row."""
+        """Return a copy of the state in ``slot``, with one row, in the dtypes of the first state."""
         assert self._all is not None and slot < self.count, "the slot must be in use"
-        return self._all.map(lambda x: x[slot : slot + 1].clone())
+        dtypes = iter(self._dtypes)
+        return self._all.map(lambda x: x[slot : slot + 1].to(next(dtypes), copy=True))
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one token per sequence, by slot, and return the logits of the next ones, (count, V).
@@ -103,10 +114,20 @@ class Decoder:
         self._state.clock.position.add_(1)
         return logits
 
+    def draw(self, logits: Tensor, temperatures: Sequence[float], seeds: Sequence[int]) -> list[int]:
+        """Return one token per row of ``logits``, by slot, or −1 if a logit is not finite; only in Triton.
+
+        The logits of ``step`` cost one read of the host. A temperature of 0 takes the first of the most likely tokens.
+        The random numbers of a sequence are a function of its seed and position.
+        """
+        assert self._network is not None and self.backend == "triton", "only a GPU draws by itself"
+        return self._network.draw(logits, temperatures, seeds)
+
     def _prepare(self, state: GeckoState) -> None:
         """Allocate the slots for states like ``state``, unless there are some, and pack the weights."""
         if self._all is None:
-            self._all = _new_slots(state, min(self.capacity, FIRST_SLOTS))
+            self._dtypes = [tensor.dtype for tensor in state.tensors().values()]
+            self._all = _new_slots(_with_window(state, self._window_dtype), min(self.capacity, FIRST_SLOTS))
         self._all = replace(self._all, model=state.model)
         self._pack()
 
@@ -123,8 +144,9 @@ class Decoder:
     def _pack(self) -> None:
         assert self._all is not None
         self._network = self._packed = None
-        if decodes_in_c(self._model, self._all):
-            self._packed = PackedWeights(self._model)
+        self.backend = decoder_of(self._model, self._all)
+        if self.backend is not None:
+            self._packed = PackedWeights(self._model, self.backend)
             self._network = self._packed.with_states(self._all)
             self._ends = self._model.ends()
 
@@ -137,6 +159,14 @@ class Decoder:
 def _of_one_model(a: GeckoState, b: GeckoState) -> bool:
     """Return whether the same weights may have made both; the name of weights that had gradients is unknown."""
     return a.config == b.config and (a.model == b.model or not (a.model and b.model))
+
+
+def _with_window(state: GeckoState, dtype: torch.dtype | None) -> GeckoState:
+    """Return ``state`` with the attention window in ``dtype``."""
+    if dtype is None:
+        return state
+    mixers = [replace(mixer, attention=mixer.attention.map(lambda x: x.to(dtype))) for mixer in state.mixers]
+    return replace(state, mixers=tuple(mixers))
 
 
 def _new_slots(state: GeckoState, count: int) -> GeckoState:

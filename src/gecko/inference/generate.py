@@ -107,6 +107,8 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
     logit_bias: Mapping[int, float] | None = None,
     seed: int | Sequence[int] | None = None,
     stop_tokens: Collection[int] = (),
@@ -125,6 +127,8 @@ def generate(
         min_p: draw from tokens with at least this fraction of the probability of the most likely one.
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that the prompt or the
             generated text contains; 0.01 to 100.
+        presence_penalty: subtracted from the logits of tokens that were generated before; −2 to 2.
+        frequency_penalty: subtracted from the logit of a token once for every time it was generated before; −2 to 2.
         logit_bias: added to the logits of these token ids, before anything else.
         seed: one for all rows, or one per row; the same seed gives the same tokens. None: random, from
             PyTorch's generator.
@@ -137,8 +141,8 @@ def generate(
     """
     tokens = stream(
         model, prompt_tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        min_p=min_p, repetition_penalty=repetition_penalty, logit_bias=logit_bias, seed=seed,
-        stop_tokens=stop_tokens, state=state,
+        min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, logit_bias=logit_bias, seed=seed, stop_tokens=stop_tokens, state=state,
     )  # fmt: skip
     generated: dict[int, list[int]] = {}
     for row, token in tokens:
@@ -157,6 +161,8 @@ def stream(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
     logit_bias: Mapping[int, float] | None = None,
     seed: int | Sequence[int] | None = None,
     stop_tokens: Collection[int] = (),
@@ -166,7 +172,9 @@ def stream(
 
     This call prefills the prompts. Arguments and errors as for ``generate``.
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {})
+    sampling = Sampling(
+        temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, presence_penalty, frequency_penalty
+    )
     rows = as_rows(prompt_tokens)
     states, seeds = _states(state, len(rows)), as_seeds(seed, len(rows))
     check_options(model, sampling, max_new_tokens)

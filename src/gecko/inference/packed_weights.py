@@ -1,8 +1,9 @@
-"""Weights of a ``Gecko`` in the form that the C decoder reads, and the addresses of the states that it changes."""
+"""Weights of a ``Gecko`` in the form that the decoders in C and Triton read, and the states that they change."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,9 @@ from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.layers.linear import is_bare
 from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
 from gecko.models.gecko import Block, Gecko
+from gecko.ops.backends import dispatch
 from gecko.ops.backends.cpu import library
-from gecko.ops.backends.dispatch import is_watched
-from gecko.ops.decoding.cpu import GROUP, REGISTER, Network, Weights
+from gecko.ops.decoding.weights import GROUP, REGISTER, Record, Weights
 from gecko.ops.rotary import rotary_phases
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory.rules import ChunkSummary
@@ -35,22 +36,55 @@ _ATTENTIONS = {"sliding_chunk": 0, "chunk": 1, "sliding_window": 2}
 _MEMORIES = {"none": 0, "adaptive": 1, "linear": 2}
 
 
-def decodes_in_c(model: Gecko, state: GeckoState) -> bool:
-    """Return whether the C decoder supports the weights and states.
+class Network(Protocol):
+    """A network and the states of its sequences: ``ops.decoding.cpu.Network`` or ``ops.decoding.triton.Network``."""
 
-    Weights must be float32, bfloat16 or quantised, and on the CPU. Models with adapters, hooks, modules of other
-    classes or sharded weights decode in PyTorch.
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Read one token of each of the first sequences and return the logits of the next ones, (rows, vocabulary)."""
+
+    def draw(self, logits: Tensor, temperatures: Sequence[float], seeds: Sequence[int]) -> list[int]:
+        """Return one token per row of ``logits``; only in Triton."""
+
+
+def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | None:
+    """Return the backend whose kernels decode with these weights and states; None if ``Gecko.step`` must.
+
+    Weights must be float32 or bfloat16, or quantised: to 8 or 4 bits on the CPU, and to 8 bits on a GPU. Models with
+    adapters, hooks, modules of other classes or sharded weights decode in PyTorch.
     """
     modules = list(model.modules())
-    weights = [tensor for parameter in model.parameters() for tensor in plain_tensors(parameter)]
     floats = [(name, x.dtype) for name, x in state.tensors().items() if x.is_floating_point()]
-    return (
-        not model.sharded and not is_watched() and all(type(module) in _MODULES for module in modules)
-        and all(x.device.type == "cpu" for x in weights) and all(x.dtype in _DTYPES for x in model.parameters())
-        and all(dtype in (_DTYPES if name.endswith("attention.values") else _DTYPES[:1]) for name, dtype in floats)
+    known = (
+        not model.sharded and not dispatch.is_watched() and all(type(module) in _MODULES for module in modules)
+        and all(x.dtype in _DTYPES for x in model.parameters())
+        and all(dtype in (_DTYPES if ".attention." in name else _DTYPES[:1]) for name, dtype in floats)
         and all(is_bare(module) for module in modules if isinstance(module, nn.Linear))
-        and not any(map(_has_hooks, modules)) and library() is not None
+        and not any(map(_has_hooks, modules))
     )  # fmt: skip
+    if not known:
+        return None
+    if dispatch.triton_kernels_run_on(model.embedding.weight):
+        return "triton" if _triton_decodes(model) else None
+    weights = [tensor for parameter in model.parameters() for tensor in plain_tensors(parameter)]
+    return "cpu" if all(x.device.type == "cpu" for x in weights) and library() is not None else None
+
+
+def _triton_decodes(model: Gecko) -> bool:
+    """Return whether the Triton decoder supports memory rule and weights: one device, and one kind in every block."""
+    matrices = [module.weight for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+    kinds = {_kind(weight) for weight in matrices}
+    floats = {parameter.dtype for parameter in (model.embedding.weight, model.head.weight)}
+    return (
+        model.config.memory != "linear" and len(kinds) == 1 and kinds <= {"8 bit", *map(str, floats)}
+        and len(floats) == 1 and len({parameter.device for parameter in model.parameters()}) == 1
+    )  # fmt: skip
+
+
+def _kind(weight: Tensor) -> str:
+    if not is_quantized(weight):
+        return str(weight.dtype)
+    integers, scale = plain_tensors(weight)
+    return "8 bit" if scale.numel() == len(integers) else "4 bit"
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -58,14 +92,14 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class PackedWeights:
-    """Weights of one model as the C decoder reads them.
+    """Weights of one model as the decoders in C and Triton read them.
 
     Weights that have the right form are not copied. The others are: quantised ones in 4 bits, rows that do not fill
     whole registers, and vectors in 16 bits.
     """
 
-    def __init__(self, model: Gecko) -> None:
-        self._config = model.config
+    def __init__(self, model: Gecko, backend: Literal["triton", "cpu"]) -> None:
+        self._config, self._backend = model.config, backend
         embedding = matrix(model.embedding.weight)
         head = embedding if model.config.tie_embedding else matrix(model.head.weight)
         self._ends = {"embedding": embedding, "head": head}
@@ -77,14 +111,34 @@ class PackedWeights:
         ]
         self._phases = _phases(model.config)
 
-    def with_states(self, state: GeckoState) -> Network:
-        """Return the network that changes the rows of ``state`` in place."""
+    def with_states(self, state: GeckoState, rows: int | None = None) -> Network:
+        """Return the network that changes the rows of ``state`` in place.
+
+        Args:
+            state: each tensor is contiguous, or all are views of pages: the bytes from row to row are the same in all.
+            rows: the most rows that one call may change. None: all.
+        """
         layers = [_with_state(*both) for both in zip(self._layers, state.mixers, strict=True)]
-        rounded = state.mixers[0].attention.values.dtype == torch.bfloat16
-        return Network({
+        ring = state.mixers[0].attention
+        rounded = {
+            f"{name}_are_bfloat16": int(getattr(ring, name).dtype == torch.bfloat16) for name in ("keys", "values")
+        }
+        network: Network = dispatch.kernels_of("decoding", self._backend).Network({
             **_numbers(self._config), **self._ends, "final_norm": {**self._final_norm, **_norm_state(state.final_norm)},
-            "slots": state.batch_size, "phases": self._phases, "values_are_bfloat16": int(rounded), "layer": layers,
+            "rows": rows or state.batch_size, "page_bytes": _page_bytes(state), "phases": self._phases, **rounded,
+            "layer": layers,
         }, (state.clock.position, state.clock.document_start))  # fmt: skip
+        return network
+
+
+def _page_bytes(state: GeckoState) -> int:
+    """Return the bytes from row to row of tensors that are views of pages; 0 if each tensor is contiguous."""
+    parts = [tensor for part in (*state.mixers, state.final_norm) for tensor in part.tensors().values()]
+    if all(tensor.is_contiguous() for tensor in parts):
+        return 0
+    sizes = {tensor.stride(0) * tensor.itemsize for tensor in parts}
+    assert len(sizes) == 1, "rows of all tensors lie in pages of one size"
+    return sizes.pop()
 
 
 def matrix(weight: Tensor, bias: Tensor | None = None) -> Weights:
@@ -133,7 +187,7 @@ def _running_norm(norm: TimestepNorm) -> dict[str, Tensor]:
     return {"scale": 1 + _vector(norm.weight), "shift": _or_zeros(norm.bias, len(norm.weight))}
 
 
-def _mixer(mixer: GatedAttention) -> dict[str, Any]:
+def _mixer(mixer: GatedAttention) -> Record:
     config = mixer.config
     layers = {name: getattr(mixer, name) for name in ("to_shared", "to_value", "to_gate", "to_hidden", "to_output")}
     return {
@@ -147,7 +201,7 @@ def _mixer(mixer: GatedAttention) -> dict[str, Any]:
     }
 
 
-def _feed_forward(layer: FeedForward, config: GeckoConfig) -> dict[str, Any]:
+def _feed_forward(layer: FeedForward, config: GeckoConfig) -> Record:
     matrices = {name: matrix(getattr(layer, name).weight) for name in ("fc1", "fc2")}
     if layer.fc3 is not None:
         matrices["fc3"] = matrix(layer.fc3.weight)
@@ -198,7 +252,7 @@ def _numbers(config: GeckoConfig) -> dict[str, int | float]:
     }  # fmt: skip
 
 
-def _with_state(layer: dict[str, Any], state: MixerState) -> dict[str, Any]:
+def _with_state(layer: Record, state: MixerState) -> Record:
     found = {
         **layer, "norm": {**layer["norm"], **_norm_state(state.norm)}, "cema": state.cema,
         "keys": state.attention.keys, "values": state.attention.values,

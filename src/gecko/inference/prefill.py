@@ -11,12 +11,32 @@ import torch
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
+from gecko.inference.sampling import all_finite, finite_rows, not_finite
 from gecko.models.gecko import Gecko
 from gecko.ops.loss import token_cross_entropy
 from gecko.state import GeckoState
 
 PIECE_TOKENS = 4096
 """Approximate number of tokens per model call: more tokens cost memory and are hardly faster."""
+LEAST_PIECE = 512
+"""Approximate number of tokens below which pieces are not made smaller to be read sooner."""
+
+
+_BLOCK = 1 << 22
+"""Approximate number of logits of a prompt that are computed at once."""
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities in nats of the n tokens of a prompt, given the tokens before them; the first one has none."""
+
+    tokens: Tensor
+    """(n,) int64."""
+    logprobs: Tensor
+    """(n − 1,) float64, of the tokens after the first."""
+    top_ids: Tensor
+    """(n − 1, k) int64, the most likely tokens at these places, in descending order."""
+    top_logprobs: Tensor
+    """(n − 1, k) float64."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +49,7 @@ class Prefill:
     """(V,), of the next token."""
     seen: Tensor
     """(V,) bool: the tokens of the prompt, without those that the initial state had read."""
+    scores: PromptScores | None = None
 
 
 def read(
@@ -78,6 +99,38 @@ def piece_length(config: GeckoConfig) -> int:
     """Return the number of tokens per piece: whole attention windows of 2 chunks, about ``PIECE_TOKENS``."""
     window = 2 * config.chunk_size
     return window * max(1, PIECE_TOKENS // window)
+
+
+class PiecePace:
+    """Number of prompt tokens to read between two tokens of other sequences, by the speed of the pieces before.
+
+    It is a whole number of attention windows: ``piece_length``, halved until reading is expected to take at most
+    ``seconds``, but not below ``LEAST_PIECE``, because calls with few tokens are slow.
+    """
+
+    def __init__(self, config: GeckoConfig, seconds: float) -> None:
+        window = 2 * config.chunk_size
+        counts = [piece_length(config) // window]
+        while counts[-1] > 1 and counts[-1] // 2 * window >= LEAST_PIECE:
+            counts.append(counts[-1] // 2)
+        self._sizes = [count * window for count in counts]
+        self._seconds = seconds
+        self._per_token: float | None = None
+
+    @property
+    def piece(self) -> int:
+        """The least size before the first ``record``."""
+        if self._per_token is None:
+            return self._sizes[-1]
+        fitting = (size for size in self._sizes if size * self._per_token <= self._seconds)
+        return next(fitting, self._sizes[-1])
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """Take the time into account that reading ``tokens`` took; short pieces say nothing about long ones."""
+        if tokens < self._sizes[-1]:
+            return
+        now = seconds / tokens
+        self._per_token = now if self._per_token is None else (self._per_token + now) / 2
 
 
 @contextmanager
@@ -134,6 +187,51 @@ def cut(parts: Iterable[Tensor], first: int, size: int) -> Iterator[Tensor]:
         held, count = [joined], len(joined)
     if count:
         yield torch.cat(held)
+
+
+class PromptScorer:
+    """Computes ``PromptScores`` piece by piece. The logits of a long piece never exist at once.
+
+    Args:
+        top: number k of most likely tokens per place.
+    """
+
+    def __init__(self, model: Gecko, top: int) -> None:
+        self._head, self._top = model.head, top
+        self._rows = max(1, _BLOCK // model.config.vocab_size)
+        self._last: Tensor | None = None
+        self._tokens: list[Tensor] = []
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def push(self, hidden: Tensor, tokens: Tensor) -> None:
+        """Add a piece: inputs of the head (T, D) and tokens (T,).
+
+        Raises:
+            ValueError: logits are not finite.
+        """
+        before = hidden[:-1] if self._last is None else torch.cat([self._last, hidden[:-1]])
+        targets = tokens[1:] if self._last is None else tokens
+        self._last = hidden[-1:]
+        self._tokens.append(tokens.cpu())
+        for inputs, wanted in zip(before.split(self._rows), targets.split(self._rows), strict=True):
+            if len(wanted):
+                self._found.append(self._score(inputs, wanted))
+
+    def result(self) -> PromptScores:
+        """Return the scores of all tokens so far."""
+        none = torch.empty(0, dtype=torch.float64), torch.empty(0, self._top, dtype=torch.int64)
+        first = *none, none[1].double()
+        columns = zip(first, *self._found, strict=True)
+        return PromptScores(torch.cat(self._tokens), *map(torch.cat, columns))
+
+    def _score(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self._head(inputs)
+        if not all_finite(logits):
+            raise ValueError(not_finite(logits[~finite_rows(logits)][0]))
+        distributions = logits.double().log_softmax(-1)
+        top = distributions.topk(self._top, dim=-1)
+        own = distributions.gather(1, targets.unsqueeze(1)).squeeze(1)
+        return own.cpu(), top.indices.cpu(), top.values.cpu()
 
 
 class Scored(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +16,10 @@ _KNOWN_PREFIXES = 1 << 16
 """Maximum number of keys that are remembered without a state, about 150 bytes each."""
 
 
+Key = tuple[bytes, bytes]
+"""Key of a prefix: the hash of its whole chunks, and the bytes of its tokens after them."""
+
+
 @dataclass(frozen=True)
 class Prefix:
     """Result of looking up a prompt in the cache."""
@@ -24,16 +28,19 @@ class Prefix:
     """Tokens of the longest cached prefix."""
     state: GeckoState | None
     """State after them; None if ``length`` is 0."""
-    borders: Mapping[int, bytes]
-    """Prefix lengths after which the state should be kept, with the key of each."""
+    logits: Tensor | None
+    """(V,), of the next token, if the prefix is the whole prompt; else None."""
+    borders: Mapping[int, Key]
+    """Prefix lengths after which the state should be kept, with the key of each. The last one is the whole prompt."""
 
 
 class PrefixCache:
-    """Least-recently-used cache of states after whole chunks of prompts.
+    """Least-recently-used cache of states after prompts and after whole chunks of prompts.
 
-    States have constant size but are large, so up to three are kept per prompt: after its last chunk, for prompts that
-    continue it; after its last whole piece, for prompts that end differently; and after the prefix that it shares with
-    an earlier prompt, which other prompts are likely to share.
+    States have constant size but are large, so up to three are kept per prompt: at its end with the logits of the next
+    token, for the same prompt and for prompts that continue it; after its last whole piece, for prompts that end
+    differently; and after the whole chunks that it shares with an earlier prompt, which other prompts are likely to
+    share.
 
     Args:
         max_bytes: maximum memory of all states.
@@ -49,55 +56,99 @@ class PrefixCache:
         """Prompts that had a cached prefix."""
         self.misses = 0
         self.bytes = 0
-        """Memory of the cached states."""
-        self._states: OrderedDict[bytes, GeckoState] = OrderedDict()
+        """Memory of the cached states and logits."""
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._tails: defaultdict[bytes, set[bytes]] = defaultdict(set)
+        """Second halves of the keys of the entries by their first halves."""
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     def find(self, model: str, prompt: Tensor, chunk_size: int, piece: int) -> Prefix:
-        """Find the longest cached prefix that leaves at least one token, which gives the next token's logits.
+        """Find the longest cached prefix: the whole prompt with its logits, or one that leaves at least one token.
 
         Args:
             model: fingerprint of the weights; states of other weights do not match.
             prompt: 1-D int64, from the start of a sequence.
         """
-        keys = list(_keys(model, prompt[:-1], chunk_size))
-        read = max((count for count, key in enumerate(keys, 1) if key in self._states), default=0)
-        shared = max((count for count, key in enumerate(keys, 1) if key in self._known), default=0)
-        self._remember(keys)
-        whole_pieces = len(prompt[:-1]) // piece * piece // chunk_size
-        borders = {count * chunk_size: keys[count - 1] for count in (shared, whole_pieces, len(keys)) if count > read}
-        if read == 0:
+        hashes = list(_hashes(model, prompt, chunk_size))
+        tail = prompt[(len(hashes) - 1) * chunk_size :].numpy().tobytes()
+        found = self._longest(hashes, prompt, chunk_size)
+        shared = max((count for count, key in enumerate(hashes) if count and key in self._known), default=0)
+        whole_pieces = (len(prompt) - 1) // piece * piece // chunk_size
+        self._remember(hashes[1:])
+        length = 0 if found is None else found[0]
+        borders = {count * chunk_size: (hashes[count], b"") for count in (shared, whole_pieces)}
+        borders[len(prompt)] = hashes[-1], tail
+        borders = {border: key for border, key in borders.items() if border > length}
+        if found is None:
             self.misses += 1
-            return Prefix(0, None, borders)
+            return Prefix(0, None, None, borders)
         self.hits += 1
-        self._states.move_to_end(keys[read - 1])
-        return Prefix(read * chunk_size, self._states[keys[read - 1]], borders)
+        self._entries.move_to_end(found[1])
+        entry = self._entries[found[1]]
+        return Prefix(length, entry.state, entry.logits if length == len(prompt) else None, borders)
 
-    def keep(self, key: bytes, state: GeckoState) -> None:
-        """Keep the state after the prefix with this key, one of ``Prefix.borders``."""
-        if key in self._states or state.num_bytes > self.max_bytes:
+    def keep(self, key: Key, state: GeckoState, logits: Tensor | None = None) -> None:
+        """Keep the state after the prefix with this key, one of ``Prefix.borders``, and the logits after it."""
+        earlier = self._entries.get(key)
+        if earlier is not None and (logits is None or earlier.logits is not None):
             return
-        # The tensors of a returned state may be views of much larger tensors.
-        self._states[key] = state.map(lambda x: x.clone(memory_format=torch.contiguous_format))
-        self.bytes += state.num_bytes
+        entry = _Entry(state, logits)
+        if entry.bytes > self.max_bytes:
+            return
+        self.bytes += entry.bytes - (0 if earlier is None else earlier.bytes)
+        self._entries[key] = entry.copy()
+        self._tails[key[0]].add(key[1])
         while self.bytes > self.max_bytes:
-            _, oldest = self._states.popitem(last=False)
-            self.bytes -= oldest.num_bytes
+            self._evict()
 
-    def _remember(self, keys: list[bytes]) -> None:
+    def _evict(self) -> None:
+        (chunks, tail), entry = self._entries.popitem(last=False)
+        self.bytes -= entry.bytes
+        self._tails[chunks].remove(tail)
+        if not self._tails[chunks]:
+            del self._tails[chunks]
+
+    def _longest(self, hashes: list[bytes], prompt: Tensor, chunk_size: int) -> tuple[int, Key] | None:
+        """Return the length and the key of the longest cached prefix."""
+        content, size = prompt.numpy().tobytes(), prompt.element_size()
+        for count in reversed(range(len(hashes))):
+            rest = content[count * chunk_size * size :]
+            for tail in sorted(self._tails.get(hashes[count], ()), key=len, reverse=True):
+                key, length = (hashes[count], tail), count * chunk_size + len(tail) // size
+                if rest.startswith(tail) and (length < len(prompt) or self._entries[key].logits is not None):
+                    return length, key
+        return None
+
+    def _remember(self, hashes: list[bytes]) -> None:
         # Short prefixes are added last, so that they are evicted last.
-        for key in reversed(keys):
+        for key in reversed(hashes):
             self._known[key] = None
             self._known.move_to_end(key)
         while len(self._known) > _KNOWN_PREFIXES:
             self._known.popitem(last=False)
 
 
-def _keys(model: str, tokens: Tensor, chunk_size: int) -> Iterator[bytes]:
-    """Yield a key per whole chunk: the hash of its tokens and of the previous key."""
+@dataclass(frozen=True)
+class _Entry:
+    state: GeckoState
+    logits: Tensor | None
+
+    @property
+    def bytes(self) -> int:
+        return self.state.num_bytes + (0 if self.logits is None else self.logits.nbytes)
+
+    def copy(self) -> _Entry:
+        # The tensors of a returned state may be views of much larger tensors.
+        state = self.state.map(lambda x: x.clone(memory_format=torch.contiguous_format))
+        return _Entry(state, None if self.logits is None else self.logits.clone())
+
+
+def _hashes(model: str, tokens: Tensor, chunk_size: int) -> Iterator[bytes]:
+    """Yield the hash of no token and, for each whole chunk, that of its tokens and of the hash before."""
     content = memoryview(tokens.numpy().tobytes())
     size = chunk_size * tokens.element_size()
     key = hashlib.sha256(model.encode()).digest()
+    yield key
     for end in range(size, len(content) + 1, size):
         key = hashlib.sha256(key + content[end - size : end]).digest()
         yield key

@@ -8,13 +8,15 @@ from typing import Literal
 from torch import Tensor
 
 from gecko.config import GeckoConfig
-from gecko.inference.prefill import pieces
+from gecko.inference.grammar import Constraint
+from gecko.inference.prefill import PromptScores, pieces
 from gecko.inference.sampling import Sampling
 from gecko.state import GeckoState
 
-EndReason = Literal["length", "stop", "cancelled", "error"]
-"""``length``: ``max_new_tokens`` were generated. ``stop``: a stop token was drawn. ``cancelled``: by the caller.
-``error``: the logits were not finite, or prefill failed."""
+EndReason = Literal["length", "stop", "cancelled", "error", "constraint"]
+"""``length``: ``max_new_tokens`` were generated. ``stop``: a stop token was drawn, or the constraint is fulfilled.
+``cancelled``: by the caller. ``error``: the logits were not finite, or prefill failed. ``constraint``: the constraint
+allows no further token, or became too complex."""
 _SEEDS = 1 << 64
 
 
@@ -22,9 +24,30 @@ class QueueFullError(RuntimeError):
     """The queue of waiting requests is full."""
 
 
+@dataclass(frozen=True)
+class EndState:
+    """State of a sequence at its end."""
+
+    state: GeckoState
+    """Has read the prompt and the new tokens but ``pending_token``; on the CPU."""
+    pending_token: int | None
+    position: int
+    """Tokens of the sequence, with the pending one."""
+
+
+class KeptStates:
+    """States that the engine leaves for the caller of a request, each before the next event of the request."""
+
+    prompt: GeckoState | None = None
+    """After the prompt, on the CPU."""
+    end: EndState | None = None
+    """None if the request was cancelled or failed."""
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A sequence to continue; the tokens are those that ``gecko.generate`` returns for the same arguments."""
+    """A sequence to continue. With ``min_new_tokens`` 0, the tokens are those that ``gecko.generate`` returns for the
+    same arguments."""
 
     prompt: Tensor
     """1-D integer ids; at least one."""
@@ -38,6 +61,15 @@ class Request:
     predicts them before ``sampling`` is applied. None: return none."""
     state: GeckoState | None = None
     """State of one row before the prompt."""
+    min_new_tokens: int = 0
+    """Number of tokens before which no stop token is drawn."""
+    prompt_logprobs: int | None = None
+    """n: return an event ``PromptRead`` with log-probabilities of the prompt's tokens and of the n most likely tokens
+    at their places. The whole prompt is then read, without the prefix cache."""
+    constraint: Constraint | None = None
+    """Constraint of the generated text."""
+    keep: KeptStates | None = None
+    """Receives states of the sequence; None: they are dropped."""
 
     @property
     def start_position(self) -> int:
@@ -54,15 +86,31 @@ class Request:
             raise ValueError("a prompt must be a tensor of at least one token id; got none. Try the document start.")
         for _ in pieces(config, [self.prompt], self.state, piece=self.prompt.numel()):
             pass
-        if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0; got {self.max_new_tokens}.")
+        self._check_lengths(config)
         if not -_SEEDS // 2 <= self.seed < _SEEDS:
             raise ValueError(f"seed must fit in 64 bits; got {self.seed}. Try a smaller one.")
-        if self.logprobs is not None and not 0 <= self.logprobs <= config.vocab_size:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= config.vocab_size:
+                raise ValueError(
+                    f"{name} must be None or in 0..{config.vocab_size}, the size of the vocabulary; got {count}."
+                )
+        if self.constraint is not None and self.constraint.vocab_size != config.vocab_size:
             raise ValueError(
-                f"logprobs must be None or in 0..{config.vocab_size}, the size of the vocabulary; got {self.logprobs}."
+                f"a constraint must be compiled for the model's vocabulary of {config.vocab_size}; "
+                f"got one for {self.constraint.vocab_size}."
             )
         self.sampling.check_ids(config.vocab_size)
+
+    def _check_lengths(self, config: GeckoConfig) -> None:
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0; got {self.max_new_tokens}.")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be in 0..{self.max_new_tokens}, max_new_tokens; got {self.min_new_tokens}."
+            )
+        if self.min_new_tokens and self.stop_tokens.issuperset(range(config.vocab_size)):
+            raise ValueError("stop_tokens must leave a token to draw before min_new_tokens; got the whole vocabulary.")
 
 
 @dataclass(frozen=True)
@@ -77,6 +125,14 @@ class Token:
     """(id, log-probability) of the most likely tokens, in descending order."""
 
 
+@dataclass(frozen=True, eq=False)
+class PromptRead:
+    """Event: the log-probabilities of a prompt; it comes before the first token."""
+
+    request_id: int
+    scores: PromptScores
+
+
 @dataclass(frozen=True)
 class Finished:
     """Event: a request ended; no events of it follow."""
@@ -86,6 +142,8 @@ class Finished:
     error: str | None
     position: int
     """Tokens of the sequence: before the request, read of its prompt, and generated."""
+    stop_token: Token | None = None
+    """The stop token, if log-probabilities were requested."""
 
 
-Event = Token | Finished
+Event = Token | PromptRead | Finished

@@ -17,14 +17,16 @@ _ALL = 1 << 53
 """Upper bound of top-k: the largest integer up to which float64 is exact, above any vocabulary size."""
 _PENALTIES = (0.01, 100.0)
 """Range of the repetition penalty; beyond it, scores may overflow to infinity, and inf − inf is NaN."""
+MAX_PENALTY = 2.0
+"""Largest magnitude of the presence and frequency penalties, as in OpenAI's API."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters of one sequence.
 
-    They are applied in this order: logit bias, repetition penalty, temperature, top-k, top-p of the tokens that top-k
-    keeps, min-p of the tokens that top-p keeps.
+    They are applied in this order: logit bias, repetition penalty, presence and frequency penalties, temperature,
+    top-k, top-p of the tokens that top-k keeps, min-p of the tokens that top-p keeps.
 
     Raises:
         ValueError: a number is out of range.
@@ -42,6 +44,10 @@ class Sampling:
     """Divides positive logits, and multiplies negative ones, of tokens that the sequence contains; 0.01 to 100."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated before; −2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for every time it was generated before; −2 to 2."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -58,11 +64,29 @@ class Sampling:
                 f"repetition_penalty must be in {least}..{most:g}, and is 1 for none; "
                 f"got {self.repetition_penalty}. Try 1.1."
             )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
+                raise ValueError(
+                    f"{name} must be in −{MAX_PENALTY:g}..{MAX_PENALTY:g}, and is 0 for none; "
+                    f"got {getattr(self, name)}. Try 0.5."
+                )
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
                 raise ValueError(
                     f"logit_bias must be finite; got {bias} for token {token}. Use −100 to exclude a token."
                 )
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty depends on how often each token was generated."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is greedy or at a temperature, with nothing else."""
+        cuts = self.top_k, self.top_p, self.min_p
+        uncut = cuts in ((None, None, None), (None, 1, None))
+        return uncut and self.repetition_penalty == 1 and not self.counts_tokens and not self.logit_bias
 
     def check_ids(self, vocab_size: int) -> None:
         """Check the ids of the logit bias.
@@ -88,10 +112,14 @@ class Sampler:
         """Rows with a temperature above 0."""
         self._index = None if len(self._drawn) == len(samplings) else self._integers(self._drawn)
         self._bias = self._biases(samplings)
-        self._plain = all(map(_is_plain, samplings))
+        self._plain = all(sampling.is_plain for sampling in samplings)
         self._temperatures = [sampling.temperature for sampling in samplings]
         penalties = [sampling.repetition_penalty for sampling in samplings]
         self._penalty = self._column(penalties) if any(penalty != 1 for penalty in penalties) else None
+        counted = [row for row, sampling in enumerate(samplings) if sampling.counts_tokens]
+        self._counted = self._integers(counted) if counted else None
+        self._presence = self._column([samplings[row].presence_penalty for row in counted])
+        self._frequency = self._column([samplings[row].frequency_penalty for row in counted])
 
         drawn = [samplings[row] for row in self._drawn]
         self._temperature = self._column([sampling.temperature for sampling in drawn])
@@ -107,13 +135,16 @@ class Sampler:
         return self._penalty is not None
 
     def draw(
-        self, logits: Tensor, generators: Sequence[torch.Generator], seen: Tensor | None = None
+        self, logits: Tensor, generators: Sequence[torch.Generator], seen: Tensor | None = None,
+        counts: Sequence[Tensor] = (),
     ) -> list[int]:  # fmt: skip
         """Draw one token per row; a row with a temperature above 0 draws one number from its generator.
 
         Args:
-            logits: (B, V), finite.
+            logits: (B, V), finite, or −inf for tokens that must not be drawn; at least one per row is finite.
             seen: (B, V) bool, the tokens that each sequence contains; required if ``uses_history``.
+            counts: for each row whose sampling ``counts_tokens``, (V,) integers: how often the sequence has generated
+                each token.
         """
         if self._plain and samples_in_c(logits):
             uniforms = [
@@ -121,7 +152,7 @@ class Sampler:
                 for temperature, generator in zip(self._temperatures, generators, strict=True)
             ]
             return sample(logits, self._temperatures, uniforms)
-        scores = self._adjusted(logits, seen)
+        scores = self._adjusted(logits, seen, counts)
         if not self._drawn:
             return scores.argmax(-1).tolist()
         chosen = self._choose(scores, [generators[row] for row in self._drawn])
@@ -132,15 +163,19 @@ class Sampler:
             tokens[row] = token
         return tokens
 
-    def _adjusted(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+    def _adjusted(self, logits: Tensor, seen: Tensor | None, counts: Sequence[Tensor]) -> Tensor:
         scores = logits
         if self._bias is not None:
             scores = scores.double().index_put(*self._bias, accumulate=True)
-        if self._penalty is None:
-            return scores
-        assert seen is not None, "a repetition penalty needs the tokens of the sequence"
-        penalised = torch.where(scores > 0, scores / self._penalty, scores * self._penalty)
-        return torch.where(seen, penalised, scores)
+        if self._penalty is not None:
+            assert seen is not None, "a repetition penalty needs the tokens of the sequence"
+            penalised = torch.where(scores > 0, scores / self._penalty, scores * self._penalty)
+            scores = torch.where(seen, penalised, scores)
+        if self._counted is not None:
+            made = torch.stack(list(counts))
+            taken = self._frequency * made + self._presence * (made > 0)
+            scores = scores.double().index_add(0, self._counted, taken, alpha=-1)
+        return scores
 
     def _probabilities(self, scores: Tensor) -> Tensor:
         """Return the distributions to draw from, (rows with a temperature above 0, V) float64."""
@@ -153,7 +188,7 @@ class Sampler:
     def _choose(self, scores: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
         cumulative = self._probabilities(scores).cumsum(-1)
         total = cumulative[:, -1:]
-        # The random numbers come from the host, so that a seed gives the same tokens on every device.
+        # The random numbers come from the host, as in C.
         uniform = torch.tensor([[_uniform(generator)] for generator in generators], dtype=torch.float64)
         # Rounding could give the total itself, which lies behind the last token with nonzero probability.
         point = torch.minimum(uniform.to(total.device) * total, total.nextafter(torch.zeros_like(total)))
@@ -177,14 +212,6 @@ class Sampler:
 
     def _column(self, values: Sequence[float | None]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device).unsqueeze(1)
-
-
-def _is_plain(sampling: Sampling) -> bool:
-    """Return whether the sampling is greedy or at a temperature, with nothing else."""
-    cuts = sampling.top_k, sampling.top_p, sampling.min_p
-    return (
-        cuts in ((None, None, None), (None, 1, None)) and sampling.repetition_penalty == 1 and not sampling.logit_bias
-    )
 
 
 def _uniform(generator: torch.Generator) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from itertools import count
@@ -10,10 +11,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gecko.inference.batch import DecodingBatch, DecodingSequence
-from gecko.inference.prefill import Prefill, inference, piece_length
-from gecko.inference.prefix_cache import PrefixCache
-from gecko.inference.request import EndReason, Event, Finished, QueueFullError, Request, Token
+from gecko.inference.batch import DecodingBatch, DecodingSequence, Drawn
+from gecko.inference.grammar import ConstraintError
+from gecko.inference.prefill import PiecePace, Prefill, PromptScorer, inference, piece_length
+from gecko.inference.prefix_cache import Key, PrefixCache
+from gecko.inference.request import EndReason, EndState, Event, Finished, PromptRead, QueueFullError, Request, Token
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
 
@@ -23,7 +25,8 @@ class PromptPrefill:
 
     Args:
         request: one of the requests; gives the prompt and the initial state.
-        cache: cached states of prefixes; not used if the request has an initial state.
+        cache: cached states of prefixes; not used if the request has an initial state or asks for log-probabilities of
+            the prompt.
         piece: tokens read at once when no sequence is decoding; the cache keeps a state at a multiple of it.
         arrival: the engine's step at which the request was submitted.
     """
@@ -34,16 +37,20 @@ class PromptPrefill:
         """The requests that share the prefill, by id."""
         self._model, self._piece, self._initial_state = model, piece, request.state
         self._device = model.embedding.weight.device
-        self._cache = cache if request.state is None else None
-        self._prompt = request.prompt.to("cpu", torch.int64)
+        self._scorer = None if request.prompt_logprobs is None else PromptScorer(model, request.prompt_logprobs)
+        self._top = request.prompt_logprobs
+        self._cache = cache if request.state is None and self._scorer is None else None
+        self._given, self._prompt = request.prompt, request.prompt.to("cpu", torch.int64)
         self._state: GeckoState | None = None
+        self._logits: Tensor | None = None
+        """Logits after the whole prompt, if the cache has them."""
         self.position = request.start_position
         """Tokens of the sequence that the state has read."""
         self.piece = 0
         """Tokens that the last ``read`` has read."""
         self._read = self._known = 0
         self._started = False
-        self._borders: Mapping[int, bytes] = {}
+        self._borders: Mapping[int, Key] = {}
 
     @property
     def reused(self) -> int:
@@ -56,24 +63,36 @@ class PromptPrefill:
         return len(self._prompt) - self._read
 
     def serves(self, request: Request) -> bool:
-        """Return whether ``request`` has the same prompt and initial state."""
+        """Return whether ``request`` has the same prompt and initial state, and asks for the same log-probabilities."""
         if request.state is not self._initial_state or len(request.prompt) != len(self._prompt):
             return False
-        return torch.equal(request.prompt.to("cpu", torch.int64), self._prompt)
+        if request.prompt_logprobs != self._top:
+            return False
+        return request.prompt is self._given or torch.equal(request.prompt.to("cpu", torch.int64), self._prompt)
+
+    def is_of_call(self, request: Request) -> bool:
+        """Return whether ``request`` was made with the same tensor, as the choices of one call are."""
+        return request.prompt is self._given and self.serves(request)
 
     def read(self, piece: int) -> Prefill | None:
         """Read up to the next multiple of ``piece``; return the result at the end of the prompt, else None."""
         if not self._started:
             self._start()
+        if self._logits is not None and self._state is not None:
+            return Prefill(self._state, self._logits, self._seen())
         begin, end = self._read, self._next_border(piece)
         tokens = self._prompt[begin:end].unsqueeze(0).to(self._device)
         hidden, self._state = self._model.hidden(tokens, state=self._state)
         self._read, self.piece, self.position = end, end - begin, self.position + end - begin
+        if self._scorer is not None:
+            self._scorer.push(hidden[0], tokens[0])
+        logits = None if end < len(self._prompt) else self._model.head(hidden[:, -1:])[0, 0]
         if self._cache is not None and end in self._borders:
-            self._cache.keep(self._borders[end], self._state)
-        if end < len(self._prompt):
+            self._cache.keep(self._borders[end], self._state, logits)
+        if logits is None:
             return None
-        return Prefill(self._state, self._model.head(hidden[:, -1:])[0, 0], self._seen())
+        scores = None if self._scorer is None else self._scorer.result()
+        return Prefill(self._state, logits, self._seen(), scores)
 
     def _start(self) -> None:
         """Look the prompt up in the cache, to which earlier requests may have added since this one was submitted."""
@@ -85,7 +104,7 @@ class PromptPrefill:
         prefix = self._cache.find(self._model.fingerprint(), self._prompt, self._model.config.chunk_size, self._piece)
         self._borders = prefix.borders
         if prefix.state is not None:
-            self._state = prefix.state
+            self._state, self._logits = prefix.state, prefix.logits
             self.position = self._read = self._known = prefix.length
 
     def _next_border(self, piece: int) -> int:
@@ -97,8 +116,10 @@ class PromptPrefill:
         return seen.index_fill_(0, self._prompt, True).to(self._device)
 
 
-SHORT_PIECE = 512
-"""Approximate number of prompt tokens read at once while other sequences are decoding."""
+STEP_SECONDS = 0.08
+"""Time, while sequences are decoding, to which the pieces of prompts are fitted on a CPU."""
+KEPT_RESULTS = 4
+"""Maximum number of read prompts whose result is kept for waiting requests of the same call."""
 AGEING = 16
 """Tokens by which a waiting prompt counts as shorter with every step, so that no prompt waits for ever."""
 
@@ -109,34 +130,39 @@ class Engine:
     Requests wait in a queue for one of ``rows`` places. A step prefills one piece of one prompt. Of the prompts that
     wait for a place or for their next piece, the one with the fewest tokens left is taken first. Every step that a
     prompt has waited counts like ``AGEING`` tokens less. A prompt that several admitted requests share is prefilled
-    once. An engine is not thread-safe.
+    once. Requests with the same prompt tensor, such as the choices of one call, also share it if some are admitted
+    later. An engine is not thread-safe.
 
     Args:
         rows: maximum number of requests in prefill or decoding.
         max_queued: maximum number of waiting requests.
-        piece: prompt tokens per step; None: ``SHORT_PIECE`` while other sequences are decoding, else ``piece_length``.
+        piece: prompt tokens per step; None: as many as take ``STEP_SECONDS`` by the speed of the last pieces while
+            other sequences are decoding, else ``piece_length``.
         prefix_cache: cache of states after prompt prefixes; None: no cache.
+        window_dtype: as for ``Decoder``.
     """
 
     def __init__(
         self, model: Gecko, *, rows: int = 16, max_queued: int = 256, piece: int | None = None,
-        prefix_cache: PrefixCache | None = None,
+        prefix_cache: PrefixCache | None = None, window_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         for name, value, least in (("rows", rows, 1), ("max_queued", max_queued, 1), ("piece", piece, 1)):
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}; got {value}.")
         self._model, self._cache, self._max_queued = model, prefix_cache, max_queued
-        window = 2 * model.config.chunk_size
+        self._piece = piece
         self._long_piece = piece or piece_length(model.config)
-        self._short_piece = piece or window * max(1, SHORT_PIECE // window)
+        self._pace = PiecePace(model.config, STEP_SECONDS)
         self._ids = count()
         self._queue: dict[int, Request] = {}
         self._arrivals: dict[int, int] = {}
         """Step at which each waiting request was submitted."""
         self._steps = 0
         self._prefills: deque[PromptPrefill] = deque()
+        self._results: deque[tuple[PromptPrefill, Prefill]] = deque(maxlen=KEPT_RESULTS)
+        """Read prompts that waiting requests share."""
         self._rows = rows
-        self._batch = DecodingBatch(model, rows)
+        self._batch = DecodingBatch(model, rows, window_dtype)
         """The decoding sequences; their keys are ids of requests."""
         self._pending: list[Event] = []
         self.prompt_tokens_read = 0
@@ -204,6 +230,7 @@ class Engine:
         self._queue.clear()
         self._arrivals.clear()
         self._prefills.clear()
+        self._results.clear()
 
     def step(self) -> list[Event]:
         """Prefill at most one piece of one prompt, then generate one token for every decoding sequence."""
@@ -218,63 +245,115 @@ class Engine:
 
     def _read_piece(self, events: list[Event]) -> None:
         """Prefill a piece of the next prompt; at its end, its sequences join the batch."""
-        self._admit()
+        self._admit(events)
         if not self._prefills:
             return
         prefill = min(self._prefills, key=lambda one: one.remaining + AGEING * one.arrival)
         self._prefills.remove(prefill)
+        begin = time.perf_counter()
         try:
-            result = prefill.read(self._short_piece if self._batch.sequences else self._long_piece)
+            result = prefill.read(self._next_piece(prefill))
         except Exception as error:
             # Only the requests of this prompt fail: the states of the others are in the batch.
             events += [_failed(request_id, error, prefill.position) for request_id in prefill.requests]
             return
+        if self._model.embedding.weight.device.type == "cpu":  # elsewhere the call returns before the work is done
+            self._pace.record(prefill.piece, time.perf_counter() - begin)
         self.prompt_tokens_read += prefill.piece
         if result is None:
             self._prefills.append(prefill)
             return
         self.prefix_tokens_reused += prefill.reused
-        self._add_sequences(prefill, result, events)
+        if any(map(prefill.is_of_call, self._queue.values())):
+            self._results.append((prefill, result))
+        for request_id, request in prefill.requests.items():
+            self._add_sequence(request_id, request, result, events)
 
-    def _admit(self) -> None:
+    def _next_piece(self, prefill: PromptPrefill) -> int:
+        if self._piece is not None:
+            return self._piece
+        piece = self._pace.piece if self._batch.sequences else self._long_piece
+        # A call for a short rest takes almost as long as one for a piece, so the last piece may be longer.
+        rest_fits = prefill.remaining <= min(3 * piece // 2, self._long_piece)
+        return prefill.position + prefill.remaining if rest_fits else piece
+
+    def _admit(self, events: list[Event]) -> None:
         """Admit waiting requests while places are free."""
         while self._queue and self.active < self._rows:
-            request_id = min(self._queue, key=lambda one: len(self._queue[one].prompt) + AGEING * self._arrivals[one])
+            request_id = min(self._queue, key=self._turn)
             request, arrival = self._queue.pop(request_id), self._arrivals.pop(request_id)
+            result = self._kept_result(request)
+            if result is not None:
+                self.prefix_tokens_reused += len(request.prompt)
+                self._add_sequence(request_id, request, result, events)
+                continue
             prefill = next((prefill for prefill in self._prefills if prefill.serves(request)), None)
             if prefill is None:
                 prefill = PromptPrefill(request, self._model, self._cache, self._long_piece, arrival)
                 self._prefills.append(prefill)
             prefill.requests[request_id] = request
+        if self._results:
+            needed = [one for one in self._results if any(map(one[0].is_of_call, self._queue.values()))]
+            self._results = deque(needed, KEPT_RESULTS)
 
-    def _add_sequences(self, prefill: PromptPrefill, result: Prefill, events: list[Event]) -> None:
-        """Add a sequence for each request of a finished prefill."""
-        for request_id, request in prefill.requests.items():
-            if request.max_new_tokens == 0:
-                events.append(Finished(request_id, "length", None, prefill.position))
-                continue
+    def _turn(self, request_id: int) -> int:
+        """Return the place of a waiting request in the order of admission; the lowest is first."""
+        request = self._queue[request_id]
+        left = len(request.prompt) if self._kept_result(request) is None else 0
+        return left + AGEING * self._arrivals[request_id]
+
+    def _kept_result(self, request: Request) -> Prefill | None:
+        return next((result for prefill, result in self._results if prefill.is_of_call(request)), None)
+
+    def _add_sequence(self, request_id: int, request: Request, result: Prefill, events: list[Event]) -> None:
+        """Add the sequence of a request whose prompt is read."""
+        position = request.start_position + len(request.prompt)
+        if result.scores is not None:
+            events.append(PromptRead(request_id, result.scores))
+        if request.keep is not None:
+            # The tensors of the state may be views of much larger ones.
+            request.keep.prompt = result.state.map(_copy_to_cpu)
+        if request.max_new_tokens == 0:
+            events.append(Finished(request_id, "length", None, position))
+            return
+        constraint = request.constraint
+        try:
             sequence = DecodingSequence(
-                request_id, request.sampling, request.seed, request.max_new_tokens, request.stop_tokens,
-                prefill.position, request.logprobs,
+                request_id, request.sampling, request.seed, request.max_new_tokens, request.stop_tokens, position,
+                request.logprobs, request.min_new_tokens,
+                None if constraint is None else constraint.start(request.stop_tokens), request.keep,
             )  # fmt: skip
-            try:
-                self._batch.add(sequence, result)
-            except Exception as error:  # its sampling options are wrong; the batch is unchanged
-                events.append(_failed(request_id, error, prefill.position))
+            self._batch.add(sequence, result)
+        except ConstraintError as error:
+            events.append(Finished(request_id, "constraint", str(error), position))
+        except Exception as error:  # its sampling options are wrong; the batch is unchanged
+            events.append(_failed(request_id, error, position))
 
     def _draw_tokens(self, events: list[Event]) -> None:
         """Draw a token for every sequence and remove the finished ones."""
         drawn = self._batch.draw()
-        for one in drawn:
+        for slot, one in enumerate(drawn):
             request_id, position = one.sequence.key, one.sequence.position
             if one.token is not None:
-                events.append(Token(request_id, one.token, one.logprob, one.top_logprobs))
+                events.append(_token(one, one.token))
                 self.tokens_made += 1
+            if one.end in ("length", "stop") and one.sequence.keep is not None:
+                state = self._batch.state(slot).to("cpu")
+                one.sequence.keep.end = EndState(state, one.sequence.pending_token, position)
             if one.end is not None:
-                events.append(Finished(request_id, cast(EndReason, one.end), one.error, position))
+                stop = None if one.stop_token is None or one.logprob is None else _token(one, one.stop_token)
+                events.append(Finished(request_id, cast(EndReason, one.end), one.error, position, stop))
         # In descending order, so that the sequence that moves into a freed slot is one that stays.
         for slot in reversed([slot for slot, one in enumerate(drawn) if one.end is not None]):
             self._batch.remove(slot)
+
+
+def _token(drawn: Drawn, token: int) -> Token:
+    return Token(drawn.sequence.key, token, drawn.logprob, drawn.top_logprobs)
+
+
+def _copy_to_cpu(x: Tensor) -> Tensor:
+    return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _failed(request_id: int, error: Exception, position: int) -> Finished:

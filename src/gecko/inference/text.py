@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 from gecko.data import StreamDecoder, Tokenizer
 from gecko.data.text_stream import REPLACEMENT, letter
+from gecko.inference.prefill import PromptScores
 from gecko.inference.request import Token
 from gecko.inference.stream import NewToken
 
@@ -125,7 +127,8 @@ class TokenLogprob:
     token: int
     text: str | None
     """Text of the token inside a longer text; None if it has none by itself, as a part of a character."""
-    logprob: float
+    logprob: float | None
+    """None for the first token of a prompt."""
 
     @property
     def name(self) -> str:
@@ -134,12 +137,57 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class TokenText:
-    """A generated token with log-probabilities."""
+    """A token of a prompt or of an answer with log-probabilities."""
 
-    generated: TokenLogprob
+    chosen: TokenLogprob
     top_logprobs: tuple[TokenLogprob, ...]
     offset: int
-    """Characters of the continuation before the token."""
+    """Characters of the choice's text before the token."""
+
+
+class TokenNames:
+    """Texts of tokens inside a longer text, each decoded once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Decoded after a letter, because SentencePiece drops the leading space of the first token of a text.
+        self._letter = letter(tokenizer)
+        self._skipped = len(tokenizer.decode(self._letter))
+        self._texts: dict[int, str | None] = {}
+
+    def text(self, token: int) -> str | None:
+        """Return the text of a token; None if it has none by itself, as a part of a character."""
+        if token not in self._texts:
+            text = self._tokenizer.decode([*self._letter, token])[self._skipped :]
+            self._texts[token] = None if not text or REPLACEMENT in text else text
+        return self._texts[token]
+
+    def logprob(self, token: int, logprob: float | None) -> TokenLogprob:
+        return TokenLogprob(token, self.text(token), logprob)
+
+    def describe(self, token: int, logprob: float | None, top: Iterable[tuple[int, float]], offset: int) -> TokenText:
+        """Return a token with its most likely alternatives, given as ids and log-probabilities."""
+        return TokenText(self.logprob(token, logprob), tuple(self.logprob(*other) for other in top), offset)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptText:
+    """Log-probabilities of a prompt, and how to name its tokens. Naming the tokens of a long prompt takes seconds."""
+
+    scores: PromptScores
+    names: TokenNames
+    tokenizer: Tokenizer
+
+    def tokens(self) -> list[TokenText]:
+        """Return the tokens of the prompt; the first one has no log-probabilities."""
+        ids, decoder = self.scores.tokens.tolist(), StreamDecoder(self.tokenizer)
+        rest = zip(*(column.tolist() for column in self.scores[1:]), strict=True)
+        columns = chain([(None, (), ())], rest)
+        found, offset = [], 0
+        for token, (logprob, top_ids, top_logprobs) in zip(ids, columns, strict=True):
+            found.append(self.names.describe(token, logprob, zip(top_ids, top_logprobs, strict=True), offset))
+            offset += len(decoder.push([token]))
+        return found
 
 
 @dataclass(frozen=True)
@@ -153,6 +201,10 @@ class Piece:
     position: int
     """Tokens that the state of the choice has read."""
     finish_reason: str | None = None
+    prompt: PromptText | None = None
+    """Log-probabilities of the prompt, in the first piece, if they were requested."""
+    stop_token: TokenText | None = None
+    """The stop token, which has no text, in the last piece, if log-probabilities were requested."""
 
 
 class ChoiceText:
@@ -162,19 +214,27 @@ class ChoiceText:
 
     Args:
         index: number of the choice in the answer.
+        stops: stop strings; the text of the first ``min_tokens`` tokens may contain them.
         position: position of the state after the prompt.
         goes_on: whether the choice follows other text, as for ``StreamDecoder``.
+        echo: text at the beginning of the first piece.
+        scored: whether the log-probabilities of the prompt are part of the answer.
+        names: names of tokens, which all choices of a tokenizer may share.
     """
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, stops: Sequence[str], position: int, *, goes_on: bool = False
-    ) -> None:
+        self, index: int, tokenizer: Tokenizer, stops: Sequence[str], position: int, *, goes_on: bool = False,
+        min_tokens: int = 0, echo: str = "", scored: bool = False, names: TokenNames | None = None,
+    ) -> None:  # fmt: skip
         self.index = index
         self.num_tokens = 0
-        self._tokenizer, self._start = tokenizer, position
-        self._letter = letter(tokenizer)
+        self.awaits_scores = scored
+        """Whether the log-probabilities of the prompt are still missing."""
+        self._tokenizer, self._start, self._min_tokens = tokenizer, position, min_tokens
+        self._names = TokenNames(tokenizer) if names is None else names
         self._decoder, self._stops = StreamDecoder(tokenizer, goes_on=goes_on), StopStrings(stops)
-        self._decoded = 0
+        self._echo, self._decoded = echo, len(echo)
+        self._prompt: PromptText | None = None
         self._unsent: list[TokenText] = []
 
     @property
@@ -182,32 +242,31 @@ class ChoiceText:
         """Whether a stop string has ended the text."""
         return self._stops.matched is not None
 
+    def begin(self, scores: PromptScores) -> None:
+        """Take the log-probabilities of the prompt, which become part of the first piece."""
+        self._prompt, self.awaits_scores = PromptText(scores, self._names, self._tokenizer), False
+
     def push(self, token: Token) -> Piece | None:
         """Return the piece that ``token`` completes, if any; the last one if it completes a stop string."""
         self.num_tokens += 1
         if token.logprob is not None:
-            self._unsent.append(self._token_text(token, token.logprob))
+            self._unsent.append(self._token_text(token))
         decoded = self._decoder.push([token.token])
         self._decoded += len(decoded)
-        text = self._stops.push(decoded)
+        text = self._stops.push(decoded) if self.num_tokens > self._min_tokens else decoded
         if self.stopped:
             return self._piece(text, "stop")
         return self._piece(text) if text else None
 
-    def finish(self, reason: str) -> Piece:
+    def finish(self, reason: str, stop_token: Token | None = None) -> Piece:
         """Return the last piece, with the text that was held back."""
-        return self._piece(self._stops.push(self._decoder.flush()) + self._stops.flush(), reason)
+        stop = None if stop_token is None else self._token_text(stop_token)
+        return self._piece(self._stops.push(self._decoder.flush()) + self._stops.flush(), reason, stop)
 
-    def _piece(self, text: str, reason: str | None = None) -> Piece:
+    def _piece(self, text: str, reason: str | None = None, stop_token: TokenText | None = None) -> Piece:
         tokens, self._unsent = tuple(self._unsent), []
-        return Piece(self.index, text, tokens, self._start + self.num_tokens, reason)
+        echo, self._echo, prompt, self._prompt = self._echo, "", self._prompt, None
+        return Piece(self.index, echo + text, tokens, self._start + self.num_tokens, reason, prompt, stop_token)
 
-    def _token_text(self, token: Token, logprob: float) -> TokenText:
-        top_logprobs = tuple(self._token_logprob(*other) for other in token.top_logprobs)
-        return TokenText(self._token_logprob(token.token, logprob), top_logprobs, self._decoded)
-
-    def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
-        # Decoded after a letter, because SentencePiece drops the leading space of the first token of a text.
-        before = self._tokenizer.decode(self._letter)
-        text = self._tokenizer.decode([*self._letter, token])[len(before) :]
-        return TokenLogprob(token, None if not text or REPLACEMENT in text else text, logprob)
+    def _token_text(self, token: Token) -> TokenText:
+        return self._names.describe(token.token, token.logprob, token.top_logprobs, self._decoded)

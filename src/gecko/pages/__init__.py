@@ -1,7 +1,8 @@
 """Self-contained HTML pages from Jinja templates, and figures as inline SVG, readable in greyscale at half width.
 
-All templates extend ``base.html.j2``: system fonts, black on white, and tables that scroll if they are wider than the
-page. ``parts.html.j2`` has the macros for pictures and for tables of names and values.
+All templates extend ``base.html.j2``: system fonts, pictures as wide as the page, and wide tables that scroll.
+If the system is set to dark mode, the page is dark, and it inverts the lightness of the pictures.
+``parts.html.j2`` has the macros for pictures and for tables of names and values.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -112,9 +113,18 @@ def svg(figure: Any) -> str:
     """
     text = io.StringIO()
     with require("matplotlib", "train").rc_context({"svg.hashsalt": "gecko"}):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     content = text.getvalue()
     return content[content.index("<svg") :]
+
+
+def group_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Group settings with dotted names by the part before the first dot; those without a dot come first, as "Run"."""
+    groups: dict[str, dict[str, str]] = {"Run": {}}
+    for name, value in settings.items():
+        group = name.partition(".")[0] if "." in name else "run"
+        groups.setdefault(group.replace("_", " ").capitalize(), {})[name] = str(value)
+    return groups
 
 
 def label_line_ends(axes: Any, ends: Sequence[tuple[float, LineStyle, str]]) -> None:

@@ -13,12 +13,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gecko.inference.request import Event, Token
-from gecko.inference.text import ChoiceText, Piece, TokenLogprob, TokenText
+from gecko.inference.request import Event, PromptRead, Token
+from gecko.inference.text import ChoiceText, Piece, PromptText, TokenLogprob, TokenText
 from gecko.serving.limits import ApiError
 from gecko.serving.metrics import Metrics
 from gecko.serving.worker import RequestGroup
 
+_PART = 1 << 10
+"""Elements of a list that are encoded at once."""
 _MIN_LOGPROB = -9999.0
 """Replaces a log-probability of minus infinity, which JSON cannot represent."""
 
@@ -45,12 +47,23 @@ def encode_json(value: Any) -> str:
 
 
 def encode_answer(answer: dict[str, Any]) -> bytes:
-    """Encode an answer with one call of ``json.dumps`` per choice: a call holds the GIL until it returns."""
-    fields = []
-    for name, value in answer.items():
-        content = f"[{','.join(map(encode_json, value))}]" if name == "choices" else encode_json(value)
-        fields.append(f"{encode_json(name)}:{content}")
-    return f"{{{','.join(fields)}}}".encode()
+    """Encode an answer with many calls of ``json.dumps``: a call holds the GIL until it returns."""
+    return _encode_object(answer).encode()
+
+
+def _encode_object(value: dict[str, Any]) -> str:
+    return f"{{{','.join(f'{encode_json(name)}:{_encode_field(name, item)}' for name, item in value.items())}}}"
+
+
+def _encode_field(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return _encode_object(value)
+    if not isinstance(value, list):
+        return encode_json(value)
+    if name == "choices":
+        return f"[{','.join(map(_encode_object, value))}]"
+    parts = (value[begin : begin + _PART] for begin in range(0, len(value), _PART))
+    return f"[{','.join(encode_json(part)[1:-1] for part in parts)}]"
 
 
 class Reply(Protocol):
@@ -78,29 +91,22 @@ class _Base:
 
 
 class CompletionReply(_Base):
-    """Format of answers of ``/v1/completions``.
+    """Format of answers of ``/v1/completions``."""
 
-    Args:
-        echoes: text before the generated text of each choice; empty without ``echo``.
-    """
-
-    def __init__(self, model: str, echoes: Sequence[str]) -> None:
+    def __init__(self, model: str) -> None:
         super().__init__("cmpl", model)
-        self.echoes = list(echoes)
 
     def opening(self, choices: int) -> Iterable[dict[str, Any]]:
-        """Return a chunk per prompt that is echoed."""
-        return [self._body("text_completion", [_text_choice(i, echo)]) for i, echo in enumerate(self.echoes) if echo]
+        return ()
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        return self._body("text_completion", [_text_choice(piece.choice, piece.text, piece)])
+        return self._body("text_completion", [_text_choice(piece)])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._body("text_completion", []) | {"usage": usage.json}
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        choices = [_text_choice(piece.choice, self.echoes[piece.choice] + piece.text, piece) for piece in pieces]
-        return self._body("text_completion", choices) | {"usage": usage.json}
+        return self._body("text_completion", list(map(_text_choice, pieces))) | {"usage": usage.json}
 
 
 class ChatReply(_Base):
@@ -130,9 +136,13 @@ class ChatReply(_Base):
         return self._body("chat.completion.chunk", [{"delta": delta, **_chat_choice(index, piece)}])
 
 
-def _text_choice(index: int, text: str, piece: Piece | None = None) -> dict[str, Any]:
-    logprobs = _text_logprobs(piece.tokens) if piece is not None and piece.tokens else None
-    return {"index": index, "text": text, "logprobs": logprobs, **_progress(piece)}
+def _text_choice(piece: Piece) -> dict[str, Any]:
+    prompt = [] if piece.prompt is None else piece.prompt.tokens()
+    # Clients that score prompts, such as lm-evaluation-harness, count on an entry for the stop token.
+    ending = [] if piece.stop_token is None else [piece.stop_token]
+    tokens = [*prompt, *piece.tokens, *ending]
+    logprobs = _text_logprobs(tokens) if tokens else None
+    return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, **_progress(piece)}
 
 
 def _chat_choice(index: int, piece: Piece | None) -> dict[str, Any]:
@@ -148,17 +158,24 @@ def _progress(piece: Piece | None) -> dict[str, Any]:
 
 def _text_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
     return {
-        "tokens": [token.generated.name for token in tokens],
-        "token_logprobs": [_number(token.generated) for token in tokens],
-        "top_logprobs": [{other.name: _number(other) for other in reversed(token.top_logprobs)} for token in tokens],
+        "tokens": [token.chosen.name for token in tokens],
+        "token_logprobs": [_number(token.chosen) for token in tokens],
+        "top_logprobs": list(map(_text_top_logprobs, tokens)),
         "text_offset": [token.offset for token in tokens],
     }
+
+
+def _text_top_logprobs(token: TokenText) -> dict[str, float | None] | None:
+    if token.chosen.logprob is None:
+        return None
+    # Of tokens with equal names, the most likely one is kept.
+    return {other.name: _number(other) for other in reversed(token.top_logprobs)}
 
 
 def _chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
     return {
         "content": [
-            _chat_token(token.generated) | {"top_logprobs": [_chat_token(other) for other in token.top_logprobs]}
+            _chat_token(token.chosen) | {"top_logprobs": [_chat_token(other) for other in token.top_logprobs]}
             for token in tokens
         ]
     }
@@ -169,8 +186,8 @@ def _chat_token(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.name, "logprob": _number(token), "bytes": content}
 
 
-def _number(token: TokenLogprob) -> float:
-    return max(token.logprob, _MIN_LOGPROB)
+def _number(token: TokenLogprob) -> float | None:
+    return None if token.logprob is None else max(token.logprob, _MIN_LOGPROB)
 
 
 class Answer:
@@ -225,20 +242,21 @@ class Answer:
         """Return one piece per choice."""
         texts: list[list[str]] = [[] for _ in self._choices]
         tokens: list[list[TokenText]] = [[] for _ in self._choices]
+        prompts: dict[int, PromptText | None] = {}
         last: dict[int, Piece] = {}
         async for piece in self.pieces():
+            prompts.setdefault(piece.choice, piece.prompt)
             texts[piece.choice].append(piece.text)
             tokens[piece.choice] += piece.tokens
             last[piece.choice] = piece
         return [
-            replace(last[index], text="".join(texts[index]), tokens=tuple(tokens[index]))
+            replace(last[index], text="".join(texts[index]), tokens=tuple(tokens[index]), prompt=prompts[index])
             for index in range(len(self._choices))
         ]
 
     def close(self) -> None:
         """Cancel the choices that are still running and release the places; idempotent."""
-        self._metrics.finished.labels("cancelled").inc(len(self._open))
-        self._open.clear()
+        self._drop("cancelled")
         self._cleanup.close()
 
     def _take(self, index: int, event: Event) -> Piece | None:
@@ -247,28 +265,38 @@ class Answer:
             piece = choice.push(event)
             if choice.stopped:
                 self._running.cancel(index)
+        elif isinstance(event, PromptRead):
+            choice.begin(event.scores)
+            piece = None
         elif event.reason == "error":
             raise self._failed(event.error)
+        elif event.reason == "constraint":
+            self._drop("error")
+            raise ApiError(400, f"the constraint cannot be fulfilled: {event.error}", code="invalid_constraint")
         elif event.reason == "cancelled":
             raise ApiError(503, "the server stopped before the answer was complete", code="shutting_down")
         else:
-            piece = choice.finish(event.reason)
+            piece = choice.finish(event.reason, event.stop_token)
         if piece is not None and piece.finish_reason is not None:
             self._end(index, piece.finish_reason)
         return piece
 
     def _failed(self, reason: str | None) -> ApiError:
-        self._metrics.finished.labels("error").inc(len(self._open))
-        self._open.clear()
+        self._drop("error")
         return ApiError(500, f"the model failed on this request: {reason}", code="model_failed")
 
     def _end_all(self) -> list[Piece]:
-        if not self.usage.completion_tokens:
+        if not self.usage.completion_tokens or any(self._choices[index].awaits_scores for index in self._open):
             raise ApiError(504, "no token was generated within the time limit of a request; try later", code="timeout")
         pieces = [self._choices[index].finish("length") for index in sorted(self._open)]
         for piece in pieces:
             self._end(piece.choice, "time")
         return pieces
+
+    def _drop(self, reason: str) -> None:
+        """End all choices that are still open."""
+        self._metrics.finished.labels(reason).inc(len(self._open))
+        self._open.clear()
 
     def _end(self, index: int, reason: str) -> None:
         self._metrics.finished.labels(reason).inc()

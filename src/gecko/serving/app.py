@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic.json_schema import models_json_schema
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from gecko.inference.request import QueueFullError
 from gecko.inference.text import Piece
 from gecko.runtime.process import __version__
 from gecko.serving import limits as errors
-from gecko.serving.answer import Answer, ChatReply, CompletionReply, Reply, Usage, encode_answer, encode_json
+from gecko.serving.answer import Answer, ChatReply, CompletionReply, Reply, Usage, encode_answer
 from gecko.serving.bodies import BODY, Body, ReadBodies, RequestMemory
 from gecko.serving.connection import Gate, Hosts
-from gecko.serving.limits import Admission, ApiError, ClientGoneError, Limits
+from gecko.serving.limits import Admission, ApiError, Limits
 from gecko.serving.metrics import CountResponses, Metrics
-from gecko.serving.prepare import Preparation, SavedStates, ServedModel, Threads, num_choices
+from gecko.serving.prepare import (
+    LARGE,
+    Asked,
+    Preparation,
+    Prepared,
+    ServedModel,
+    Threads,
+    num_choices,
+)
 from gecko.serving.protocol import ChatRequest, CompletionRequest
+from gecko.serving.responses.fields import ResponseRequest
+from gecko.serving.responses.routes import PATH as RESPONSES
+from gecko.serving.responses.routes import ResponsePreparation, add_responses
+from gecko.serving.responses.store import ResponseStore
+from gecko.serving.sending import EventStream, encode_event, slices, unless_gone
+from gecko.serving.states.files import SavedStates
+from gecko.serving.states.routes import PATH as STATES
+from gecko.serving.states.routes import add_states
+from gecko.serving.tokens import DETOKENIZE, TOKENIZE, TokenRoutes
 from gecko.serving.worker import RequestGroup, Worker, WorkerClosedError
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -33,15 +51,12 @@ _PAGE_RULES = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_SLICE_BYTES = 1 << 16
-"""Maximum number of bytes of an answer that are handed to the connection at once."""
-_SENDING_SECONDS = 5
-"""Seconds to send the rest of a stream after the time limit of its request."""
 _REQUEST_TYPES: Mapping[str, type[CompletionRequest] | type[ChatRequest]] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
 }  # fmt: skip
 """Routes that take a body, and the model that validates it."""
-T = TypeVar("T")
+A = TypeVar("A", bound=Asked)
+B = TypeVar("B", bound=Prepared)
 
 
 @dataclass(frozen=True)
@@ -59,14 +74,27 @@ class Service:
     """Entry point of requests, for the event loop."""
 
     def __init__(
-        self, model: ServedModel, worker: Worker, metrics: Metrics, limits: Limits, states: SavedStates
-    ) -> None:
+        self, model: ServedModel, worker: Worker, metrics: Metrics, limits: Limits, states: SavedStates,
+        responses: ResponseStore,
+    ) -> None:  # fmt: skip
         self.model, self.worker, self.metrics, self.limits, self.states = model, worker, metrics, limits, states
+        self.responses = responses
         self.admission, self.memory = Admission(limits), RequestMemory(limits.memory_bytes)
         self.threads, self._preparation = Threads(), Preparation(model, limits, states)
+        self.response_preparation = ResponsePreparation(model, limits, self._preparation, responses)
+        tokens = TokenRoutes(model, limits)
+        self._token_work = {TOKENIZE: tokens.tokenize, DETOKENIZE: tokens.detokenize}
 
     async def begin(self, kind: type[CompletionRequest] | type[ChatRequest], body: Body) -> StartedRequest:
-        """Submit the request in ``body`` to the engine.
+        """Submit the request in ``body`` to the engine; errors as for ``start``."""
+        parse = partial(self._preparation.parse, kind)
+        asked, prepared, answer = await self.start(body, parse, self._preparation.prepare)
+        return StartedRequest(answer, prepared.reply, asked.stream, asked.include_usage)
+
+    async def start(
+        self, body: Body, parse: Callable[[Callable[[], bytearray]], A], prepare: Callable[[A], B]
+    ) -> tuple[A, B, Answer]:
+        """Parse and prepare the request in ``body`` and submit it to the engine; the caller must close the answer.
 
         Raises:
             ApiError: the request is invalid, or the server has no capacity for it now.
@@ -74,7 +102,7 @@ class Service:
         arrival = time.monotonic()
         places = _Places(self.admission)
         try:
-            return await self._begin(kind, body, places, arrival)
+            return await self._start(body, parse, prepare, places, arrival)
         except BaseException as error:
             places.release()
             api_error = _to_api_error(error)
@@ -82,24 +110,43 @@ class Service:
                 raise
             raise api_error from error
 
-    async def _begin(
-        self, kind: type[CompletionRequest] | type[ChatRequest], body: Body, places: _Places, arrival: float
-    ) -> StartedRequest:
+    async def _start(
+        self, body: Body, parse: Callable[[Callable[[], bytearray]], A], prepare: Callable[[A], B], places: _Places,
+        arrival: float,
+    ) -> tuple[A, B, Answer]:  # fmt: skip
         # Take one place before any work, and the rest when the number of choices is known.
         places.take(1)
         size = len(body)
-        asked = await self.threads.run(size, self._preparation.parse, kind, body.take)
+        asked = await self.threads.run(size, parse, body.take)
         places.take(num_choices(asked))
-        stream, include_usage = asked.stream, asked.include_usage
-        prepared = await self.threads.run(size, self._preparation.prepare, asked)
+        work = max(size, LARGE) if asked.constrained else size
+        prepared = await self.threads.run(work, prepare, asked)
         body.resize(prepared.num_bytes)
         running: RequestGroup = await self.worker.submit(prepared.requests, arrival, arrival + self.limits.seconds)
-        answer = Answer(running, prepared.choices, self.metrics, prepared.usage, places.release)
-        return StartedRequest(answer, prepared.reply, stream, include_usage)
+        return asked, prepared, Answer(running, prepared.choices, self.metrics, prepared.usage, places.release)
 
     async def encode(self, reply: Reply, pieces: Sequence[Piece], usage: Usage) -> bytes:
         """Encode an answer that is not streamed, outside the event loop: with log-probabilities it may be large."""
         return await self.threads.encode(lambda: encode_answer(reply.whole(pieces, usage)))
+
+    async def encode_chunk(self, reply: Reply, piece: Piece) -> bytes:
+        """Encode a piece of a stream, outside the event loop if it has the log-probabilities of a prompt."""
+        if piece.prompt is None:
+            return encode_event(reply.chunk(piece))
+        return await self.threads.encode(lambda: b"data: " + encode_answer(reply.chunk(piece)) + b"\n\n")
+
+    async def tokens(self, path: str, body: Body) -> bytes:
+        """Answer a request to ``/tokenize`` or ``/detokenize``.
+
+        Raises:
+            ApiError: the request is invalid, or the answer takes too much memory.
+        """
+        try:
+            content = await self.threads.run(len(body), self._token_work[path], body.take)
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_value") from error
+        body.resize(len(content))
+        return content
 
 
 class _Places:
@@ -148,9 +195,13 @@ def create_app(service: Service, api_key: str | None = None, hosts: Hosts | None
     app = FastAPI(title="Gecko", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     errors.install(app)
     _add_generation(app, service)
+    add_responses(app, service)
+    add_states(app, service)
+    _add_tokens(app, service)
     _add_models(app, service)
     _add_operation(app, service)
-    reading = ReadBodies(app, service.limits, service.memory, _REQUEST_TYPES)
+    paths = (*_REQUEST_TYPES, RESPONSES, STATES, TOKENIZE, DETOKENIZE)
+    reading = ReadBodies(app, service.limits, service.memory, paths)
     return CountResponses(Gate(reading, Hosts() if hosts is None else hosts, api_key), service.metrics)
 
 
@@ -160,20 +211,32 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def respond(request: Request) -> Response:
         return await _respond(request, service, _REQUEST_TYPES[request.url.path])
 
+    kinds = {**_REQUEST_TYPES, RESPONSES: ResponseRequest}
     names, definitions = models_json_schema(
-        [(kind, "validation") for kind in _REQUEST_TYPES.values()], ref_template="#/components/schemas/{model}"
+        [(kind, "validation") for kind in kinds.values()], ref_template="#/components/schemas/{model}"
     )
-    for path, kind in _REQUEST_TYPES.items():
-        content = {"application/json": {"schema": names[kind, "validation"]}}
-        app.post(path, openapi_extra={"requestBody": {"required": True, "content": content}})(respond)
+    for path in _REQUEST_TYPES:
+        app.post(path)(respond)
     describe = app.openapi
 
     def describe_all() -> dict[str, Any]:
         described = describe()
         described.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        for path, kind in kinds.items():
+            content = {"application/json": {"schema": names[kind, "validation"]}}
+            described["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
         return described
 
     app.openapi = describe_all  # type: ignore[method-assign]
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    async def respond(request: Request) -> Response:
+        work = service.tokens(request.url.path, request.scope[BODY])
+        return _json(await unless_gone(request.receive, work))
+
+    for path in (TOKENIZE, DETOKENIZE):
+        app.post(path)(respond)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -181,7 +244,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         model = service.model
         return {
             "id": model.name, "object": "model", "created": 0, "owned_by": "gecko",
-            "state_bytes": model.state_bytes, "states": service.states.names(),
+            "state_bytes": model.state_bytes, "states": service.states.names(), "chat_template": model.chat.tuned,
         }  # fmt: skip
 
     @app.get("/v1/models")
@@ -190,13 +253,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name != service.model.name:
-            raise ApiError(
-                404,
-                f"the model must be {service.model.name!r}; got {name[:100]!r}",
-                code="model_not_found",
-                param="model",
-            )
+        service.model.check_name(name)
         return JSONResponse(await asyncio.to_thread(describe))
 
 
@@ -212,94 +269,50 @@ def _add_operation(app: FastAPI, service: Service) -> None:
         ready = service.worker.healthy and not service.admission.draining
         return JSONResponse({"status": "ok" if ready else "stopping"}, 200 if ready else 503)
 
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.page(), media_type=METRICS_TYPE)
 
 
 async def _respond(request: Request, service: Service, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
-    started = await _unless_gone(request.receive, service.begin(kind, request.scope[BODY]))
+    started = await unless_gone(request.receive, service.begin(kind, request.scope[BODY]))
     answer, reply = started.answer, started.reply
     try:
         if started.stream:
             # An error before the first piece is answered with its HTTP status.
             pieces = answer.pieces()
-            first = await _unless_gone(request.receive, anext(pieces))
-            return EventStream(answer, _chunks(answer, reply, first, pieces, started.include_usage))
-        pieces_of_choices = await _unless_gone(request.receive, answer.whole())
-        content = await _unless_gone(request.receive, service.encode(reply, pieces_of_choices, answer.usage))
+            first = await unless_gone(request.receive, anext(pieces))
+            return EventStream(answer, _chunks(service, answer, reply, first, pieces, started.include_usage))
+        pieces_of_choices = await unless_gone(request.receive, answer.whole())
+        content = await unless_gone(request.receive, service.encode(reply, pieces_of_choices, answer.usage))
     except BaseException:
         answer.close()
         raise
     answer.close()
+    return _json(content)
+
+
+def _json(content: bytes) -> Response:
     headers = {"Content-Length": str(len(content))}
-    return StreamingResponse(_slices(content), headers=headers, media_type="application/json")
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events of an answer, which is closed at their end or when the client disconnects.
-
-    If the client does not read, the response ends ``_SENDING_SECONDS`` after the time limit of the request.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, answer: Answer, chunks: AsyncIterator[bytes]) -> None:
-        super().__init__(chunks, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with asyncio.timeout(self._answer.seconds_left + _SENDING_SECONDS):
-                await _unless_gone(receive, self.stream_response(send))
-        except (ClientGoneError, TimeoutError):
-            # uvicorn closes the connection of an unfinished response.
-            pass
-        finally:
-            self._answer.close()
-
-
-async def _slices(content: bytes) -> AsyncIterator[bytes]:
-    """Yield ``content`` in slices, so that the memory of the request counts until the client has read its answer."""
-    for begin in range(0, len(content), _SLICE_BYTES):
-        yield content[begin : begin + _SLICE_BYTES]
+    return StreamingResponse(slices(content), headers=headers, media_type="application/json")
 
 
 async def _chunks(
-    answer: Answer, reply: Reply, first: Piece, pieces: AsyncIterator[Piece], usage: bool
+    service: Service, answer: Answer, reply: Reply, first: Piece, pieces: AsyncIterator[Piece], usage: bool
 ) -> AsyncIterator[bytes]:
     for chunk in reply.opening(answer.num_choices):
-        yield _event(chunk)
-    yield _event(reply.chunk(first))
+        yield encode_event(chunk)
+    yield await service.encode_chunk(reply, first)
     try:
         async for piece in pieces:
-            yield _event(reply.chunk(piece))
+            yield await service.encode_chunk(reply, piece)
     except ApiError as error:
-        yield _event(error.body)
+        yield encode_event(error.body)
         return
     if usage:
-        yield _event(reply.usage_chunk(answer.usage))
+        yield encode_event(reply.usage_chunk(answer.usage))
     yield b"data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return f"data: {encode_json(data)}\n\n".encode()
-
-
-async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Await ``work``; cancel it and raise ClientGoneError if the client disconnects first."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGoneError
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

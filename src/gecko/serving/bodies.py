@@ -14,13 +14,15 @@ from collections.abc import Iterable
 from email.message import Message
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import make_scanner
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gecko.serving.limits import ApiError, Limits
+from gecko.serving.limits import ApiError, Limits, first_wrong_field
 
+B = TypeVar("B", bound=BaseModel)
 MAX_VALUES = 100_000
 """Maximum number of strings, lists, objects and fields of one body; numbers in a list do not count."""
 MAX_DEPTH = 32
@@ -45,6 +47,22 @@ def read_json(body: bytes | bytearray) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"at byte {error.start}: invalid UTF-8") from None
     return _Parser(text).whole()
+
+
+def parse_body(kind: type[B], body: bytes | bytearray) -> B:
+    """Parse and validate a body.
+
+    Raises:
+        ApiError: 400 for an invalid body.
+    """
+    try:
+        data = read_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body must be JSON; {error}", code="invalid_json") from error
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise first_wrong_field(error.errors(include_url=False)) from error
 
 
 class _Parser:

@@ -259,8 +259,11 @@ def _address(name: str) -> IPv4Address | IPv6Address | None:
         return None
 
 
+_WITH_KEY = ("/v1/", "/tokenize", "/detokenize")
+
+
 class Gate:
-    """ASGI middleware that passes requests with a known host name and, for ``/v1/``, with the key.
+    """ASGI middleware that passes requests with a known host name and, for the routes that work, with the key.
 
     Args:
         key: the bearer token; None: no key is required.
@@ -284,7 +287,7 @@ class Gate:
             # A proxy may use the other header and see another end of the request (request smuggling).
             raise ApiError(400, "a request must have Content-Length or Transfer-Encoding, not both", close=True)
         self._hosts.check(headers.get("host"), headers.get("origin"))
-        if self._key is not None and path.startswith("/v1/"):
+        if self._key is not None and path.startswith(_WITH_KEY):
             self._check_key(headers.get("authorization", ""), self._key)
 
     def _check_key(self, given: str, key: bytes) -> None:

@@ -4,91 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from gecko.data import Tokenizer
+from gecko.data.chat import ChatFormat, encode_text
 from gecko.inference import Sampling
+from gecko.inference.grammar import Constraint, ConstraintError, GrammarCompiler
 from gecko.inference.request import Request
-from gecko.inference.text import ChoiceText
+from gecko.inference.text import ChoiceText, TokenNames
 from gecko.serving.answer import ChatReply, CompletionReply, Usage
-from gecko.serving.bodies import read_json
-from gecko.serving.chat import ChatFormat, encode_text
-from gecko.serving.limits import ApiError, Limits, first_wrong_field
+from gecko.serving.bodies import parse_body
+from gecko.serving.limits import ApiError, Limits
 from gecko.serving.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, Ids
+from gecko.serving.states.files import SavedStates
+from gecko.serving.structured import GrammarField
 from gecko.state import GeckoState
-
-SUFFIX = ".state"
-_STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MAX_LOADED = 4
-"""Number of states kept in memory after use."""
-
-
-class SavedStates:
-    """Files ``NAME.state`` of a folder, with a cache of loaded states. Replaced files are loaded again.
-
-    Args:
-        folder: None if the server offers no states.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._loaded: OrderedDict[tuple[str | int, ...], GeckoState] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def names(self) -> list[str]:
-        """Return the names of the states in the folder."""
-        if self._folder is None:
-            return []
-        names = (path.name.removesuffix(SUFFIX) for path in self._folder.glob(f"*{SUFFIX}") if path.is_file())
-        return sorted(name for name in names if _STATE_NAME.fullmatch(name))
-
-    def load(self, name: str) -> GeckoState:
-        """Load the state with this name; thread-safe.
-
-        Raises:
-            ApiError: 404 if there is no such state; 400 if its file is damaged or does not hold a state of one row.
-        """
-        if self._folder is None:
-            raise ApiError(
-                400, "this server offers no states; start it with gecko serve --states FOLDER", param="state"
-            )
-        path = self._folder / f"{name}{SUFFIX}"
-        if not _STATE_NAME.fullmatch(name) or not path.is_file():
-            raise ApiError(404, f"there is no state {name[:100]!r}", code="state_not_found", param="state")
-        try:
-            return self._load(path)
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            reason = str(error).replace(str(path), f"the state {name!r}")
-            raise ApiError(400, reason, code="invalid_state", param="state") from error
-
-    def _load(self, path: Path) -> GeckoState:
-        facts = path.stat()
-        # Size and modification time may equal those of the replaced file: all states of a model have the same size.
-        key = (path.name, facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
-        with self._lock:
-            state = self._loaded.pop(key, None)
-        if state is None:
-            state = GeckoState.load(path)
-        if state.batch_size != 1:
-            raise ValueError(f"a state must have one row to continue a text; {path} has {state.batch_size}.")
-        with self._lock:
-            self._loaded[key] = state
-            while len(self._loaded) > _MAX_LOADED:
-                self._loaded.popitem(last=False)
-        return state
-
 
 DEFAULT_TOKENS = 16
 """Default of ``max_tokens`` of a completion, as in the API of OpenAI."""
@@ -99,12 +36,16 @@ MAX_ECHO_IDS = 1 << 16
 _SEEDS = 1 << 63
 _SMALL = 1 << 16
 """Maximum size in bytes of a body that is prepared in milliseconds, whatever its content."""
+LARGE = _SMALL + 1
+"""Size at which requests with a constraint count: it takes up to a second to compile."""
 _PART = 1 << 16
 """Number of ids converted at once: the conversion of a longer list holds the GIL for too long."""
 _LOGPROB_BYTES = 512
 """Memory of one log-probability, from the token to the encoded answer."""
 _ECHO_BYTES = 10
 """Memory of one echoed character, in the text of the prompt and in the encoded answer."""
+_CONSTRAINT_BYTES = 1 << 21
+"""Memory of a constraint; most take less, and the limits of ``gecko.inference.grammar`` allow more."""
 ApiRequest = CompletionRequest | ChatRequest
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -121,17 +62,42 @@ class ServedModel:
     tokenizer: Tokenizer
     chat: ChatFormat
 
+    def check_name(self, asked: str | None) -> None:
+        """Raise ApiError 404 if a request asks for another model."""
+        if asked not in (None, self.name):
+            raise ApiError(
+                404, f"the model must be {self.name!r}; got {asked[:100]!r}", code="model_not_found", param="model"
+            )
+
 
 @dataclass(frozen=True)
 class Prepared:
-    """Requests to the engine and the format of their answer."""
+    """Requests to the engine."""
 
     requests: Sequence[Request]
     choices: Sequence[ChoiceText]
-    reply: CompletionReply | ChatReply
     usage: Usage
     num_bytes: int
     """Memory until the answer is sent."""
+
+
+@dataclass(frozen=True)
+class PreparedReply(Prepared):
+    """Requests to the engine and the format of their answer."""
+
+    reply: CompletionReply | ChatReply
+
+
+class Asked(Protocol):
+    """A validated body, of which the engine gets one request per choice."""
+
+    @property
+    def n(self) -> int:
+        """Choices per prompt."""
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the text may have to match a grammar, which takes long to prepare."""
 
 
 class Threads:
@@ -164,6 +130,8 @@ class Preparation:
 
     def __init__(self, model: ServedModel, limits: Limits, states: SavedStates) -> None:
         self._model, self._limits, self._states = model, limits, states
+        self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size)
+        self._names = TokenNames(model.tokenizer)
 
     def parse(self, kind: type[CompletionRequest] | type[ChatRequest], take: Callable[[], bytearray]) -> ApiRequest:
         """Parse and validate the body that ``take`` returns.
@@ -171,49 +139,51 @@ class Preparation:
         Raises:
             ApiError: 400 for an invalid body, 404 for another model.
         """
-        try:
-            data = read_json(take())
-        except ValueError as error:
-            raise ApiError(400, f"the body must be JSON; {error}", code="invalid_json") from error
-        try:
-            asked = kind.model_validate(data)
-        except ValidationError as error:
-            raise first_wrong_field(error.errors(include_url=False)) from error
-        self._check(asked)
+        asked = parse_body(kind, take())
+        self.check(asked)
         return asked
 
-    def prepare(self, asked: ApiRequest) -> Prepared:
+    def prepare(self, asked: ApiRequest) -> PreparedReply:
         """Tokenize the prompts and build the requests to the engine.
 
         Raises:
             ApiError, ValueError: the request is out of the model's or the server's range.
         """
         state = None if asked.state is None else self._states.load(asked.state)
-        prompts = [self._check_ids(ids) for ids in self._ids(asked, state)]
-        reply = self._reply(asked)
+        return self.build(asked, self._ids(asked, state), state)
+
+    def build(self, asked: ApiRequest, prompts: Sequence[Tensor], state: GeckoState | None) -> PreparedReply:
+        """Build the requests to the engine from the ids of the prompts, which continue ``state``.
+
+        Raises:
+            ApiError, ValueError: the request is out of the model's or the server's range.
+        """
+        prompts = [self._check_ids(ids) for ids in prompts]
+        reply = ChatReply(self._model.name) if isinstance(asked, ChatRequest) else CompletionReply(self._model.name)
+        echoes = self._echoes(asked, prompts)
         requests = self._requests(asked, prompts, state)
         follows = [self._follows_text(asked, prompt, state) for prompt in prompts]
         choices = [
-            self._choice(index, asked, request, follows[index // asked.n]) for index, request in enumerate(requests)
+            self._choice(index, asked, request, follows[index // asked.n], echoes[index // asked.n])
+            for index, request in enumerate(requests)
         ]
         usage = Usage(sum(map(len, prompts)), 0, self._model.state_bytes)
-        return Prepared(requests, choices, reply, usage, self._num_bytes(asked, prompts, reply))
+        return PreparedReply(requests, choices, usage, self._num_bytes(asked, prompts, echoes), reply)
 
-    def _num_bytes(self, asked: ApiRequest, prompts: Sequence[Tensor], reply: CompletionReply | ChatReply) -> int:
+    def _num_bytes(self, asked: ApiRequest, prompts: Sequence[Tensor], echoes: Sequence[str]) -> int:
         """Return the memory of the request's tokens and of its answer, in bytes."""
-        size = sum(prompt.nbytes for prompt in prompts)
+        size = sum(prompt.nbytes for prompt in prompts) + _ECHO_BYTES * asked.n * sum(map(len, echoes))
         if asked.num_top_logprobs is not None:
-            size += _LOGPROB_BYTES * num_choices(asked) * self._new_tokens(asked) * (asked.num_top_logprobs + 1)
-        if isinstance(reply, CompletionReply):
-            size += _ECHO_BYTES * sum(map(len, reply.echoes))
-        return size
+            scored = num_choices(asked) * self._new_tokens(asked)
+            if _prompt_logprobs(asked) is not None:
+                scored += asked.n * sum(map(len, prompts))
+            size += _LOGPROB_BYTES * scored * (asked.num_top_logprobs + 1)
+        return size + (_CONSTRAINT_BYTES if asked.constrained else 0)
 
-    def _check(self, asked: ApiRequest) -> None:
-        if asked.model not in (None, self._model.name):
-            raise ApiError(
-                404, f"the model must be {self._model.name!r}; got {asked.model[:100]!r}",
-                code="model_not_found", param="model",
-            )  # fmt: skip
+    def check(self, asked: ApiRequest) -> None:
+        """Check a request before its prompts are tokenized; ApiError 400, or 404 for another model."""
+        self._model.check_name(asked.model)
+        self._check_stops(asked)
         if self._new_tokens(asked) > self._limits.new_tokens:
             raise ApiError(
                 400, f"max_tokens must be at most {self._limits.new_tokens}; got {self._new_tokens(asked)}",
@@ -231,6 +201,20 @@ class Preparation:
                 for kind, most in ((str, MAX_ECHO), (list, MAX_ECHO_IDS)):
                     prompts = [prompt for prompt in _prompts(asked) if isinstance(prompt, kind)]
                     self._check_echo(asked, sum(map(len, prompts)), most)
+            elif asked.max_tokens == 0:
+                raise ApiError(
+                    400, "max_tokens must be at least 1 without echo; got 0", code="invalid_value", param="max_tokens"
+                )
+
+    def _check_stops(self, asked: ApiRequest) -> None:
+        if asked.min_tokens > self._new_tokens(asked):
+            raise ApiError(
+                400, f"min_tokens must be at most max_tokens, {self._new_tokens(asked)}; got {asked.min_tokens}",
+                code="invalid_value", param="min_tokens",
+            )  # fmt: skip
+        wrong = next((index for index in asked.stop_token_ids if not 0 <= index < self._model.vocab_size), None)
+        if wrong is not None:
+            raise self._id_error(wrong, "stop_token_ids")
 
     def _check_echo(self, asked: CompletionRequest, length: int, most: int) -> None:
         if asked.n * length > most:
@@ -247,32 +231,51 @@ class Preparation:
         wanted = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         return self._limits.new_tokens if wanted is None else wanted
 
-    def _reply(self, asked: ApiRequest) -> CompletionReply | ChatReply:
-        if isinstance(asked, ChatRequest):
-            return ChatReply(self._model.name)
-        prompts = _prompts(asked)
-        if not asked.echo:
-            return CompletionReply(self._model.name, [""] * (len(prompts) * asked.n))
-        texts = [prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt) for prompt in prompts]
+    def _echoes(self, asked: ApiRequest, ids: Sequence[Tensor]) -> Sequence[str]:
+        """Return the text that the answer repeats of each prompt; empty without ``echo``."""
+        if isinstance(asked, ChatRequest) or not asked.echo:
+            return [""] * len(ids)
+        if asked.logprobs is not None:
+            self._check_echo(asked, sum(map(len, ids)), MAX_ECHO_IDS)
+        texts = [
+            prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt) for prompt in _prompts(asked)
+        ]
         self._check_echo(asked, sum(map(len, texts)), MAX_ECHO)
-        return CompletionReply(self._model.name, [text for text in texts for _ in range(asked.n)])
+        return texts
 
     def _requests(self, asked: ApiRequest, prompts: Sequence[Tensor], state: GeckoState | None) -> list[Request]:
         """Return one request per choice."""
-        sampling = asked.sampling()
+        sampling, constraint = _sampling(asked), self._compile(asked.grammar())
         seed = random.getrandbits(53) if asked.seed is None else asked.seed
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
         return [
-            self._request(asked, prompt, sampling, (seed + index) % _SEEDS, state)
+            self._request(asked, prompt, sampling, (seed + index) % _SEEDS, state, constraint)
             for index, prompt in enumerate(repeated)
         ]
 
     def _request(
-        self, asked: ApiRequest, prompt: Tensor, sampling: Sampling, seed: int, state: GeckoState | None
-    ) -> Request:
+        self, asked: ApiRequest, prompt: Tensor, sampling: Sampling, seed: int, state: GeckoState | None,
+        constraint: Constraint | None,
+    ) -> Request:  # fmt: skip
+        return Request(
+            prompt, self._new_tokens(asked), sampling, seed, self._stop_tokens(asked), asked.num_top_logprobs, state,
+            min_new_tokens=asked.min_tokens, prompt_logprobs=_prompt_logprobs(asked), constraint=constraint,
+        )  # fmt: skip
+
+    def _compile(self, asked: GrammarField | None) -> Constraint | None:
+        if asked is None:
+            return None
+        try:
+            return self._grammars.compile(asked.grammar)
+        except (ConstraintError, ImportError) as error:
+            raise ApiError(400, f"{asked.name}: {error}", code="invalid_constraint", param=asked.name) from error
+
+    def _stop_tokens(self, asked: ApiRequest) -> frozenset[int]:
+        if asked.ignore_eos:
+            return frozenset(asked.stop_token_ids)
         chat = isinstance(asked, ChatRequest)
-        stop_tokens = self._model.chat.stop_ids if chat else frozenset({self._model.tokenizer.document_end})
-        return Request(prompt, self._new_tokens(asked), sampling, seed, stop_tokens, asked.num_top_logprobs, state)
+        ends = self._model.chat.stop_ids if chat else frozenset({self._model.tokenizer.document_end})
+        return ends.union(asked.stop_token_ids)
 
     def _ids(self, asked: ApiRequest, state: GeckoState | None) -> list[Tensor]:
         if isinstance(asked, ChatRequest):
@@ -310,16 +313,21 @@ class Preparation:
             limit = f"1 to {self._limits.prompt_tokens:,}"
             raise ApiError(400, f"a prompt must have {limit} tokens; got {length:,}", code=code, param="prompt")
 
-    def _id_error(self, wrong: int) -> ApiError:
+    def _id_error(self, wrong: int, field: str = "prompt") -> ApiError:
         limit = self._model.vocab_size - 1
         return ApiError(
-            400, f"token ids must be in 0..{limit}; got {str(wrong)[:40]}", code="invalid_value", param="prompt"
+            400, f"{field}: token ids must be in 0..{limit}; got {str(wrong)[:40]}", code="invalid_value", param=field
         )
 
-    def _choice(self, index: int, asked: ApiRequest, request: Request, goes_on: bool) -> ChoiceText:
+    def _choice(self, index: int, asked: ApiRequest, request: Request, goes_on: bool, echo: str) -> ChoiceText:
         position = request.start_position + len(request.prompt)
-        stops = [*asked.stop, *(self._model.chat.stops if isinstance(asked, ChatRequest) else ())]
-        return ChoiceText(index, self._model.tokenizer, stops, position, goes_on=goes_on)
+        constrained = request.constraint is not None
+        stops = [*asked.stop, *(self._model.chat.stops if isinstance(asked, ChatRequest) and not constrained else ())]
+        # A constraint covers all characters, also a space of SentencePiece before the first word.
+        return ChoiceText(
+            index, self._model.tokenizer, stops, position, goes_on=goes_on or constrained,
+            min_tokens=asked.min_tokens, echo=echo, scored=request.prompt_logprobs is not None, names=self._names,
+        )  # fmt: skip
 
     def _follows_text(self, asked: ApiRequest, prompt: Tensor, state: GeckoState | None) -> bool:
         """Return whether the new text continues other text: not in a chat, nor after special tokens only."""
@@ -330,9 +338,22 @@ class Preparation:
         return start_position > 0 or not bool(np.isin(prompt.numpy(), special).all())
 
 
-def num_choices(asked: ApiRequest) -> int:
+def _sampling(asked: ApiRequest) -> Sampling:
+    try:
+        return asked.sampling()
+    except ValueError as error:
+        # The message starts with the name of the field.
+        raise ApiError(400, str(error), code="invalid_value", param=str(error).split()[0]) from error
+
+
+def _prompt_logprobs(asked: ApiRequest) -> int | None:
+    """Return the number of alternatives to each token of the prompt; None: no log-probabilities of the prompt."""
+    return asked.logprobs if isinstance(asked, CompletionRequest) and asked.echo else None
+
+
+def num_choices(asked: Asked) -> int:
     """Return the number of choices over all prompts."""
-    return asked.n * (1 if isinstance(asked, ChatRequest) else len(_prompts(asked)))
+    return asked.n * (len(_prompts(asked)) if isinstance(asked, CompletionRequest) else 1)
 
 
 def _prompts(asked: CompletionRequest) -> Sequence[str | Ids]:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
 from gecko.inference import Sampling
+from gecko.inference.sampling import MAX_PENALTY
+from gecko.serving.structured import GrammarField, ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request, over all of its prompts."""
@@ -17,15 +19,24 @@ MAX_TOP_LOGPROBS = 20
 _MAX_STOPS, _MAX_STOP_LENGTH = 16, 1000
 _MAX_BIASES = 1024
 _MAX_FIELDS = 100
-_IGNORED = frozenset({"user", "metadata", "store", "service_tier"})
+_MAX_STOP_IDS = 128
+_IGNORED = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+        "parallel_tool_calls",
+    }
+)  # fmt: skip
+"""Fields that clients send and that do not change the answer of this server."""
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": ((None, ""), "a Gecko generates left to right and cannot insert text before a suffix"),
     "best_of": ((None, 1), "request n choices with logprobs and select one"),
-    "presence_penalty": ((None, 0), "use repetition_penalty"),
-    "frequency_penalty": ((None, 0), "use repetition_penalty"),
-    "response_format": ((None, {"type": "text"}), "the model generates text only"),
+    "guided_json": ((None,), "use structured_outputs: {json: …}"),
+    "guided_regex": ((None,), "use structured_outputs: {regex: …}"),
+    "guided_choice": ((None,), "use structured_outputs: {choice: …}"),
     "tools": ((None, []), "the server does not call tools"),
+    "tool_choice": ((None, "none", "auto"), "the server does not call tools"),
     "functions": ((None, []), "the server does not call functions"),
+    "function_call": ((None, "none", "auto"), "the server does not call functions"),
 }
 """Unsupported fields of OpenAI's API that would change the answer: values without effect, and the reason or remedy."""
 _EMPTY_VALUES: tuple[Any, ...] = (None, False, [])
@@ -86,6 +97,9 @@ def _is_bias(value: Any) -> bool:
     return type(value) in (int, float) and -100 <= value <= 100
 
 
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+)  # fmt: skip
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer"}}
 Prompt = Annotated[
@@ -96,6 +110,7 @@ Prompt = Annotated[
 Stop = Annotated[
     list[str], PlainValidator(_stop), WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]})
 ]
+StopIds = Annotated[list[int], FailFast(), Field(max_length=_MAX_STOP_IDS)]
 LogitBias = Annotated[
     dict[int, float],
     PlainValidator(_logit_bias),
@@ -105,11 +120,12 @@ Content = Annotated[str, PlainValidator(_content), WithJsonSchema({"anyOf": [_TE
 
 
 def _first_unknown(data: dict[Any, Any], known: Collection[str]) -> str | None:
-    return next((name for name in data if name not in known), None)
+    """Return the first unknown field with a value other than ``null``."""
+    return next((name for name, value in data.items() if name not in known and value is not None), None)
 
 
-class _Object(BaseModel):
-    """JSON object. ``null`` in an optional field counts as absent, because some clients send all fields.
+class JsonObject(BaseModel):
+    """JSON object. ``null`` in an optional or unknown field counts as absent, because some clients send all fields.
 
     Only the first unknown field is validated, and refused.
     """
@@ -129,7 +145,7 @@ class _Object(BaseModel):
         }  # fmt: skip
 
 
-class _Part(_Object):
+class JsonPart(JsonObject):
     """JSON object inside a request. Unknown fields with empty values are ignored: clients send back fields of earlier
     answers, such as ``"tool_calls": null``.
     """
@@ -142,11 +158,11 @@ class _Part(_Object):
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in _EMPTY_VALUES}
 
 
-class StreamOptions(_Part):
+class StreamOptions(JsonPart):
     include_usage: bool = False
 
 
-class Generation(_Object):
+class Generation(JsonObject):
     """Fields of both kinds of request."""
 
     model: str | None = None
@@ -154,15 +170,25 @@ class Generation(_Object):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Stop = []
+    stop_token_ids: StopIds = []
+    """Ids that end the answer besides the model's own end tokens."""
+    ignore_eos: bool = False
+    """Whether the model's end tokens do not end the answer."""
+    min_tokens: int = Field(0, ge=0)
+    """Number of tokens before which no stop token and no stop string ends the answer."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     logit_bias: LogitBias = {}
     seed: int | None = None
     state: str | None = None
     """Name of the saved state that the prompt continues."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -185,13 +211,23 @@ class Generation(_Object):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def constrained(self) -> bool:
+        """Whether the text may have to match a grammar."""
+        return self.response_format is not None or self.structured_outputs is not None
+
+    def grammar(self) -> GrammarField | None:
+        """Return the grammar that the text must match; ValueError if there are two."""
+        formatted = None if self.response_format is None else self.response_format.grammar()
+        if self.structured_outputs is None:
+            return formatted
+        if formatted is not None:
+            raise ValueError("structured_outputs must be given alone; got response_format too. Leave out one of them")
+        return self.structured_outputs.grammar()
+
     def sampling(self) -> Sampling:
         """Return the sampling parameters; ValueError if a number is out of range."""
-        given = {
-            name: value
-            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            if (value := getattr(self, name)) is not None
-        }
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return Sampling(**given, logit_bias=self.logit_bias)
 
 
@@ -199,15 +235,9 @@ class CompletionRequest(Generation):
     """Body of ``POST /v1/completions``."""
 
     prompt: Prompt
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-
-    @model_validator(mode="after")
-    def _check_together(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("logprobs cover generated tokens only: leave out echo or logprobs")
-        return self
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -215,7 +245,7 @@ class CompletionRequest(Generation):
         return self.logprobs
 
 
-class Message(_Part):
+class Message(JsonPart):
     """One turn of a conversation; ``content`` is the text of all its parts."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -243,3 +273,30 @@ class ChatRequest(Generation):
     def num_top_logprobs(self) -> int | None:
         """Number of alternatives with log-probabilities; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(JsonPart):
+    """Body of ``POST /tokenize``: a text, or a conversation as for ``/v1/chat/completions``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1)] = []
+    add_special_tokens: bool | None = None
+    """Whether the document start comes before a text; true unless given."""
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_together(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("there must be a prompt or messages, not both")
+        if self.messages and self.add_special_tokens:
+            raise ValueError("add_special_tokens is for a prompt: the chat format writes those of messages")
+        return self
+
+
+class DetokenizeRequest(JsonPart):
+    """Body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], FailFast()]

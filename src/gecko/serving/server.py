@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import resource
@@ -15,18 +16,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+import torch
 import uvicorn
 
 from gecko.data import Tokenizer
+from gecko.data.chat import find_format
 from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.scheduler import Engine
 from gecko.models.gecko import Gecko
 from gecko.serving.app import Service, create_app
-from gecko.serving.chat import find_format
 from gecko.serving.connection import Hosts, connection_class
 from gecko.serving.limits import Limits
 from gecko.serving.metrics import Metrics
-from gecko.serving.prepare import SavedStates, ServedModel
+from gecko.serving.prepare import ServedModel
+from gecko.serving.responses.store import ResponseStore
+from gecko.serving.states.files import SavedStates
 from gecko.serving.worker import Worker
 
 _FLUSH_SECONDS = 5
@@ -46,8 +50,14 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     prefix_cache_bytes: int = 0
     """Memory of the prefix cache; 0: no cache."""
+    window_dtype: torch.dtype | None = None
+    """Dtype of the attention windows of decoding sequences; None: that of their states."""
+    response_bytes: int = 1 << 30
+    """Memory of stored responses and the states of their conversations."""
     states: Path | None = None
     """Folder of saved states that requests may name."""
+    states_bytes: int = 0
+    """Limit for all files of that folder, up to which clients may save states; 0: they may not save or delete any."""
     api_key: str | None = None
     host: str = "127.0.0.1"
     """Address or name that the server listens on."""
@@ -67,12 +77,22 @@ def build_service(model: Gecko, tokenizer: Tokenizer, folder: Path, options: Opt
     limits = options.limits
     # Admission counts requests before they reach the engine, and the engine executes cancellations before later
     # submissions, so the queue of the engine has room for all admitted requests.
-    engine = Engine(model, rows=limits.rows, max_queued=limits.rows + limits.queue, prefix_cache=cache)
+    engine = Engine(
+        model, rows=limits.rows, max_queued=limits.rows + limits.queue, prefix_cache=cache,
+        window_dtype=options.window_dtype,
+    )  # fmt: skip
     metrics = Metrics(engine, cache)
     served = ServedModel(
         options.name, model.config.vocab_size, model.empty_state().num_bytes, tokenizer, find_format(tokenizer, folder)
     )
-    return Service(served, Worker(engine, metrics), metrics, limits, SavedStates(options.states))
+    return Service(
+        served,
+        Worker(engine, metrics),
+        metrics,
+        limits,
+        SavedStates(options.states, options.states_bytes),
+        ResponseStore(options.response_bytes),
+    )
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -85,7 +105,10 @@ def open_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise OSError(f"cannot listen at {host} port {port}: {error.strerror}. Try another --port.") from error
+        advice = "Try another --port." if error.errno == errno.EADDRINUSE or port < 1024 else (
+            "--host must be an address of this machine: 127.0.0.1 for itself only, 0.0.0.0 for all of its networks."
+        )  # fmt: skip
+        raise OSError(f"cannot listen at {host} port {port}: {error.strerror}. {advice}") from error
 
 
 class Server(uvicorn.Server):

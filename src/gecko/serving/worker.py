@@ -53,9 +53,9 @@ class RequestGroup:
             else:
                 metrics.between_tokens.observe(now - before)
             self._last[event.request_id] = now
-            index = self._indices[event.request_id]
-        else:
-            index = self._indices.pop(event.request_id)
+        index = self._indices[event.request_id]
+        if isinstance(event, Finished):
+            del self._indices[event.request_id]
         self._events.put_nowait((index, event))
 
     def forget(self, request_id: int) -> None:

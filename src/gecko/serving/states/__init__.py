@@ -1,0 +1,1 @@
+"""Reading states that clients save, list, delete and continue from."""

@@ -1,0 +1,217 @@
+"""Constrained text always matches its constraint, and sequences beside it get what they get alone."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, TypeAdapter
+from serving.texts import alone, request, run
+
+import gecko
+from gecko.data import Tokenizer, load_tokenizer
+from gecko.inference import Sampling
+from gecko.inference.grammar import Constraint, ConstraintError, Grammar, GrammarCompiler
+from gecko.inference.scheduler import Engine
+
+BIG = gecko.GeckoConfig(
+    vocab_size=448, num_layers=1, model_dim=16, key_dim=8, value_dim=16, num_heads=1, ffn_dim=16,
+    cema_modes=2, chunk_size=8, timestep_groups=2,
+)  # fmt: skip
+"""Configuration with an embedding for every id of the tokenizers of these tests, and some more."""
+
+
+class Point(BaseModel):
+    """Object of the JSON tests."""
+
+    name: str
+    kind: str | None
+    values: list[int]
+    next: Point | None
+
+
+@pytest.fixture(scope="session")
+def big() -> gecko.Gecko:
+    torch.manual_seed(1)
+    model = gecko.Gecko(BIG)
+    with torch.no_grad():
+        model.head.weight.mul_(3)
+    return model
+
+
+@pytest.fixture(scope="session")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, BIG.vocab_size)
+
+
+@pytest.fixture(scope="session")
+def bytewise() -> GrammarCompiler:
+    return GrammarCompiler(load_tokenizer("bytes"), 264)
+
+
+def written(
+    model: gecko.Gecko, tokenizer: Tokenizer, constraint: Constraint, seed: int, tokens: int = 200
+) -> tuple[str, str]:
+    """Return the text that the engine generates under a constraint, and why it ended. Symbols that close are likely."""
+    closing = {int(tokenizer.encode("a" + symbol)[-1]): 6.0 for symbol in '"}],'}
+    asked = request(
+        torch.tensor([tokenizer.document_start, 5]), tokens, Sampling(1.0, logit_bias=closing), seed=seed,
+        constraint=constraint,
+        stop_tokens=frozenset({tokenizer.document_end}),
+    )  # fmt: skip
+    (number,), log = run(Engine(model), asked)
+    before = tokenizer.encode("a").tolist()[-1:]
+    text = tokenizer.decode([*before, *log.ids(number)])
+    return text.removeprefix(tokenizer.decode(before)), log.ends[number].reason
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1000), texts=st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=1))
+def test_a_choice_is_one_of_the_texts(
+    big: gecko.Gecko, tokenizer: Tokenizer, compiler: GrammarCompiler, seed: int, texts: list[str]
+) -> None:
+    """Whatever characters they have, if the tokenizer can write them."""
+    known = [text for text in texts if tokenizer.decode(tokenizer.encode("a" + text)) == "a" + text]
+    if known:
+        text, reason = written(big, tokenizer, compiler.compile(Grammar.choice(known)), seed, 2000)
+        assert (text in known, reason) == (True, "stop")
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[a-d]{2,5}(-[0-9]+)?!", r"(yes|no), é{3}", r"[0-9]{2}:[0-9]{2}", r"(a|b)*c", "/x/\\n?"]
+)
+def test_a_text_matches_its_regular_expression(
+    big: gecko.Gecko, tokenizer: Tokenizer, compiler: GrammarCompiler, pattern: str
+) -> None:
+    constraint, ends = compiler.compile(Grammar("regex", pattern)), set()
+    for seed in range(8):
+        text, reason = written(big, tokenizer, constraint, seed)
+        ends.add(reason)
+        assert reason == "length" or re.fullmatch(pattern, text), text
+    assert "stop" in ends
+
+
+def test_json_fits_its_schema(big: gecko.Gecko, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    constraint = compiler.compile(Grammar.json_schema(Point.model_json_schema()))
+    ends = []
+    for seed in range(12):
+        text, reason = written(big, tokenizer, constraint, seed, 600)
+        ends.append(reason)
+        if reason == "stop":
+            TypeAdapter(Point).validate_json(text, strict=True)
+    assert ends.count("stop") > 2
+
+
+def test_an_object_of_json(big: gecko.Gecko, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    constraint = compiler.compile(Grammar.json_schema({"type": "object"}))
+    ends = [written(big, tokenizer, constraint, seed, 400) for seed in range(12)]
+    assert all(isinstance(json.loads(text), dict) for text, reason in ends if reason == "stop")
+    assert any(reason == "stop" for _, reason in ends)
+
+
+def test_white_space_ends(model: gecko.Gecko, bytewise: GrammarCompiler) -> None:
+    """However likely a model makes it."""
+    constraint = bytewise.compile(Grammar.json_schema({"type": "array", "items": {"enum": [1]}, "maxItems": 2}))
+    asked = request(new=1000, sampling=Sampling(0.0, logit_bias={10: 100.0, 32: 99.0}), constraint=constraint)
+    (number,), log = run(Engine(model), asked)
+    assert log.ends[number].reason == "stop"
+    assert json.loads(bytes(log.ids(number))) in ([], [1], [1, 1])
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 99), drawn=st.floats(0.0, 1.5), penalty=st.sampled_from([1.0, 1.3]))
+def test_sequences_beside_a_constrained_one_are_as_if_alone(
+    model: gecko.Gecko, bytewise: GrammarCompiler, seed: int, drawn: float, penalty: float
+) -> None:
+    """Also with log-probabilities, which stay those of the model."""
+    constraint = bytewise.compile(Grammar("regex", "[a-f0-9]{30}"))
+    free = request(new=40, sampling=Sampling(drawn, repetition_penalty=penalty), seed=seed, logprobs=2)
+    bound = request(new=40, sampling=Sampling(drawn), seed=seed, constraint=constraint, logprobs=2)
+    (first, second, third), log = run(Engine(model), free, bound, free)
+    (single,), single_log = run(Engine(model), free)
+    assert log.ids(first) == log.ids(third) == alone(model, free).tokens[0]
+    values = [(event.logprob, event.top_logprobs) for event in log.tokens[first]]
+    assert values == [(event.logprob, event.top_logprobs) for event in single_log.tokens[single]]
+    assert re.fullmatch("[a-f0-9]{30}", bytes(log.ids(second)).decode())
+    assert all(len(event.top_logprobs) == 2 for event in log.tokens[second])
+
+
+def test_a_constraint_that_excludes_nothing_changes_nothing(model: gecko.Gecko, bytewise: GrammarCompiler) -> None:
+    constraint = bytewise.compile(Grammar("regex", "(?s:.)*"))
+    for temperature in (0.0, 0.8):
+        sampling = Sampling(temperature, logit_bias=dict.fromkeys([*range(128, 264)], -100.0))
+        free = request(new=40, sampling=sampling, seed=3)
+        bound = request(new=40, sampling=sampling, seed=3, constraint=constraint)
+        (first, second), log = run(Engine(model), free, bound)
+        assert log.ids(first) == log.ids(second)
+
+
+def test_a_text_ends_where_it_is_complete_only(model: gecko.Gecko, bytewise: GrammarCompiler) -> None:
+    """However likely the stop token is; and a text of full length is said to be cut."""
+    constraint = bytewise.compile(Grammar("regex", "ab(cd)?"))
+    asked = request(
+        new=9, sampling=Sampling(0.0, logit_bias={256: 100.0}), constraint=constraint, stop_tokens=frozenset({256})
+    )
+    cut = request(new=3, sampling=Sampling(0.0, logit_bias={99: 100.0}), constraint=constraint)
+    (first, second), log = run(Engine(model), asked, cut)
+    assert (bytes(log.ids(first)), log.ends[first].reason) == (b"ab", "stop")
+    assert (bytes(log.ids(second)), log.ends[second].reason) == (b"abc", "length")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        (Grammar("regex", "(a|b"), "unclosed group"),
+        (Grammar("regex", "(?=a)b"), "look-around"),
+        (Grammar("regex", r"[^\s\S]"), "no token"),
+        (Grammar("regex", "a" * 20_000), "16,384"),
+        (Grammar("regex", "(" * 5000 + "a" + ")*" * 5000), "regex"),
+        (Grammar.choice([f"{index * 7919}" for index in range(90_000)]), "262,144"),
+        (Grammar.json_schema({"type": "strin"}), "strin"),
+        (Grammar.json_schema({"enum": ["\ud800"]}), "hex escape"),
+        (Grammar("json_schema", "{"), "EOF"),
+        (Grammar("regex", "\ud800"), "surrogate"),
+        (Grammar.json_schema({"$ref": "#"}), "no token"),
+        (Grammar.json_schema({"$ref": "http://localhost:1/x"}), "does not fetch"),
+        (Grammar.json_schema({"$ref": "file:///etc/hostname"}), "does not fetch"),
+        (Grammar.json_schema({"not": {}, "x-guidance": {"lenient": True}}), "not"),
+        (Grammar.json_schema({"properties": {f"p{index}": {} for index in range(20_000)}}), "262,144"),
+        (
+            Grammar.json_schema(
+                {
+                    "allOf": [
+                        {"anyOf": [{"properties": {f"p{i}_{j}": {"type": "string"}}} for j in range(4)]}
+                        for i in range(6)
+                    ]
+                }
+            ),
+            "too",
+        ),
+    ],
+    ids=range(16),
+)
+def test_bad_constraints_are_refused(bytewise: GrammarCompiler, grammar: Grammar, told: str) -> None:
+    with pytest.raises(ConstraintError, match=re.escape(told)) as caught:
+        bytewise.compile(grammar)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_constraint_that_becomes_too_complex_ends_its_sequence_alone(
+    model: gecko.Gecko, bytewise: GrammarCompiler
+) -> None:
+    constraint = bytewise.compile(Grammar("regex", "((a{1,1000}){1,1000}){1,1000}b"))
+    bound, free = request(new=200, sampling=Sampling(1.0, logit_bias={97: 100.0}), constraint=constraint), request()
+    (first, second), log = run(Engine(model), bound, free)
+    assert log.ends[first].reason == "constraint"
+    assert "too many expressions" in str(log.ends[first].error)
+    assert log.ids(second) == alone(model, free).tokens[0]
+
+
+def test_the_vocabulary_must_be_the_models(model: gecko.Gecko, compiler: GrammarCompiler) -> None:
+    constraint = compiler.compile(Grammar("regex", "a"))
+    with pytest.raises(ValueError, match="vocabulary of 264"):
+        Engine(model).submit(request(constraint=constraint))
