@@ -102,9 +102,22 @@ def test_no_text(texts: list[str]) -> None:
         TokenizedCorpus.build(texts, ByteTokenizer())
 
 
+@given(st.integers(2, 300), st.floats(0.001, 0.999), st.integers(0, 5))
+def test_of_a_single_document_the_end_is_held_out(length: int, fraction: float, seed: int) -> None:
+    text = bytes(32 + place % 90 for place in range(length)).decode()
+    corpus = TokenizedCorpus.build([text], ByteTokenizer())
+    training, held_out = corpus.split(fraction, seed)
+    assert (len(training), len(held_out)) == (1, 1)
+    start, end = training.document(0), held_out.document(0)
+    assert bytes(start[1:].tolist() + end[1:-1].tolist()).decode() == text
+    assert start[0] == end[0] == end[-1] == 256
+    assert training.num_bytes + held_out.num_bytes == length
+    assert held_out.num_bytes == held_out.text_tokens[0] == min(max(round(fraction * length), 1), length - 1)
+
+
 def test_split_of_one_document() -> None:
-    with pytest.raises(ValueError, match=r"at least 2 documents .* got 1"):
-        TokenizedCorpus.build(["alone"], ByteTokenizer()).split(0.1, 0)
+    with pytest.raises(ValueError, match=r"a single document must have at least 2 tokens .* got 1"):
+        TokenizedCorpus.build(["a"], ByteTokenizer()).split(0.1, 0)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])

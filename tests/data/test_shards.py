@@ -227,5 +227,5 @@ def test_too_few_documents(shard_folder: Path) -> None:
         data.loader(9999)
     with pytest.raises(ValueError, match=r"a row takes sequence_length \+ 1 = 100001 tokens"):
         open_training_data(str(shard_folder), (), ByteTokenizer(), DataRequest(100_000, 0.2, 0))
-    with pytest.raises(ValueError, match=r"at least 2 documents .* got 1"):
+    with pytest.raises(ValueError, match=r"token shards must hold at least 2 documents .* got 1"):
         SplitShards(Shards([[5]]).folder, 0.1, 0)

@@ -54,7 +54,7 @@ def test_special_ids_have_the_texts_that_templates_write(
     assert load_tokenizer(str(bpe_folder)).special_texts == {"<|endoftext|>": 0, "<|pad|>": 1}
     assert load_tokenizer(str(byte_fallback_file)).special_texts == named
     assert load_tokenizer(str(sentencepiece_file)).special_texts == {"<s>": 1, "</s>": 2}
-    assert load_tokenizer("bytes").special_texts == {}
+    assert load_tokenizer("bytes").special_texts == {"<|endoftext|>": 256}
 
 
 def test_name_reloads_the_tokenizer_from_any_folder(
@@ -183,21 +183,24 @@ def test_text_that_spells_a_border_ends_no_document(bpe_folder: Path, tmp_path: 
 
 
 def test_name_on_the_hub(bpe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    def download(name: str, file: str) -> str:
+    def download(name: str, file: str, local_files_only: bool = False) -> str:
         if name != "someone/model":
             raise OSError("no connection")
+        if local_files_only and file == "tokenizer.json":
+            raise LocalEntryNotFoundError("not in the cache")
         if file == "tokenizer_config.json":
             raise EntryNotFoundError("no such file")
         return str(bpe_folder / file)
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
+    library = SimpleNamespace(hf_hub_download=download, constants=SimpleNamespace(ENDPOINT="https://localhost"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", library)
     tokenizer = load_tokenizer("someone/model")
     assert tokenizer.name == "someone/model"
     assert tokenizer.decode(tokenizer.encode("fox")) == "fox"
-    with pytest.raises(FileNotFoundError, match=r"must be 'bytes', the path .* got 'byte', which could not be fetched"):
-        load_tokenizer("byte")
+    with pytest.raises(FileNotFoundError, match=r"must be 'bytes', the path .* got 'other', which could not"):
+        load_tokenizer("other")
 
 
 def test_vocabulary_larger_than_the_models(tokenizer: Tokenizer) -> None:

@@ -12,17 +12,17 @@ import pytest
 from support.corpora import BYTE_MODEL, as_lines, as_shards
 
 from gecko.cli.serve import _read_key
+from gecko.data.chat import find_format
 from gecko.data.shards import Manifest
 from gecko.data.tokenize import TokenizingPlan, read_record
 from gecko.data.tokenizers import ByteTokenizer, load_tokenizer
 from gecko.eval.scrolls import load_questions
 from gecko.experiments.compare.plan import evaluation_of
 from gecko.experiments.report.material import gather
+from gecko.io.checkpoints import read_manifest
 from gecko.models import load_config
-from gecko.serving.chat import find_format
 from gecko.train import Run
-from gecko.train.checkpoint import read_manifest
-from gecko.train.checkpointer import read_trainer_state
+from gecko.train.checkpoints.checkpointer import read_trainer_state
 from gecko.train.metrics import DataRecord, read_metrics, read_sessions
 
 RUN = Run(BYTE_MODEL, "run", steps=1)

@@ -11,7 +11,7 @@ import pytest
 from support.whole_runs import die, everything, same_end, stop_after
 
 from gecko.train import CheckpointSettings, EvaluationSettings, Run, report, session, setup, train, trainer
-from gecko.train.checkpointer import Checkpointer
+from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.evaluate import HeldOut
 from gecko.train.setup import Budget, Costs, most_steps
 from gecko.train.trainer import Trainer

@@ -20,13 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gecko.io.checkpoints import checkpoint_path, list_checkpoints
 from gecko.train import Run, train
-from gecko.train.checkpoint import (
+from gecko.train.checkpoints.folders import (
     MANIFEST,
-    checkpoint_path,
     keep_newest,
     latest_checkpoint,
-    list_checkpoints,
     verify_checkpoint,
     write_checkpoint,
 )
@@ -163,7 +162,7 @@ def test_full_disk_while_a_model_is_saved(small_run: Run, monkeypatch: pytest.Mo
 _WRITER = """
 import os, sys
 from pathlib import Path
-from gecko.train.checkpoint import write_checkpoint, keep_newest
+from gecko.train.checkpoints.folders import write_checkpoint, keep_newest
 folder = Path(sys.argv[1])
 for step in range(10**6):
     write_checkpoint(folder, step, lambda target: [(target / n).write_bytes(os.urandom(200_000)) for n in "abc"])

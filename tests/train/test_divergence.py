@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from support.whole_runs import die, stop_after
 
+from gecko.io.checkpoints import list_checkpoints
 from gecko.train import CheckpointSettings, NonFiniteError, Run, TrainResult, train, trainer
-from gecko.train.checkpoint import list_checkpoints, verify_checkpoint
-from gecko.train.checkpointer import Checkpointer, lowest_loss
+from gecko.train.checkpoints.checkpointer import Checkpointer, lowest_loss
+from gecko.train.checkpoints.folders import verify_checkpoint
 from gecko.train.step import SpikeRule
 
 

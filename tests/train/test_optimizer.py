@@ -1,21 +1,30 @@
-"""AdamW: which parameters decay, and its state as named tensors."""
+"""AdamW and Muon: which parameters they update and decay, their learning rates, and their state as named tensors."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.whole_runs import curve, die, same_end, stop_after
 from torch import nn
 
 from gecko.config import GeckoConfig
 from gecko.models.gecko import Gecko
-from gecko.train import OptimizerSettings, Run
-from gecko.train.checkpointer import read_tensors
-from gecko.train.step import build_optimizer, named_parameters, optimizer_tensors
+from gecko.train import OptimizerSettings, Run, train
+from gecko.train.checkpoints.checkpointer import read_tensors
+from gecko.train.optimizers.build import (
+    block_matrix_names,
+    build_optimizer,
+    named_parameters,
+    optimizer_tensors,
+    set_learning_rate,
+)
+from gecko.train.optimizers.muon import newton_schulz
 
 
 def decayed_names(model: nn.Module, settings: OptimizerSettings) -> set[str]:
@@ -108,3 +117,75 @@ def test_presets_have_a_matrix_for_most_parameters() -> None:
     assert sum(sizes[name] for name in decayed_names(model, OptimizerSettings(decay="matrices"))) > 0.9 * sum(
         sizes.values()
     )
+
+
+MUON = OptimizerSettings(name="muon", learning_rate=0.01)
+
+
+def gradients(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def test_muon_updates_matrices_as_torch_does_and_the_rest_as_adamw_does(small_run: Run) -> None:
+    """PyTorch's Muon rounds to bfloat16, so directions agree to that."""
+    torch.manual_seed(0)
+    ours = Gecko(small_run.model)
+    theirs, plain = copy.deepcopy(ours), copy.deepcopy(ours)
+    optimizers = [build_optimizer(ours, MUON), build_optimizer(plain, OptimizerSettings(learning_rate=0.01))]
+    matrices = [p for name, p in theirs.named_parameters() if name in block_matrix_names(theirs)]
+    optimizers.append(torch.optim.Muon(matrices, lr=0.01, adjust_lr_fn="match_rms_adamw"))
+    before = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+    for model, optimizer in zip((ours, plain, theirs), optimizers, strict=True):
+        for _ in range(3):
+            gradients(model)
+            optimizer.step()
+    others, same = dict(theirs.named_parameters()), dict(plain.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if name in block_matrix_names(ours):
+            change, expected = parameter - before[name], others[name] - before[name]
+            assert (change - expected).norm() < 0.03 * expected.norm(), name
+        else:
+            assert torch.equal(parameter, same[name]), name
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (5, 30), (30, 5)])
+def test_newton_schulz_keeps_the_singular_vectors(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    found = u.T @ newton_schulz(matrix) @ v.T
+    assert (found - found.diagonal().diag()).abs().max() < 1e-9
+    assert found.diagonal().min() > 0.6 and found.diagonal().max() < 1.3
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_rates_of_a_wider_model_follow_the_width(name: str) -> None:
+    """Weight decay of a step, rate × decay, does not change."""
+    model = Gecko(replace(GeckoConfig.preset("tiny"), num_layers=1))
+    settings = OptimizerSettings(name=name, base_width=32, weight_decay=0.3)  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, settings)
+    set_learning_rate(optimizer, 0.5)
+    factor = 32 / model.config.model_dim
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for key, parameter in model.named_parameters():
+        wide = factor if name == "adamw" or key == "head.weight" else factor**0.5
+        scaled = key == "head.weight" or key in block_matrix_names(model)
+        assert rates[id(parameter)] == pytest.approx(0.5 * (wide if scaled else 1))
+    for group in optimizer.param_groups:
+        assert group["lr"] * group["weight_decay"] == pytest.approx(0.15)
+
+
+def test_a_run_with_muon_learns_and_resumes_exactly(
+    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(replace(run_in("whole"), optimizer=MUON))
+    run = replace(run_in("killed"), optimizer=MUON)
+    stop_after(7, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(run)
+    assert same_end(whole, train(run, resume=True))
+    losses = [record["loss"] for record in curve(run) if record["kind"] == "train"]
+    assert losses == [record["loss"] for record in curve(whole.run) if record["kind"] == "train"]
+    assert losses[-1] < 0.8 * losses[0]

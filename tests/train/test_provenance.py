@@ -11,10 +11,11 @@ from support.corpora import as_shards
 
 from gecko.data import ShardFolder
 from gecko.data.shards import ShardedRows, SplitShards
+from gecko.io.checkpoints import read_manifest
 from gecko.models.gecko import Gecko
 from gecko.runtime.process import code_version
 from gecko.train import Run, train
-from gecko.train.checkpoint import read_manifest, write_manifest
+from gecko.train.checkpoints.folders import write_manifest
 from gecko.train.data import replayed
 from gecko.train.metrics import DATA, SESSIONS, DataRecord, read_sessions, row_layout
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from gecko.pages import chunk_borders
 from gecko.runtime.process import code_name, code_version
-from gecko.train import Run, SampleSettings
+from gecko.train import Run, SampleSettings, report
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import MetricsWriter
-from gecko.train.report import RunFacts, write_report
+from gecko.train.overrides import flatten
+from gecko.train.report import RunFacts, loss_curve, step_curve, write_report
 
 
 @pytest.fixture
@@ -24,7 +27,8 @@ def page(small_run: Run) -> str:
         for step in range(1, 13):
             loss = float("nan") if step == 3 else 5.0 / step
             skipped = {"skipped": "the output of x"} if step == 3 else {}
-            metrics.write("train", step, {"loss": loss, "seconds": step, "tokens_per_second": 48.0, **skipped})
+            speeds = {"seconds": step, "tokens_per_second": 48.0, "learning_rate": 0.01 / step, "grad_norm": loss}
+            metrics.write("train", step, {"loss": loss, **speeds, **skipped})
         metrics.write("validation", 12, {"loss": float("nan")})
     evaluation = Evaluation(2.5, 1.25, [None, *([2.5] * 23)], 1, 100)
     facts = RunFacts(1234, evaluation, "</pre><img src=x>&", {"Processor": "<b>fast</b>"})
@@ -45,10 +49,48 @@ def test_text_is_escaped(page: str) -> None:
 
 
 def test_holds_pictures_numbers_settings_and_commands(page: str) -> None:
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 5
     assert code_name(code_version()) in page
     for text in ("1.2500 nats per byte", "of which skipped: 1", "optimizer.learning_rate", "gecko train", "1,234"):
         assert text in page
+
+
+def test_settings_are_grouped_and_folded(page: str, small_run: Run) -> None:
+    groups = re.findall(r"<details><summary>(\w+) <small>\((\d+)\)</small></summary>(.*?)</details>", page, re.DOTALL)
+    assert [name for name, _, _ in groups][:4] == ["Run", "Model", "Data", "Optimizer"]
+    assert all(content.count("<tr>") == int(count) for _, count, content in groups)
+    shown = {name: value for *_, content in groups for name, value in re.findall("row.>(.*?)</th><td>(.*?)<", content)}
+    expected = {name for name in flatten(small_run.to_dict()) if name != "overrides"}
+    assert shown.keys() == expected
+    assert shown["optimizer.learning_rate"] == "0.01"
+
+
+def _frame(curve: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the axes of the picture that ``curve`` draws."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(report, "svg", lambda figure: drawn.append(figure.axes[0]) or "")
+    curve()
+    return drawn[0]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 8, 300])
+def test_axes_fit_the_run(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = [{"step": step, "loss": 5 / step} for step in range(1, steps + 1)]
+    axes = _frame(lambda: loss_curve(training, [{"step": 0, "loss": 6.0}, {"step": steps, "loss": 1.0}]), monkeypatch)
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    assert left == 0 and steps < right <= 1.1 * steps
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    shown = [loss for record in training if low <= (loss := record["loss"]) <= high]
+    assert len(shown) == steps if steps < 50 else len(shown) >= 0.9 * steps
+    assert (low <= 6.0 <= high) == (steps < 50)
+
+
+def test_a_spike_of_the_gradient_norm_does_not_hide_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"step": step, "grad_norm": 1.0} for step in range(1, 100)]
+    assert _frame(lambda: step_curve(records, "grad_norm", "norm"), monkeypatch).get_yscale() == "linear"
+    records[50]["grad_norm"] = 1e4
+    assert _frame(lambda: step_curve(records, "grad_norm", "norm"), monkeypatch).get_yscale() == "log"
+    assert step_curve(records, "learning_rate", "rate") is None
 
 
 def test_says_what_was_read(page: str) -> None:

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 from gecko.parallel.mesh import Ranks
 from gecko.train import Run
-from gecko.train.checkpointer import Checkpointer
+from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.metrics import DataRecord
 
 

@@ -1,12 +1,24 @@
-"""Learning rate over a run: bounds, shape and end of both schedules."""
+"""Learning rate over a run: bounds, shape and end of both schedules. Growth of batches over the first steps."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from support import whole_runs
+from support.whole_runs import die, same_end, stop_after
 
-from gecko.train import ScheduleSettings
+from gecko.parallel.mesh import Ranks
+from gecko.train import Run, ScheduleSettings, train
+from gecko.train.batches import batch_of_step
+from gecko.train.data import load_data
+from gecko.train.optimizers.warmup import first_full_step, length_at, rows_before
 from gecko.train.step import learning_rate_factor
 
 fractions = st.floats(0, 0.5)
@@ -56,3 +68,78 @@ def test_cosine_is_half_way_in_the_middle() -> None:
 def test_step_outside_the_run_is_refused(step: int) -> None:
     with pytest.raises(ValueError, match=r"0\.\.9"):
         learning_rate_factor(ScheduleSettings(), step, 10)
+
+
+@st.composite
+def growing_runs(draw: st.DrawFn) -> tuple[ScheduleSettings, int, int]:
+    """Return a schedule, the final batch size and the final sequence length."""
+    first_rows, first_length = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    schedule = ScheduleSettings(
+        initial_batch_size=first_rows,
+        batch_size_steps=draw(st.integers(0, 40)),
+        initial_sequence_length=first_length,
+        sequence_length_steps=draw(st.integers(0, 40)),
+    )
+    return schedule, first_rows << draw(st.integers(0, 5)), first_length << draw(st.integers(0, 5))
+
+
+@given(growing_runs())
+def test_batches_double_until_they_are_full(given_run: tuple[ScheduleSettings, int, int]) -> None:
+    schedule, rows, length = given_run
+    before = [rows_before(schedule, rows, step) for step in range(60)]
+    sizes = [after - earlier for earlier, after in itertools.pairwise(before)]
+    lengths_of_rows = [length_at(schedule, length, step) for step in range(60)]
+    assert before[0] == 0
+    for values, first, last, over in (
+        (sizes, schedule.initial_batch_size, rows, schedule.batch_size_steps),
+        (lengths_of_rows, schedule.initial_sequence_length, length, schedule.sequence_length_steps),
+    ):
+        assert first is not None and values[0] == (first if over else last)
+        assert all(value == last for value in values[over:])
+        assert over == 0 or first == last or values[over - 1] < last
+        assert all(later % earlier == 0 for earlier, later in itertools.pairwise(values))
+    assert all(size == rows for size in sizes[first_full_step(schedule) :])
+
+
+def growing(run: Run) -> Run:
+    """Return the run with batches of 1, 2 and 4 rows, of 6, 12 and 24 tokens."""
+    schedule = replace(
+        run.schedule,
+        initial_batch_size=1,
+        batch_size_steps=4,
+        initial_sequence_length=6,
+        sequence_length_steps=6,
+    )
+    return replace(run, batch_size=4, schedule=schedule)
+
+
+def test_growing_batches_read_the_same_rows_once(small_run: Run) -> None:
+    """The tokens of all steps are those of all rows, one after the other."""
+    run = growing(small_run)
+    rows = load_data(run, Ranks(), Console(quiet=True)).rows
+    batches = [batch_of_step(run, rows, step, Ranks()) for step in range(8)]
+    shapes = [tuple(batch.tokens.shape) for batch in batches]
+    assert shapes == [(4, 6), (4, 6), (8, 6), (4, 12), (8, 12), (8, 12), (4, 24), (4, 24)]
+    whole = rows(range(run.rows_before(8)))
+    for name in ("tokens", "targets", "segment_ids"):
+        read = torch.cat([getattr(batch, name).flatten() for batch in batches])
+        assert torch.equal(read, getattr(whole, name).flatten())
+
+
+def test_a_run_with_growing_batches_resumes_exactly(
+    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, run = train(growing(run_in("whole"))), growing(run_in("stopped"))
+    stop_after(6, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(run)
+    assert same_end(whole, train(run, resume=True))
+    assert whole_runs.curve(run) == whole_runs.curve(whole.run)
+    with pytest.raises(ValueError, match=r"schedule\.batch_size_steps must be what the checkpoint was trained with"):
+        train(replace(run, schedule=replace(run.schedule, batch_size_steps=5)), resume=True)
+
+
+@pytest.mark.parametrize(("first", "advice"), [(3, "=2"), (5, "=4"), (16, "=8")])
+def test_a_first_batch_that_does_not_double_to_the_last_is_refused(small_run: Run, first: int, advice: str) -> None:
+    with pytest.raises(ValueError, match=f"divided by a power of two.*got {first} and 8.*initial_batch_size{advice}"):
+        replace(small_run, batch_size=8, schedule=ScheduleSettings(initial_batch_size=first))

@@ -13,8 +13,8 @@ import pytest
 from support.corpora import write_tokenizer
 
 from gecko.data import load_tokenizer
+from gecko.io.checkpoints import SHARDS
 from gecko.train import Run, train
-from gecko.train.checkpointer import SHARDS
 
 
 @pytest.fixture

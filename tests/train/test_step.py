@@ -13,8 +13,9 @@ from torch import Tensor
 
 from gecko.data import IGNORED, Batch
 from gecko.models.gecko import Gecko
+from gecko.train.optimizers.build import build_optimizer
 from gecko.train.run import OptimizerSettings
-from gecko.train.step import build_optimizer, compute_gradients, split_batch, train_step
+from gecko.train.step import compute_gradients, split_batch, train_step
 
 CPU = torch.device("cpu")
 

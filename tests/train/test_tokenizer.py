@@ -10,8 +10,9 @@ from support.corpora import write_tokenizer
 
 from gecko.data import load_tokenizer
 from gecko.data.tokenizers import copy_tokenizer
+from gecko.io.checkpoints import read_manifest
 from gecko.train import Run, train
-from gecko.train.checkpoint import latest_checkpoint, read_manifest
+from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.setup import known_tokenizer
 
 FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}

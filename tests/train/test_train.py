@@ -17,7 +17,7 @@ from support.whole_runs import curve
 from gecko.models.gecko import load
 from gecko.parallel.mesh import Ranks
 from gecko.train import Run, train
-from gecko.train.checkpointer import Checkpointer
+from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.data import load_data
 
 
@@ -72,3 +72,16 @@ def test_held_out_texts_of_their_own_are_the_same_for_every_seed(run_in: Callabl
         train(replace(run_in("both"), data=replace(run.data, validation=run.data.source)))
     with pytest.raises(ValueError, match=r"data\.validation must be what the checkpoint was trained with"):
         train(replace(run, data=replace(run.data, validation=None)), resume=True)
+
+
+def test_one_text_is_trained_on_and_its_end_held_out(
+    small_run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("red green blue " * 60)
+    data = replace(small_run.data, source=str(text), validation_fraction=0.1)
+    result = train(replace(small_run, data=data, steps=2))
+    assert result.evaluation is not None and result.evaluation.tokens == 91
+    written = capsys.readouterr().out
+    assert "training: 1 documents, 811 tokens" in written
+    assert "held out: 1 documents, 92 tokens, the last 0.1 of a source that is one document" in written

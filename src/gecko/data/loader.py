@@ -55,6 +55,18 @@ class Rows(Protocol):
         """Return a row; calls may have any order and come from any thread."""
 
 
+class OrderedRows(Rows, Protocol):
+    """Rows that are cut, one after the other, out of all documents in one order per epoch."""
+
+    @property
+    def documents(self) -> int:
+        """Number of documents of an epoch."""
+
+    def ordered_row(self, epoch: int, place: int) -> Row:
+        """Return the row at ``place`` of the epoch, from 0, before rows are shuffled; it goes on where the row before
+        it ends. Segment ids are the places of the documents in the epoch's order."""
+
+
 class Loader:
     """Groups rows into batches. It has no state, so calls may have any order and come from any thread.
 
@@ -80,7 +92,12 @@ class Loader:
         if step < 0:
             raise ValueError(f"step must be at least 0; got {step}.")
         first = step * self.batch_size
-        return _stack([self.rows.row(index) for index in range(first, first + self.batch_size)])
+        return batch_of(self.rows, range(first, first + self.batch_size))
+
+
+def batch_of(rows: Rows, indices: range) -> Batch:
+    """Return the rows of the given indices as a batch."""
+    return _stack([rows.row(index) for index in indices])
 
 
 class PackedRows:
@@ -99,14 +116,16 @@ class PackedRows:
         self.sequence_length = sequence_length
         self.rows_per_epoch = rows_in(corpus.num_tokens, sequence_length)
         permutation(1, seed, SPLIT_STREAM)  # raises for a negative seed now, not at the first batch
-        self._corpus, self._seed = corpus, seed
+        self._corpus, self._seed, self.documents = corpus, seed, len(corpus)
         # Two epochs, because one batch may have rows of two.
         self._epoch = lru_cache(maxsize=2)(self._build_epoch)
 
     def row(self, index: int) -> Row:
         epoch, row = divmod(index, self.rows_per_epoch)
-        layout, order = self._epoch(epoch)
-        return layout.row(order[row] * self.sequence_length, self.sequence_length)
+        return numbered_from_zero(self.ordered_row(epoch, self._epoch(epoch)[1][row]))
+
+    def ordered_row(self, epoch: int, place: int) -> Row:
+        return self._epoch(epoch)[0].row(place * self.sequence_length, self.sequence_length)
 
     def _build_epoch(self, epoch: int) -> tuple[_Layout, Shuffle]:
         documents, rows = SPLIT_STREAM + 1 + 2 * epoch, SPLIT_STREAM + 2 + 2 * epoch
@@ -146,7 +165,9 @@ def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length
     layout = _Layout.of(corpus, np.arange(len(corpus)))
     begins = range(0, layout.num_tokens - 1, sequence_length)
     for first in range(0, len(begins), batch_size):
-        yield _stack([layout.row(begin, sequence_length) for begin in begins[first : first + batch_size]])
+        yield _stack(
+            [numbered_from_zero(layout.row(begin, sequence_length)) for begin in begins[first : first + batch_size]]
+        )
 
 
 @dataclass(frozen=True)
@@ -169,7 +190,8 @@ class _Layout:
         return int(self.borders[-1])
 
     def row(self, begin: int, length: int) -> Row:
-        """Return the row that starts at ``begin``; past the layout's end it has zeros without targets."""
+        """Return the row that starts at ``begin``; past the layout's end it has zeros without targets. Segment ids are
+        the places of the documents in the layout."""
         end = min(begin + length + 1, self.num_tokens)
         first = int(np.searchsorted(self.borders, begin, side="right")) - 1
         last = int(np.searchsorted(self.borders, end, side="left"))
@@ -177,12 +199,12 @@ class _Layout:
         counts = np.diff(borders)
         shift = np.repeat(self.offsets[first:last] - self.borders[first:last], counts)
         tokens = self.tokens[np.arange(begin, end) + shift].astype(np.int64)
-        segments = np.repeat(np.arange(last - first), counts)
+        segments = np.repeat(np.arange(first, last), counts)
         return make_row(tokens, segments, length)
 
 
 def make_row(tokens: NDArray[np.int64], segments: NDArray[np.int64], length: int) -> Row:
-    """Make a row of up to ``length + 1`` consecutive tokens and the indices of their documents, from 0.
+    """Make a row of up to ``length + 1`` consecutive tokens and the indices of their documents.
 
     Fewer tokens are padded with zeros, as a separate document without targets.
     """
@@ -193,6 +215,12 @@ def make_row(tokens: NDArray[np.int64], segments: NDArray[np.int64], length: int
     targets = np.where(segments[1:] == segments[:-1], tokens[1:], IGNORED)
     targets[filled - 1 :] = IGNORED
     return tokens[:-1], targets, segments[:-1]
+
+
+def numbered_from_zero(row: Row) -> Row:
+    """Return the row with segment ids from 0."""
+    tokens, targets, segments = row
+    return tokens, targets, segments - segments[0]
 
 
 def _stack(rows: list[Row]) -> Batch:

@@ -137,14 +137,35 @@ class TokenizedCorpus:
     def split(self, validation_fraction: float, seed: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
         """Return training and validation documents; ``held_out_count`` random documents are held out.
 
-        Validation documents are in random order, so that any first part is a sample of all.
+        Validation documents are in random order, so that any first part is a sample of all. Of a single document the
+        end is held out, as a document of its own.
 
         Raises:
-            ValueError: fewer than two documents to divide, or a fraction outside 0..1.
+            ValueError: a single document of one token, or a fraction outside 0..1.
         """
+        if len(self) == 1 and 0 < validation_fraction < 1:
+            return self._split_only_document(validation_fraction)
         order = permutation(len(self), seed, SPLIT_STREAM)
         count = held_out_count(len(self), validation_fraction)
         return self._select(np.sort(order[count:])), self._select(order[:count])
+
+    def _split_only_document(self, validation_fraction: float) -> tuple[TokenizedCorpus, TokenizedCorpus]:
+        """Return the document without its end, and the end between border tokens.
+
+        Bytes are divided in proportion to text tokens, which is exact if they are bytes.
+        """
+        text, begin = int(self.text_tokens[0]), int(self.offsets[0])
+        if text < 2:
+            raise ValueError(
+                "a single document must have at least 2 tokens to hold out its end; got 1. Give more text."
+            )
+        held = min(max(round(validation_fraction * text), 1), text - 1)
+        held_bytes = round(int(self.text_bytes[0]) * held / text)
+        tail = self.tokens[begin + 1 + text - held : begin + int(self.lengths[0])]
+        end = np.concatenate([self.tokens[begin : begin + 1], tail])
+        lengths, kept = np.array([1 + text - held]), np.array([text - held])
+        rest = TokenizedCorpus(self.tokens, self.offsets, lengths, kept, self.text_bytes - held_bytes)
+        return rest, TokenizedCorpus.of_whole(end, [len(end)], [held_bytes])
 
     def head(self, max_tokens: int) -> TokenizedCorpus:
         """Return the first ``max_tokens`` tokens of the corpus; the last document may be cut.
@@ -184,8 +205,8 @@ def held_out_count(documents: int, validation_fraction: float) -> int:
         return documents if validation_fraction else 0
     if documents < 2:
         raise ValueError(
-            f"a corpus must hold at least 2 documents to be split into training and validation; got {documents}. "
-            f"A text file is one document: name more files, or use .jsonl with one document per line."
+            f"token shards must hold at least 2 documents to be split into training and validation; got {documents}. "
+            "Name the text file itself as the source, whose end is then held out, or add documents."
         )
     return min(max(round(validation_fraction * documents), 1), documents - 1)
 

@@ -150,6 +150,9 @@ _LARGEST_CELL = (1 << 31) - 1
 _ADVICE = "Name the field that holds the text: data.field=NAME in training, --field NAME for gecko tokenize."
 
 
+_CHATS = "Chats are learned by gecko finetune MODEL CHATS, or in training with data.format=chat."
+
+
 def read_file(path: Path, field: str) -> Iterator[str]:
     """Return an iterator over the documents of one file: the whole of a text file, or one document per record.
 
@@ -260,7 +263,7 @@ def text_field(record: dict[str, Any], field: str, where: str) -> str:
     if field not in record:
         raise ValueError(
             f"{where} must have the field {field!r} with the document's text; got the fields {sorted(record)}. "
-            f"{_ADVICE}"
+            f"{_CHATS if 'messages' in record else _ADVICE}"
         )
     text = record[field]
     if not isinstance(text, str):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gecko.data.loader import ROW_LAYOUT, Row, make_row, rows_in
+from gecko.data.loader import ROW_LAYOUT, Row, make_row, numbered_from_zero, rows_in
 from gecko.data.packing import SPLIT_STREAM, Shuffle, TokenizedCorpus, held_out_count, permutation
 from gecko.data.tokenizers import Tokenizer
 
@@ -263,6 +263,7 @@ class SplitShards:
         self.tokens = sum(part.tokens for part in self.training)
         self.held_out_documents = sum(run.end - run.begin for run in self.held_out)
         self.held_out_tokens = sum(run.tokens for run in self.held_out)
+        self.holds_out_end = False
         self.digest = folder.digest
 
     def rows(self, sequence_length: int, layout: int = ROW_LAYOUT) -> ShardedRows:
@@ -314,18 +315,24 @@ class ShardedRows:
         self._end = split.tokens
         self._ranges = split.training
         self._borders = np.cumsum([0, *(part.tokens for part in split.training)])
+        self._first_documents = np.cumsum([0, *(part.end - part.begin for part in split.training)])
+        self.documents = split.documents
         self._seed = split.seed
 
     def row(self, index: int) -> Row:
         epoch, row = divmod(index, self.rows_per_epoch)
         place = Shuffle.of(self.rows_per_epoch, self._seed, FIRST_EPOCH + epoch)[row]
+        return numbered_from_zero(self.ordered_row(epoch, place))
+
+    def ordered_row(self, epoch: int, place: int) -> Row:
+        """Return the row at ``place`` of the order in which the documents were written, the same in every epoch."""
         begin = place * self.sequence_length
         tokens, segments = self._read(begin, min(begin + self.sequence_length + 1, self._end))
         return make_row(tokens, segments, self.sequence_length)
 
     def _read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return tokens ``begin`` to ``end`` − 1 of all ranges, and the indices of their documents, from 0."""
-        tokens, segments, documents = [], [], 0
+        """Return tokens ``begin`` to ``end`` − 1 of all ranges, and the indices of their documents among all."""
+        tokens, segments = [], []
         which = int(np.searchsorted(self._borders, begin, side="right")) - 1
         while begin < end:
             part, offset = self._ranges[which], int(self._borders[which])
@@ -333,20 +340,19 @@ class ShardedRows:
             first = part.first_token - offset
             ids, numbers = _read_shard(part.shard, first + begin, first + stop)
             tokens.append(ids)
-            segments.append(numbers + documents)
-            documents += int(numbers[-1]) + 1
+            segments.append(numbers + (int(self._first_documents[which]) - part.begin))
             begin, which = stop, which + 1
         return np.concatenate(tokens), np.concatenate(segments)
 
 
 def _read_shard(shard: Shard, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return tokens ``begin`` to ``end`` − 1 of a shard, and the indices of their documents, from 0."""
+    """Return tokens ``begin`` to ``end`` − 1 of a shard, and the indices of their documents in the shard."""
     # With a value of another dtype, NumPy would copy the whole index.
     first = int(shard.ends.searchsorted(np.uint64(begin), side="right"))
     last = int(shard.ends.searchsorted(np.uint64(end - 1), side="right"))
     ends = np.minimum(np.array(shard.ends[first : last + 1], dtype=np.int64), end)
     counts = np.diff(ends, prepend=begin)
-    return shard.tokens[begin:end].astype(np.int64), np.repeat(np.arange(last + 1 - first), counts)
+    return shard.tokens[begin:end].astype(np.int64), np.repeat(np.arange(first, last + 1), counts)
 
 
 def _held_out_runs(folder: ShardFolder, fraction: float, seed: int) -> list[Range]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import shutil
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,7 +82,7 @@ class ByteTokenizer:
     document_start = 256
     document_end = 256
     special_ids = frozenset({256})
-    special_texts: Mapping[str, int] = {}
+    special_texts: Mapping[str, int] = {"<|endoftext|>": 256}
 
     def encode(self, text: str) -> TokenIds:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
@@ -88,6 +92,10 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(text_ids(self, ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> list[bytes]:
+        """Return the bytes of every id; none for the special id."""
+        return [bytes([index]) for index in range(256)] + [b""]
 
 
 class HuggingFaceTokenizer:
@@ -125,6 +133,11 @@ class HuggingFaceTokenizer:
         """Mark ids as special, because not every file marks its borders."""
         texts = [self._tokenizer.id_to_token(index) for index in sorted(ids)]
         self._tokenizer.add_special_tokens([library.AddedToken(text, special=True, normalized=False) for text in texts])
+
+    @property
+    def definition(self) -> str:
+        """Content of the ``tokenizer.json``, with the document borders as special tokens."""
+        return self._tokenizer.to_str()
 
     def encode(self, text: str) -> TokenIds:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
@@ -167,6 +180,18 @@ class SentencePieceTokenizer:
         text: str = self._processor.decode(text_ids(self, ids))
         return text
 
+    def token_bytes(self) -> list[bytes]:
+        """Return the bytes of every id inside a longer text; none for ids without text."""
+        return [self._bytes(index) for index in range(self.vocab_size)]
+
+    def _bytes(self, index: int) -> bytes:
+        piece = self._processor.id_to_piece(index)
+        if self._processor.is_byte(index):
+            return bytes([int(piece[3:5], 16)])
+        if self._processor.is_control(index) or self._processor.is_unknown(index) or self._processor.is_unused(index):
+            return b""
+        return piece.replace("▁", " ").encode()
+
 
 def load_tokenizer(spec: str) -> Tokenizer:
     """Load a tokenizer.
@@ -197,7 +222,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         raise ValueError(
             f"the model's vocabulary must hold every id of the tokenizer; got vocab_size={vocab_size} and the "
             f"tokenizer {tokenizer.name!r} with {tokenizer.vocab_size} ids. "
-            f"Set vocab_size={-(-tokenizer.vocab_size // 64) * 64}, or take a smaller tokenizer."
+            f"Train with model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}, or take a smaller tokenizer."
         )
 
 
@@ -229,9 +254,11 @@ def _from_json(path: Path) -> Tokenizer:
 
 
 def _from_hub(name: str) -> Tokenizer:
+    if difflib.get_close_matches(name, [ByteTokenizer.name], cutoff=0.8):
+        raise FileNotFoundError(f"{_choices()}; got {name!r}. Did you mean {ByteTokenizer.name!r}?")
     hub = require("huggingface_hub", "tokenizers")
     try:
-        path = Path(hub.hf_hub_download(name, "tokenizer.json"))
+        path = _fetch(hub, name, "tokenizer.json")
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{_choices()}; got {name!r}, which could not be fetched: {error}") from error
     _fetch_beside(hub, name, "chat_template.jinja")
@@ -241,9 +268,33 @@ def _from_hub(name: str) -> Tokenizer:
 def _fetch_beside(hub: Any, name: str, file: str) -> Path | None:
     """Fetch an optional file of a tokenizer, which the hub's library stores beside the others; None if it has none."""
     try:
-        return Path(hub.hf_hub_download(name, file))
+        return _fetch(hub, name, file)
     except require("huggingface_hub.errors", "tokenizers").EntryNotFoundError:
         return None
+
+
+def _fetch(hub: Any, name: str, file: str) -> Path:
+    """Return a file of the hub, from its cache if it is there.
+
+    Without a network the hub's library would try six times, for half a minute.
+    """
+    missing = require("huggingface_hub.errors", "tokenizers").LocalEntryNotFoundError
+    try:
+        return Path(hub.hf_hub_download(name, file, local_files_only=True))
+    except missing:
+        if not _reachable(hub.constants.ENDPOINT):
+            raise missing(f"{hub.constants.ENDPOINT} cannot be reached, and {file} is not in the cache") from None
+    return Path(hub.hf_hub_download(name, file))
+
+
+def _reachable(address: str) -> bool:
+    """Return whether the host of an address has a name record; with a proxy the proxy looks it up."""
+    if urllib.request.getproxies():
+        return True
+    try:
+        return bool(socket.getaddrinfo(urllib.parse.urlsplit(address).hostname, None))
+    except OSError:
+        return False
 
 
 def _digest(path: Path, document_start: int, document_end: int) -> str:

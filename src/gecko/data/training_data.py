@@ -12,7 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gecko.data.loader import ROW_LAYOUT, Loader, PackedRows, Row, Rows
+from gecko.data.lanes import LaneRows, MixedLanes
+from gecko.data.loader import ROW_LAYOUT, Loader, OrderedRows, PackedRows, Row, Rows
 from gecko.data.packing import TokenizedCorpus, permutation
 from gecko.data.shards import ShardFolder, SplitShards, is_shard_folder
 from gecko.data.sources import check_apart, check_disjoint, load_documents
@@ -56,18 +57,43 @@ class MixedRows:
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
-    """Divide ``BLOCK`` in proportion to the weights; the largest remainders are rounded up."""
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise ValueError(f"the weight of a source must be a number above 0; got {list(weights)}.")
-    shares = [BLOCK * weight / sum(weights) for weight in weights]
-    counts = [int(share) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source])
-    for source in by_remainder[: BLOCK - sum(counts)]:
-        counts[source] += 1
+    """Divide ``BLOCK`` in proportion to the weights.
+
+    Raises:
+        ValueError: a weight is not above 0, or too small for one row per block.
+    """
+    counts = _apportioned(weights, BLOCK)
     if min(counts) == 0:
         raise ValueError(
             f"a source must have at least 1/{2 * BLOCK} of all weights, or it would never be read; got {list(weights)}."
         )
+    return counts
+
+
+def lane_counts(weights: Sequence[float], lanes: int) -> list[int]:
+    """Divide the lanes in proportion to the weights.
+
+    Raises:
+        ValueError: a weight is not above 0, or too small for one lane.
+    """
+    counts = _apportioned(weights, lanes)
+    if min(counts) == 0:
+        raise ValueError(
+            f"with data.carry_state each source must have a lane, and batch_size gives {lanes} lanes, in proportion to "
+            f"the weights {list(weights)}; got the lanes {counts}. Try a larger batch_size, or fewer sources."
+        )
+    return counts
+
+
+def _apportioned(weights: Sequence[float], total: int) -> list[int]:
+    """Divide ``total`` in proportion to the weights; the largest remainders are rounded up."""
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ValueError(f"the weight of a source must be a number above 0; got {list(weights)}.")
+    shares = [total * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source])
+    for source in by_remainder[: total - sum(counts)]:
+        counts[source] += 1
     return counts
 
 
@@ -88,10 +114,12 @@ class Split(Protocol):
     """Number of training tokens."""
     held_out_documents: int
     held_out_tokens: int
+    holds_out_end: bool
+    """Whether the held-out text is the end of the only document."""
     digest: str
     """SHA-256 of the ids of all documents of the source in their order."""
 
-    def rows(self, sequence_length: int, layout: int = ROW_LAYOUT) -> Rows:
+    def rows(self, sequence_length: int, layout: int = ROW_LAYOUT) -> OrderedRows:
         """Return the training rows in a version of ``ROW_LAYOUT``; raise ValueError if there are less than one."""
 
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
@@ -107,6 +135,7 @@ class SplitDocuments:
         self.digest = corpus.digest()
         self.documents, self.tokens = len(self._training), self._training.num_tokens
         self.held_out_documents, self.held_out_tokens = len(self._held_out), self._held_out.num_tokens
+        self.holds_out_end = len(corpus) == len(self._training) == len(self._held_out) == 1
 
     def rows(self, sequence_length: int, layout: int = ROW_LAYOUT) -> PackedRows:
         """Return the training rows, which are the same in all layouts."""
@@ -164,6 +193,8 @@ class DataRequest:
     """Field of records that holds the text."""
     layout: int = ROW_LAYOUT
     """Version of the rows, see ``ROW_LAYOUT``."""
+    lanes: int | None = None
+    """Rows of a batch, each of which reads consecutive rows (``gecko.data.lanes``). None: rows are shuffled."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +212,8 @@ class TrainingData:
     """Returns the first N tokens, at least 2, of the held-out documents in random order, or all."""
     digest: str
     """SHA-256 of the ids of all documents, training and held-out."""
+    holds_out_end: bool = False
+    """Whether held-out text of a source is the end of its only document."""
 
     def loader(self, batch_size: int, *, parts: int = 1) -> Loader:
         """Return a loader of batches, each divided into ``parts`` equal groups of rows, one for each rank.
@@ -239,9 +272,12 @@ def _open_training(
 ) -> TrainingData:
     if not mixture:
         return _open_source(source, tokenizer, request)
-    opened = [_open_source(name, tokenizer, request) for name, _ in mixture]
-    rows = MixedRows([data.rows for data in opened], [weight for _, weight in mixture], request.seed)
-    shares = list(zip(opened, rows.counts, strict=True))
+    weights = [weight for _, weight in mixture]
+    splits = [_split(name, tokenizer, request) for name, _ in mixture]
+    parts = [split.rows(request.sequence_length, request.layout) for split in splits]
+    rows = _mixed_rows(parts, weights, request)
+    opened = [_described(name, split, part) for (name, _), split, part in zip(mixture, splits, parts, strict=True)]
+    shares = list(zip(opened, block_counts(weights), strict=True))
     return TrainingData(
         name=", ".join(f"{data.name} ({count}/{BLOCK})" for data, count in shares),
         rows=rows,
@@ -251,7 +287,15 @@ def _open_training(
         held_out_tokens=sum(data.held_out_tokens for data in opened),
         held_out=lambda most: _mixed_held_out(shares, most),
         digest=_joined_digest([data.digest for data in opened]),
+        holds_out_end=any(data.holds_out_end for data in opened),
     )
+
+
+def _mixed_rows(sources: Sequence[OrderedRows], weights: Sequence[float], request: DataRequest) -> Rows:
+    if request.lanes is None:
+        return MixedRows(sources, weights, request.seed)
+    lanes = lane_counts(weights, request.lanes)
+    return MixedLanes([LaneRows(rows, count, request.seed) for rows, count in zip(sources, lanes, strict=True)])
 
 
 def _mixed_held_out(shares: Sequence[tuple[TrainingData, int]], most: int) -> TokenizedCorpus:
@@ -274,9 +318,14 @@ def parse_source(item: str) -> tuple[str, float]:
 
 def _open_source(source: str, tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
     split = _split(source, tokenizer, request)
+    rows = split.rows(request.sequence_length, request.layout)
+    return _described(source, split, rows if request.lanes is None else LaneRows(rows, request.lanes, request.seed))
+
+
+def _described(source: str, split: Split, rows: Rows) -> TrainingData:
     return TrainingData(
-        source, split.rows(request.sequence_length, request.layout), split.documents, split.tokens,
-        split.held_out_documents, split.held_out_tokens, split.held_out_corpus, split.digest,
+        source, rows, split.documents, split.tokens, split.held_out_documents, split.held_out_tokens,
+        split.held_out_corpus, split.digest, split.holds_out_end,
     )  # fmt: skip
 
 

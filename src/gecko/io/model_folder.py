@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -17,11 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.io.files import whole_file
+from gecko.io.files import read_object, whole_file
 from gecko.io.quantization import plain_tensors, stored_bits
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 """File names in a model folder."""
+
+INDEX, _SHARD = "model.safetensors.index.json", "model-{:05d}-of-{:05d}.safetensors"
+"""File names in a folder whose weights are several files."""
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 _CHECKPOINTS, _SESSIONS, _MANIFEST = "checkpoints/step-*", "sessions.jsonl", "manifest.json"
 """Names in the folder of a training run, and in that of a checkpoint."""
@@ -110,9 +115,14 @@ def load_model(folder: str | Path) -> tuple[GeckoConfig, dict[str, Tensor]]:
 
 
 def write_folder(
-    folder: str | Path, config: StoredConfig, weights: Mapping[str, Tensor], layout: Layout, prefix: str = ""
-) -> None:
-    """Write a model folder of any architecture; see ``save_model``."""
+    folder: str | Path, config: StoredConfig, weights: Mapping[str, Tensor], layout: Layout, prefix: str = "",
+    shards: Sequence[Collection[str]] = (),
+) -> None:  # fmt: skip
+    """Write a model folder of any architecture; see ``save_model``.
+
+    Args:
+        shards: the names of ``weights`` in each of several files, as transformers divides them. Empty: one file.
+    """
     folder = Path(folder)
     _check_writable(folder)
     kept = {name: w for name, w in weights.items() if not (config.tie_embedding and name == layout.tied[0])}
@@ -124,9 +134,61 @@ def write_folder(
         "gecko": layout.format,
         "config": json.dumps(config.to_dict()),
     }
-    save_tensors(folder / WEIGHTS, {prefix + name: weight for name, weight in kept.items()}, metadata)
+    files = {_SHARD.format(i + 1, len(shards)): names for i, names in enumerate(shards)} or {WEIGHTS: list(kept)}
+    for file, names in files.items():
+        save_tensors(folder / file, {prefix + name: kept[name] for name in names}, metadata)
+    if shards:
+        places = {prefix + name: file for file, names in files.items() for name in names}
+        size = sum(weight.nbytes for weight in kept.values())
+        with whole_file(folder / INDEX) as temporary:
+            temporary.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n")
     with whole_file(folder / CONFIG) as temporary:
         config.save(temporary)
+    _remove_others(folder, files)
+
+
+def _remove_others(folder: Path, files: Collection[str]) -> None:
+    """Remove the weights files that an earlier save wrote and this one did not replace."""
+    for path in weight_files(folder):
+        if path.name not in files:
+            path.unlink()
+    if WEIGHTS in files:
+        (folder / INDEX).unlink(missing_ok=True)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights in a model folder, in order of their names."""
+    return sorted(path for path in folder.glob("model*.safetensors") if _WEIGHT_FILE.fullmatch(path.name))
+
+
+def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a folder's weights file or files, by their names there, and the metadata."""
+    if not (folder / INDEX).is_file():
+        return _checked(folder / WEIGHTS, expected)
+    if (folder / WEIGHTS).exists():
+        raise ValueError(f"{folder} must hold one model; it holds {WEIGHTS} and {INDEX}. Remove the older one.")
+    places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{folder / INDEX} must map names to files under weight_map; it does not. {_REMEDY}")
+    tensors: dict[str, Tensor] = {}
+    every = []
+    for file in sorted(set(places.values())):
+        found, metadata = _checked(folder / str(file), expected)
+        if found.keys() != {name for name, place in places.items() if place == file}:
+            raise ValueError(f"{folder / str(file)} must hold the weights that {INDEX} lists; it holds others.")
+        tensors |= found
+        every.append(metadata)
+    if any(metadata != every[0] for metadata in every):
+        raise ValueError(f"the files that {folder / INDEX} lists must be of one model; they are of different ones.")
+    return tensors, every[0]
+
+
+def _checked(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    tensors, metadata = load_tensors(path)
+    found = metadata.get("gecko", metadata.get("format", "another file"))
+    if found != expected:
+        raise ValueError(f"{path} must hold a model's weights ({expected}); it holds {found}.")
+    return tensors, metadata
 
 
 def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:
@@ -136,10 +198,7 @@ def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, d
         raise FileNotFoundError(f"{folder} must be a model's folder with {CONFIG} and {WEIGHTS}; it has no {CONFIG}.")
     check_one_model(folder)
     config = kind.load(folder / CONFIG)
-    stored, metadata = load_tensors(folder / WEIGHTS)
-    found = metadata.get("gecko", metadata.get("format", "another file"))
-    if found != layout.format:
-        raise ValueError(f"{folder / WEIGHTS} must hold a model's weights ({layout.format}); it holds {found}.")
+    stored, metadata = _read_weights(folder, layout.format)
     written = kind.from_dict(json.loads(metadata["config"]))
     if written != config:
         names = [name for name, value in written.to_dict().items() if config.to_dict()[name] != value]
@@ -278,6 +337,8 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ValueError: the file is of another kind, truncated or damaged.
     """
     path = Path(path)
+    if path.is_dir():
+        raise FileNotFoundError(f"{path} must be a file written by gecko; it is a folder. Name a file in it.")
     if not path.is_file():
         raise FileNotFoundError(f"{path} must be a file written by gecko; there is none. Check the path.")
     try:

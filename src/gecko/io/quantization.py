@@ -6,15 +6,13 @@ dtype. torchao rounds and multiplies; this module selects the weights and define
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gecko.runtime.process import require
+from gecko.runtime.process import require, without_log_warnings
 
 GROUP = 32
 """Consecutive weights of a row that share a scale in 4 bits."""
@@ -39,7 +37,7 @@ def quantize(model: nn.Module, bits: int) -> None:
         )
     for name, module in matrices.items():
         _check(f"{name}.weight", module.get_parameter("weight"), bits)
-    with _without_warnings():
+    with without_log_warnings():
         library = require("torchao.quantization", "quantize")
     library.quantize_(model, _settings(library, bits), filter_fn=_is_matrix)
 
@@ -132,14 +130,3 @@ def _join_halves(integers: Tensor) -> Tensor:
 
 def _split_halves(joined: Tensor) -> Tensor:
     return torch.stack([joined & 15, joined >> 4], dim=-1).flatten(1).to(torch.int8) - 8
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence the warnings about GPU libraries that torchao logs on import."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

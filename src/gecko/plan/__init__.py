@@ -70,7 +70,6 @@ class Traffic:
 
 def traffic(
     config: ModelConfig, groups: GroupSizes, sizes: MeshSizes, gpu: GPU, *, parts: int, rows: int, itemsize: int,
-    forwards: int,
 ) -> dict[str, Traffic]:  # fmt: skip
     """Return the bytes that one GPU sends in a step, by kind.
 
@@ -80,14 +79,13 @@ def traffic(
         parts: accumulated parts of the step.
         rows: rows of all parts together, on this GPU.
         itemsize: bytes per number of the context exchange.
-        forwards: forward passes per step; 2 with recomputation.
     """
     divided = sizes.shard * sizes.context
     share = (divided - 1) / divided
     link = _link(gpu, divided)
     copies = (sizes.replicate - 1) / sizes.replicate
     exchanged = counts_of(config).context_bytes(itemsize, sizes.context)
-    exchange = rows * config.num_layers * exchanged * (forwards + 1)
+    exchange = 2 * rows * config.num_layers * exchanged
     return {
         "gather weights": Traffic(share * parts * (2 * groups.blocks + groups.rest), link),
         "reduce gradients": Traffic(share * groups.gradients, link),
@@ -190,7 +188,6 @@ def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
         traffic(
             run.model, group_sizes(run.model, bfloat16=half), sizes, gpu,
             parts=run.gradient_accumulation_steps, rows=rows, itemsize=share.itemsize,
-            forwards=1 if run.activation_checkpointing == "none" else 2,
         ),
         assumptions,
     )  # fmt: skip

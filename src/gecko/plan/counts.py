@@ -126,18 +126,17 @@ class GeckoCounts:
     def context_bytes(self, itemsize: int, ranks: int) -> int:
         """Return the bytes that the busiest context rank sends in a layer's forward pass, per row.
 
-        To the next rank it sends the last attention chunk's keys (float32) and values, and the memory's summary of that
-        chunk. To every later rank it sends the states of CEMA and of the norm, the memory's affine map A, B, and two
-        weights. ``benchmarks/context_exchange.py`` measures them.
+        To the next rank it sends the last attention chunk's z, from which that computes the keys, and its values. To
+        every later rank it sends the states of CEMA and of the norm, the memory's affine map A, B, and two weights.
+        ``benchmarks/context_exchange.py`` measures them.
         """
         config = self.config
-        window = (self._windows - 1) * config.chunk_size * (FLOAT * config.key_dim + itemsize * config.value_dim)
+        remembers = config.memory != "none"
+        window = config.chunk_size * itemsize * (config.key_dim + config.value_dim)
         later = FLOAT * (2 * config.model_dim * config.cema_modes + 2 * config.timestep_groups)
-        affine = 0
-        if config.memory != "none":
-            affine = FLOAT * config.key_dim * (config.key_head_dim + config.value_head_dim)
-            later += affine + 2 * FLOAT * config.key_dim
-        return window + affine + (ranks - 1) * later
+        if remembers:
+            later += config.key_dim * (FLOAT * (config.key_head_dim + 2) + itemsize * config.value_head_dim)
+        return (window if remembers or self._windows > 1 else 0) + (ranks - 1) * later
 
     @property
     def _windows(self) -> int:

@@ -16,7 +16,7 @@ from gecko.models.gecko import ActivationCheckpointing
 from gecko.ops.loss import GPU_BLOCK_ELEMENTS
 from gecko.plan.counts import FLOAT, HALF, counts_of
 from gecko.train import Run
-from gecko.train.step import matrix_names
+from gecko.train.optimizers.build import block_matrix_names, matrix_names
 
 WORK_FACTOR = 2
 """Memory in use during one block's forward pass, relative to its activations for backward; measured on the CPU."""
@@ -127,17 +127,24 @@ class GroupSizes:
     """Bytes of all gradients in float32."""
 
 
-def state_memory(config: ModelConfig, divided: int) -> dict[str, int]:
-    """Return the bytes of parameters, gradients and AdamW's moments on the GPU that has most of them.
+def state_memory(config: ModelConfig, divided: int, *, muon: bool = False) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and the optimizer's state on the GPU that has most of them.
 
     They are exact: FSDP splits every parameter along its first dimension.
     """
-    parameters = list(_meta_model(config).parameters())
-    numbers = sum(-(-len(p) // divided) * (p.numel() // len(p)) for p in parameters)
-    weights = numbers * FLOAT
-    # AdamW has a step counter per parameter.
-    moments = ADAM_MOMENTS * weights + len(parameters) * FLOAT
-    return {"parameters": weights, "gradients": weights, "optimizer": moments}
+    model = _meta_model(config)
+    matrices = block_matrix_names(model) if muon else set()
+    sizes = {name: -(-len(p) // divided) * (p.numel() // len(p)) * FLOAT for name, p in model.named_parameters()}
+    weights = sum(sizes.values())
+    # AdamW has two moments and a step counter per parameter, Muon the momentum of a matrix.
+    state = sum(size if name in matrices else ADAM_MOMENTS * size + FLOAT for name, size in sizes.items())
+    return {"parameters": weights, "gradients": weights, "optimizer": state}
+
+
+def carried_memory(run: Run, share: Share) -> int:
+    """Return the bytes of the states of this GPU's lanes (``data.carry_state``): those before a step and after it."""
+    lanes = share.rows * run.gradient_accumulation_steps
+    return 2 * lanes * sum(counts_of(run.model).state(run.sequence_length, FLOAT).values())
 
 
 def group_sizes(config: ModelConfig, *, bfloat16: bool) -> GroupSizes:
@@ -162,12 +169,14 @@ def step_memory(run: Run, share: Share) -> dict[str, int]:
     )
     head = config.vocab_size * config.model_dim * FLOAT
     memory = {
-        **state_memory(config, share.divided),
+        **state_memory(config, share.divided, muon=run.optimizer.name == "muon"),
         "activations kept": int(kept) + tables_of_model(config, run.activation_checkpointing),
         "block in hand": int(work),
         "logits and loss": (FLOAT + HALF) * GPU_BLOCK_ELEMENTS + 2 * share.tokens * config.model_dim * FLOAT + head,
         "communication buffers": _buffers(run, groups, share),
     }
+    if run.data.carry_state:
+        memory["carried states"] = carried_memory(run, share)
     memory["reserve"] = RESERVE + int(SLACK * sum(memory.values()))
     return memory
 
@@ -188,7 +197,9 @@ def _buffers(run: Run, groups: GroupSizes, share: Share) -> int:
         # Gradients are reduced once per step; until then every GPU has all of them.
         buffers += in_blocks * run.model.num_layers
     if share.context > 1:
-        buffers += 2 * share.rows * counts_of(run.model).context_bytes(share.itemsize, share.context)
+        # What arrives in a layer is kept for its backward pass; in hand are one layer's sends and gradients.
+        layers = run.model.num_layers + 2
+        buffers += layers * share.rows * counts_of(run.model).context_bytes(share.itemsize, share.context)
     return buffers
 
 

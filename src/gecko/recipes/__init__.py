@@ -1,14 +1,17 @@
-"""Recipes: named functions that return a complete :class:`gecko.train.Run`, and ``key=value`` overrides of a run."""
+"""Recipes: named functions that return a complete ``gecko.train.Run``, and ``key=value`` overrides of a run."""
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gecko.config import unknown_name
+from gecko.io.files import read_object
 from gecko.recipes.recipes import RECIPES
 from gecko.train import Run
+from gecko.train.checkpoints.checkpointer import RECIPE
 from gecko.train.overrides import current_override, set_fields, settings_help
 
 __all__ = ["RECIPES", "apply_overrides", "get_recipe", "shown"]
@@ -33,11 +36,11 @@ def apply_overrides(run: Run, overrides: Sequence[str]) -> Run:
     return dataclasses.replace(changed, overrides=tuple(latest.values()))
 
 
-def shown(run: Run) -> Iterator[str]:
-    """Yield a line for each setting that an override can change: ``key=value`` with its value, and its meaning."""
+def shown(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield ``key=value`` with its value, and its meaning, for each setting that an override can change."""
     for name, value, meaning in settings_help(run):
         if name not in _FIXED:
-            yield f"{f'{name}={value}':<34} {meaning}"
+            yield f"{name}={value}", meaning
 
 
 def _check_minutes(run: Run, changed: Run, overrides: Sequence[str]) -> None:
@@ -59,11 +62,38 @@ def get_recipe(name: str) -> Run:
     """
     if name.endswith(".json"):
         path = Path(name).expanduser()
-        return _with_true_origin(Run.load(path)) if path.exists() else _missing(name)
+        return _with_true_origin(_load_recipe(path)) if path.exists() else _missing(name)
     known = name.replace("-", "_")
     if known not in RECIPES:
-        raise ValueError(unknown_name("recipe", name, RECIPES))
+        raise ValueError(_is_no_recipe(name) or unknown_name("recipe", name, RECIPES))
     return dataclasses.replace(RECIPES[known](), recipe=known)
+
+
+def _is_no_recipe(name: str) -> str | None:
+    """Return the error message for the path of something else; None if ``name`` is no path."""
+    path = Path(name).expanduser()
+    if (path / RECIPE).is_file():
+        return (
+            f"a recipe must be a name or a recipe.json; {name} is a run or checkpoint. To train it further: "
+            f"gecko train {path / RECIPE} --resume; to start a new run from its weights, add init_from={name} to a "
+            "recipe."
+        )
+    if path.is_dir():
+        return f"a recipe must be a name or a recipe.json; {name} is a folder. To train on it: {_on(name)}"
+    if path.is_file():
+        chats = f". To tune a model on chats in it: gecko finetune MODEL {name} --out runs/chat"
+        return (
+            f"a recipe must be a name or a recipe.json; {name} is another file. To train on it: {_on(name)}"
+            f"{chats if path.suffix == '.jsonl' else ''}"
+        )
+    if path.suffix or path.parent != Path():
+        start = _on("TEXT") if path.suffix else f"gecko train tiny --out {shlex.quote(name)}"
+        return f"a recipe must be a name or a recipe.json; there is no {name}. To start a run: {start}"
+    return None
+
+
+def _on(name: str) -> str:
+    return f"gecko train tiny data.source={shlex.quote(name)} --out runs/mine"
 
 
 def _with_true_origin(run: Run) -> Run:
@@ -73,6 +103,16 @@ def _with_true_origin(run: Run) -> Run:
     except ValueError:
         again = None
     return run if again == run else dataclasses.replace(run, recipe="", overrides=())
+
+
+def _load_recipe(path: Path) -> Run:
+    fields = read_object(path, "a recipe")
+    if "model" not in fields:
+        raise ValueError(
+            f"a recipe.json must be one that a run wrote, with the field 'model'; {path} is another file. A tokenizer "
+            f"is named by data.tokenizer={path}, a text by data.source={path}."
+        )
+    return Run.load(path)
 
 
 def _missing(name: str) -> Run:

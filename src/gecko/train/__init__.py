@@ -1,17 +1,16 @@
-"""Training: a :class:`Run` holds all settings, :func:`train` runs it on one device or as one of several ranks."""
+"""Training: a ``Run`` holds all settings, ``train`` runs it on one device or as one of several ranks."""
 
-from gecko.train.checkpoint import latest_checkpoint
+from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.data import replayed
 from gecko.train.health import NonFiniteError
+from gecko.train.optimizers.settings import OptimizerSettings, ScheduleSettings
 from gecko.train.run import (
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
-    OptimizerSettings,
     ParallelSettings,
     Run,
     SampleSettings,
-    ScheduleSettings,
     SkipSettings,
 )
 from gecko.train.session import TrainResult, train

@@ -3,57 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from gecko.data import IGNORED, Batch, DataRequest, Tokenizer, check_vocabulary, load_tokenizer, open_training_data
-from gecko.data.loader import ROW_LAYOUT
+from gecko.data import (
+    IGNORED,
+    Batch,
+    DataRequest,
+    Tokenizer,
+    check_vocabulary,
+    is_shard_folder,
+    load_tokenizer,
+    open_training_data,
+)
+from gecko.data.chat import TEMPLATE, TemplateChat, Turn, tuning_format
+from gecko.data.chats import ChatCorpus, ChatRows, load_chats
+from gecko.data.loader import ROW_LAYOUT, batch_of
+from gecko.data.sources import check_apart
+from gecko.io.checkpoints import list_checkpoints, model_folder
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpoint import list_checkpoints
-from gecko.train.checkpointer import checkpoints_folder
-from gecko.train.evaluate import HeldOut
+from gecko.train.batches import batch_of_step
+from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
+from gecko.train.evaluate import HeldOut, SamplePrompt
 from gecko.train.metrics import DataRecord, row_layout
 from gecko.train.run import Run
-
-
-class Prefetcher:
-    """Makes this rank's rows of each batch, one step ahead in a thread.
-
-    ``rows(i)`` returns group i of the rows; a group has the rows of one rank and step. With n data ranks the batch of a
-    step consists of the groups ``step · n`` to ``step · n + n − 1``, so any number of ranks sees the same batches.
-    """
-
-    def __init__(self, rows: Callable[[int], Batch], ranks: Ranks) -> None:
-        self._rows, self._ranks = rows, ranks
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._ahead: tuple[int, Future[Batch]] | None = None
-
-    def batch(self, step: int) -> Batch:
-        """Return this rank's rows of ``step``, counted from 0, and start to make those of the next step."""
-        ready = self._ahead
-        made = ready[1] if ready is not None and ready[0] == step else self._executor.submit(self._make, step)
-        batch = made.result()
-        self._ahead = (step + 1, self._executor.submit(self._make, step + 1))
-        return batch
-
-    def _make(self, step: int) -> Batch:
-        return self._rows(step * self._ranks.data_ranks + self._ranks.data_rank)
 
 
 @dataclass(frozen=True)
 class RunData:
     tokenizer: Tokenizer
-    rows: Callable[[int], Batch]
-    """Returns a group of rows by its index; see :class:`gecko.train.data.Prefetcher`."""
+    rows: Callable[[range], Batch]
+    """Returns the training rows of the given indices."""
     held_out: HeldOut
     """Rows for the held-out losses during training."""
     final: HeldOut
     """Rows for the held-out loss of the finished model."""
     record: DataRecord
     """Record that each checkpoint gets."""
+    prompt: SamplePrompt
+    """Prompt of the sample at the end of the run."""
+    chat_template: str | None = None
+    """Chat template that each checkpoint gets; None: only what lies beside the tokenizer."""
+
+    @property
+    def prompt_end(self) -> str:
+        """Text between prompt and sample in the sample's file."""
+        return "" if self.chat_template is None else "\n\n"
 
 
 def load_data(run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT) -> RunData:
@@ -64,21 +63,96 @@ def load_data(run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT
     """
     tokenizer = load_tokenizer(run.data.tokenizer)
     check_vocabulary(tokenizer, run.model.vocab_size)
+    if 2 * tokenizer.vocab_size < run.model.vocab_size:
+        console.print(
+            f"the model has {run.model.vocab_size:,} ids, of which the tokenizer {run.data.tokenizer!r} uses "
+            f"{tokenizer.vocab_size:,}: name the tokenizer with data.tokenizer, or set "
+            f"model.vocab_size={-(-tokenizer.vocab_size // 8) * 8}"
+        )
+    if run.data.format == "chat":
+        return _load_chats(run, ranks, console, tokenizer)
     settings = run.data
     request = DataRequest(
-        run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world, settings.field, layout
-    )
+        run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world, settings.field, layout,
+        run.batch_size if settings.carry_state else None,
+    )  # fmt: skip
     with console.status(f"reading {', '.join(settings.sources) or settings.source}"):
         data = open_training_data(settings.source, settings.sources, tokenizer, request, validation=settings.validation)
     console.print(f"training: {data.documents:,} documents, {data.tokens:,} tokens of {data.name}")
     of = "" if settings.validation is None else f" of {settings.validation}"
+    if data.holds_out_end:
+        of = f", the last {settings.validation_fraction:.3g} of a source that is one document"
     console.print(f"held out: {data.held_out_documents:,} documents, {data.held_out_tokens:,} tokens{of}")
     rows = run.rows_per_rank(ranks.data_ranks)
-    loader = data.loader(run.batch_size, parts=ranks.data_ranks)
+    loader = data.loader(run.batch_size)
     rest = data.held_out(run.evaluation.final_rows * run.sequence_length + 1)
     final = HeldOut.of(rest, run.evaluation.final_rows, run.sequence_length, rows // run.gradient_accumulation_steps)
     record = DataRecord(data.digest, layout)
-    return RunData(tokenizer, loader.batch, final.spread(run.evaluation.rows), final, record)
+    ids = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)])
+    prompt = SamplePrompt(ids, frozenset({tokenizer.document_end}))
+    training = partial(batch_of, loader.rows)
+    return RunData(tokenizer, training, final.spread(run.evaluation.rows), final, record, prompt)
+
+
+def _load_chats(run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer) -> RunData:
+    """Read, tokenize and split chats. Rows hold whole chats; the loss is on the assistant's answers."""
+    chat_format = tuning_format(tokenizer, _template_folder(run))
+    training, held_out, digest = _split_chats(run, chat_format, console)
+    console.print(
+        f"training: {len(training):,} chats, {training.num_tokens:,} tokens, of which {training.trained_tokens:,} are "
+        f"of answers, of {run.data.source}"
+    )
+    console.print(f"held out: {len(held_out):,} chats; conversations are written by {chat_format.source}")
+    rows = ChatRows(training, run.sequence_length, run.seed)
+    if rows.rows_per_epoch < run.batch_size:
+        raise ValueError(
+            f"one batch takes {run.batch_size} rows, and the chats fill {rows.rows_per_epoch} rows of "
+            f"{run.sequence_length} tokens. Give more chats, or set batch_size={rows.rows_per_epoch}."
+        )
+    at_once = run.rows_per_rank(ranks.data_ranks) // run.gradient_accumulation_steps
+    final = HeldOut.of_chats(held_out, run.evaluation.final_rows, run.sequence_length, at_once)
+    ids = torch.tensor(chat_format.encode([Turn("user", run.sample.prompt)]))
+    return RunData(
+        tokenizer, partial(batch_of, rows), final.spread(run.evaluation.rows), final, DataRecord(digest, ROW_LAYOUT),
+        SamplePrompt(ids, chat_format.stop_ids), chat_format.text,
+    )  # fmt: skip
+
+
+def _template_folder(run: Run) -> Path:
+    """Return the folder with the template that the run was begun with, else that of the model it starts from."""
+    own = tokenizer_folder(run)
+    if (own / TEMPLATE).is_file() or run.init_from is None:
+        return own
+    return model_folder(run.init_from)
+
+
+def _split_chats(run: Run, chat_format: TemplateChat, console: Console) -> tuple[ChatCorpus, ChatCorpus, str]:
+    """Return training and held-out chats, cut to the length of a row, and the digest of all chats."""
+    settings = run.data
+    for source in filter(None, (settings.source, settings.validation)):
+        if is_shard_folder(source):
+            raise ValueError(f"data.format=chat takes JSON Lines of chats; {source} is a folder of token shards.")
+    with console.status(f"reading {settings.source}"):
+        whole = load_chats(settings.source, chat_format)
+        if settings.validation is None:
+            training, held_out = whole.split(settings.validation_fraction, run.seed)
+            digest = whole.digest()
+        else:
+            check_apart(settings.validation, [settings.source])
+            training, held_out = whole, load_chats(settings.validation, chat_format)
+            digest = f"{whole.digest()} {held_out.digest()}"
+    _report_long(training, held_out, run.sequence_length + 1, console)
+    return training.cut(run.sequence_length + 1), held_out.cut(run.sequence_length + 1), digest
+
+
+def _report_long(training: ChatCorpus, held_out: ChatCorpus, room: int, console: Console) -> None:
+    lengths = [len(tokens) for corpus in (training, held_out) for tokens in corpus.tokens]
+    long = sum(length > room for length in lengths)
+    if long:
+        console.print(
+            f"{long:,} of {len(lengths):,} chats are longer than a row of {room - 1:,} tokens; what follows is left "
+            f"out. sequence_length={max(lengths) - 1} takes all of every chat"
+        )
 
 
 def replayed(run: Run, step: int) -> Iterator[str]:
@@ -93,7 +167,7 @@ def replayed(run: Run, step: int) -> Iterator[str]:
         raise ValueError(f"the run has {run.steps} steps; got {step}. Set steps= to look beyond its end.")
     newest = next(iter(list_checkpoints(checkpoints_folder(run))), None)
     data = load_data(run, Ranks(), Console(quiet=True), row_layout(newest))
-    batch = data.rows(step - 1)
+    batch = batch_of_step(run, data.rows, step - 1, Ranks())
     yield f"step {step}: {len(batch.tokens)} rows of {batch.tokens.shape[1]} tokens, {batch.scored_tokens} targets"
     for number, (tokens, targets, segments) in enumerate(
         zip(batch.tokens, batch.targets, batch.segment_ids, strict=True)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, validation_batches
+from gecko.data.chats import ChatCorpus, ChatRows
 from gecko.inference import NewToken, stream
 from gecko.inference.llama import LlamaStream, prefill_llama
 from gecko.models import LanguageModel, Llama
@@ -43,6 +45,15 @@ class HeldOut:
             torch.cat([batch.segment_ids for batch in batches]),
         )
         return cls(joined, batch_size, head.num_bytes / joined.scored_tokens)
+
+    @classmethod
+    def of_chats(cls, corpus: ChatCorpus, rows: int, sequence_length: int, batch_size: int) -> HeldOut:
+        """Return at most ``rows`` rows of whole chats. The targets are the tokens of answers."""
+        packed = ChatRows(corpus, sequence_length, seed=0)
+        chosen = [packed.packed_row(row) for row in range(min(rows, packed.rows_per_epoch))]
+        columns = (torch.from_numpy(np.stack(column)) for column in zip(*chosen, strict=True))
+        joined = Batch(*columns)
+        return cls(joined, batch_size, sum(corpus.answer_bytes) / corpus.trained_tokens)
 
     def spread(self, rows: int) -> HeldOut:
         """Return ``rows`` evenly spaced rows, because neighbouring rows are often parts of one document."""
@@ -130,13 +141,20 @@ def _binned(values: Tensor, width: int) -> Tensor:
     return nn.functional.pad(values, (0, -len(values) % width)).view(-1, width).sum(dim=1)
 
 
-def sample_text(run: Run, model: LanguageModel, tokenizer: Tokenizer) -> str:
-    """Generate and return the continuation of the run's prompt."""
-    prompt = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)])
-    return tokenizer.decode([token for _, token in _tokens(run, model, prompt, {tokenizer.document_end})])
+@dataclass(frozen=True)
+class SamplePrompt:
+    """Tokens of the sample's prompt, and those that end the sample."""
+
+    ids: Tensor
+    stops: frozenset[int]
 
 
-def _tokens(run: Run, model: LanguageModel, prompt: Tensor, stops: set[int]) -> Iterable[NewToken]:
+def sample_text(run: Run, model: LanguageModel, tokenizer: Tokenizer, prompt: SamplePrompt) -> str:
+    """Generate and return the continuation of a prompt."""
+    return tokenizer.decode([token for _, token in _tokens(run, model, prompt.ids, prompt.stops)])
+
+
+def _tokens(run: Run, model: LanguageModel, prompt: Tensor, stops: frozenset[int]) -> Iterable[NewToken]:
     count, temperature = run.sample.tokens, run.sample.temperature
     if isinstance(model, Llama):
         reading = prefill_llama(model, [prompt])

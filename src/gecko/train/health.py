@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpoint import GoingOn
-from gecko.train.checkpointer import TrainerState
-from gecko.train.step import named_parameters
+from gecko.train.checkpoints.checkpointer import TrainerState
+from gecko.train.checkpoints.folders import GoingOn
+from gecko.train.optimizers.build import named_parameters
 
 _ALONE = Ranks()
 

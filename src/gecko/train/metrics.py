@@ -108,13 +108,14 @@ def mend_metrics(path: Path) -> None:
     mend_lines(path, _FIELDS)
 
 
-def seconds_by_step(records: Iterable[Record], tokens_per_step: int) -> dict[int, float]:
+def seconds_by_step(records: Iterable[Record], tokens_before: Callable[[int], int]) -> dict[int, float]:
     """Return the seconds spent in training steps up to each step, without evaluations and checkpoints; 0 at step 0."""
     clock, seconds = {0: 0.0}, 0.0
     for record in records:
         if record["kind"] == "train" and record.get("tokens_per_second"):
-            seconds += tokens_per_step / record["tokens_per_second"]
-            clock[int(record["step"])] = seconds
+            step = int(record["step"])
+            seconds += (tokens_before(step) - tokens_before(step - 1)) / record["tokens_per_second"]
+            clock[step] = seconds
     return clock
 
 

@@ -1,17 +1,19 @@
-"""Conversion between dataclasses and text: fields from JSON values and ``key=value`` overrides, and help for each."""
+"""Fields of settings: from JSON values and ``key=value`` overrides, help for each, and checks of their values."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import inspect
+import math
 import shlex
 import textwrap
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
 from operator import getitem
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gecko.config import MODEL_TYPE, unknown_name
@@ -147,9 +149,10 @@ def set_fields(values: dict[str, Any], overrides: Iterable[str], fixed: Collecti
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator:
-            raise ValueError(f"an override must read key=value, for example steps=100; got {override!r}.")
+            hint = f" To train on it: data.source={override}" if Path(override).exists() else ""
+            raise ValueError(f"an override must read key=value, for example steps=100; got {override!r}.{hint}")
         if key not in known:
-            raise ValueError(unknown_name("override", key, known))
+            raise ValueError(f"{unknown_name('override', key, known)} gecko train RECIPE --show lists all.")
         *path, name = key.split(".")
         reduce(getitem, path, values)[name] = value
 
@@ -195,3 +198,36 @@ def _as_text(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(_as_text, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def check_counts(settings: object, names: Sequence[str], prefix: str = "") -> None:
+    """Raise ValueError if a named attribute is below 1."""
+    _check(settings, names, prefix, lambda value: value >= 1, "must be at least 1")
+
+
+def check_positive(settings: object, names: Sequence[str], prefix: str = "") -> None:
+    """Raise ValueError if a named attribute is not above 0 and finite."""
+    _check(settings, names, prefix, lambda value: 0 < value < math.inf, "must be above 0 and finite")
+
+
+def check_limits(settings: object, names: Sequence[str], prefix: str = "") -> None:
+    """Raise ValueError if a named attribute is neither None nor above 0 and finite."""
+    _check(settings, names, prefix, lambda value: 0 < value < math.inf, "must be above 0 and finite, or none")
+
+
+def check_not_negative(settings: object, names: Sequence[str], prefix: str = "") -> None:
+    """Raise ValueError if a named attribute is below 0 or not finite."""
+    _check(settings, names, prefix, lambda value: 0 <= value < math.inf, "must be 0 or above, and finite")
+
+
+def check_fractions(settings: object, names: Sequence[str], prefix: str = "") -> None:
+    """Raise ValueError if a named attribute is not in 0..1."""
+    _check(settings, names, prefix, lambda value: 0 <= value <= 1, "is a fraction and must lie in 0..1")
+
+
+def _check(settings: object, names: Sequence[str], prefix: str, holds: Callable[[float], bool], rule: str) -> None:
+    """Raise ValueError if a named attribute breaks the rule. None passes; where it is invalid, its type is refused."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not holds(value):
+            raise ValueError(f"{prefix}{name} {rule}; got {value}.")

@@ -9,15 +9,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from gecko.io.files import Record, whole_file
 from gecko.models import LanguageModel, LlamaConfig, load_any
-from gecko.pages import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, new_figure, svg, write_html
+from gecko.pages import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, group_settings, new_figure, svg, write_html
 from gecko.parallel.mesh import Ranks
-from gecko.runtime.process import code_name, code_version
-from gecko.train.checkpointer import write_model
+from gecko.runtime.process import code_name, code_version, require
+from gecko.train.checkpoints.checkpointer import write_model
 from gecko.train.data import RunData
 from gecko.train.evaluate import Evaluation, evaluate, sample_text
 from gecko.train.metrics import METRICS, read_metrics
@@ -27,22 +28,66 @@ from gecko.train.throughput import describe_hardware
 
 RESULTS, SAMPLE = "results.json", "sample.txt"
 _BLUE = "#2a6f97"
+_FEW = 50
+"""Number of points below which a line marks every point and is not smoothed."""
+_STEP_FIELDS = {"learning_rate": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 
 
 def loss_curve(training: Sequence[Record], validation: Sequence[Record]) -> str:
     """Plot training loss (each step and smoothed) and held-out loss (dots) over steps; return SVG."""
     figure, axes = new_figure("optimizer step", "loss, nats per token")
-    points = [(r["step"], r["loss"]) for r in training if r["loss"] is not None]
-    axes.plot(*_columns(points), color=LIGHT, linewidth=0.7, alpha=0.7, label="training, each step")
-    axes.plot(*_columns(smoothed(points)), color=_BLUE, linewidth=1.6, label="training, smoothed")
-    held_out = [(r["step"], r["loss"]) for r in validation if r["loss"] is not None]
+    points = _points(training, "loss")
+    if len(points) < _FEW:
+        axes.plot(*_columns(points), **_line(points), label="training, each step")
+    else:
+        axes.plot(*_columns(points), color=LIGHT, linewidth=0.7, alpha=0.7, label="training, each step")
+        axes.plot(*_columns(smoothed(points)), **_line(points), label="training, smoothed")
+    held_out = _points(validation, "loss")
     axes.plot(*_columns(held_out), color=DARK, linewidth=1.2, linestyle="--", marker="o", markersize=4,
               label="held out")  # fmt: skip
-    tail = [loss for _, loss in points[len(points) // 20 :]] + [loss for _, loss in held_out[-1:]]
+    # In a long run the first, high losses would flatten the rest of the curves.
+    shown = [*points, *held_out] if len(points) < _FEW else [*points[len(points) // 20 :], *held_out[-1:]]
+    tail = [loss for _, loss in shown]
     if tail:
         axes.set_ylim(min(tail) - 0.1, max(tail) + 0.1)
+    _fit_steps(axes, [*points, *held_out])
     axes.legend(frameon=False)
     return svg(figure)
+
+
+def step_curve(training: Sequence[Record], field: str, label: str) -> str | None:
+    """Plot one number of each step as a small SVG picture; None if no record has it.
+
+    The scale is logarithmic if the largest number is more than thirty times the median, as in a run with spikes.
+    """
+    points = _points(training, field)
+    if not points:
+        return None
+    figure, axes = new_figure("optimizer step", label, height=2.5, width=3.2)
+    axes.plot(*_columns(points), **_line(points))
+    values = [value for _, value in points]
+    if min(values) > 0 and max(values) > 30 * statistics.median(values):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, 1.1 * max(values))
+    _fit_steps(axes, points)
+    return svg(figure)
+
+
+def _points(records: Sequence[Record], field: str) -> list[tuple[float, float]]:
+    return [(record["step"], record[field]) for record in records if record.get(field) is not None]
+
+
+def _line(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return the style of the main line of a plot. Few points are marked, as one point alone would draw no line."""
+    return {"color": _BLUE, "linewidth": 1.6, "marker": "o" if len(points) < _FEW else "", "markersize": 4}
+
+
+def _fit_steps(axes: Any, points: Sequence[tuple[float, float]]) -> None:
+    """Fit the horizontal axis to whole steps, from 0 to a little after the last one."""
+    last = max((step for step, _ in points), default=1)
+    axes.set_xlim(0, 1.02 * last)
+    axes.xaxis.set_major_locator(require("matplotlib.ticker", "train").MaxNLocator(nbins=6, integer=True))
 
 
 def loss_by_position(losses: Sequence[float | None], bin_width: int, chunk_size: int | None) -> str:
@@ -52,7 +97,8 @@ def loss_by_position(losses: Sequence[float | None], bin_width: int, chunk_size:
     for border in [] if chunk_size is None else chunk_borders(length, chunk_size):
         axes.axvline(border, color=MIDDLE, linewidth=0.8, linestyle=":")
     values = [math.nan if loss is None else loss for loss in losses]
-    axes.plot([(i + 0.5) * bin_width for i in range(len(values))], values, color=_BLUE, linewidth=1.6)
+    places = [(i + 0.5) * bin_width for i in range(len(values))]
+    axes.plot(places, values, **_line(list(zip(places, values, strict=True))))
     settled = [value for value in values[len(values) // 20 :] if math.isfinite(value)]
     if settled:
         # The first positions have little context, so their loss is high and would flatten the rest of the curve.
@@ -115,11 +161,15 @@ def write_report(run: Run, facts: RunFacts) -> Path:
         sample_note=f"Prompt in bold, then up to {run.sample.tokens} tokens at temperature {run.sample.temperature:g}.",
         prompt=run.sample.prompt,
         sample=facts.sample,
+        step_pictures=[
+            picture for field, label in _STEP_FIELDS.items() if (picture := step_curve(training, field, label))
+        ],
+        step_caption="Gradient norm: before clipping. Speed: without evaluations and checkpoints.",
         tables=[
             Table("Numbers", _numbers(run, facts, training)),
             Table("Hardware and code", {**facts.hardware, "Gecko": code_name(code_version())}),
-            Table("Settings", _settings(run)),
         ],
+        settings=group_settings(_settings(run)),
         command=run.command(),
         generate_command=_generate_command(run),
     )
@@ -127,9 +177,11 @@ def write_report(run: Run, facts: RunFacts) -> Path:
 
 
 def _generate_command(run: Run) -> str | None:
-    """Return the command that generates text; None for a Llama, which ``gecko generate`` does not accept."""
+    """Return the command that uses the model; None for a Llama, which ``gecko generate`` does not accept."""
     if isinstance(run.model, LlamaConfig):
         return None
+    if run.data.format == "chat":
+        return shlex.join(["gecko", "chat", str(run.folder)])
     return shlex.join(["gecko", "generate", str(run.folder), "--prompt", run.sample.prompt])
 
 
@@ -146,7 +198,7 @@ def _pictures(run: Run, facts: RunFacts, training: Sequence[Record], validation:
         Picture(
             "Loss",
             loss_curve(training, validation),
-            "Loss in nats per token. Smoothed: means over a fiftieth of the run. "
+            f"Loss in nats per token. {_smoothing(training)}"
             f"Held out: the same {_rows_of(validation)} rows each time, of documents not trained on.",
         ),
         Picture(
@@ -157,6 +209,11 @@ def _pictures(run: Run, facts: RunFacts, training: Sequence[Record], validation:
             "The first positions, without context, may leave the frame.",
         ),
     ]
+
+
+def _smoothing(training: Sequence[Record]) -> str:
+    few = len(_points(training, "loss")) < _FEW
+    return "" if few else "Smoothed: means over a fiftieth of the run. "
 
 
 def _rows_of(validation: Sequence[Record]) -> int:
@@ -181,7 +238,7 @@ def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str,
         "Held-out tokens": f"{facts.evaluation.tokens:,}",
         "Parameters": f"{facts.parameters:,}",
         "Steps": f"{len(training):,}, of which skipped: {len(training) - len(taken)}",
-        "Tokens trained on": f"{len(taken) * run.tokens_per_step:,}",
+        "Tokens trained on": f"{_tokens(run, taken):,}",
     }
     if taken:
         speed = statistics.median(record["tokens_per_second"] for record in taken)
@@ -191,8 +248,13 @@ def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str,
     return numbers
 
 
-def _settings(run: Run) -> dict[str, str]:
-    return {name: str(value) for name, value in flatten(run.to_dict()).items() if name != "overrides"}
+def _tokens(run: Run, steps: Sequence[Record]) -> int:
+    """Return the tokens of the batches of these steps."""
+    return sum(run.tokens_before(record["step"]) - run.tokens_before(record["step"] - 1) for record in steps)
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    return {name: value for name, value in flatten(run.to_dict()).items() if name != "overrides"}
 
 
 def finish_run(
@@ -213,7 +275,7 @@ def finish_run(
         if ranks.world > 1:
             write_model(checkpoint, checkpoint)
             model = load_any(checkpoint).to(device)
-        sample = sample_text(run, model, data.tokenizer)
+        sample = _sample(run, model, data, result, console)
         with whole_file(run.folder / SAMPLE) as temporary:
             temporary.write_text(run.sample.prompt + sample, encoding="utf-8")
     console.print(
@@ -227,6 +289,20 @@ def finish_run(
         hardware=describe_hardware(device, ranks.world),
     )
     return result, _report(run, facts, console)
+
+
+def _sample(run: Run, model: LanguageModel, data: RunData, result: Evaluation, console: Console) -> str:
+    """Return a sample of the model's text after the prompt; an empty text and a notice if numbers are not finite."""
+    try:
+        if not math.isfinite(result.loss):
+            raise ValueError("the held-out loss is not finite")
+        return data.prompt_end + sample_text(run, model, data.tokenizer, data.prompt)
+    except ValueError as error:
+        console.print(
+            f"no sample: {error}\nThe model has diverged. Try a lower optimizer.learning_rate or a longer "
+            "schedule.warmup in another folder with output="
+        )
+        return ""
 
 
 def _report(run: Run, facts: RunFacts, console: Console) -> Path | None:

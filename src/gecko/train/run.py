@@ -1,4 +1,4 @@
-"""Settings of a training run: the frozen dataclass :class:`Run` determines what is trained and where it is saved.
+"""Settings of a training run: the frozen dataclass ``Run`` determines what is trained and where it is saved.
 
 Each group of settings is a dataclass that validates its fields. Error messages name a field as overrides do.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shlex
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,40 +15,17 @@ from typing import Any, Literal
 from gecko.io.files import parse_object
 from gecko.models import ModelConfig, model_type
 from gecko.models.gecko import ActivationCheckpointing
-from gecko.train.overrides import build, current_fields, current_override
-
-
-def check_counts(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """Raise ValueError if a named attribute is below 1."""
-    _check(settings, names, prefix, lambda value: value >= 1, "must be at least 1")
-
-
-def check_positive(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """Raise ValueError if a named attribute is not above 0 and finite."""
-    _check(settings, names, prefix, lambda value: 0 < value < math.inf, "must be above 0 and finite")
-
-
-def check_limits(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """Raise ValueError if a named attribute is neither None nor above 0 and finite."""
-    _check(settings, names, prefix, lambda value: 0 < value < math.inf, "must be above 0 and finite, or none")
-
-
-def check_not_negative(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """Raise ValueError if a named attribute is below 0 or not finite."""
-    _check(settings, names, prefix, lambda value: 0 <= value < math.inf, "must be 0 or above, and finite")
-
-
-def check_fractions(settings: object, names: Sequence[str], prefix: str = "") -> None:
-    """Raise ValueError if a named attribute is not in 0..1."""
-    _check(settings, names, prefix, lambda value: 0 <= value <= 1, "is a fraction and must lie in 0..1")
-
-
-def _check(settings: object, names: Sequence[str], prefix: str, holds: Callable[[float], bool], rule: str) -> None:
-    """Raise ValueError if a named attribute breaks the rule. None passes; where it is invalid, its type is refused."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not holds(value):
-            raise ValueError(f"{prefix}{name} {rule}; got {value}.")
+from gecko.train.optimizers.settings import OptimizerSettings, ScheduleSettings
+from gecko.train.optimizers.warmup import check_doubles, first_full_step, length_at, rows_before
+from gecko.train.overrides import (
+    build,
+    check_counts,
+    check_limits,
+    check_not_negative,
+    check_positive,
+    current_fields,
+    current_override,
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +35,8 @@ class DataSettings:
     ``gecko.data.load_documents`` reads texts; they are tokenized and held in memory."""
     sources: tuple[str, ...] = ()
     """A mixture in place of ``source``: ``SOURCE=WEIGHT`` for each. Weights are the proportions of rows."""
+    format: Literal["text", "chat"] = "text"
+    """``chat``: the source is JSON Lines of chats (``messages``), and the loss is on the assistant's answers only."""
     field: str = "text"
     """Field of JSON Lines, Parquet and data sets that holds the text. It does not apply to token shards."""
     tokenizer: str = "bytes"
@@ -70,55 +47,22 @@ class DataSettings:
     both is refused."""
     validation_fraction: float = 0.05
     """Fraction of the documents that is held out if ``validation`` is None."""
+    carry_state: bool = False
+    """Carry the state from step to step: truncated backpropagation through time.
+    Each row of a batch goes on where that of the step before ended, and gradients end at the row's start. Rows are then
+    not shuffled."""
 
     def __post_init__(self) -> None:
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"data.validation_fraction must lie between 0 and 1; got {self.validation_fraction}.")
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    learning_rate: float = 3e-3
-    """Peak rate; the schedule multiplies it."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay factors of AdamW's running means of the gradient and of its square."""
-    eps: float = 1e-8
-    """AdamW's epsilon, added to the root of the mean square by which it divides."""
-    weight_decay: float = 0.1
-    """AdamW's weight decay: each step subtracts learning rate × weight decay × parameter."""
-    decay: Literal["all", "matrices"] = "all"
-    """Which parameters decay. Norm weights are offsets from 1, so decaying ``all`` pulls them to the identity."""
-    clip: float = 1.0
-    """Maximum gradient norm; larger gradients are scaled down to it."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, ("learning_rate", "eps"), "optimizer.")
-        check_not_negative(self, ("weight_decay",), "optimizer.")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas must be two decays in [0, 1), as 0.9,0.95; got {self.betas}.")
-        if not self.clip > 0:
-            raise ValueError(f"optimizer.clip must be above 0, and is inf for none; got {self.clip}.")
-
-
-@dataclass(frozen=True)
-class ScheduleSettings:
-    """Learning-rate schedule. Lengths are fractions of all steps."""
-
-    kind: Literal["cosine", "wsd"] = "cosine"
-    """``cosine``: warm-up, then cosine decay. ``wsd``: warm-up, constant, then linear decay."""
-    warmup: float = 0.02
-    """Fraction of the run in which the rate rises to its peak."""
-    decay: float = 0.2
-    """Fraction of the run, at its end, in which the ``wsd`` schedule decays."""
-    final: float = 0.0
-    """Learning rate at the end, as a fraction of the peak rate."""
-
-    def __post_init__(self) -> None:
-        check_fractions(self, ("warmup", "decay", "final"), "schedule.")
-        if self.kind == "wsd" and self.warmup + self.decay > 1:
+        if self.format == "chat" and self.carry_state:
             raise ValueError(
-                f"schedule.warmup and schedule.decay are parts of one run, so their sum must be at most 1; "
-                f"got {self.warmup} + {self.decay}."
+                "data.carry_state=true reads documents over several rows, and with data.format=chat a row holds whole "
+                "chats. Set data.carry_state=false."
+            )
+        if self.format == "chat" and self.sources:
+            raise ValueError(
+                "data.format=chat takes one source, a file, folder or glob; got data.sources. Name them by a glob."
             )
 
 
@@ -220,6 +164,9 @@ class Run:
     """Time until the command ends, with evaluations, checkpoints and report; used only if ``steps`` is None."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    z_loss: float = 0.0
+    """Coefficient of the squared log-sum-exp of the logits, which is added to the training loss and keeps logits small.
+    Held-out losses are without it. A common value is 1e-4."""
     precision: Precision = "float32"
     """``bfloat16``: matrix products in bf16 under autocast; parameters, optimizer and statistics stay float32.
     ``auto``: bfloat16 if the device has bf16 instructions, else float32; chosen once when the run starts."""
@@ -230,7 +177,9 @@ class Run:
     """Compile each block with ``torch.compile``; requires activation checkpointing ``none`` or ``full``."""
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     init_from: str | None = None
-    """Model folder or checkpoint whose weights the run starts from, with a new optimizer (fine-tuning)."""
+    """Model folder, run or checkpoint whose weights the run starts from, with a new optimizer (fine-tuning)."""
+    lora_rank: int | None = None
+    """Rank of adapters (LoRA) that are trained in place of all parameters of ``init_from``. None: train all."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     sample: SampleSettings = field(default_factory=SampleSettings)
@@ -258,22 +207,43 @@ class Run:
         self._check_counts()
         self._check_parallel()
         self._check_length()
+        self._check_warmups()
         self._check_profile()
+        self._check_adapters()
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of a batch of its final size."""
         return self.batch_size * self.sequence_length
+
+    def rows_before(self, step: int) -> int:
+        """Return the rows of ``sequence_length`` tokens of all batches before that of ``step``, counted from 0."""
+        return rows_before(self.schedule, self.batch_size, step)
+
+    def tokens_before(self, step: int) -> int:
+        """Return the tokens of all batches before that of ``step``, counted from 0."""
+        return self.rows_before(step) * self.sequence_length
+
+    def length_at(self, step: int) -> int:
+        """Return the tokens of a row in ``step``, counted from 0."""
+        return length_at(self.schedule, self.sequence_length, step)
+
+    @property
+    def first_full_step(self) -> int:
+        """The first step, counted from 0, whose batch has its final shape."""
+        return first_full_step(self.schedule)
 
     def rows_per_rank(self, data_ranks: int) -> int:
         """Return the rows of a batch per data rank. Raise ValueError if the batch cannot be divided evenly."""
         accumulated = self.gradient_accumulation_steps
         parts = data_ranks * accumulated
-        if self.batch_size % parts:
-            raise ValueError(
-                "batch_size must be a multiple of the ranks that share its rows times gradient_accumulation_steps, "
-                f"{data_ranks} × {accumulated}; got {self.batch_size}. "
-                f"Try batch_size={-(-self.batch_size // parts) * parts}."
-            )
+        first = self.schedule.initial_batch_size
+        for name, rows in (("batch_size", self.batch_size), ("schedule.initial_batch_size", first)):
+            if rows is not None and rows % parts:
+                raise ValueError(
+                    f"{name} must be a multiple of the ranks that share its rows times gradient_accumulation_steps, "
+                    f"{data_ranks} × {accumulated}; got {rows}. Try {name}={-(-rows // parts) * parts}."
+                )
         return self.batch_size // data_ranks
 
     @property
@@ -341,6 +311,21 @@ class Run:
         if self.parallel.shard is not None:
             self.rows_per_rank(self.parallel.replicate * self.parallel.shard)
 
+    def _check_warmups(self) -> None:
+        """Raise ValueError unless batch size and sequence length are reached by doubling and fit other settings."""
+        first_rows, first_length = self.schedule.initial_batch_size, self.schedule.initial_sequence_length
+        check_doubles("batch_size", first_rows, self.batch_size)
+        check_doubles("sequence_length", first_length, self.sequence_length)
+        if self.data.carry_state and (first_rows is not None or first_length is not None):
+            raise ValueError(
+                "data.carry_state=true keeps the state of each row of a batch, so all batches must have one shape; got "
+                "schedule.initial_batch_size or schedule.initial_sequence_length. Set these to none."
+            )
+        if self.data.carry_state and self.model.chunk_size is None:
+            raise ValueError(
+                "data.carry_state must be false for a Llama, which has no state of constant size; got true."
+            )
+
     def _check_context(self, ranks: int) -> None:
         if self.model.chunk_size is None:
             raise ValueError(
@@ -348,18 +333,29 @@ class Run:
                 f"got {ranks}. Try parallel.shard in its place."
             )
         share = ranks * self.model.chunk_size
-        if self.sequence_length % share:
-            raise ValueError(
-                f"with parallel.context={ranks} a rank holds whole chunks of {self.model.chunk_size} tokens, so "
-                f"sequence_length must be a multiple of {share}; got {self.sequence_length}. "
-                f"Try sequence_length={max(1, round(self.sequence_length / share)) * share}."
-            )
+        first = self.schedule.initial_sequence_length
+        for name, length in (("sequence_length", self.sequence_length), ("schedule.initial_sequence_length", first)):
+            if length is not None and length % share:
+                raise ValueError(
+                    f"with parallel.context={ranks} a rank holds whole chunks of {self.model.chunk_size} tokens, so "
+                    f"{name} must be a multiple of {share}; got {length}. "
+                    f"Try {name}={max(1, round(length / share)) * share}."
+                )
 
     def _check_length(self) -> None:
         if self.steps is None and self.minutes is None:
             raise ValueError("a run needs an end: set steps, for example steps=1000, or minutes=5.")
         check_positive(self, ("steps", "minutes"))
         check_limits(self, ("hang_minutes",))
+        check_not_negative(self, ("z_loss",))
+
+    def _check_adapters(self) -> None:
+        check_counts(self, ("lora_rank",))
+        if self.lora_rank is not None and (self.init_from is None or self.compile):
+            raise ValueError(
+                "lora_rank trains adapters of a trained model without compilation: set init_from and compile=false, "
+                "or lora_rank=none."
+            )
 
     def _check_profile(self) -> None:
         if self.profile is None:

@@ -1,4 +1,4 @@
-"""The training session: from a :class:`Run` to a trained model, its metrics and its report.
+"""The training session: from a ``Run`` to a trained model, its metrics and its report.
 
 ``train`` locks the run's folder, finds the checkpoint to resume from, loads data and model, runs the training loop, and
 evaluates the finished model.
@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from gecko.data.chat import TEMPLATE
 from gecko.data.tokenizers import SETTINGS, TOKENIZERS, copy_tokenizer
+from gecko.io.checkpoints import checkpoint_path, checkpoint_step, list_checkpoints
 from gecko.io.files import locked, mend_lines, whole_file
 from gecko.io.model_folder import CONFIG, WEIGHTS
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.runtime.process import flushed_denormals, keep_freed_memory
-from gecko.train.checkpoint import checkpoint_path, checkpoint_step, latest_checkpoint, list_checkpoints
-from gecko.train.checkpointer import (
+from gecko.train.batches import Prefetcher
+from gecko.train.carried import carried_state
+from gecko.train.checkpoints.checkpointer import (
     RECIPE,
     Checkpointer,
     TrainerState,
@@ -31,7 +34,8 @@ from gecko.train.checkpointer import (
     restore_snapshot,
     tokenizer_folder,
 )
-from gecko.train.data import Prefetcher, RunData, load_data
+from gecko.train.checkpoints.folders import latest_checkpoint
+from gecko.train.data import RunData, load_data
 from gecko.train.evaluate import Evaluation
 from gecko.train.health import LauncherWatch, StopSignal, TrainingNotice, Watchdog, reported_hangs
 from gecko.train.metrics import (
@@ -44,16 +48,20 @@ from gecko.train.metrics import (
     record_session,
     row_layout,
 )
+from gecko.train.optimizers.build import build_optimizer
 from gecko.train.overrides import flatten
 from gecko.train.report import REPORT, RESULTS, SAMPLE, finish_run, remove_results
 from gecko.train.run import Run
 from gecko.train.setup import Budget, starting_model, steps_in_budget
-from gecko.train.step import build_optimizer
 from gecko.train.throughput import describe_hardware, multiplies_bfloat16, select_device
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress
 
 _LOCK = ".training"
-_SAME_ON_RESUME = ("model", "data", "batch_size", "sequence_length", "seed")
+_SAME_ON_RESUME = (
+    "model", "data", "batch_size", "sequence_length", "seed", "lora_rank", "optimizer.name",
+    "schedule.initial_batch_size", "schedule.batch_size_steps", "schedule.initial_sequence_length",
+    "schedule.sequence_length_steps",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: fl
     _set_up(run, ranks, console)
     data = ranks.run_or_abort_all(lambda: _load_data(run, checkpoint, ranks, console))
     model = starting_model(run, ranks, device, fresh=checkpoint is None)
-    batches = Prefetcher(data.rows, ranks)
+    batches = Prefetcher(run, data.rows, ranks)
     notice = TrainingNotice()
     with StopSignal(notice if ranks.is_main else None) as stop:
         if run.steps is None:
@@ -273,7 +281,7 @@ def _check_same_run(run: Run, earlier: Run, what: str) -> None:
     """Raise ValueError if ``run`` cannot continue or replace ``earlier``, which ``what`` names in the message."""
     given = flatten(run.to_dict())
     for name, value in flatten(earlier.to_dict()).items():
-        if name.partition(".")[0] in _SAME_ON_RESUME and value != given.get(name):
+        if not {name, name.partition(".")[0]}.isdisjoint(_SAME_ON_RESUME) and value != given.get(name):
             raise ValueError(
                 f"{name} must be what {what}, {value!r}; got {given.get(name)!r}. "
                 "Leave it as it was, or start a new run with another output=."
@@ -315,7 +323,8 @@ def _fit(
     console: Console,
 ) -> TrainerState:
     optimizer = build_optimizer(model, run.optimizer)
-    position = TrainerState() if checkpoint is None else restore_snapshot(checkpoint, model, optimizer)
+    carried = carried_state(run, model, ranks)
+    position = TrainerState() if checkpoint is None else restore_snapshot(checkpoint, model, optimizer, carried)
     if checkpoint is not None:
         console.print(f"continuing after step {position.step}, from {checkpoint}")
         if run.profile is not None and run.profile[1] <= position.step:
@@ -329,9 +338,9 @@ def _fit(
         # The checkpointer waits for the disk when it exits, also after an error; the watchdog covers this wait.
         watchdog = stack.enter_context(_watchdog(run, ranks))
         beat = _nothing if watchdog is None else watchdog.beat
-        saver = stack.enter_context(Checkpointer(run, ranks, beat, data.record))
+        saver = stack.enter_context(Checkpointer(run, ranks, beat, data.record, carried))
         sinks = Sinks(saver, display, metrics, beat)
-        trainer = Trainer(run, model, optimizer, batches, data.held_out, position, sinks, ranks)
+        trainer = Trainer(run, model, optimizer, batches, data.held_out, position, sinks, ranks, carried)
         trainer.fit(stop)
     return trainer.position
 
@@ -342,6 +351,9 @@ def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None
         with whole_file(run.folder / RECIPE) as temporary:
             run.save(temporary)
         copy_tokenizer(run.data.tokenizer, tokenizer_folder(run))
+        if data.chat_template is not None:
+            with whole_file(tokenizer_folder(run) / TEMPLATE) as temporary:
+                temporary.write_text(data.chat_template, encoding="utf-8")
         if step != run.steps:
             remove_results(run)
         parameters = list(model.parameters())

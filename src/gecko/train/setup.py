@@ -20,17 +20,20 @@ from torch import nn
 
 from gecko.data import IGNORED, Batch, ByteTokenizer, Tokenizer, load_tokenizer
 from gecko.data.tokenizers import holds_tokenizer
-from gecko.io.model_folder import CONFIG, WEIGHTS
+from gecko.io.checkpoints import model_folder
+from gecko.io.quantization import is_quantized
 from gecko.models import LanguageModel, build_model, load_any, meta_model
 from gecko.models.gecko import Block
 from gecko.parallel.fsdp import empty_sharded_model, fill
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpoint import latest_checkpoint
-from gecko.train.checkpointer import RECIPE, SHARDS
-from gecko.train.data import Prefetcher, RunData
+from gecko.train.batches import Prefetcher
+from gecko.train.checkpoints.checkpointer import RECIPE
+from gecko.train.checkpoints.lora import add_adapters
+from gecko.train.data import RunData
 from gecko.train.evaluate import evaluate, sample_text
+from gecko.train.optimizers.build import build_optimizer
 from gecko.train.run import Run
-from gecko.train.step import build_optimizer, split_batch, train_step
+from gecko.train.step import split_batch, train_step
 
 _PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'\nÀ là niña, Straße, Привет, 你好, 🙂"
 
@@ -81,8 +84,13 @@ def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool)
     With several ranks, only the first builds the whole model, on the CPU; each rank receives its shards.
     """
     if ranks.world == 1:
-        model = (_initial(run) if fresh else build_model(run.model)).to(device)
+        # Adapters do not contain the weights that they change.
+        model = (_initial(run) if fresh or run.lora_rank is not None else build_model(run.model)).to(device)
+        if run.lora_rank is not None:
+            add_adapters(model, run.lora_rank)
         return _configured(model, run)
+    if run.lora_rank is not None:
+        raise ValueError(f"lora_rank trains adapters in one process; got {ranks.world}. Set lora_rank=none.")
     template = _configured(meta_model(run.model), run)
     bfloat16 = run.precision == "bfloat16"
     model = empty_sharded_model(template, ranks.sharding_mesh, device, bfloat16=bfloat16)
@@ -93,7 +101,7 @@ def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool)
 
 
 def _configured(model: LanguageModel, run: Run) -> LanguageModel:
-    model.activation_checkpointing = run.activation_checkpointing
+    model.activation_checkpointing, model.z_loss = run.activation_checkpointing, run.z_loss
     if run.compile:
         for block in model.blocks:
             compile_block(block)
@@ -102,20 +110,21 @@ def _configured(model: LanguageModel, run: Run) -> LanguageModel:
 
 def compile_block(block: nn.Module) -> None:
     """Compile a block, except the operators that mix tokens: their layout depends on the documents of each batch and
-    is computed on the host. The rest has fixed shapes, so it is compiled once and recomputed by the same code."""
+    is computed on the host. The rest has fixed shapes, so it is compiled once and recomputed by the same code. On a
+    context rank the whole mixer is excepted."""
     if isinstance(block, Block):  # a Llama's attention is never compiled
         mixer: Any = block.mixer
         for module in (mixer.norm, mixer.cema):
             module.forward = torch.compiler.disable(module.forward)
         mixer._mix = torch.compiler.disable(mixer._mix)
+        mixer._forward_on_rank = torch.compiler.disable(mixer._forward_on_rank)
     block.compile(dynamic=False)
 
 
 def _initial(run: Run) -> LanguageModel:
     if run.init_from is None:
         return build_model(run.model)
-    folder = _model_folder(Path(run.init_from).expanduser())
-    _check_joined(folder)
+    folder = model_folder(run.init_from)
     model = load_any(folder)
     found = model.config.to_dict()
     different = [name for name, value in run.model.to_dict().items() if found.get(name, ...) != value]
@@ -124,29 +133,10 @@ def _initial(run: Run) -> LanguageModel:
             f"init_from must hold a model of this run's architecture; {folder} differs in {', '.join(different)}. "
             "Set model.* to what its config.json says."
         )
-    if not all(parameter.is_floating_point() for parameter in model.state_dict().values()):
+    if any(map(is_quantized, model.state_dict().values())):
         raise ValueError(f"init_from must hold a model that is not quantised; {folder} is. Use the one it was made of.")
     check_same_tokenizer(folder, run.data.tokenizer)
     return model.float()
-
-
-def _model_folder(folder: Path) -> Path:
-    """Return the newest checkpoint if ``folder`` is a run, else ``folder``."""
-    checkpoints = folder / "checkpoints"
-    if (folder / CONFIG).is_file() or not checkpoints.is_dir():
-        return folder
-    newest = latest_checkpoint(checkpoints)
-    if newest is None:
-        raise FileNotFoundError(f"init_from must hold a model or a run with a checkpoint; {folder} has none yet.")
-    return newest
-
-
-def _check_joined(folder: Path) -> None:
-    if (folder / SHARDS).is_dir() and not (folder / WEIGHTS).is_file():
-        raise FileNotFoundError(
-            f"init_from must hold {WEIGHTS}; {folder} is a checkpoint of several ranks, each of which wrote its part. "
-            f"Join them: gecko consolidate {folder}"
-        )
 
 
 WARMUP_STEPS = 4
@@ -232,7 +222,7 @@ def _step_seconds(run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ra
 
     If a step takes longer than ``limit``, estimate it from one row: measuring it would use up the time for training.
     """
-    device = next(model.parameters()).device
+    device, full = next(model.parameters()).device, run.first_full_step
     optimizer = build_optimizer(model, run.optimizer)
 
     def step_of(batch: Batch, parts: int) -> None:
@@ -242,10 +232,10 @@ def _step_seconds(run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ra
         )  # fmt: skip
 
     def one_step(step: int) -> None:
-        step_of(batches.batch(step), run.gradient_accumulation_steps)
+        step_of(batches.batch(full + step), run.gradient_accumulation_steps)
 
     if not run.compile:  # a compiler would compile the model for batches of one row too
-        first = batches.batch(0)
+        first = batches.batch(full)
         row = _fullest_row(first)
         # The first call is slower than the rest: kernels are built and memory is allocated.
         estimate = len(first.tokens) * min(_timed(lambda: step_of(row, 1)) for _ in range(2))
@@ -283,7 +273,7 @@ def _sample_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks)
     if not count or ranks.world > 1:
         return 0.0
     short = dataclasses.replace(run, sample=dataclasses.replace(run.sample, tokens=count))
-    return _timed(lambda: sample_text(short, model, data.tokenizer)) * run.sample.tokens / count
+    return _timed(lambda: sample_text(short, model, data.tokenizer, data.prompt)) * run.sample.tokens / count
 
 
 def most_steps(run: Run, costs: Costs, left: float) -> int:

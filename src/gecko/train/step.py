@@ -1,4 +1,4 @@
-"""One optimizer step: gradient accumulation, clipping, spike detection, AdamW and the learning-rate schedule."""
+"""One optimizer step: gradient accumulation, clipping, spike detection and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -16,63 +16,10 @@ from gecko.data import IGNORED, Batch
 from gecko.models import LanguageModel
 from gecko.parallel.fsdp import synchronise_gradients, whole
 from gecko.parallel.mesh import Ranks
-from gecko.train.run import OptimizerSettings, Precision, ScheduleSettings, SkipSettings
-
-
-def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Return fused AdamW with allocated state. ``decay="matrices"`` decays only ``matrix_names`` of the model."""
-    matrices = matrix_names(model)
-    decays = {name: settings.decay == "all" or name in matrices for name, _ in named_parameters(model)}
-    groups = [
-        {
-            "params": [parameter for name, parameter in named_parameters(model) if decays[name] is decayed],
-            "weight_decay": settings.weight_decay if decayed else 0.0,
-        }
-        for decayed in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,
-    )
-    for _, parameter in named_parameters(model):
-        # The same state as AdamW creates in its first step. It exists from the start, so a checkpoint can be loaded.
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        }
-    return optimizer
-
-
-def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trained parameters by name; a tied parameter occurs once."""
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def matrix_names(model: nn.Module) -> set[str]:
-    """Return the names of the weights of linear layers and embeddings."""
-    return {
-        f"{name}.weight" if name else "weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
-    }
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's state, keyed ``parameter name/state name``."""
-    return {
-        f"{name}/{key}": value
-        for name, parameter in named_parameters(model)
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+from gecko.train.carried import CarriedState
+from gecko.train.optimizers.build import set_learning_rate
+from gecko.train.optimizers.settings import ScheduleSettings
+from gecko.train.run import Precision, SkipSettings
 
 
 def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int) -> float:
@@ -176,14 +123,23 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 def compute_gradients(
-    model: LanguageModel, parts: Sequence[Part], precision: Precision, ranks: Ranks = _ALONE
+    model: LanguageModel,
+    parts: Sequence[Part],
+    precision: Precision,
+    ranks: Ranks = _ALONE,
+    carried: CarriedState | None = None,
 ) -> float:
-    """Add the gradients of the mean loss over all ranks' parts to the parameters' ``grad``, and return that loss."""
+    """Add the gradients of the mean loss over all ranks' parts to the parameters' ``grad``, and return that loss.
+
+    With ``carried`` the rows of the parts follow its states.
+    """
     total = torch.zeros((), dtype=torch.float64, device=parts[0].tokens.device)
-    for part in parts:
+    for number, part in enumerate(parts):
         synchronise_gradients(model, part is parts[-1])
         with autocast(precision, part.tokens.device):
-            loss = model.loss(part.tokens, part.targets, part.segment_ids, ranks.context) * part.weight
+            given = part.tokens, part.targets, part.segment_ids
+            mean = model.loss(*given, ranks.context) if carried is None else carried.loss(number, *given)
+            loss = mean * part.weight
         # FSDP averages gradients over the ranks. The factor turns the average into the sum, which is the gradient.
         torch.autograd.backward(loss * ranks.world)
         total += loss.detach()
@@ -210,13 +166,14 @@ def train_step(
     precision: Precision,
     ranks: Ranks = _ALONE,
     rule: SpikeRule | None = None,
+    carried: CarriedState | None = None,
 ) -> StepResult:
-    """Run one step of AdamW on the batch. All ranks call it together.
+    """Run one step of the optimizer on the batch. All ranks call it together.
 
     If the loss or the gradient norm is not finite, or a spike by ``rule``, parameters and optimizer do not change.
     """
     optimizer.zero_grad(set_to_none=True)
-    loss = compute_gradients(model, parts, precision, ranks)
+    loss = compute_gradients(model, parts, precision, ranks, carried)
     grad_norm = _clip(model, clip, ranks)
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
     spike = rule.judge(loss, grad_norm) if finite and rule is not None else None

@@ -56,7 +56,7 @@ def select_device(name: str, local_rank: int | None = None) -> torch.device:
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(
-            f"device must be on this machine, with {count} CUDA devices; got {str(device)!r}. Try device=cpu, or fewer "
+            f"device must be on this machine, with {count} CUDA devices; got {str(device)!r}. Try cpu, or fewer "
             "processes."
         )
     if device.type == "cuda" and local_rank is not None:

@@ -17,8 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpointer import Checkpointer, TrainerState
-from gecko.train.data import Prefetcher
+from gecko.train.batches import Prefetcher
+from gecko.train.carried import CarriedState
+from gecko.train.checkpoints.checkpointer import Checkpointer, TrainerState
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.health import StopSignal, find_nonfinite, skip_failure
 from gecko.train.metrics import Kind, MetricsWriter
@@ -60,13 +61,14 @@ class Trainer:
         position: TrainerState,
         sinks: Sinks,
         ranks: Ranks,
+        carried: CarriedState | None = None,
     ) -> None:
         if run.steps is None:
             raise ValueError("the number of steps must be fixed before training; got steps=None.")
         self.run, self.steps = run, run.steps
         self.model, self.optimizer = model, optimizer
         self.batches, self.held_out = batches, held_out
-        self.position = position
+        self.position, self.carried = position, carried
         self.sinks, self.ranks = sinks, ranks
         self.device = next(model.parameters()).device
         self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms)
@@ -128,8 +130,11 @@ class Trainer:
             precision=self.run.precision,
             ranks=self.ranks,
             rule=self._spikes,
+            carried=self.carried,
         )
         cause = result.spike if result.finite else self._find_cause(parts)
+        if self.carried is not None:
+            self.carried.advance(skipped=cause is not None)
         seconds = time.perf_counter() - begin
         self._advance(seconds, skipped=cause is not None)
         self._report(result, rate, seconds, waited, cause)
@@ -152,8 +157,8 @@ class Trainer:
         raise AssertionError("skip_failure raises")
 
     def _find_cause(self, parts: Sequence[Part]) -> str:
-        precision, ranks = self.run.precision, self.ranks
-        return find_nonfinite(self.model, lambda: compute_gradients(self.model, parts, precision, ranks), ranks)
+        given = parts, self.run.precision, self.ranks, self.carried
+        return find_nonfinite(self.model, lambda: compute_gradients(self.model, *given), self.ranks)
 
     def _advance(self, seconds: float, *, skipped: bool) -> None:
         old = self.position
@@ -167,7 +172,8 @@ class Trainer:
         )
 
     def _report(self, result: StepResult, rate: float, seconds: float, waited: float, cause: str | None) -> None:
-        step, speed = self.position.step, self.run.tokens_per_step / seconds
+        step = self.position.step
+        speed = (self.run.tokens_before(step) - self.run.tokens_before(step - 1)) / seconds
         values = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,

@@ -22,8 +22,9 @@ from gecko.experiments.compare.plan import rate_name
 from gecko.experiments.compare.results import NAME, PAGE, PICTURES, Comparison, Point, RunResult, Summary
 from gecko.experiments.compare.runs import Trial
 from gecko.io.files import whole_file
-from gecko.pages import LineStyle, label_line_ends, new_figure, svg, write_html
+from gecko.pages import LineStyle, group_settings, label_line_ends, new_figure, svg, write_html
 from gecko.runtime.process import code_name, code_version
+from gecko.train.overrides import flatten
 
 _SHOWN = 1 / 3
 """Fraction of the tokens after which the curves determine the scale; before it all losses fall steeply."""
@@ -243,8 +244,8 @@ def write_page(comparison: Comparison) -> Path:
         ],
         tables=[*summary_tables(comparison), *tuning_tables(comparison), run_table(comparison)],
         remarks=[*(f"{label}: {state}" for label, state in comparison.unfinished.items()), *comparison.notes],
-        settings=record["settings"],
-        models={name: _fields(model) for name, model in record["models"].items()},
+        settings=group_settings(record["settings"]),
+        models={name: flatten(model) for name, model in record["models"].items()},
         machine={**comparison.hardware, "Package": code_name(code_version())},
         command=comparison.command,
     )
@@ -267,7 +268,3 @@ def _summary(comparison: Comparison) -> str:
         f"{len(runs)} runs of {runs[0].tokens:,} tokens each, of {len(comparison.summaries)} recipes; the same texts "
         f"in the same order for every model of a seed, and the same optimizer. All numbers are in {NAME}."
     )
-
-
-def _fields(model: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in model.items())

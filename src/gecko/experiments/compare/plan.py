@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gecko.data import is_shard_folder
+from gecko.data.sources import find_sources
+from gecko.data.training_data import parse_source
 from gecko.io.files import read_object, whole_file
 from gecko.models import ModelConfig, meta_model
 from gecko.recipes import apply_overrides, get_recipe
@@ -16,8 +19,8 @@ from gecko.train.overrides import flatten
 from gecko.train.report import RESULTS
 
 MAY_DIFFER = (
-    "model", "optimizer.learning_rate", "output", "seed", "recipe", "overrides", "sample", "wandb", "checkpoint",
-    "activation_checkpointing", "hang_minutes", "profile", "minutes",
+    "model", "optimizer.name", "optimizer.learning_rate", "output", "seed", "recipe", "overrides", "sample", "wandb",
+    "checkpoint", "activation_checkpointing", "hang_minutes", "profile", "minutes",
 )  # fmt: skip
 """Fields of a run that the comparison sets, that are compared, or that do not change the trained model."""
 
@@ -48,8 +51,8 @@ def check_same_training(runs: Mapping[str, Run]) -> None:
         )
         key, values = next(iter(different.items()))
         raise ValueError(
-            f"recipes that are compared must train alike except for models and learning rates; they differ in "
-            f"{places}. Set each for all of them, for example {key}={next(iter(values.values()))}."
+            f"recipes that are compared must train alike except for models, optimizers and learning rates; they differ "
+            f"in {places}. Set each for all of them, for example {key}={next(iter(values.values()))}."
         )
     if any(run.steps is None for run in runs.values()):
         raise ValueError(
@@ -79,6 +82,18 @@ def check_parameters(parameters: Mapping[str, int], tolerance: float) -> None:
             f"largest has {100 * excess:.1f} % more than the smallest ({counts}). Change model.* in a recipe.json, or "
             "allow more with --tolerance."
         )
+
+
+def _check_sources(runs: Iterable[Run]) -> None:
+    """Raise FileNotFoundError or ValueError if a source of texts names no file, before a process starts.
+
+    Data sets of the hub are found by the runs.
+    """
+    for data in {run.data for run in runs}:
+        mixture = [parse_source(item)[0] for item in data.sources] or [data.source]
+        for source in (*mixture, *([] if data.validation is None else [data.validation])):
+            if not is_shard_folder(source):
+                find_sources(source)
 
 
 @dataclass(frozen=True)
@@ -155,6 +170,7 @@ class Plan:
             raise ValueError(f"--seeds must be different whole numbers of at least 0, as 0,1,2; got {list(seeds)}.")
         runs = {name: apply_overrides(run, overrides) for name, run in _named(recipes).items()}
         check_same_training(runs)
+        _check_sources(runs.values())
         parameters = {name: count_parameters(run.model) for name, run in runs.items()}
         check_parameters(parameters, tolerance)
         return cls(folder, runs, parameters, tuple(seeds), tuning)

@@ -19,6 +19,7 @@ from gecko.pages import is_page
 from gecko.runtime.process import code_version
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import METRICS, read_metrics, seconds_by_step
+from gecko.train.run import Run
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ class RunResult:
                 f"{run.folder}/metrics.jsonl must have one line for each of {run.steps} steps; it has {len(steps)}. "
                 "Restore it, or delete the run's folder: the same command trains it again."
             )
-        seconds = seconds_by_step(steps, run.tokens_per_step)
+        seconds = seconds_by_step(steps, run.tokens_before)
         speed = statistics.median(record["tokens_per_second"] for record in steps)
         return cls(
             planned.recipe, run.seed, planned.name, parameters, run.optimizer.learning_rate, len(steps),
-            len(steps) * run.tokens_per_step, sum("skipped" in record for record in steps), evaluation,
-            seconds[len(steps)], speed, _curve(records, run.tokens_per_step, seconds),
+            run.tokens_before(len(steps)), sum("skipped" in record for record in steps), evaluation,
+            seconds[len(steps)], speed, _curve(records, run, seconds),
         )  # fmt: skip
 
 
@@ -141,9 +142,9 @@ def _over_rows(evaluation: Evaluation, other: Evaluation | None = None) -> Inter
     return over_rows(losses, evaluation.row_targets, evaluation.nats_per_byte / evaluation.loss)
 
 
-def _curve(records: Sequence[Record], tokens_per_step: int, seconds: Mapping[int, float]) -> list[Point]:
+def _curve(records: Sequence[Record], run: Run, seconds: Mapping[int, float]) -> list[Point]:
     return [
-        Point(record["step"], record["step"] * tokens_per_step, seconds[record["step"]], record["nats_per_byte"])
+        Point(record["step"], run.tokens_before(record["step"]), seconds[record["step"]], record["nats_per_byte"])
         for record in records
         if record["kind"] == "validation"
     ]

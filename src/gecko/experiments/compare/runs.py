@@ -237,7 +237,7 @@ class Board:
         open_ = [one for one in self._pool.planned if self._pool.states[one.label] in ("waiting", "training")]
         if not speeds or not open_:
             return ""
-        tokens = sum(((one.run.steps or 0) - found[one.label].step) * one.run.tokens_per_step for one in open_)
+        tokens = sum(_tokens_left(one, found[one.label]) for one in open_)
         speed = sum(speeds) / len(speeds) * min(self._pool.jobs, len(open_))
         return f", about {_duration(tokens / speed)} left"
 
@@ -245,7 +245,11 @@ class Board:
 def _seconds_left(one: Planned, progress: Progress) -> float | None:
     if not progress.tokens_per_second:
         return None
-    return ((one.run.steps or 0) - progress.step) * one.run.tokens_per_step / progress.tokens_per_second
+    return _tokens_left(one, progress) / progress.tokens_per_second
+
+
+def _tokens_left(one: Planned, progress: Progress) -> int:
+    return one.run.tokens_before(one.run.steps or 0) - one.run.tokens_before(progress.step)
 
 
 def _number(value: float | None, form: str) -> str:

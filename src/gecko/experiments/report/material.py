@@ -10,6 +10,9 @@ from typing import Any
 from gecko.eval.results import FORMAT
 from gecko.io.files import Record, read_object
 from gecko.train.metrics import METRICS, read_metrics, read_sessions
+from gecko.train.optimizers.settings import ScheduleSettings
+from gecko.train.optimizers.warmup import rows_before
+from gecko.train.overrides import build
 from gecko.train.report import RESULTS
 
 RECIPE, COMPARISON, COMPARISON_FORMAT = "recipe.json", "comparison.json", "gecko-comparison-1"
@@ -38,8 +41,12 @@ class RunFolder:
         return int(self.sessions[0]["parameters"]) if self.sessions else None
 
     @property
-    def tokens_per_step(self) -> int:
-        return int(self.recipe["batch_size"]) * int(self.recipe["sequence_length"])
+    def schedule(self) -> ScheduleSettings:
+        return build(ScheduleSettings, self.recipe.get("schedule", {}))
+
+    def tokens_before(self, step: int) -> int:
+        """Return the tokens of the first ``step`` steps."""
+        return rows_before(self.schedule, int(self.recipe["batch_size"]), step) * int(self.recipe["sequence_length"])
 
     @property
     def steps_done(self) -> int:

@@ -99,12 +99,12 @@ def training_points(run: RunFolder, clock: Mapping[int, float]) -> list[Point]:
 def token_clock(run: RunFolder) -> dict[int, float]:
     """Return the tokens read until the end of each step."""
     steps = {0, *(int(record["step"]) for record in run.metrics)}
-    return {step: step * run.tokens_per_step for step in steps}
+    return {step: run.tokens_before(step) for step in steps}
 
 
 def minute_clock(run: RunFolder) -> dict[int, float]:
     """Return the minutes in training steps until the end of each step, without evaluations and checkpoints."""
-    return {step: seconds / 60 for step, seconds in seconds_by_step(run.metrics, run.tokens_per_step).items()}
+    return {step: seconds / 60 for step, seconds in seconds_by_step(run.metrics, run.tokens_before).items()}
 
 
 def _several_seeds(models: Sequence[Trained]) -> bool:
@@ -239,7 +239,7 @@ def _model_row(model: Trained) -> list[str]:
     return [
         model.subject.label, model.subject.differences or "–",
         "not recorded" if run.parameters is None else f"{run.parameters:,}",
-        f"{steps:,}" if steps else "not fixed", f"{steps * run.tokens_per_step:,}" if steps else "–",
+        f"{steps:,}" if steps else "not fixed", f"{run.tokens_before(steps):,}" if steps else "–",
         "–" if rate is None else f"{rate:g}", f"{statistics.median(speeds):,.0f}" if speeds else "–",
     ]  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -14,27 +13,27 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from gecko.io.files import Record, parse_object, whole_file
+from gecko.io.checkpoints import (
+    MANIFEST,
+    PREFIX,
+    Entries,
+    check_one_is_sound,
+    checkpoint_path,
+    checkpoint_step,
+    find_fault,
+    list_checkpoints,
+    sha256,
+    skipped,
+    verify_files,
+)
+from gecko.io.files import whole_file
 from gecko.parallel.mesh import Ranks
 
-MANIFEST = "manifest.json"
-_PREFIX = "step-"
 _UNFINISHED = ".partial-"
 _DIVERGED = "diverged-"
 _ALONE = Ranks()
 _NOT_FOR_SPACE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 """Error numbers that freeing disk space does not fix."""
-
-Entries = dict[str, dict[str, str | int]]
-"""Size and SHA-256 of each file, by its path in the checkpoint."""
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    return folder / f"{_PREFIX}{step:08d}"
-
-
-def checkpoint_step(path: Path) -> int:
-    return int(path.name.removeprefix(_PREFIX))
 
 
 def write_checkpoint(folder: Path, step: int, write_files: Callable[[Path], None]) -> Path:
@@ -54,7 +53,7 @@ def write_checkpoint(folder: Path, step: int, write_files: Callable[[Path], None
 
 def begin_checkpoint(folder: Path, step: int) -> Path:
     """Create and return an empty folder for a new checkpoint. Remove what an interrupted save left behind."""
-    partial = folder / f"{_UNFINISHED}{_PREFIX}{step:08d}"
+    partial = folder / f"{_UNFINISHED}{PREFIX}{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     remove_unfinished(folder)
     partial.mkdir()
@@ -86,7 +85,7 @@ def flushed_entries(folder: Path, files: Iterable[Path]) -> Entries:
     for path in files:
         _sync(path)
         name = path.relative_to(folder).as_posix()
-        entries[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        entries[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     return entries
 
 
@@ -140,10 +139,10 @@ def set_aside(folder: Path, step: int) -> GoingOn:
     """Rename the checkpoints of ``step`` and later, so that the run resumes from the newest sound one before them."""
     written = list_checkpoints(folder)
     bad = [path for path in written if checkpoint_step(path) >= step]
-    good = next((path for path in written if path not in bad and _fault(path, _ALONE) is None), None)
+    good = next((path for path in written if path not in bad and find_fault(path) is None), None)
     if good is None:
         return GoingOn(bad[0] if bad else None, (), usable=not bad)
-    return GoingOn(good, tuple(path.rename(_free(folder / path.name.replace(_PREFIX, _DIVERGED))) for path in bad))
+    return GoingOn(good, tuple(path.rename(_free(folder / path.name.replace(PREFIX, _DIVERGED))) for path in bad))
 
 
 def _free(path: Path) -> Path:
@@ -152,38 +151,12 @@ def _free(path: Path) -> Path:
     return path
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return all checkpoints in the folder, newest first, including damaged ones."""
-    return sorted((p for p in folder.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdigit()), reverse=True)
-
-
 def verify_checkpoint(path: Path, ranks: Ranks = _ALONE) -> None:
     """Check that every file has the size and SHA-256 in the manifest; several ranks divide the files among themselves.
 
     Raise ValueError (damaged) or FileNotFoundError (missing) that names the file, or OSError if a file cannot be read.
     """
-    files = sorted(read_manifest(path).items())
-    for name, entry in files[ranks.rank :: ranks.world]:
-        file = path / name
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} must be there, as {path / MANIFEST} lists it. {_REMEDY}")
-        if file.stat().st_size != entry["bytes"]:
-            raise ValueError(f"{file} must be {entry['bytes']} bytes; got {file.stat().st_size}. {_REMEDY}")
-        found = _sha256(file)
-        if found != entry["sha256"]:
-            raise ValueError(f"{file} is damaged: its sha256 must be {entry['sha256']}; got {found}. {_REMEDY}")
-
-
-def read_manifest(path: Path) -> Entries:
-    manifest = path / MANIFEST
-    if not manifest.is_file():
-        raise FileNotFoundError(f"{manifest} must be there; {path} is no finished checkpoint. {_REMEDY}")
-
-    def parse(content: Record) -> Entries:
-        files = content["files"].items()
-        return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in files}
-
-    return parse_object(manifest, "the checkpoint's files with size and sha256", parse)
+    verify_files(path, ranks.rank, ranks.world)
 
 
 def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
@@ -194,42 +167,18 @@ def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
     """
     candidates = ranks.broadcast(ranks.run_or_abort_all(lambda: list_checkpoints(folder) if ranks.is_main else []))
     for path in candidates:
-        faults = [fault for fault in ranks.gather(_fault(path, ranks)) if fault is not None]
+        faults = [fault for fault in ranks.gather(find_fault(path, ranks.rank, ranks.world)) if fault is not None]
         if not faults:
             return path
         if ranks.is_main:
-            warnings.warn(f"skipping the checkpoint {path.name}: {faults[0]}", stacklevel=2)
-    ranks.run_or_abort_all(lambda: _check_none(folder, candidates))
+            warnings.warn(skipped(path, faults[0]), stacklevel=2)
+    ranks.run_or_abort_all(lambda: check_one_is_sound(folder, candidates))
     return None
-
-
-def _check_none(folder: Path, damaged: list[Path]) -> None:
-    if damaged:
-        raise ValueError(
-            f"{folder} must hold a sound checkpoint; all of {', '.join(path.name for path in damaged)} are damaged. "
-            "Copy a good one there, or start again in another folder with output=."
-        )
-
-
-def _fault(path: Path, ranks: Ranks) -> str | None:
-    try:
-        verify_checkpoint(path, ranks)
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None
-
-
-_REMEDY = "Use an older checkpoint, or copy this one again."
 
 
 def write_manifest(folder: Path, entries: Entries) -> None:
     with whole_file(folder / MANIFEST) as temporary:
         temporary.write_text(json.dumps({"files": entries}, indent=2) + "\n", encoding="utf-8")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

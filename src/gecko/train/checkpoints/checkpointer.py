@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,32 +30,35 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from gecko.data.chat import TEMPLATE
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
+from gecko.io.checkpoints import CHECKPOINTS, SHARDS, Entries, read_manifest
 from gecko.io.files import parse_object
 from gecko.io.model_folder import CONFIG, WEIGHTS, stored_prefix
 from gecko.models import LanguageModel, load_config, meta_model
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpoint import (
-    Entries,
+from gecko.train.carried import CarriedState
+from gecko.train.checkpoints.folders import (
     GoingOn,
     all_files,
     begin_checkpoint,
     complete_checkpoint,
     flushed_entries,
     keep_newest,
-    read_manifest,
     set_aside,
     write_checkpoint,
     write_failure,
     write_manifest,
 )
+from gecko.train.checkpoints.lora import check_base, has_adapters, merged, save_adapters
 from gecko.train.metrics import DataRecord
+from gecko.train.optimizers.build import named_parameters, optimizer_tensors
 from gecko.train.overrides import build
 from gecko.train.run import Run
-from gecko.train.step import named_parameters, optimizer_tensors
 
-RECIPE, SHARDS = "recipe.json", "shards"
+RECIPE = "recipe.json"
 _OPTIMIZER, _RANDOM, _TRAINER = "optimizer.safetensors", "random.safetensors", "trainer.json"
+_LANES = "lanes.safetensors"
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class TrainerState:
 
 
 def checkpoints_folder(run: Run) -> Path:
-    return run.folder / "checkpoints"
+    return run.folder / CHECKPOINTS
 
 
 def tokenizer_folder(run: Run) -> Path:
@@ -91,9 +95,16 @@ def write_whole(
     optimizer: torch.optim.Optimizer,
     position: TrainerState,
     data: DataRecord,
+    carried: CarriedState | None = None,
 ) -> None:
     """Write all files of a checkpoint from one process that holds the whole model."""
-    model.save(folder)
+    if carried is not None:
+        save_file(carried.tensors(), folder / _LANES)
+    if has_adapters(model):
+        merged(model).save(folder)
+        save_adapters(model, folder)
+    else:
+        model.save(folder)
     save_file(optimizer_tensors(model, optimizer), folder / _OPTIMIZER)
     write_small_files(folder, run, position, random_state(), data)
 
@@ -109,6 +120,8 @@ def write_small_files(
     run.save(folder / RECIPE)
     if holds_tokenizer(tokenizer_folder(run)):
         copy_tokenizer(str(tokenizer_folder(run)), folder)
+    elif (tokenizer_folder(run) / TEMPLATE).is_file():
+        shutil.copyfile(tokenizer_folder(run) / TEMPLATE, folder / TEMPLATE)
 
 
 def training_tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -117,9 +130,15 @@ def training_tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> 
     return {**parameters, **optimizer_tensors(model, optimizer)}
 
 
-def restore_snapshot(path: Path, model: LanguageModel, optimizer: torch.optim.Optimizer) -> TrainerState:
-    """Load the model, optimizer and random state of a verified checkpoint. All ranks call it together."""
+def restore_snapshot(
+    path: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, carried: CarriedState | None = None
+) -> TrainerState:
+    """Load model, optimizer, carried states and random state of a verified checkpoint. All ranks call it together."""
+    if has_adapters(model):
+        check_base(model, path)
     read_tensors(path, training_tensors(model, optimizer))
+    if carried is not None:
+        carried.restore(partial(read_tensors, path))
     _set_random_state(path / _RANDOM)
     return read_trainer_state(path)
 
@@ -159,14 +178,30 @@ def write_model(checkpoint: Path, folder: Path) -> None:
     if folder == checkpoint and WEIGHTS in read_manifest(checkpoint):
         return
     model = meta_model(load_config(checkpoint / CONFIG))
-    # Not ``to_empty``: it makes two tensors of a weight that embedding and head share.
-    weights = {name: torch.empty_like(weight, device="cpu") for name, weight in model.named_parameters()}
-    read_tensors(checkpoint, {name: weight.detach() for name, weight in weights.items()}, alone=True)
-    model.load_state_dict(weights, strict=False, assign=True)
+    model.load_state_dict(read_weights(checkpoint), strict=False, assign=True)
     model.save(folder)
     if folder == checkpoint:
         # ``save`` wrote the same config.json as before, so the checkpoint is still sound if the process is killed here.
         write_manifest(folder, {**read_manifest(folder), **flushed_entries(folder, [folder / WEIGHTS])})
+
+
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """Return the parameters of a checkpoint by name, on the CPU; a weight that embedding and head share occurs once."""
+    model = meta_model(load_config(checkpoint / CONFIG))
+    weights = {name: torch.empty_like(weight, device="cpu").detach() for name, weight in model.named_parameters()}
+    read_tensors(checkpoint, dict(weights), alone=True)
+    return weights
+
+
+def write_average(checkpoints: Sequence[Path], folder: Path) -> None:
+    """Write the model whose weights are the means of those of ``checkpoints``, at least one, to ``folder``."""
+    model = meta_model(load_config(checkpoints[0] / CONFIG))
+    mean = read_weights(checkpoints[0])
+    for count, checkpoint in enumerate(checkpoints[1:], start=2):
+        for name, weight in read_weights(checkpoint).items():
+            mean[name].lerp_(weight, 1 / count)
+    model.load_state_dict(mean, strict=False, assign=True)
+    model.save(folder)
 
 
 def random_state() -> dict[str, Tensor]:
@@ -213,11 +248,14 @@ class Checkpointer:
 
     With several ranks, each rank copies its shards to host memory, and a thread writes them while training continues.
     The threads use a process group of their own, because training uses the default one at the same time. ``beat`` is
-    called while a rank waits for the disk. Every checkpoint contains ``data``.
+    called while a rank waits for the disk. Every checkpoint contains ``data``
+    and the states of ``carried`` at the time of the save.
     """
 
-    def __init__(self, run: Run, ranks: Ranks, beat: Callable[[], None], data: DataRecord) -> None:
-        self.run, self.ranks, self._beat, self.data = run, ranks, beat, data
+    def __init__(
+        self, run: Run, ranks: Ranks, beat: Callable[[], None], data: DataRecord, carried: CarriedState | None = None
+    ) -> None:
+        self.run, self.ranks, self._beat, self.data, self._carried = run, ranks, beat, data, carried
         self.folder = checkpoints_folder(run)
         self._group = dist.new_group(backend="gloo", timeout=ranks.timeout) if ranks.world > 1 else None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -229,13 +267,14 @@ class Checkpointer:
             write_checkpoint(
                 self.folder,
                 position.step,
-                lambda folder: write_whole(folder, self.run, model, optimizer, position, self.data),
+                lambda folder: write_whole(folder, self.run, model, optimizer, position, self.data, self._carried),
             )
             return
         self.wait()
         partial = self.ranks.broadcast(self.ranks.run_or_abort_all(lambda: self._begin(position.step)))
         random = random_state()
-        shards = self._write_shards(partial, training_tensors(model, optimizer))
+        lanes = {} if self._carried is None else self._carried.tensors()
+        shards = self._write_shards(partial, {**training_tensors(model, optimizer), **lanes})
         self._writing = self._executor.submit(self._complete, partial, shards, position, random)
 
     def wait(self) -> None:

@@ -1,0 +1,364 @@
+"""Convert conversations to tokens with the chat template of the tokenizer, or with a plain format.
+
+A conversation is read as a whole (``encode``), continued after an answer whose tokens a state has read
+(``continuation``), or divided into the tokens that a model learns and those that it only reads (``trained_pieces``).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from gecko.data.jinja import environment
+from gecko.data.tokenizers import TokenIds, Tokenizer
+from gecko.io.files import read_object
+from gecko.runtime.process import require
+
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_MARK = "\ue000"
+"""Marks the text of a special token inside a message while the template is rendered."""
+_STAND_INS = 0xF0000
+"""First of the private characters that replace one-character special tokens, which no mark can split."""
+
+_PART = 1 << 16
+"""Characters of a message that are processed in one call, which holds the GIL until it returns."""
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> TokenIds:
+    """Encode one text with ``encode_batch``: ``encode`` of the library holds the GIL, for seconds with long texts."""
+    return tokenizer.encode_batch([text])[0]
+
+
+class Message(Protocol):
+    """One turn of a conversation."""
+
+    @property
+    def role(self) -> str:
+        """``system``, ``user`` or ``assistant``; servers also accept ``developer``."""
+
+    @property
+    def content(self) -> str: ...
+
+
+class Turn(NamedTuple):
+    """A ``Message`` of its two fields."""
+
+    role: str
+    content: str
+
+
+class ChatFormat(Protocol):
+    """Format of conversations."""
+
+    @property
+    def source(self) -> str:
+        """Description of its origin, for the log."""
+
+    @property
+    def tuned(self) -> bool:
+        """Whether the model has a chat template. Models without one were not tuned for chat."""
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """Stop strings of an answer."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Stop tokens of an answer."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of the prompt for the answer; ValueError if the conversation does not fit the format."""
+
+    def continuation(self, messages: Sequence[Message]) -> Continuation:
+        """Return the ids that follow an answer; ValueError if ``messages`` do not fit the format there.
+
+        They depend on nothing before the answer, so that a state of constant size can stand for it.
+        """
+
+
+class Continuation(NamedTuple):
+    """Ids between an answer and the next one."""
+
+    closing: list[int]
+    """End of the answer."""
+    turns: list[int]
+    """The next messages, and the beginning of the next answer; empty without messages."""
+
+
+DEFAULT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- {'system': 'System', 'developer': 'System', 'user': 'User', 'assistant': 'Assistant'}[message.role] + ':\n' -}}
+{{- message.content | trim -}}
+{{- (eos_token if message.role == 'assistant' else '') + '\n\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'Assistant:\n' -}}{%- endif -%}
+"""
+"""Template that fine-tuning gives to models whose tokenizer has none. The document end closes every answer."""
+
+
+class PlainChat:
+    """Format for models without a template: role, colon and text per message, separated by empty lines.
+
+    The answer ends where the model starts the next message.
+    """
+
+    source = "the plain format, as no chat template lies beside the tokenizer or the model"
+    tuned = False
+    stops = ("\n\nUser:", "\n\nSystem:")
+    _names: Mapping[str, str] = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.stop_ids = frozenset({tokenizer.document_end})
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        return [self._tokenizer.document_start, *self._encode(messages)]
+
+    def continuation(self, messages: Sequence[Message]) -> Continuation:
+        closing = encode_text(self._tokenizer, "\n\n").tolist()
+        return Continuation(closing, self._encode(messages) if messages else [])
+
+    def _encode(self, messages: Sequence[Message]) -> list[int]:
+        said = (f"{self._names[message.role]}: {message.content.strip()}\n\n" for message in messages)
+        return encode_text(self._tokenizer, "".join(said) + "Assistant:").tolist()
+
+
+class TemplateChat:
+    """Jinja template of a Hugging Face tokenizer.
+
+    Special tokens of the template become their ids. The same characters in a message stay text, so a message cannot end
+    its turn or imitate another role. Every special token ends an answer, because the token that closes a turn often
+    differs from the one that ends a document.
+
+    Args:
+        source: file of the template.
+
+    Raises:
+        ValueError: the template is not valid Jinja.
+    """
+
+    stops: Sequence[str] = ()
+    tuned = True
+
+    def __init__(self, tokenizer: Tokenizer, template: str, specials: Mapping[str, int], source: str) -> None:
+        self._tokenizer, self._specials, self.source = tokenizer, _Specials(specials), source
+        self.text = template
+        self.stop_ids = tokenizer.special_ids | frozenset(specials.values())
+        texts = {index: text for text, index in specials.items()}
+        self._names = {
+            "bos_token": texts.get(tokenizer.document_start, ""),
+            "eos_token": texts.get(tokenizer.document_end, ""),
+        }
+        try:
+            self._template = environment().from_string(template)
+        except require("jinja2", "chat").TemplateError as error:
+            raise ValueError(f"the chat template must be valid Jinja; {error}") from error
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        return self._encode(self._specials.split(self._rendered(messages)))
+
+    def continuation(self, messages: Sequence[Message]) -> Continuation:
+        """Render a short conversation that ends in an answer, and cut it after that and after the end of the answer."""
+        answer = secrets.token_hex(16)
+        before = [Turn("user", "."), Turn("assistant", answer)]
+        text = self._rendered([*before, *messages], generate=bool(messages)).partition(answer)[2]
+        for message in messages:
+            if self._specials.protect(message.content).strip() not in text:
+                raise ValueError(f"the chat template has no place for a message of {message.role!r} after an answer.")
+        parts = list(self._specials.split(text))
+        end = self._end(parts)
+        return Continuation(self._encode(parts[:end]), self._encode(parts[end:]) if messages else [])
+
+    def trained_pieces(self, messages: Sequence[Message]) -> Iterator[tuple[list[int], bool]]:
+        """Yield the ids of a conversation up to its last answer in pieces, and whether a model learns a piece.
+
+        It learns the answers, each with the special token that ends it. The pieces are cut where generation cuts them:
+        a prompt ends where its answer begins. Turns after the last answer are left out.
+
+        Raises:
+            ValueError: the conversation does not fit the template, the template changes earlier turns, or no special
+                token ends an answer.
+        """
+        done, held = "", list[str | int]()
+        for place, message in enumerate(messages):
+            if message.role == "assistant":
+                prompt = self._rendered(messages[:place])
+                whole = self._rendered(messages[: place + 1], generate=False)
+                yield self._encode([*held, *self._specials.split(self._rest(prompt, done))]), False
+                parts = list(self._specials.split(self._rest(whole, prompt)))
+                if not (end := self._end(parts)):
+                    raise ValueError(
+                        "the chat template must end every answer with a special token, or a model would not learn to "
+                        f"stop; {self.source} does not. Add eos_token after the content of the assistant's messages."
+                    )
+                held = parts[end:]
+                yield self._encode(parts[:end]), True
+                done = whole
+
+    def _end(self, parts: Sequence[str | int]) -> int:
+        """Return the number of parts up to the special token that ends an answer; 0 if there is none."""
+        return next((place + 1 for place, part in enumerate(parts) if part in self.stop_ids), 0)
+
+    def _rest(self, text: str, start: str) -> str:
+        if not text.startswith(start):
+            raise ValueError(
+                f"the chat template must only append turns to a conversation; {self.source} changes earlier ones when "
+                "turns follow them, or begins answers in another way than it asks for them. Change the template."
+            )
+        return text[len(start) :]
+
+    def _rendered(self, messages: Sequence[Message], *, generate: bool = True) -> str:
+        spoken = [{"role": message.role, "content": self._specials.protect(message.content)} for message in messages]
+        try:
+            return self._template.render(messages=spoken, add_generation_prompt=generate, **self._names)
+        except Exception as error:  # a template is a program and may raise anything
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _encode(self, parts: Iterable[str | int]) -> list[int]:
+        # Neighbouring texts are encoded together, as one text.
+        groups = [(kind, list(group)) for kind, group in groupby(parts, key=type)]
+        texts = ["".join(map(str, group)) for kind, group in groups if kind is str]
+        encoded = iter(self._tokenizer.encode_batch(texts))
+        ids: list[int] = []
+        for kind, group in groups:
+            ids += next(encoded).tolist() if kind is str else map(int, group)
+        return ids
+
+
+class _Specials:
+    """Finds the special tokens of a rendered template, but not the same characters inside messages.
+
+    Args:
+        ids: id of each special token, by its text.
+    """
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = dict(ids)
+        any_of_them = "|".join(sorted(map(re.escape, ids), key=len, reverse=True)) or r"(?!)"
+        self._whole = re.compile(any_of_them)
+        # A lookahead finds all starts: special tokens may overlap or contain one another.
+        self._first = re.compile(f"(?={any_of_them})")
+        self._longest = max(map(len, ids), default=1)
+        letters = [ord(text) for text in ids if len(text) == 1]
+        self._hidden = {letter: _STAND_INS + index for index, letter in enumerate(letters)}
+        self._shown: dict[int, int | None] = {private: letter for letter, private in self._hidden.items()}
+        self._shown[ord(_MARK)] = None
+
+    def protect(self, text: str) -> str:
+        """Mark a message so that ``split`` finds no special token in it; ``split`` removes the marks."""
+        clean = _translate(text, dict.fromkeys(self._shown))
+        borders = [0, *(start + 1 for start in self._starts(clean)), len(clean)]
+        return _translate(_MARK.join(clean[begin:end] for begin, end in pairwise(borders)), self._hidden)
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """Yield the ids of special tokens and the texts between them, without marks."""
+        begin = at = 0
+        while at < len(text):
+            found = self._whole.search(text, at, at + _PART + self._longest)
+            if found is None or found.start() > at + _PART:
+                # A match beyond this part may be cut short; the next part finds it in full.
+                at += _PART
+                continue
+            yield from self._plain(text[begin : found.start()])
+            yield self._ids[found[0]]
+            begin = at = found.end()
+        yield from self._plain(text[begin:])
+
+    def _starts(self, text: str) -> Iterator[int]:
+        for begin in range(0, len(text), _PART):
+            for found in self._first.finditer(text, begin, begin + _PART + self._longest):
+                if found.start() < begin + _PART:
+                    yield found.start()
+
+    def _plain(self, text: str) -> list[str]:
+        return [_translate(text, self._shown)] if text else []
+
+
+def _translate(text: str, table: Mapping[int, int | None]) -> str:
+    return "".join(text[begin : begin + _PART].translate(table) for begin in range(0, len(text), _PART))
+
+
+def find_format(tokenizer: Tokenizer, model_folder: Path) -> ChatFormat:
+    """Return the template in the folder of the tokenizer, else the one in the folder of the model, else the plain
+    format.
+
+    Raises:
+        ValueError: a file is damaged, or has several templates and none is named ``default``.
+    """
+    for folder in (tokenizer.folder, model_folder):
+        found = None if folder is None else _read_template(folder)
+        if folder is not None and found is not None:
+            # The folder may have special tokens that a SentencePiece model lacks; the ids of the tokenizer win.
+            specials = {**_special_tokens(folder), **tokenizer.special_texts}
+            return TemplateChat(tokenizer, found.text, specials, f"the template in {found.path}")
+    return PlainChat(tokenizer)
+
+
+def tuning_format(tokenizer: Tokenizer, model_folder: Path) -> TemplateChat:
+    """Return the template that ``find_format`` finds for fine-tuning, or ``DEFAULT_TEMPLATE`` if there is none."""
+    found = find_format(tokenizer, model_folder)
+    if isinstance(found, TemplateChat):
+        return found
+    return TemplateChat(tokenizer, DEFAULT_TEMPLATE, tokenizer.special_texts, "gecko's own chat template")
+
+
+class _Template(NamedTuple):
+    text: str
+    path: Path
+
+
+def _read_template(folder: Path) -> _Template | None:
+    if (folder / TEMPLATE).is_file():
+        return _Template(_read_text(folder / TEMPLATE), folder / TEMPLATE)
+    template = _read_json(folder / CONFIG).get("chat_template")
+    if isinstance(template, list):
+        with _naming(folder / CONFIG):
+            named = {entry["name"]: entry["template"] for entry in template}
+        template = _default_template(named, folder)
+    return None if template is None else _Template(template, folder / CONFIG)
+
+
+def _default_template(named: Mapping[str, str], folder: Path) -> str:
+    if "default" not in named:
+        raise ValueError(
+            f"one of several chat templates must be named 'default'; {folder / CONFIG} has {sorted(named)}. "
+            f"Save the template to use as {folder / TEMPLATE}."
+        )
+    return named["default"]
+
+
+def _special_tokens(folder: Path) -> dict[str, int]:
+    """Return text and id of the special tokens."""
+    added = _read_json(folder / "tokenizer.json").get("added_tokens", [])
+    decoder = _read_json(folder / CONFIG).get("added_tokens_decoder", {})
+    with _naming(folder):
+        every = [*added, *({"id": int(index), **token} for index, token in decoder.items())]
+        return {token["content"]: token["id"] for token in every if token.get("special", True)}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Convert the errors of missing and unsuitable fields into one that names ``path``."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must hold a tokenizer; a field is missing or of another type: {error}.") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must hold a chat template as UTF-8 text; {error}.") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    return read_object(path, "a tokenizer")

@@ -1,0 +1,218 @@
+"""Chats for supervised fine-tuning: JSON Lines files, their tokens and answers, and rows of whole chats."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gecko.data.chat import TemplateChat, Turn
+from gecko.data.loader import IGNORED, Row, make_row
+from gecko.data.packing import SPLIT_STREAM, Shuffle, held_out_count, permutation
+from gecko.data.readers import format_of, read_records
+from gecko.data.sources import empty_source, find_files
+
+ROLES = ("system", "user", "assistant")
+_EXPECTED = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+
+
+def read_chats(source: str) -> Iterator[tuple[str, list[Turn]]]:
+    """Yield the chats of JSON Lines files, each after its place in the file for errors.
+
+    Args:
+        source: a file, a folder or a glob; ``.gz`` and ``.zst`` too.
+
+    Raises:
+        FileNotFoundError: the source names no file.
+        ValueError: a file is not JSON Lines, or a line is not a chat with an answer; the message names the line.
+    """
+    for path in find_files(source):
+        if format_of(path) != "json lines":
+            raise ValueError(f"chats must be JSON Lines (.jsonl), one object a line as {_EXPECTED}; got {path}.")
+        for where, record in read_records(path):
+            yield where, _turns(record, where)
+
+
+def _turns(record: dict[str, Any], where: str) -> list[Turn]:
+    messages = record.get("messages")
+    if not isinstance(messages, list):
+        raise _no_chat(where, f"the fields {sorted(record)}" if messages is None else "messages that are no list")
+    turns = [_turn(message, f"{where} message {number},") for number, message in enumerate(messages, start=1)]
+    if not any(turn.role == "assistant" and turn.content.strip() for turn in turns):
+        raise _no_chat(where, "a chat without an answer of the assistant, from which nothing can be learned")
+    return turns
+
+
+def _turn(message: object, where: str) -> Turn:
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        raise _no_chat(where, "no object with role and content")
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise _no_chat(where, f"the role {role!r}, which is none of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise _no_chat(where, f"content of the type {type(content).__name__} instead of text")
+    try:
+        content.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _no_chat(where, "half a surrogate pair, which UTF-8 cannot write") from error
+    return Turn(role, content)
+
+
+def _no_chat(where: str, found: str) -> ValueError:
+    return ValueError(f"{where} must be a chat as {_EXPECTED}; got {found}.")
+
+
+@dataclass(frozen=True)
+class ChatCorpus:
+    """Chats as token ids, in their order."""
+
+    tokens: list[NDArray[np.int64]]
+    """(length,) ids of each chat, up to the end of its last answer."""
+    trained: list[NDArray[np.bool_]]
+    """(length,) of each chat, True at the tokens that a model learns: answers and what ends them."""
+    answer_bytes: list[int]
+    """Bytes of the answers of each chat in UTF-8."""
+
+    @classmethod
+    def build(cls, chats: Iterable[tuple[str, Sequence[Turn]]], chat_format: TemplateChat) -> ChatCorpus:
+        """Tokenize chats, each given after its place for errors.
+
+        Raises:
+            ValueError: a chat does not fit the template; the message names its place.
+        """
+        found = cls([], [], [])
+        for where, turns in chats:
+            try:
+                pieces = list(chat_format.trained_pieces(turns))
+            except ValueError as error:
+                raise ValueError(f"{where} cannot be read: {error}") from error
+            found.tokens.append(np.concatenate([np.array(ids, np.int64) for ids, _ in pieces]))
+            found.trained.append(np.concatenate([np.full(len(ids), learned) for ids, learned in pieces]))
+            found.answer_bytes.append(sum(len(t.content.encode()) for t in turns if t.role == "assistant"))
+        return found
+
+    def __len__(self) -> int:
+        """Return the number of chats."""
+        return len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(int(trained.sum()) for trained in self.trained)
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest chat."""
+        return max(map(len, self.tokens), default=0)
+
+    def select(self, chats: Iterable[int]) -> ChatCorpus:
+        kept = list(chats)
+        return ChatCorpus(
+            [self.tokens[chat] for chat in kept],
+            [self.trained[chat] for chat in kept],
+            [self.answer_bytes[chat] for chat in kept],
+        )
+
+    def split(self, validation_fraction: float, seed: int) -> tuple[ChatCorpus, ChatCorpus]:
+        """Return training and held-out chats; see ``TokenizedCorpus.split``."""
+        if len(self) < 2:
+            raise ValueError(
+                "a source must hold at least 2 chats to hold one out; got 1. Add chats, or set data.validation."
+            )
+        order = permutation(len(self), seed, SPLIT_STREAM)
+        count = held_out_count(len(self), validation_fraction)
+        return self.select(np.sort(order[count:])), self.select(order[:count])
+
+    def cut(self, length: int) -> ChatCorpus:
+        """Return the first ``length`` tokens of each chat, without chats that have no part of an answer in them."""
+        kept = [chat for chat in range(len(self)) if self.trained[chat][1:length].any()]
+        part = self.select(kept)
+        sizes = [len(tokens[:length]) / len(tokens) for tokens in part.tokens]
+        return ChatCorpus(
+            [tokens[:length] for tokens in part.tokens],
+            [trained[:length] for trained in part.trained],
+            [round(size * count) for size, count in zip(sizes, part.answer_bytes, strict=True)],
+        )
+
+    def digest(self) -> str:
+        """Return a SHA-256 of all ids, learned tokens and lengths."""
+        found = hashlib.sha256()
+        for tokens, trained in zip(self.tokens, self.trained, strict=True):
+            found.update(len(tokens).to_bytes(8, "little") + tokens.tobytes() + trained.tobytes())
+        return found.hexdigest()
+
+
+class ChatRows:
+    """Training rows of whole chats. Every epoch has the same rows, in another random order.
+
+    A chat is never divided between rows, and chats in one row are separate documents: a model resets its state between
+    them. Each row takes the longest chat that is left, and then the longest ones that still fit.
+
+    Raises:
+        ValueError: there is no chat, or a chat does not fit in a row.
+    """
+
+    def __init__(self, corpus: ChatCorpus, sequence_length: int, seed: int) -> None:
+        if not len(corpus):
+            raise ValueError(
+                f"at least one chat must have an answer within its first {sequence_length + 1} tokens; none has. "
+                "Set a larger sequence_length."
+            )
+        if corpus.longest > sequence_length + 1:
+            raise ValueError(f"a row takes chats of {sequence_length + 1} tokens; got one of {corpus.longest}.")
+        self.sequence_length = sequence_length
+        self._corpus, self._seed = corpus, seed
+        self._packed = pack([len(tokens) for tokens in corpus.tokens], sequence_length + 1)
+        self.rows_per_epoch = len(self._packed)
+
+    def row(self, index: int) -> Row:
+        epoch, place = divmod(index, self.rows_per_epoch)
+        return self.packed_row(Shuffle.of(self.rows_per_epoch, self._seed, SPLIT_STREAM + 1 + epoch)[place])
+
+    def packed_row(self, index: int) -> Row:
+        """Return a row by its place in the packing."""
+        chats = self._packed[index]
+        tokens = np.concatenate([self._corpus.tokens[chat] for chat in chats])
+        trained = np.concatenate([self._corpus.trained[chat] for chat in chats])
+        segments = np.repeat(np.arange(len(chats)), [len(self._corpus.tokens[chat]) for chat in chats])
+        ids, targets, segment_ids = make_row(tokens, segments, self.sequence_length)
+        learned = np.pad(trained, (0, self.sequence_length + 1 - len(trained)))[1:]
+        return ids, np.where(learned, targets, IGNORED), segment_ids
+
+
+def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Divide items into groups of at most ``room`` in total: best fit, the largest items first.
+
+    Raises:
+        ValueError: an item is larger than ``room``.
+    """
+    groups: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # (room left, group), sorted
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        if sizes[item] > room:
+            raise ValueError(f"an item must be at most {room}; got {sizes[item]}.")
+        place = bisect_left(left, (sizes[item], 0))
+        if place == len(left):
+            groups.append([])
+            free, group = room, len(groups) - 1
+        else:
+            free, group = left.pop(place)
+        groups[group].append(item)
+        insort(left, (free - sizes[item], group))
+    return groups
+
+
+def load_chats(source: str, chat_format: TemplateChat) -> ChatCorpus:
+    """Read and tokenize all chats of a source; errors as for ``read_chats`` and ``ChatCorpus.build``."""
+    corpus = ChatCorpus.build(read_chats(source), chat_format)
+    if not len(corpus):
+        raise empty_source(source)
+    return corpus

@@ -1,0 +1,132 @@
+"""Folders of training runs: their checkpoints, the check of a checkpoint's files, and the newest sound one."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from pathlib import Path
+
+from gecko.io.files import Record, parse_object
+from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model
+
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+"""Name of the folder with the checkpoints in the folder of a run."""
+SHARDS = "shards"
+"""Name of the folder with the parts that several ranks wrote, in the folder of a checkpoint."""
+PREFIX = "step-"
+
+Entries = dict[str, dict[str, str | int]]
+"""Size and SHA-256 of each file, by its path in the checkpoint."""
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"{PREFIX}{step:08d}"
+
+
+def checkpoint_step(path: Path) -> int:
+    return int(path.name.removeprefix(PREFIX))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return all checkpoints in the folder, newest first, including damaged ones."""
+    return sorted((p for p in folder.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()), reverse=True)
+
+
+def verify_files(path: Path, part: int = 0, parts: int = 1) -> None:
+    """Check that the files of a checkpoint have the size and SHA-256 in its manifest.
+
+    Args:
+        part, parts: every ``parts``-th file from ``part`` on is checked; all parts together check all files.
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: a file is missing, damaged or cannot be read; the message names it.
+    """
+    for name, entry in sorted(read_manifest(path).items())[part::parts]:
+        file = path / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} must be there, as {path / MANIFEST} lists it. {_REMEDY}")
+        if file.stat().st_size != entry["bytes"]:
+            raise ValueError(f"{file} must be {entry['bytes']} bytes; got {file.stat().st_size}. {_REMEDY}")
+        found = sha256(file)
+        if found != entry["sha256"]:
+            raise ValueError(f"{file} is damaged: its sha256 must be {entry['sha256']}; got {found}. {_REMEDY}")
+
+
+def read_manifest(path: Path) -> Entries:
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        raise FileNotFoundError(f"{manifest} must be there; {path} is no finished checkpoint. {_REMEDY}")
+
+    def parse(content: Record) -> Entries:
+        files = content["files"].items()
+        return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in files}
+
+    return parse_object(manifest, "the checkpoint's files with size and sha256", parse)
+
+
+def find_fault(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Return the message of ``verify_files`` for a checkpoint that is not sound; None for a sound one."""
+    try:
+        verify_files(path, part, parts)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def check_one_is_sound(folder: Path, damaged: list[Path]) -> None:
+    """Raise ValueError if there are checkpoints and all are damaged."""
+    if damaged:
+        raise ValueError(
+            f"{folder} must hold a sound checkpoint; all of {', '.join(path.name for path in damaged)} are damaged. "
+            "Copy a good one there, or start again in another folder with output=."
+        )
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest sound checkpoint of a folder; None if it has no checkpoint.
+
+    Damaged and unreadable checkpoints are skipped with a warning. Raise ValueError if all are damaged.
+    """
+    candidates = list_checkpoints(folder)
+    for path in candidates:
+        fault = find_fault(path)
+        if fault is None:
+            return path
+        warnings.warn(skipped(path, fault), stacklevel=2)
+    check_one_is_sound(folder, candidates)
+    return None
+
+
+def skipped(path: Path, fault: str) -> str:
+    return f"skipping the checkpoint {path.name}: {fault}"
+
+
+def model_folder(folder: str | Path) -> Path:
+    """Return the folder of a model's files: for a training run its newest sound checkpoint, else ``folder`` itself.
+
+    Raises:
+        FileNotFoundError: a run has no checkpoint yet, or several ranks wrote the checkpoint in parts.
+        ValueError: all checkpoints of a run are damaged, or it also holds the files of another model.
+    """
+    given = Path(folder).expanduser()
+    run = given / CHECKPOINTS
+    if (given / CONFIG).is_file():
+        check_one_model(given)
+    found = given if (given / CONFIG).is_file() or not run.is_dir() else newest_checkpoint(run)
+    if found is None:
+        raise FileNotFoundError(f"{given} must hold a model or a run with a checkpoint; the run has none yet.")
+    if (found / SHARDS).is_dir() and not (found / WEIGHTS).is_file():
+        raise FileNotFoundError(
+            f"{found} must hold {WEIGHTS}; it is a checkpoint of several ranks, each of which wrote its part. "
+            f"Join them: gecko consolidate {given}"
+        )
+    return found
+
+
+_REMEDY = "Use an older checkpoint, or copy this one again."
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,126 @@
+"""The run of supervised fine-tuning: settings that follow from the model and the chats."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from gecko.data import check_vocabulary, load_tokenizer
+from gecko.data.chat import Turn, tuning_format
+from gecko.data.chats import ChatCorpus, ChatRows, read_chats
+from gecko.data.sources import empty_source
+from gecko.io.checkpoints import model_folder
+from gecko.io.model_folder import CONFIG
+from gecko.models import ModelConfig, load_config
+from gecko.recipes import apply_overrides
+from gecko.train import (
+    DataSettings,
+    OptimizerSettings,
+    Run,
+    SampleSettings,
+    ScheduleSettings,
+)
+from gecko.train.setup import known_tokenizer
+
+SHORTEST, LONGEST = 256, 4096
+"""Bounds of the default length of a row in tokens."""
+ROWS = 4
+"""Default number of rows of a step, if there are as many."""
+RATE = 0.128
+"""Default learning rate times the width of the model."""
+
+
+def finetuning_run(
+    model: str | Path,
+    source: str,
+    *,
+    output: str,
+    tokenizer: str | None = None,
+    lora_rank: int | None = None,
+    epochs: float = 3,
+    overrides: Sequence[str] = (),
+) -> Run:
+    """Return the run that fine-tunes a model on chats, with the loss on the assistant's answers.
+
+    A row has the length of the longest chat, rounded up to a power of two in 256 to 4,096 tokens; a step has 4 rows.
+    The learning rate is 1e-3 for a width of 128, falls with the width, and is three times as large for adapters; it
+    rises for a tenth of the steps and falls to 0.
+
+    Args:
+        model: model folder, or training run (its newest checkpoint).
+        source: JSON Lines of chats, see ``gecko.data.chats.read_chats``.
+        output: folder of the run.
+        tokenizer: see ``load_tokenizer``; None: the one beside the model, or the one that its recipe names.
+        lora_rank: rank of adapters; None: train all parameters.
+        epochs: number of times that each chat is read, if the overrides set no ``steps``.
+        overrides: ``key=value`` changes of the run's fields.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no model, tokenizer or chat, a line is no chat, or a setting is out of
+            range.
+    """
+    if epochs <= 0:
+        raise ValueError(f"epochs must be above 0; got {epochs}.")
+    folder = model_folder(model)
+    spec = tokenizer or known_tokenizer(folder)
+    if spec is None:
+        raise FileNotFoundError(
+            f"{folder} must hold a tokenizer or a recipe.json that names one. Name it: --tokenizer."
+        )
+    config, vocabulary = load_config(folder / CONFIG), load_tokenizer(spec)
+    check_vocabulary(vocabulary, config.vocab_size)
+    chats = list(read_chats(source))
+    if not chats:
+        raise empty_source(source)
+    corpus = ChatCorpus.build(chats, tuning_format(vocabulary, folder))
+    base = Run(
+        model=config,
+        output=output,
+        data=DataSettings(source=source, format="chat", tokenizer=spec),
+        batch_size=ROWS,
+        sequence_length=_row_length(corpus.longest),
+        steps=1,
+        optimizer=OptimizerSettings(learning_rate=_learning_rate(config, lora_rank), weight_decay=0.01),
+        schedule=ScheduleSettings(kind="cosine", warmup=0.1),
+        precision="auto",
+        init_from=str(folder),
+        lora_rank=lora_rank,
+        sample=SampleSettings(prompt=_first_question(chats[0][1]), tokens=200),
+    )
+    return _sized(base, corpus, epochs, overrides)
+
+
+def _learning_rate(config: ModelConfig, lora_rank: int | None) -> float:
+    return float(f"{RATE / config.model_dim * (1 if lora_rank is None else 3):.2g}")
+
+
+def _row_length(longest: int) -> int:
+    return min(max(SHORTEST, 1 << (longest - 2).bit_length()), LONGEST)
+
+
+def _first_question(turns: Sequence[Turn]) -> str:
+    return next((turn.content for turn in turns if turn.role == "user"), "Hello")
+
+
+def _sized(run: Run, corpus: ChatCorpus, epochs: float, overrides: Sequence[str]) -> Run:
+    """Return the run with overrides; batch, steps, evaluations and checkpoints follow from the chats if not given."""
+    given = {override.partition("=")[0] for override in overrides}
+    if "minutes" in given and "steps" not in given:
+        given, overrides = {*given, "steps"}, [*overrides, "steps=none"]
+    run = apply_overrides(run, overrides)
+    training = corpus
+    if run.data.validation is None:
+        training, _ = corpus.split(run.data.validation_fraction, run.seed)
+    rows = ChatRows(training.cut(run.sequence_length + 1), run.sequence_length, run.seed).rows_per_epoch
+    if "batch_size" not in given:
+        run = dataclasses.replace(run, batch_size=min(run.batch_size, rows))
+    if "steps" not in given:
+        run = dataclasses.replace(run, steps=max(1, math.ceil(epochs * rows / run.batch_size)))
+    often = max(1, (run.steps or 1) // 5)
+    if "evaluation.every" not in given:
+        run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, every=often))
+    if "checkpoint.every" not in given:
+        run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, every=often))
+    return dataclasses.replace(run, overrides=())

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: their folders, their content, the adapters that they may hold, and averages of several."""

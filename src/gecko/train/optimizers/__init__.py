@@ -1,0 +1,1 @@
+"""Optimizers, the learning rates of their parameters, and their settings."""

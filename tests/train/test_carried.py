@@ -1,0 +1,126 @@
+"""Carried state: rows of a lane are one long row, a resumed run is the uninterrupted one, skips empty it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from support.whole_runs import curve, die, same_end, stop_after
+
+from gecko.data import Batch
+from gecko.models import LlamaConfig
+from gecko.models.gecko import Gecko
+from gecko.parallel.mesh import Ranks
+from gecko.train import DataSettings, Run, ScheduleSettings, train
+from gecko.train.batches import batch_of_step
+from gecko.train.carried import CarriedState
+from gecko.train.data import load_data
+from gecko.train.step import compute_gradients, split_batch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def carrying(run_in: Callable[[str], Run]) -> Callable[..., Run]:
+    def make(name: str, **changes: Any) -> Run:
+        run = run_in(name)
+        return replace(run, data=replace(run.data, carry_state=True), **changes)
+
+    return make
+
+
+def losses_of_steps(run: Run, model: Gecko, steps: int) -> list[float]:
+    """Return the losses of the first steps without updates; each row follows the state of the one before."""
+    data = load_data(run, Ranks(), Console(quiet=True))
+    carried, found = CarriedState(run, model, Ranks()), []
+    for step in range(steps):
+        batch = batch_of_step(run, data.rows, step, Ranks())
+        parts = split_batch(batch, run.gradient_accumulation_steps, CPU)
+        found.append(compute_gradients(model, parts, "float32", carried=carried))
+        carried.advance(skipped=False)
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}, {"sequence_length": 17}])
+def test_rows_of_a_lane_are_one_long_row(carrying: Callable[..., Run], changes: dict[str, Any]) -> None:
+    """Also over document borders, and with rows that end inside a chunk."""
+    run = carrying("run", **changes)
+    torch.manual_seed(1)
+    model = Gecko(run.model).double()
+    rows = load_data(run, Ranks(), Console(quiet=True)).rows
+    batches = [batch_of_step(run, rows, step, Ranks()) for step in range(24)]
+    long = Batch(*(torch.cat([getattr(x, name) for x in batches], 1) for name in ("tokens", "targets", "segment_ids")))
+    assert (long.segment_ids[:, 1:] != long.segment_ids[:, :-1]).any()
+    losses, _ = model.token_losses(long.tokens, long.targets, long.segment_ids)
+    expected = [
+        float(part.sum() / batch.scored_tokens)
+        for part, batch in zip(losses.split(run.sequence_length, 1), batches, strict=True)
+    ]
+    assert losses_of_steps(run, model, 24) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_state_changes_the_losses(carrying: Callable[..., Run]) -> None:
+    run = carrying("run")
+    torch.manual_seed(1)
+    model = Gecko(run.model).double()
+    batch = batch_of_step(run, load_data(run, Ranks(), Console(quiet=True)).rows, 1, Ranks())
+    alone = compute_gradients(model, split_batch(batch, 1, CPU), "float32")
+    assert abs(losses_of_steps(run, model, 2)[1] - alone) > 1e-4
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_killed_and_resumed_is_uninterrupted(
+    carrying: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    whole = train(carrying("whole", gradient_accumulation_steps=parts))
+    run = carrying("killed", gradient_accumulation_steps=parts)
+    stop_after(7, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(run)
+    resumed = train(run, resume=True)
+    assert same_end(whole, resumed)
+    assert curve(run) == curve(whole.run)
+    left, right = (load_file(result.checkpoint / "lanes.safetensors") for result in (whole, resumed))
+    assert left.keys() == right.keys() and len(left) > 10
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_resumed_with_other_parts_has_the_same_losses(
+    carrying: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(carrying("whole"))
+    run = carrying("killed")
+    stop_after(7, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(run)
+    resumed = train(replace(run, gradient_accumulation_steps=2), resume=True)
+    losses = [[record["loss"] for record in curve(result.run) if "loss" in record] for result in (whole, resumed)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_skipped_step_empties_the_states(carrying: Callable[..., Run]) -> None:
+    run = carrying("run")
+    model = Gecko(run.model)
+    carried = CarriedState(run, model, Ranks())
+    empty = carried.tensors()
+    batch = batch_of_step(run, load_data(run, Ranks(), Console(quiet=True)).rows, 0, Ranks())
+    for skipped in (False, True):
+        compute_gradients(model, split_batch(batch, 1, CPU), "float32", carried=carried)
+        carried.advance(skipped=skipped)
+        same = all(torch.equal(x, empty[name]) for name, x in carried.tensors().items())
+        assert same == skipped
+
+
+def test_what_carries_no_state_is_refused(carrying: Callable[..., Run]) -> None:
+    run = carrying("run")
+    with pytest.raises(ValueError, match="all batches must have one shape"):
+        replace(run, schedule=ScheduleSettings(initial_batch_size=1))
+    with pytest.raises(ValueError, match="a row holds whole chats"):
+        DataSettings(format="chat", carry_state=True)
+    with pytest.raises(ValueError, match="false for a Llama"):
+        replace(run, model=LlamaConfig.preset("llama-tiny"))
