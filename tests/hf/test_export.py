@@ -61,6 +61,7 @@ def run(folder: Path, again: Path, installed: str, home: Path) -> list[Any]:
         env=environment, cwd=home, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "holds no C or Triton kernels" in ran.stderr
     found: list[Any] = json.loads(ran.stdout.splitlines()[-1])
     return found
 
@@ -121,6 +122,30 @@ def test_code_is_this_package_s():
     for name, source in code.items():
         compile(source, name, "exec")
         assert "import gecko" not in source and "from gecko" not in source.split('"""', 2)[-1]
+
+
+def test_the_package_s_code_says_nothing_of_kernels(model, caplog, tmp_path):
+    export(model, tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "kernels" not in caplog.text
+
+
+def test_a_model_card_is_written_but_never_replaced(model, tmp_path):
+    export(model, tmp_path / "small")
+    card = (tmp_path / "small" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and 'from_pretrained("small", trust' in card
+    assert f"{sum(weight.numel() for weight in model.parameters()):,} parameters" in card
+    (tmp_path / "small" / "README.md").write_text("mine")
+    export(model, tmp_path / "small")
+    assert (tmp_path / "small" / "README.md").read_text() == "mine"
+
+
+def test_a_classifier_in_an_export(model, tmp_path):
+    """Its code is in the folder too."""
+    export(model, tmp_path, byte_tokenizer())
+    auto = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    file, kind = auto["AutoModelForSequenceClassification"].split(".")
+    assert f"class {kind}(" in (tmp_path / f"{file}.py").read_text()
 
 
 def test_special_ids_and_tokenizer(model, tmp_path):

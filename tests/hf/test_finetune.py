@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hf.conftest import BYTES
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,7 +21,7 @@ from transformers import (
 )
 
 import gecko
-from gecko.hf import PROJECTIONS, byte_tokenizer
+from gecko.hf import PROJECTIONS, byte_tokenizer, chat_tokenizer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -131,12 +134,50 @@ def test_lora_generates_with_a_cache(model):
     assert torch.equal(adapted.generate(**inputs, **greedy), adapted.generate(**inputs, **greedy, use_cache=False))
 
 
-def test_an_adapter_on_the_head_is_refused(model):
+def test_the_head_can_have_an_adapter(model):
+    """The loss is that of the adapted head."""
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["head"], task_type="CAUSAL_LM"))
-    ids = torch.arange(9).unsqueeze(0)
-    with pytest.raises(ValueError, match="no adapter can be put on it"):
-        adapted(ids, labels=ids)
+    config = peft.LoraConfig(r=4, target_modules=["head"], task_type="CAUSAL_LM", init_lora_weights=False)
+    ids, before = torch.arange(9).unsqueeze(0), logits(model)
+    adapted = peft.get_peft_model(model, config)
+    out = adapted(ids, labels=ids)
+    torch.testing.assert_close(out.loss, F.cross_entropy(out.logits[0, :-1], ids[0, 1:]))
+    assert not torch.allclose(logits(adapted), before)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_trained_beside_an_adapter_is_saved(tied, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    gecko.Gecko(dataclasses.replace(BYTES, tie_embedding=tied)).save(tmp_path / "base")
+    config = peft.LoraConfig(
+        r=4, target_modules=["to_value"], modules_to_save=["head"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    ids, found = torch.arange(9).unsqueeze(0), []
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(3):
+        out = adapted.train()(ids, labels=ids)
+        torch.testing.assert_close(out.loss, F.cross_entropy(out.logits[0, :-1], ids[0, 1:]))
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+        found.append(out.loss.item())
+    assert found[-1] < found[0]
+    trained = logits(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert torch.equal(logits(again), trained)
+    merged = again.merge_and_unload()
+    if merged.config.tie_word_embeddings:  # with transformers 4, PEFT has reset it
+        with pytest.raises(ValueError, match=r"head and embedding must be equal.*tie_word_embeddings"):
+            merged.save_pretrained(tmp_path / "merged")
+        merged.config.tie_word_embeddings = False
+    merged.save_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        written, _ = gecko.load(tmp_path / "merged")(torch.arange(30).unsqueeze(0))
+    torch.testing.assert_close(written, trained, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -149,8 +190,10 @@ def test_sft(packing, model, text_folder, lines, tmp_path):
     lora = peft.LoraConfig(r=8, target_modules=list(PROJECTIONS)) if packing else None
     trainer = trl.SFTTrainer(
         model=model if packing else str(text_folder), args=config, train_dataset=rows,
-        processing_class=byte_tokenizer(), peft_config=lora,
+        processing_class=chat_tokenizer(), peft_config=lora,
     )  # fmt: skip
+    for text, row in zip(TEXTS, trainer.train_dataset, strict=False):
+        assert packing or row["input_ids"] == [256, *text.encode(), 256][:64]
     trainer.train()
     assert improved(trainer)
     trained = logits(trainer.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import gecko
 from gecko.hf import GeckoConfig, GeckoForCausalLM, GeckoModel, byte_tokenizer
+from gecko.layers.gated_attention import GatedAttention
 from gecko.train import DataSettings, Run, train
 
 
@@ -30,6 +32,9 @@ def test_a_training_run_s_checkpoint_is_such_a_folder(tmp_path):
     settings = {"output": str(tmp_path / "run"), "steps": 1, "batch_size": 2, "sequence_length": 24, "threads": 1}
     data = DataSettings(source=str(write_corpus(tmp_path / "texts")), validation_fraction=0.2)
     checkpoint = train(Run(model=BYTE_MODEL, data=data, **settings)).checkpoint
+    of_run = GeckoForCausalLM.from_pretrained(tmp_path / "run").eval()
+    with torch.no_grad():
+        assert torch.equal(of_run(tokens(2, 40)).logits, gecko.load(tmp_path / "run")(tokens(2, 40))[0])
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     with torch.no_grad():
         assert torch.equal(theirs(tokens(2, 40)).logits, gecko.load(checkpoint)(tokens(2, 40))[0])
@@ -100,18 +105,25 @@ def test_more_tokens(text_folder, tmp_path):
         assert theirs(torch.tensor([[299]])).logits.shape == (1, 1, 300)
 
 
-def test_gradient_checkpointing_changes_no_gradient(text_folder):
-    gradients = []
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(reentrant, text_folder, monkeypatch):
+    """Each block runs twice: once in the forward pass, once when the backward pass recomputes it."""
+    runs, attend = [], GatedAttention.forward
+    monkeypatch.setattr(GatedAttention, "forward", lambda self, *inputs: (runs.append(self), attend(self, *inputs))[1])
+    gradients, counts = [], []
     for enabled in (False, True):
+        runs.clear()
         theirs = AutoModelForCausalLM.from_pretrained(text_folder).train()
         if enabled:
-            theirs.gradient_checkpointing_enable()
-            assert theirs.model.gecko.activation_checkpointing == "full"
+            theirs.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            theirs.enable_input_require_grads()
+        assert theirs.is_gradient_checkpointing is enabled
         theirs(tokens(2, 30), labels=tokens(2, 30)).loss.backward()
         gradients.append(theirs.model.gecko.embedding.weight.grad)
-    assert torch.equal(*gradients)
+        counts.append(len(runs))
+    assert torch.equal(*gradients) and counts == [2, 4]
     theirs.gradient_checkpointing_disable()
-    assert theirs.model.gecko.activation_checkpointing == "none"
+    assert not theirs.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize("change", ["missing", "other"])
@@ -144,11 +156,64 @@ def test_gecko_notices_damage_in_what_transformers_wrote(pair, tmp_path):
 
 @pytest.mark.parametrize("arguments", [{"push_to_hub": True}, {"safe_serialization": False}, {"variant": "fp16"}])
 def test_other_ways_to_save_are_refused(arguments, pair, tmp_path):
-    with pytest.raises(ValueError, match="one safetensors file"):
+    with pytest.raises(ValueError, match="saved as safetensors files"):
         pair()[1].save_pretrained(tmp_path, **arguments)
     with pytest.raises(ValueError, match="state_dict must hold parameters"):
         pair()[1].save_pretrained(tmp_path, state_dict={"lm_head.weight": torch.zeros(1)})
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_in_several_files(pair, tmp_path):
+    """Both read the files; saving again as one file, or as fewer, leaves none of the others behind."""
+    ours, theirs = pair()
+    for most, several in (("20KB", True), ("50KB", True), (None, False), (20_000, True), ("1GB", False)):
+        theirs.save_pretrained(tmp_path, max_shard_size=most)
+        files = sorted(path.name for path in tmp_path.glob("model*"))
+        assert (files == ["model.safetensors"]) is not several
+        assert not several or len(files) == 1 + int(files[0][-17:-12])
+        assert gecko.load(tmp_path).fingerprint() == ours.fingerprint()
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+        assert again.model.gecko.fingerprint() == ours.fingerprint()
+
+
+def damaged_bytes(folder: Path) -> None:
+    content = bytearray((folder / "model-00002-of-00003.safetensors").read_bytes())
+    content[-3] ^= 1
+    (folder / "model-00002-of-00003.safetensors").write_bytes(content)
+
+
+def file_of_another_model(folder: Path) -> None:
+    wider = dataclasses.replace(cases.SMALL, cema_modes=cases.SMALL.cema_modes + 1)
+    GeckoForCausalLM(GeckoConfig.of(wider)).save_pretrained(folder / "other", max_shard_size="32KB")
+    for name in ("model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"):
+        (folder / name).write_bytes((folder / "other" / name).read_bytes())
+
+
+def shorter_index(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"].popitem()
+    path.write_text(json.dumps(index))
+
+
+DAMAGES = {
+    damaged_bytes: "is damaged",
+    file_of_another_model: "of one model|must hold the weights that",
+    shorter_index: "must hold the weights that",
+    lambda folder: (folder / "model-00003-of-00003.safetensors").unlink(): "there is none",
+    lambda folder: (folder / "model.safetensors").write_bytes(b""): "Remove the older one",
+    lambda folder: (folder / "model.safetensors.index.json").write_text("{}"): "weight_map",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_several_files_is_noticed(damage, tmp_path):
+    GeckoForCausalLM(GeckoConfig.of(cases.SMALL)).save_pretrained(tmp_path, max_shard_size="32KB")
+    assert len(list(tmp_path.glob("model-*-of-00003.safetensors"))) == 3
+    gecko.load(tmp_path)
+    damage(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=DAMAGES[damage]):
+        gecko.load(tmp_path)
 
 
 def test_bytes_tokenizer(tmp_path: Path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import SMALL, tokens
@@ -82,10 +85,59 @@ def test_beams_of_rows_padded_on_the_right_are_as_alone(pair):
         assert torch.equal(alone[0, int(text.sum()) :], found)
 
 
-def test_padding_on_the_right_needs_a_cache_in_generate(pair):
+def test_padding_on_the_right_needs_no_cache_in_generate(pair):
+    """The tokens made stand after the padding, which then is inside of the text."""
+    _, theirs = pair()
     ids, mask = batch([(0, 9), (0, 23)], 3)
-    with pytest.raises(ValueError, match=r"zeros inside of it.*Pad on the left"):
-        pair()[1].generate(ids, attention_mask=mask, **GREEDY, use_cache=False)
+    cached = theirs.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(theirs.generate(ids, attention_mask=mask, **GREEDY, use_cache=False), cached)
+
+
+@settings(max_examples=15)
+@given(st.data(), st.booleans())
+def test_padding_inside_a_text_is_not_read(pair, data, use_cache):
+    ours, theirs = pair()
+    mask = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=3)))
+    mask[:, data.draw(st.integers(0, 8))] = True
+    ids = tokens(len(mask), 9)
+    out = theirs(ids.masked_fill(~mask, 10_000), attention_mask=mask, labels=ids, use_cache=use_cache)
+    losses = torch.zeros((), dtype=torch.float64)
+    for row, text in enumerate(mask):
+        alone, _ = ours(ids[row : row + 1, text])
+        torch.testing.assert_close(out.logits[row, text], alone[0], rtol=0, atol=1e-11)
+        torch.testing.assert_close(out.logits[row, -1], alone[0, -1], rtol=0, atol=1e-11)
+        losses += F.cross_entropy(alone[0, :-1], ids[row, text][1:], reduction="sum")
+    count = int(mask.sum()) - len(mask)
+    torch.testing.assert_close(out.loss, losses / max(count, 1), rtol=0, atol=1e-11)
+
+
+@settings(max_examples=20)
+@given(layouts(), st.lists(st.integers(1, LENGTH - 1), max_size=4), st.booleans())
+def test_a_batch_in_chunks_is_the_whole(pair, rows, cuts, after):
+    """A chunk may hold only padding of some rows; the last column continues every row in the end."""
+    ours, theirs = pair("gecko" if len(rows) % 2 else "chunk-linear")
+    ids, mask = batch(rows, len(rows))
+    with torch.no_grad():
+        state = ours(tokens(len(rows), 9, 5))[1] if after else None
+        whole = theirs(ids, attention_mask=mask, past_key_values=GeckoCache(state))
+        cache, borders = GeckoCache(state), [0, *sorted(set(cuts)), LENGTH]
+        parts = [
+            theirs(ids[:, begin:end], attention_mask=mask[:, begin:end], past_key_values=cache).logits
+            for begin, end in itertools.pairwise(borders)
+        ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole.logits, rtol=0, atol=1e-11)
+    expected = whole.past_key_values.state.tensors()
+    for name, tensor in cache.state.tensors().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-11)
+    assert torch.equal(cache.text, mask.bool())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_prompts_of_unequal_lengths_in_chunks(side, pair):
+    _, theirs = pair()
+    ids, mask = batch([(0 if side == "right" else LENGTH - length, length) for length in (3, 23, 12)], 3)
+    whole = theirs.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(theirs.generate(ids, attention_mask=mask, **GREEDY, prefill_chunk_size=5), whole)
 
 
 @settings(max_examples=15)
@@ -185,7 +237,6 @@ def test_long_prompts_are_read_in_pieces(pair, monkeypatch):
 
 
 ONES = torch.ones(2, 6)
-HOLE = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]])
 BORDERS = {
     "cu_seq_lens_q": torch.tensor([0, 4, 6]),
     "cu_seq_lens_k": torch.tensor([0, 4, 6]),
@@ -196,14 +247,13 @@ BORDERS = {
 REFUSED = [
     ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, ValueError, "length of at least 1"),
     ({"input_ids": torch.zeros(4, dtype=torch.int64)}, ValueError, r"shape \(batch, length\)"),
-    ({"input_ids": None}, ValueError, "input_ids must be given"),
+    ({"input_ids": None}, ValueError, "one of input_ids and inputs_embeds .* got neither"),
     ({"input_ids": torch.full((2, 6), 99)}, ValueError, "must be ids in 0..36; got 99"),
     ({"input_ids": torch.rand(2, 6)}, TypeError, "must be integers"),
     ({"attention_mask": torch.ones(2, 5)}, ValueError, r"attention_mask must have the shape of input_ids, \(2, 6\)"),
     ({"attention_mask": torch.ones(2, 7)}, ValueError, r"longer by the 0 columns .* cache; got \(2, 7\)"),
     ({"attention_mask": torch.ones(3, 6)}, ValueError, r"got \(3, 6\)"),
     ({"attention_mask": torch.ones(2, 1, 6, 6)}, ValueError, "no mask between tokens"),
-    ({"attention_mask": HOLE}, ValueError, "zeros inside"),
     ({"attention_mask": torch.tensor([[1] * 6, [0] * 6])}, ValueError, "only padding"),
     ({"position_ids": torch.zeros(2, 5).long()}, ValueError, "position_ids must have the shape"),
     ({"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6]])}, ValueError, "they jump"),
@@ -211,9 +261,14 @@ REFUSED = [
         ({name: value}, ValueError, f"{name} must come with position_ids.*return_position_ids=True")
         for name, value in BORDERS.items()
     ),
-    ({"inputs_embeds": torch.zeros(2, 6, 32)}, ValueError, "reads token ids"),
+    ({"inputs_embeds": torch.zeros(2, 6, 32)}, ValueError, "one of input_ids and inputs_embeds .* got both"),
+    (
+        {"input_ids": None, "inputs_embeds": torch.zeros(2, 6, 31)},
+        ValueError,
+        r"embeddings must .* got \(2, 6, 31\)",
+    ),
     ({"output_attentions": True}, ValueError, "output_attentions must be off"),
-    ({"output_hidden_states": True}, ValueError, "output_hidden_states must be off"),
+    ({"output_hidden_states": [7]}, IndexError, "out of range"),
     ({"past_key_values": ()}, TypeError, "must be a GeckoCache; got tuple"),
     ({"token_type_ids": ONES}, TypeError, "takes no argument token_type_ids"),
     ({"labels": torch.zeros(2, 5).long()}, ValueError, "labels must have the shape"),
@@ -224,6 +279,11 @@ REFUSED = [
 def test_refused(arguments, error, message, pair):
     with pytest.raises(error, match=message), torch.no_grad():
         pair()[1](**{"input_ids": tokens(2, 6), **arguments})
+
+
+def test_torch_export_is_refused(pair):
+    with pytest.raises(RuntimeError, match=r"torch\.export cannot trace a Gecko.*gecko\.hf\.export"):
+        torch.export.export(pair()[1], (tokens(1, 6),), {"use_cache": False})
 
 
 def test_a_cache_of_other_rows_is_refused(pair):

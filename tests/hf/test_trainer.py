@@ -80,6 +80,30 @@ def test_evaluate_and_predict(model, tmp_path):
             torch.testing.assert_close(logits[: ids.shape[1]], model.eval()(ids).logits[0])
 
 
+def test_a_compiled_model_trains_as_without(text_folder, tmp_path):
+    found = []
+    for compiles in (False, True):
+        run = trainer(AutoModelForCausalLM.from_pretrained(text_folder), tmp_path, torch_compile=compiles)
+        run.train()
+        found.append(run.model.model.gecko.fingerprint())
+    assert found[0] == found[1]
+
+
+def test_nothing_is_given_to_a_compiler(model):
+    """It would take minutes for each length of a batch."""
+    ids, greedy, graphs = torch.arange(18).view(2, 9), {"max_new_tokens": 4, "do_sample": False}, []
+    expected, loss = model.eval().generate(ids, **greedy), model(ids, labels=ids).loss
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    assert torch.equal(torch.compile(model, backend=backend)(ids, labels=ids).loss, loss)
+    model.forward = torch.compile(model.forward, backend=backend)
+    assert torch.equal(model.generate(ids, **greedy), expected)
+    assert not graphs
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_smoothed_labels_are_those_of_the_next_token(lora, model, tmp_path):
     if lora:

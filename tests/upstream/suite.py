@@ -17,14 +17,19 @@ from typing import Any
 
 import torch
 from support import cases
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from upstream.source_distribution import upstream
 
-from gecko.hf import GeckoConfig, GeckoForCausalLM, GeckoModel
+from gecko.hf import GeckoConfig, GeckoForCausalLM, GeckoForSequenceClassification, GeckoModel
 
 common, training = upstream("test_modeling_common"), upstream("test_training_mixin")
 configuration = upstream("test_configuration_common")
-MODEL_MAPPING_NAMES[GeckoConfig.model_type] = GeckoModel.__name__  # upstream finds models without a loss in this table
+# Upstream finds models without a loss, and those with one label per text, in these tables.
+MODEL_MAPPING_NAMES[GeckoConfig.model_type] = GeckoModel.__name__
+MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[GeckoConfig.model_type] = GeckoForSequenceClassification.__name__
 
 
 class GeckoTester:
@@ -49,7 +54,7 @@ class GeckoTester:
 class GeckoTest(common.ModelTesterMixin, training.TrainingTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
     """Upstream's tests, each over all model classes."""
 
-    all_model_classes = (GeckoModel, GeckoForCausalLM)
+    all_model_classes = (GeckoModel, GeckoForCausalLM, GeckoForSequenceClassification)
     has_attentions = False
     model_tester: Any = None
 

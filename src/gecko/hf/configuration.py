@@ -41,6 +41,25 @@ class GeckoConfig(PretrainedConfig):
         fields["tie_word_embeddings"] = self.tie_embedding
         super().__init__(**fields)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, those of ``attribute_map`` under both names: PEFT looks for ``hidden_size``."""
+        fields: dict[str, Any] = super().to_dict()
+        return fields | {theirs: fields[ours] for theirs, ours in self.attribute_map.items()}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return the fields of ``config.json``, each under one name."""
+        fields: dict[str, Any] = super().to_diff_dict()
+        return {name: value for name, value in fields.items() if name not in self.attribute_map}
+
+    @property
+    def n_ctx(self) -> int:
+        """Longest context, for programs that ask for one. A Gecko reads texts of any length.
+
+        lm-evaluation-harness cuts texts at 2,048 tokens if a config has no such number. The name is not
+        ``max_position_embeddings``, because servers reserve memory for that many tokens.
+        """
+        return 2**31 - 1
+
     @classmethod
     def of(cls, architecture: Architecture, **fields: Any) -> GeckoConfig:
         """Return the config of ``architecture`` with additional fields of transformers."""

@@ -1,4 +1,4 @@
-"""Export of a model with its code, for ``trust_remote_code=True`` without gecko installed, and a byte tokenizer.
+"""Export of a model with its code, for ``trust_remote_code=True`` without gecko installed.
 
 An exported folder contains a copy of every module of this package that the model imports, one file each. Only the
 imports change: ``from gecko.ops.cema import cema`` becomes ``from .gecko_ops_cema import cema``.
@@ -13,49 +13,28 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
+from gecko.hf.classification import GeckoForSequenceClassification
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.modeling import GeckoForCausalLM, GeckoModel
 from gecko.io.files import whole_file
 from gecko.models.gecko import Gecko
 from gecko.runtime.process import __version__
 
-BORDER, PADDING = "<|endoftext|>", "<|pad|>"
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a transformers tokenizer with the ids of ``gecko.data.ByteTokenizer``.
-
-    Ids 0 to 255 are the bytes of UTF-8 text, 256 starts and ends a document, 257 pads on the left. Every text starts
-    with 256, as documents do in training, unless ``add_special_tokens=False``. No text encodes to 256 or 257.
-    """
-    tokenizer = Tokenizer(
-        models.BPE(vocab={character: byte for byte, character in bytes_to_unicode().items()}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([BORDER, PADDING])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BORDER} $A", pair=f"{BORDER} $A $B", special_tokens=[(BORDER, 256)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BORDER, eos_token=BORDER, pad_token=PADDING, padding_side="left",
-        split_special_tokens=True, clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
-    )  # fmt: skip
-
-
-CONFIGURATION, MODELING = GeckoConfig.__module__, GeckoForCausalLM.__module__
-FILES = {CONFIGURATION: "configuration_gecko", MODELING: "modeling_gecko"}
-"""File names of the two modules, as is usual on the hub."""
+FILES = {
+    GeckoConfig.__module__: "configuration_gecko",
+    GeckoForCausalLM.__module__: "modeling_gecko",
+    GeckoForSequenceClassification.__module__: "classification_gecko",
+}
+"""File names of the modules that ``AUTO_MAP`` names, in the form that is usual on the hub."""
 
 AUTO_MAP = {
-    "AutoConfig": f"{FILES[CONFIGURATION]}.{GeckoConfig.__name__}",
-    "AutoModel": f"{FILES[MODELING]}.{GeckoModel.__name__}",
-    "AutoModelForCausalLM": f"{FILES[MODELING]}.{GeckoForCausalLM.__name__}",
+    auto: f"{FILES[kind.__module__]}.{kind.__name__}"
+    for auto, kind in {
+        "AutoConfig": GeckoConfig,
+        "AutoModel": GeckoModel,
+        "AutoModelForCausalLM": GeckoForCausalLM,
+        "AutoModelForSequenceClassification": GeckoForSequenceClassification,
+    }.items()
 }
 """``auto_map`` of an exported ``config.json``."""
 
@@ -70,10 +49,11 @@ _IMPORT = re.compile(r"^(\s*)from (gecko[\w.]*) import ", re.MULTILINE)
 
 
 def export(model: Gecko, folder: str | Path, tokenizer: Any = None) -> None:
-    """Write ``model`` with its code, and with ``tokenizer`` if one is given.
+    """Write ``model`` with its code and a model card, and with ``tokenizer`` if one is given.
 
     The folder opens with ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``, whether gecko is
-    installed or not, and with ``gecko.load``. ``trust_remote_code=True`` runs the code in the folder.
+    installed or not, and with ``gecko.load``. ``trust_remote_code=True`` runs the code in the folder, which holds no
+    kernels. A model card that is in the folder is kept.
 
     Args:
         tokenizer: tokenizer of transformers, such as ``byte_tokenizer()``; the config gets its special ids.
@@ -91,6 +71,47 @@ def export(model: Gecko, folder: str | Path, tokenizer: Any = None) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         _name_for_every_version(Path(folder) / "tokenizer_config.json")
+    _write_card(Path(folder), model)
+
+
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- gecko
+---
+
+# {name}
+
+A Gecko language model: {parameters:,} parameters in {layers} layers, {vocabulary:,} token ids. It reads texts of any
+length; what it keeps of them has a constant size.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+inputs = tokenizer("def main(", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
+```
+
+`trust_remote_code=True` runs the Python files of this folder. They are copies of gecko-lm {version} without its C and
+Triton kernels: they compute the same more slowly. With the kernels: `pip install 'gecko-lm[hf]'`, `import gecko.hf`,
+and leave out `trust_remote_code`. Then `gecko generate`, `gecko eval` and `gecko serve` read the folder too.
+"""
+
+
+def _write_card(folder: Path, model: Gecko) -> None:
+    if (folder / "README.md").exists():
+        return
+    count = sum(parameter.numel() for parameter in model.parameters())
+    text = _CARD.format(
+        name=folder.resolve().name, parameters=count, layers=model.config.num_layers,
+        vocabulary=model.config.vocab_size, version=__version__,
+    )  # fmt: skip
+    with whole_file(folder / "README.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_code(folder: Path) -> dict[str, str]:
@@ -103,9 +124,11 @@ def write_code(folder: Path) -> dict[str, str]:
 
 def remote_code() -> dict[str, str]:
     """Return the source of each module that the model imports, with relative imports, by file name without .py."""
-    configuration, modeling = _closure(CONFIGURATION), _closure(MODELING)
-    code = {_file(module): _with_relative_imports(module, source) for module, source in modeling.items()}
-    for module, needed in ((CONFIGURATION, configuration), (MODELING, modeling)):
+    sources = {module: _closure(module) for module in FILES}
+    classifier = GeckoForSequenceClassification.__module__
+    sources[GeckoForCausalLM.__module__][classifier] = _source(classifier)  # copied with the model when it is saved
+    code = {_file(name): _with_relative_imports(name, text) for each in sources.values() for name, text in each.items()}
+    for module, needed in sources.items():
         code[_file(module)] += _COPIED + "".join(
             f"    from .{_file(name)} import __name__  # noqa: F401\n" for name in sorted(needed) if name != module
         )

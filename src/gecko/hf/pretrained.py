@@ -1,0 +1,208 @@
+"""Base class of the models for transformers: loading and saving of folders, and initialisation."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from gecko.hf.configuration import GeckoConfig
+from gecko.io.checkpoints import CHECKPOINTS, model_folder
+from gecko.io.files import whole_file
+from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, write_folder
+from gecko.io.quantization import is_quantized
+from gecko.models.gecko import Gecko
+
+_PARTS = ("embedding.", "blocks.", "final_norm.", "head.")
+"""Prefixes of the parameter names in a ``Gecko``."""
+
+SCORE = "score.weight"
+"""Parameter of a classifier that a ``Gecko`` does not have."""
+
+
+class GeckoPreTrainedModel(PreTrainedModel):
+    """Base class: loading, saving, gradient checkpointing."""
+
+    config_class = GeckoConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+    _no_split_modules = ["GeckoBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _to_gecko: str
+    """Prefix of the ``Gecko``'s parameter names in this model."""
+    _format = FORMAT
+    """Format of the weights file, which ``gecko.load`` checks."""
+    _may_differ: Collection[str] = ()
+    """Parameters that a folder may lack or have in addition."""
+
+    @property
+    def _gecko(self) -> Gecko:
+        found: Any = self.get_submodule(self._to_gecko.removesuffix("."))
+        return found
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise the scores of a classifier; the constructors of Gecko's modules initialise their weights."""
+        if module is getattr(self, SCORE.partition(".")[0], None):
+            nn.init.normal_(module.weight, std=1 / math.sqrt(self.config.hidden_size))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load parameters whose names have this model's prefix, or are those of a ``Gecko``.
+
+        ``Trainer`` resumes with ``load_state_dict(strict=False)``, which ignores unknown names. Therefore this method
+        reports an error if a ``Gecko``'s parameter is not in this model, or if no name is known at all.
+        """
+        renamed = _add_prefix(state_dict, prefix, self._to_gecko)
+        if self._gecko.config.tie_embedding:
+            head, embedding = (f"{prefix}{self._to_gecko}{name}" for name in TIED)
+            if embedding in state_dict:
+                state_dict.setdefault(head, state_dict[embedding])
+        known = self.state_dict(prefix=prefix)
+        wrong = [name for name in renamed if name not in known]
+        if wrong or (state_dict and not any(name.startswith(prefix + self._to_gecko) for name in state_dict)):
+            found = sorted(wrong or state_dict)
+            errors: list[str] = args[-1]
+            errors.append(
+                f"weights must be those of this model, named {self._to_gecko}… or as in a Gecko; got {found[:3]}."
+                " Folders of quantised models open with gecko.load."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._gecko.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self._gecko.embedding = value  # type: ignore[assignment]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self._gecko.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self._gecko.head = new_embeddings  # type: ignore[assignment]
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Resize the embedding and the head, and set the architecture's ``vocab_size``."""
+        embedding = super().resize_token_embeddings(*args, **kwargs)
+        self._gecko.config = self.config.architecture()
+        return embedding
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load a model; unlike transformers, refuse a folder that lacks parameters instead of initialising them.
+
+        The folder of a training run stands for its newest sound checkpoint. A classifier's scores may be missing: then
+        they are random, and transformers says so.
+
+        Raises:
+            ValueError: parameters are missing, unexpected, or of another shape.
+        """
+        if args and Path(args[0], CHECKPOINTS).is_dir():
+            args = (str(model_folder(args[0])), *args[1:])
+        parts = "|".join(part.removesuffix(".") for part in _PARTS)
+        kwargs.setdefault("key_mapping", {rf"^({parts})\.": r"gecko.\1."})
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            found = sorted(name if isinstance(name, str) else name[0] for name in info[problem])
+            names = [name for name in found if name not in cls._may_differ]
+            if names:
+                raise ValueError(
+                    f"{model.name_or_path} must hold the parameters of its config; {problem.replace('_', ' ')}: "
+                    f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}. Quantised folders open with gecko.load."
+                )
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: Any, is_main_process: bool = True, state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False, max_shard_size: int | str | None = None, safe_serialization: bool = True,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Write a folder that ``gecko.load`` and ``from_pretrained`` read; every weights file has a checksum.
+
+        The weights are one file, or with ``max_shard_size`` (bytes, or a text such as "5GB") files of at most that
+        size. With adapters of ``add_adapter``, only the adapters are written.
+
+        Raises:
+            ValueError: ``push_to_hub``, a format other than safetensors, or weights that are quantised, belong to
+                another model, or differ where the config ties them.
+            OSError: writing failed; existing files are unchanged.
+        """
+        if getattr(self, "_hf_peft_config_loaded", False):
+            super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+            return
+        if push_to_hub or not safe_serialization or kwargs.get("variant"):
+            raise ValueError("a Gecko is saved as safetensors files; to upload it, use model.push_to_hub(name).")
+        if not is_main_process:
+            return
+        folder, weights = Path(save_directory), self.state_dict() if state_dict is None else state_dict
+        self._check_weights(weights)
+        config = copy.deepcopy(self.config)
+        config.architectures = [type(self).__name__]
+        config.dtype = str(self.dtype).removeprefix("torch.")
+        head, embedding = (self._to_gecko + name for name in TIED)
+        layout = Layout(self._format, (head, embedding))
+        kept = {name: x for name, x in weights.items() if not (name == head and self.config.tie_embedding)}
+        write_folder(folder, config.architecture(), kept, layout, shards=_shards(kept, max_shard_size))
+        self._save_code(folder, config)
+        with whole_file(folder / CONFIG) as temporary:
+            temporary.write_text(config.to_json_string(), encoding="utf-8")
+        if self.can_generate():
+            self.generation_config.save_pretrained(folder)
+
+    def _save_code(self, folder: Path, config: Any) -> None:
+        """Write the code that ``config.auto_map`` names, if any, and update ``config.auto_map``."""
+        if self._auto_class is not None:  # this class comes from remote code: copy that code
+            custom_object_save(self, folder, config=config)
+        elif config.auto_map:  # this class is the package's, loaded from an export
+            config.auto_map = importlib.import_module("gecko.hf.export").write_code(folder)
+
+    def _check_weights(self, weights: dict[str, Tensor]) -> None:
+        expected = self.state_dict()
+        wrong = [name for name in weights if not name.startswith(self._to_gecko) and name not in expected]
+        if wrong:
+            raise ValueError(f"state_dict must hold parameters {self._to_gecko}…; got {wrong[:3]}.")
+        quantized = next((name for name, weight in weights.items() if is_quantized(weight)), None)
+        if quantized is not None:
+            raise ValueError(
+                f"weights in a folder for transformers must not be quantised; {quantized} is. Write the model before "
+                "quantisation, or write this one with Gecko.save for gecko.load."
+            )
+        head, embedding = (weights.get(self._to_gecko + name) for name in TIED)
+        if self.config.tie_embedding and not _are_equal(head, embedding):
+            raise ValueError(
+                "head and embedding must be equal if tie_word_embeddings is set, because a folder then holds one of "
+                "them; they differ. To keep a head trained alone, set config.tie_word_embeddings = False before saving."
+            )
+
+
+def _are_equal(head: Tensor | None, embedding: Tensor | None) -> bool:
+    if head is None or embedding is None or head is embedding or head.is_meta:
+        return True
+    return head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding.to(head.device))
+
+
+def _shards(weights: dict[str, Tensor], most: int | str | None) -> list[list[str]]:
+    """Return the names in each file of at most ``most`` bytes; [] for one file."""
+    if most is None:
+        return []
+    found = split_torch_state_dict_into_shards(weights, max_shard_size=most).filename_to_tensors
+    return [list(names) for _, names in sorted(found.items())] if len(found) > 1 else []
+
+
+def _add_prefix(state_dict: dict[str, Any], prefix: str, to_gecko: str) -> list[str]:
+    """Add the model's prefix to parameters that have the names of a ``Gecko``, in place; return the new names."""
+    parts = tuple(prefix + part for part in _PARTS)
+    renamed = {name: f"{prefix}{to_gecko}{name.removeprefix(prefix)}" for name in state_dict if name.startswith(parts)}
+    for name, new in renamed.items():
+        state_dict[new] = state_dict.pop(name)
+    return list(renamed.values())

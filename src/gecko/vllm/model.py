@@ -1,0 +1,162 @@
+"""Gecko as a model of vLLM: its states are in vLLM's pages, its operators are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
+
+from gecko.inference.packed_weights import PackedWeights, decoder_of
+from gecko.io.model_folder import TIED, WRAPPERS
+from gecko.io.quantization import quantize, stored_bits, unpack
+from gecko.layers.linear import project
+from gecko.models.gecko import Gecko
+from gecko.ops.decoding.cpu import Network
+from gecko.parallel.tensor import TensorParallel, sharded_model, sharded_state, sharded_weight
+from gecko.state import GeckoState
+from gecko.vllm.pages import StatePages, StepMetadata
+
+
+class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
+    """Gecko with its head. Sequences that read one token are read together, the others one by one.
+
+    On the CPU, one token of all sequences is one call into C that changes the pages in place, unless tensor parallelism
+    divides the model. Elsewhere the states are copied from the pages and back.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        self.config = vllm_config.model_config.hf_config
+        self._dtype, self._device = torch.get_default_dtype(), vllm_config.device_config.device
+        self._rows = vllm_config.scheduler_config.max_num_seqs
+        self._ranks = TensorParallel(
+            get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
+            tensor_model_parallel_all_reduce, tensor_model_parallel_all_gather,
+        )  # fmt: skip
+        architecture = self.config.architecture()
+        with torch.device("meta"):
+            whole = self._ranks.size == 1
+            self.gecko = Gecko(architecture) if whole else sharded_model(architecture, self._ranks)
+        names = f"{prefix}.gecko.blocks" if prefix else "gecko.blocks"
+        self._pages = StatePages(self._blank(), names, vllm_config.compilation_config.static_forward_context)
+        self._network: tuple[GeckoState, Network | None] | None = None
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
+        """Return how vLLM copies a state: the whole page of each block."""
+        return (get_temporal_copy_spec,)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embedding of the tokens (T,), (T, D)."""
+        return self.gecko.embedding(input_ids)
+
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return the input of the head, (T, D), for the tokens (T,) of all sequences, and write their states.
+
+        Raises:
+            ValueError: embeddings are given instead of tokens.
+        """
+        if input_ids is None or inputs_embeds is not None:
+            raise ValueError("prompts must be tokens or text: a Gecko in vLLM takes no embeddings.")
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # vLLM measures memory, or keeps an idle replica in step
+            return self.gecko.hidden(torch.zeros_like(input_ids).unsqueeze(0))[0].squeeze(0)
+        step: StepMetadata = metadata[self._pages.names[0]]
+        hidden = torch.zeros(len(input_ids), self.gecko.config.model_dim, dtype=self._dtype, device=input_ids.device)
+        begin, decoding = 0, []
+        for row, length in enumerate(step.lengths):
+            if length == 1 and step.read[row]:
+                decoding.append((row, begin))
+            elif length:
+                hidden[begin : begin + length] = self._prefill(input_ids[begin : begin + length], step, row)
+            begin += length
+        if decoding:
+            rows, places = zip(*decoding, strict=True)
+            at = torch.tensor(places, device=input_ids.device)
+            hidden[at] = self._decode(input_ids[at], step, rows).to(self._dtype)
+        return hidden
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return the logits (N, V) of some rows of ``forward``'s result."""
+        return project(hidden_states, self.gecko.head)[0]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the weights of a model folder, or this rank's part of them; return the names of the parameters.
+
+        Raises:
+            ValueError: weights are quantised and tensor parallelism is on.
+            RuntimeError: parameters are missing, unexpected, or of another shape.
+        """
+        stored = {_own_name(name): self._local(_own_name(name), weight) for name, weight in weights}
+        head, embedding = TIED
+        if self.gecko.config.tie_embedding:
+            stored[head] = stored[embedding]
+        bits = stored_bits(stored)
+        if bits is not None:
+            if self._ranks.size > 1:
+                raise ValueError("a quantised model must run without tensor parallelism; got more than one rank.")
+            quantize(self.gecko.to(self._dtype), bits)
+            stored = unpack(stored, self.gecko.state_dict())
+        self.gecko.load_state_dict(stored, strict=True, assign=True)
+        self.gecko.tie()
+        self.gecko.requires_grad_(False).eval()
+        return {name for name, _ in self.named_parameters(remove_duplicate=False)}
+
+    def _local(self, name: str, weight: Tensor) -> Tensor:
+        """Return a copy of this rank's part of a weight; the file's tensors are mapped from the disk."""
+        dtype = self._dtype if weight.is_floating_point() else weight.dtype
+        return sharded_weight(name, weight, self._ranks).to(self._device, dtype, copy=True).contiguous()
+
+    def _blank(self) -> GeckoState:
+        """Return the initial state of one sequence on the device ``meta``."""
+        wide = torch.promote_types(self._dtype, torch.float32)
+        blank = GeckoState.empty(self.gecko.config, dtype=wide, value_dtype=self._dtype, device="meta")
+        return blank if self._ranks.size == 1 else sharded_state(blank, self._ranks)
+
+    def _prefill(self, tokens: Tensor, step: StepMetadata, row: int) -> Tensor:
+        """Read tokens (T,) of one sequence and return hidden (T, D)."""
+        slot, read = step.slots[row], step.read[row]
+        # Pages are not cleared when another sequence gets them.
+        before = self._pages.one(slot, read) if read else None
+        hidden, after = self.gecko.hidden(tokens.unsqueeze(0), state=before)
+        self._pages.write([slot], after)
+        return hidden.squeeze(0)
+
+    def _decode(self, tokens: Tensor, step: StepMetadata, rows: tuple[int, ...]) -> Tensor:
+        """Read one token (R,) of each of some sequences and return hidden (R, D)."""
+        slots, read = [step.slots[row] for row in rows], [step.read[row] for row in rows]
+        network = self._in_c()
+        if network is not None:
+            return network.hidden(tokens.tolist(), slots, read)
+        hidden, after = self.gecko.hidden_step(tokens, self._pages.gather(slots, read))
+        self._pages.write(slots, after)
+        return hidden
+
+    def _in_c(self) -> Network | None:
+        """Return the network that decodes in C on the current pages; None if it cannot."""
+        state = self._pages.state()
+        if self._network is None or self._network[0] is not state:
+            usable = self._ranks.size == 1 and decoder_of(self.gecko, state) == "cpu"
+            network = PackedWeights(self.gecko, "cpu").with_states(state, self._rows) if usable else None
+            self._network = state, cast("Network | None", network)
+        return self._network[1]
+
+
+def _own_name(name: str) -> str:
+    """Return the name in a ``Gecko`` of a parameter in a model folder."""
+    prefix = next(filter(name.startswith, WRAPPERS), "")
+    return name.removeprefix(prefix)

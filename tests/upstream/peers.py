@@ -1,0 +1,106 @@
+"""Run the suite on upstream's own recurrent models, and print the tests of ``not_passing.py`` that they pass.
+
+After ``make test-upstream``, run ``python tests/upstream/peers.py`` with ``tests`` on the import path. It takes
+four minutes.
+"""
+
+from __future__ import annotations
+
+import sys
+import unittest
+from collections import defaultdict
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from upstream.not_passing import NOT_PASSING
+from upstream.source_distribution import upstream
+
+common, training = upstream("test_modeling_common"), upstream("test_training_mixin")
+
+SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Mamba": {"state_size": 8},
+    "Mamba2": {"head_dim": 8, "num_heads": 8, "n_groups": 8, "state_size": 2, "chunk_size": 8},
+    "Bamba": {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "attn_layer_indices": [1],
+        "mamba_n_heads": 16, "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_n_groups": 1, "mamba_expand": 2,
+    },
+    "RecurrentGemma": {
+        "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 96, "attention_window_size": 16,
+        "lru_width": 32,
+    },
+}  # fmt: skip
+"""Sizes are those of upstream's own tests of these models, which no distribution contains."""
+
+
+def _tester(name: str) -> type:
+    config_class = getattr(transformers, f"{name}Config")
+
+    class Tester:
+        base_model_class = getattr(transformers, f"{name}Model")
+        causal_lm_class = getattr(transformers, f"{name}ForCausalLM")
+        batch_size, seq_length, is_training = 3, 12, True
+        num_hidden_layers, hidden_size = SIZES["num_hidden_layers"], SIZES["hidden_size"]
+
+        def __init__(self, parent: unittest.TestCase) -> None:
+            self.parent = parent
+
+        def get_config(self) -> Any:
+            return config_class(**SIZES, **CONFIGS[name])
+
+        def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
+            ids = torch.randint(1, SIZES["vocab_size"], (self.batch_size, self.seq_length))
+            return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    return Tester
+
+
+def _suite(name: str) -> type:
+    tester = _tester(name)
+
+    def prepare(self: Any) -> None:
+        self.model_tester = tester(self)
+
+    bases = (common.ModelTesterMixin, training.TrainingTesterMixin, common.GenerationTesterMixin, unittest.TestCase)
+    classes = (tester.base_model_class, tester.causal_lm_class)
+    return type(f"{name}Test", bases, {"all_model_classes": classes, "has_attentions": False, "setUp": prepare})
+
+
+for _name in CONFIGS:
+    globals()[f"{_name}Test"] = _suite(_name)
+
+
+class Outcomes:
+    """Plugin of pytest that keeps the outcomes of all parts of each test, by test and model."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        _, suite, test = report.nodeid.split("::")
+        self.found[test][suite.removesuffix("Test")].add(report.outcome)
+
+    def passing(self, test: str) -> list[str]:
+        """Return the models that pass a test in all parts."""
+        return [name for name in CONFIGS if self.found[test][name] == {"passed"}]
+
+
+def main() -> None:
+    outcomes = Outcomes()
+    options = ["--import-mode=importlib", "-p", "no:terminal", "-p", "no:cacheprovider", "-W", "ignore"]
+    pytest.main([__file__, "--override-ini", "addopts=", *options], plugins=[outcomes])
+    for name in CONFIGS:
+        passed = sum(name in outcomes.passing(test) for test in outcomes.found)
+        sys.stdout.write(f"{name}: {passed} of {len(outcomes.found)} pass\n")
+    for reason, patterns in NOT_PASSING.items():
+        sys.stdout.write(f"\n{reason}:\n")
+        for test in sorted(outcomes.found):
+            if any(fnmatchcase(test, pattern) for pattern in patterns) and outcomes.passing(test):
+                sys.stdout.write(f"  {test}: {', '.join(outcomes.passing(test))}\n")
+
+
+if __name__ == "__main__":
+    main()
