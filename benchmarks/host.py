@@ -5,6 +5,8 @@
 A GPU waits for its host if a step has few tokens. Here operators use their Triton kernels for CPU tensors, and a launch
 is only counted, so that the measured time is that of Python, PyTorch's dispatcher and autograd. Tensors are tiny,
 because PyTorch's own operations run. A block is the difference between models of six layers and of two.
+
+A rank of a context group is measured alone: PyTorch's fake process group takes what it sends, and zeros arrive.
 """
 
 from __future__ import annotations
@@ -18,36 +20,61 @@ from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from gpu.training import equal_llama
 from measuring import load, of_processor, publish
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gecko.config import GeckoConfig
 from gecko.models import ModelConfig, build_model
 from gecko.ops.backends import dispatch
+from gecko.parallel.context import ContextGroup
 from gecko.train.throughput import describe_hardware
 
 DEPTHS = 2, 6
 WARMING = 3
 TOKENS = 64
+
+LONGER = 16, 64
+"""The number of launches is also counted for these multiples of ``TOKENS``."""
+
 SMALL = GeckoConfig(
     vocab_size=256, model_dim=64, key_dim=32, value_dim=64, num_heads=2, ffn_dim=64, num_layers=1, chunk_size=32,
     cema_modes=16, timestep_groups=4,
 )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One variant of the step; ``context``: as the second rank of a context group of two."""
+
+    config: ModelConfig
+    way: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    tokens: int = TOKENS
+    context: bool = False
+
+
+class LoneRank(ContextGroup):
+    """A rank of a context group whose other ranks make the same calls."""
+
+    def _gather(self, values: Tensor) -> Tensor:
+        return torch.stack([values] * self.size)
+
+
 class Step:
     """Loss and backward of one model on one row, as in training."""
 
-    def __init__(self, config: ModelConfig, depth: int) -> None:
-        self._model = build_model(dataclasses.replace(config, num_layers=depth))
-        self._tokens = torch.randint(256, (1, TOKENS + 1))
+    def __init__(self, case: Case, depth: int) -> None:
+        self._model = build_model(dataclasses.replace(case.config, num_layers=depth))
+        self._tokens = torch.randint(256, (1, case.tokens + 1))
+        self._options = {"context": LoneRank(dist.group.WORLD)} if case.context else {}
 
     def __call__(self) -> tuple[float, float]:
         """Return the seconds of forward and backward."""
         begin = time.perf_counter()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss: Tensor = self._model.loss(self._tokens[:, :-1], self._tokens[:, 1:])
+            loss: Tensor = self._model.loss(self._tokens[:, :-1], self._tokens[:, 1:], **self._options)
         middle = time.perf_counter()
         loss.backward()
         end = time.perf_counter()
@@ -78,9 +105,6 @@ def by_the_dispatcher() -> Iterator[None]:
         yield
 
 
-Way = Callable[[], contextlib.AbstractContextManager[object]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Host:
     """Milliseconds of forward and backward of one block, and the number of its kernel launches."""
@@ -90,19 +114,19 @@ class Host:
     launches: float
 
 
-def measure(ways: dict[str, tuple[ModelConfig, Way]], rounds: int) -> dict[str, Host]:
+def measure(cases: dict[str, Case], rounds: int) -> dict[str, Host]:
     """Measure all variants alternately; return medians of ``rounds``, after some rounds for imports and compilation."""
-    steps = {name: [Step(config, depth) for depth in DEPTHS] for name, (config, _) in ways.items()}
+    steps = {name: [Step(case, depth) for depth in DEPTHS] for name, case in cases.items()}
     turns = [
-        {name: [_counted(step, way) for step in steps[name]] for name, (_, way) in ways.items()}
+        {name: [_counted(step, case) for step in steps[name]] for name, case in cases.items()}
         for _ in range(WARMING + rounds)
     ]
-    return {name: _per_block([turn[name] for turn in turns[WARMING:]]) for name in ways}
+    return {name: _per_block([turn[name] for turn in turns[WARMING:]]) for name in cases}
 
 
-def _counted(step: Step, way: Way) -> tuple[float, float, int]:
+def _counted(step: Step, case: Case) -> tuple[float, float, int]:
     """Return the seconds of forward and backward, and the number of launches."""
-    with way(), kernels_counted() as launched:
+    with case.way(), kernels_counted() as launched:
         return *step(), len(launched)
 
 
@@ -141,12 +165,19 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    ways: dict[str, tuple[ModelConfig, Way]] = {
-        "Gecko": (SMALL, contextlib.nullcontext),
-        "Gecko, every operator by PyTorch's dispatcher": (SMALL, by_the_dispatcher),
-        "Llama of the same depth and width": (equal_llama(SMALL), contextlib.nullcontext),
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    cases = {
+        "Gecko": Case(SMALL),
+        "Gecko, every operator by PyTorch's dispatcher": Case(SMALL, by_the_dispatcher),
+        "Llama of the same depth and width": Case(equal_llama(SMALL)),
+        "Gecko, a context rank": Case(SMALL, context=True),
     }
-    publish(of_processor("host"), page(measure(ways, arguments.rounds), arguments.rounds), arguments.write)
+    for times in LONGER:
+        longer = Case(SMALL, tokens=times * TOKENS)
+        cases[f"Gecko, {times} × the tokens"] = longer
+        cases[f"Gecko, a context rank, {times} × the tokens"] = dataclasses.replace(longer, context=True)
+    publish(of_processor("host"), page(measure(cases, arguments.rounds), arguments.rounds), arguments.write)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -99,14 +99,15 @@ def _stored_bytes(parameter: nn.Parameter) -> int:
     return integers.nbytes // (2 if halved else 1) + sum(one.nbytes for one in scale)
 
 
-def bytes_of_state(prefill: Prefill, config: gecko.GeckoConfig) -> int:
+def bytes_of_state(prefill: Prefill, config: gecko.GeckoConfig, window_dtype: torch.dtype | None = None) -> int:
     """Return the bytes of one sequence's state that a token reads: all but slots of the window that it does not see,
     the summary of the previous chunk, and what is only written."""
     seen = config.chunk_size + prefill.state.position[0] % config.chunk_size
     total = 0
     for name, tensor in prefill.state.tensors().items():
         if ".attention." in name:
-            total += tensor.nbytes * seen // (2 * config.chunk_size)
+            itemsize = (window_dtype or tensor.dtype).itemsize
+            total += tensor.numel() * itemsize * seen // (2 * config.chunk_size)
         elif ".previous" not in name:
             total += tensor.nbytes
     return total
@@ -118,31 +119,48 @@ def _cases() -> list[Case]:
         model = gecko.Gecko(gecko.GeckoConfig.preset(preset)).eval()
         prefill = read(model, [torch.randint(0, 256, (PROMPT,))])
         for name in FORMATS:
-            one, start = _in_format(model, prefill, name)
-            for count in rows if name == "float32" else rows[:1]:
-                cases.append(_gecko_case(f"{preset}, {name}, {count} rows", one, start, count, steps))
+            one = in_format(model, name)
+            start = prefill if name == "float32" else read(one, [torch.randint(0, 256, (PROMPT,))])
+            for count in rows:
+                cases.append(gecko_case(f"{preset}, {name}, {count} rows", one, start, count, steps))
+            narrow = f"{preset}, {name}, window in bfloat16, {rows[-1]} rows"
+            cases.append(gecko_case(narrow, one, start, rows[-1], steps, torch.bfloat16))
         cases += [_llama_case(preset, model, context, steps) for context in (128, 512, 4096)]
     return cases
 
 
-def _in_format(model: gecko.Gecko, prefill: Prefill, name: str) -> tuple[gecko.Gecko, Prefill]:
+def in_format(model: gecko.Gecko, name: str) -> gecko.Gecko:
+    """Return a copy of ``model`` with weights in one of ``FORMATS``."""
     changed = copy.deepcopy(model)
     if name == "bfloat16":
         changed.bfloat16()
     elif name != "float32":
         quantize(changed, int(name.removeprefix("int")))
-    return changed, prefill if name == "float32" else read(changed, [torch.randint(0, 256, (PROMPT,))])
+    return changed
 
 
-def _gecko_case(name: str, model: gecko.Gecko, prefill: Prefill, rows: int, steps: int) -> Case:
-    decoder = Decoder(model, rows)
+def gecko_case(
+    name: str, model: gecko.Gecko, prefill: Prefill, rows: int, steps: int, window_dtype: torch.dtype | None = None
+) -> Case:
+    """Return a case of ``rows`` sequences that go on from ``prefill``."""
+    decoder = Decoder(model, rows, window_dtype)
     with torch.inference_mode():
         for _ in range(rows):
             decoder.add(prefill.state, prefill.seen)
-    assert decoder.runs_in_c, name
+    assert decoder.backend == "cpu", name
     tokens = [65] * rows
-    count = bytes_of_weights(model) + rows * bytes_of_state(prefill, model.config)
+    count = bytes_of_weights(model) + rows * bytes_of_state(prefill, model.config, window_dtype)
     return Case(name, rows, lambda: decoder.step(tokens), count, steps)
+
+
+def llama_hidden(model: gecko.Gecko) -> int:
+    """Return the width of the feed-forward layers of a Llama with about as many weights in its blocks as ``model``.
+
+    It is a multiple of 32, because llama.cpp quantises weights in groups of 32.
+    """
+    config = model.config
+    block = sum(parameter.numel() for parameter in model.blocks.parameters()) / config.num_layers
+    return 32 * round((block - 4 * config.model_dim**2) / (3 * config.model_dim) / 32)
 
 
 def _llama_case(preset: str, model: gecko.Gecko, context: int, steps: int) -> Case:
@@ -151,10 +169,9 @@ def _llama_case(preset: str, model: gecko.Gecko, context: int, steps: int) -> Ca
 
     config = model.config
     layers = config.num_layers
-    blocks = sum(parameter.numel() for parameter in model.blocks.parameters()) // layers
-    hidden = (blocks - 4 * config.model_dim**2) // (3 * config.model_dim)
     llama = LlamaForCausalLM(LlamaConfig(
-        vocab_size=config.vocab_size, hidden_size=config.model_dim, intermediate_size=hidden, num_hidden_layers=layers,
+        vocab_size=config.vocab_size, hidden_size=config.model_dim, intermediate_size=llama_hidden(model),
+        num_hidden_layers=layers,
         num_attention_heads=config.num_heads, max_position_embeddings=context + 2, attn_implementation="sdpa",
         tie_word_embeddings=config.tie_embedding,
     )).eval()  # fmt: skip
@@ -212,7 +229,7 @@ def _positions_table() -> str:
     for position in POSITIONS:
         prefill = read(model, [torch.randint(0, 256, (position - before,))], state)
         state, before = prefill.state, position
-        cases.append(_gecko_case(f"{position:,}", model, prefill, 1, 300))
+        cases.append(gecko_case(f"{position:,}", model, prefill, 1, 300))
     seconds = measure(cases)
     first = seconds[cases[0].name]
     lines = ["## tiny, float32, by position", "", "| position | ms per step | of the first |", "|---:|---:|---:|"]

@@ -30,9 +30,8 @@ import torch
 from safetensors.torch import load_file
 
 from gecko.config import GeckoConfig
+from gecko.io.checkpoints import SHARDS, checkpoint_step, list_checkpoints
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
-from gecko.train.checkpoint import checkpoint_step, list_checkpoints
-from gecko.train.checkpointer import SHARDS
 from gecko.train.metrics import read_metrics
 from gecko.train.throughput import describe_hardware
 

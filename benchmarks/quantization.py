@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from measuring import DEMO, describe, find_model, publish
 from torch import Tensor
 
 import gecko
 from gecko.data import TokenizedCorpus, load_documents, load_tokenizer
 from gecko.inference import Sampling, TokenStream, read
+from gecko.inference.decoder import Decoder
 from gecko.io.model_folder import load_tensors
 from gecko.io.quantization import quantize
 from gecko.runtime.process import keep_freed_memory
@@ -151,12 +153,14 @@ def _policy_section(model: gecko.Gecko, tokens: Tensor) -> list[str]:
         "compact parts, every token": _policy_losses(model, tokens, 1, some),
         f"all numbers, every {chunk} tokens": _policy_losses(model, tokens, chunk, everything),
         "all numbers, every token": _policy_losses(model, tokens, 1, everything),
+        "the decoder's window": exact + _decoded_losses(model, tokens, torch.bfloat16) - _decoded_losses(model, tokens),
     }
     begins = range(0, len(exact), size)
     return [
         "## A state between calls", "",
         "The state rounded to bfloat16 after a call, against float32: cost in nats a byte by position. Compact parts "
-        "are those that a compact file rounds; all numbers are these, norm statistics and log sums.", "",
+        "are those that a compact file rounds; all numbers are these, norm statistics and log sums. The decoder's "
+        "window is `Engine(window_dtype=torch.bfloat16)` against float32, token by token.", "",
         f"| from position | float32, nats a byte | {' | '.join(policies)} |", f"|---:|---:|{'---:|' * len(policies)}",
         *(f"| {begin:,} | {exact[begin : begin + size].mean():.4f} | "
           + " | ".join(f"{(losses - exact)[begin : begin + size].mean():+.5f}" for losses in policies.values()) + " |"
@@ -173,6 +177,16 @@ def _policy_losses(model: gecko.Gecko, tokens: Tensor, piece: int, after: Round)
             yield part[0]
 
     return torch.cat(list(losses())).double()
+
+
+def _decoded_losses(model: gecko.Gecko, tokens: Tensor, window_dtype: torch.dtype | None = None) -> Tensor:
+    decoder = Decoder(model, 1, window_dtype)
+    with torch.inference_mode():
+        decoder.add(model.empty_state(), torch.zeros(model.config.vocab_size, dtype=torch.bool))
+        losses = [
+            F.cross_entropy(decoder.step([a])[0], b) for a, b in zip(tokens[:-1].tolist(), tokens[1:], strict=True)
+        ]
+    return torch.stack(losses).double()
 
 
 def _rounder(names: frozenset[str] | None) -> Round:

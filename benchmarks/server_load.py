@@ -1,10 +1,11 @@
-"""`gecko serve` under load: many clients, mixed prompts; a third of the clients disconnects during the response.
+"""`gecko serve` under load: first the engine alone, then clients over HTTP, then clients of which a third leaves early.
 
-    python benchmarks/server_load.py --minutes 10 --write
+    python benchmarks/server_load.py --minutes 5 --write
 
 Starts the server as a separate process and connects over loopback. Clients and server share the machine's processors,
-so times are higher than those of a server alone. Fails if a response is not the intended one, a place is not freed, or
-memory grows. Without --model, weights are random, which changes no time.
+so times are higher than those of a server alone; CPU seconds are those of the server only, against the ideal of
+``engine_load.py``. Fails if a response is not the intended one, a place is not freed, or memory grows; missed targets
+are printed. Without --model, weights are random (and write letters only), which changes no time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import random
 import re
@@ -32,22 +32,38 @@ from pathlib import Path
 
 import psutil
 import torch
+from engine_load import LONGEST, MOST, SHORTEST, EngineLoad, Rates, best_rates, draw_sizes, percentile, run, waits
 
 import gecko
+from gecko.runtime.process import keep_freed_memory
 from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "server_load.md"
-SHORTEST, LONGEST = 16, 20_000
 CLASSES = ((16, 256), (256, 2_000), (2_000, 20_000))
 """Ranges of prompt lengths that are reported together, in tokens."""
 SHARED = "This is a beginning that one prompt in four has in common with others. " * 40
-GONE_SHARE = 1 / 3
 PREFIX_CACHE = 64
 """Size of the cache in megabytes. It is small, so that the cache is full before memory is measured."""
 WARM_UP = 15.0
 """Seconds that do not count: the first calls of a process are slower, and the prefix cache fills."""
 FLAT = 1.05
 """Largest ratio of memory in use in the last third of the time to that in the first third."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How clients behave."""
+
+    leaving: float
+    """Share of the requests whose client disconnects after two seconds on average."""
+    sharing: float
+    """Share of the prompts with a common beginning."""
+    pause: float
+    """Longest time between two requests of a client, in seconds."""
+
+
+CLOSED_LOOP = Manner(0, 0, 0)
+LEAVING = Manner(1 / 3, 0.25, 0.2)
 
 
 @dataclass(frozen=True)
@@ -68,23 +84,32 @@ class Load:
     """Memory in use by the server in bytes, once per second."""
     seconds: float = 0
     """Seconds until the last client had its response."""
+    work: EngineLoad = field(default_factory=EngineLoad)
+    """Tokens of the server, and its CPU seconds."""
 
 
 def main() -> int:
     arguments = _arguments()
-    with _model_folder(arguments) as folder, _server(folder, arguments) as (process, port):
-        asyncio.run(_run(port, arguments, WARM_UP, Load(), process))
-        load = Load()
-        asyncio.run(_run(port, arguments, 60 * arguments.minutes, load, process))
-        numbers = _settled_numbers(port)
-        model = gecko.load(folder)
-    checks = _checks(load, numbers)
-    page = _report(arguments, model, load, numbers, checks)
+    torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
+    with _model_folder(arguments) as folder:
+        model = gecko.load(folder).eval()
+        rates = best_rates(model, arguments.rows)
+        engine = run(model, arguments.rows, arguments.clients, 60 * arguments.minutes)
+        with _server(folder, arguments) as (process, port):
+            asyncio.run(_run(port, arguments, WARM_UP, CLOSED_LOOP, Load(), process))
+            closed, left = Load(), Load()
+            for manner, load in ((CLOSED_LOOP, closed), (LEAVING, left)):
+                with _counted(load, process, port):
+                    asyncio.run(_run(port, arguments, 60 * arguments.minutes, manner, load, process))
+            numbers = _settled_numbers(port)
+    checks = _checks(left, numbers)
+    page = _report(arguments, model, _asked(rates, engine, closed), left, numbers, checks)
     print(page)
     if arguments.write:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(page, encoding="utf-8")
-    return 0 if all(checks.values()) else 1
+    return 0 if all(checks.values()) and _complete(closed) else 1
 
 
 @contextmanager
@@ -94,8 +119,19 @@ def _model_folder(arguments: argparse.Namespace) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        gecko.Gecko(gecko.GeckoConfig.preset("tiny")).save(folder)
+        model = gecko.Gecko(gecko.GeckoConfig.preset("tiny"))
+        _write_letters_only(model)
+        model.save(folder)
         yield Path(folder)
+
+
+@torch.no_grad()
+def _write_letters_only(model: gecko.Gecko) -> None:
+    """Make small letters the most likely tokens, so that each token is a character and arrives as a separate piece."""
+    first = model.head.weight[97:110].clone()
+    model.head.weight.zero_()
+    model.head.weight[97:110] = first
+    model.head.weight[110:123] = -first  # the larger of a logit and its opposite is above 0
 
 
 @contextmanager
@@ -119,11 +155,26 @@ def _server(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[psuti
             process.kill()
 
 
-async def _run(port: int, arguments: argparse.Namespace, seconds: float, load: Load, process: psutil.Process) -> None:
+@contextmanager
+def _counted(load: Load, process: psutil.Process, port: int) -> Iterator[None]:
+    """Count the server's tokens and CPU seconds."""
+    before, cpu = _settled_numbers(port), process.cpu_times()
+    yield
+    after, now = _settled_numbers(port), process.cpu_times()
+    prompt_tokens, new_tokens = (
+        round(after[name] - before[name]) for name in ("gecko_prompt_tokens_total", "gecko_generated_tokens_total")
+    )
+    seconds = now.user + now.system - cpu.user - cpu.system
+    load.work = EngineLoad(prompt_tokens, new_tokens, seconds, load.seconds)
+
+
+async def _run(
+    port: int, arguments: argparse.Namespace, seconds: float, manner: Manner, load: Load, process: psutil.Process
+) -> None:
     begin = time.monotonic()
     end = begin + seconds
     watch = asyncio.create_task(_watch(process, load))
-    await asyncio.gather(*(_client(port, number, arguments, end, load) for number in range(arguments.clients)))
+    await asyncio.gather(*(_client(port, number, manner, end, load) for number in range(arguments.clients)))
     watch.cancel()
     load.seconds = time.monotonic() - begin
 
@@ -134,22 +185,22 @@ async def _watch(process: psutil.Process, load: Load) -> None:
         await asyncio.sleep(1)
 
 
-async def _client(port: int, number: int, arguments: argparse.Namespace, end: float, load: Load) -> None:
+async def _client(port: int, number: int, manner: Manner, end: float, load: Load) -> None:
     """Send a request, read the response, wait a moment, and repeat."""
     chance = random.Random(number)
     while time.monotonic() < end:
-        length = round(math.exp(chance.uniform(math.log(SHORTEST), math.log(LONGEST))))
-        tokens = chance.randint(8, arguments.tokens)
+        length, tokens = draw_sizes(chance)
         # Some leave while they wait for the first token, some in the middle of the response.
-        patience = chance.expovariate(1 / 2) if chance.random() < GONE_SHARE else None
-        load.visits.append(await _visit(port, _prompt(chance, length), tokens, patience))
-        await asyncio.sleep(chance.uniform(0, 0.2))
+        patience = chance.expovariate(1 / 2) if chance.random() < manner.leaving else None
+        prompt = _prompt(chance, length, shared=chance.random() < manner.sharing)
+        load.visits.append(await _visit(port, prompt, tokens, patience))
+        await asyncio.sleep(chance.uniform(0, manner.pause))
 
 
-def _prompt(chance: random.Random, length: int) -> str:
+def _prompt(chance: random.Random, length: int, *, shared: bool) -> str:
     """Return ASCII text of ``length`` − 1 characters; the server adds a token before it."""
     words = " ".join(f"{chance.getrandbits(20):x}" for _ in range(length // 5 + 1))
-    return ((SHARED if chance.random() < 0.25 else "") + words)[: length - 1]
+    return ((SHARED if shared else "") + words)[: length - 1]
 
 
 async def _visit(port: int, prompt: str, tokens: int, patience: float | None) -> Visit:
@@ -170,9 +221,7 @@ async def _stream(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, prompt: str, tokens: int, times: list[float]
 ) -> str:
     """Read the events of a response. This is written by hand: a client library would cost as much as the server."""
-    # Letters only: every token is a character and arrives as a separate piece.
-    bias = {str(byte): -100 for byte in (*range(97), *range(123, 257))}
-    asked = {"prompt": prompt, "max_tokens": tokens, "stream": True, "seed": 0, "logit_bias": bias}
+    asked = {"prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0}
     body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -209,6 +258,42 @@ def _settled_numbers(port: int) -> dict[str, float]:
     return numbers
 
 
+def _complete(load: Load) -> bool:
+    return all(visit.outcome == "complete" for visit in load.visits)
+
+
+def _asked(rates: Rates, engine: EngineLoad, closed: Load) -> list[str]:
+    """Return the table of what is asked of a load without leaving clients, and what was measured."""
+    firsts = [(visit.length, visit.first) for visit in closed.visits if visit.first is not None]
+    waited = waits(firsts, [gap for visit in closed.visits for gap in visit.between])
+    rows = [
+        ("engine: ideal CPU seconds of those it took", "≥ 80 %", f"{_share(rates, engine):.0%}"),
+        ("over HTTP: ideal CPU seconds of those the server took", "≥ 70 %", f"{_share(rates, closed.work):.0%}"),
+        *((f"over HTTP: {name}", limit, f"{value:.3f} s")
+          for (name, value), limit in zip(waited.items(), ("≤ 1 s", "≤ 5 s", "≤ 0.15 s"), strict=True)),
+    ]  # fmt: skip
+    outcomes = Counter(visit.outcome for visit in closed.visits)
+    return [
+        "## Clients that stay", "",
+        f"Ideal: {1 / rates.read:,.0f} prompt tokens per CPU second, as in one long prompt in pieces of {rates.piece}, "
+        f"and {1 / rates.step:,.0f} new tokens per CPU second, as in steps with all rows taken. Engine alone: "
+        f"{_work(engine)}. Over HTTP: {_work(closed.work)}; "
+        + ", ".join(f"{count:,} requests {name}" for name, count in outcomes.most_common()) + ".", "",
+        "| | asked | measured |", "|---|---:|---:|", *(f"| {' | '.join(row)} |" for row in rows), "",
+    ]  # fmt: skip
+
+
+def _share(rates: Rates, work: EngineLoad) -> float:
+    return rates.ideal(work.prompt_tokens, work.new_tokens) / work.cpu
+
+
+def _work(work: EngineLoad) -> str:
+    return (
+        f"{work.prompt_tokens:,} prompt tokens and {work.new_tokens:,} new tokens in {work.wall:.0f} s "
+        f"({work.cpu:.0f} CPU s)"
+    )
+
+
 def _checks(load: Load, numbers: dict[str, float]) -> dict[str, bool]:
     outcomes = Counter(visit.outcome for visit in load.visits)
     early, late = _thirds(load.resident)
@@ -227,8 +312,9 @@ def _thirds(values: Sequence[int]) -> tuple[float, float]:
 
 
 def _report(
-    arguments: argparse.Namespace, model: gecko.Gecko, load: Load, numbers: dict[str, float], checks: dict[str, bool]
-) -> str:
+    arguments: argparse.Namespace, model: gecko.Gecko, asked: list[str], load: Load, numbers: dict[str, float],
+    checks: dict[str, bool],
+) -> str:  # fmt: skip
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     outcomes = Counter(visit.outcome for visit in load.visits)
     tokens = sum(len(visit.between) + (visit.first is not None) for visit in load.visits)
@@ -240,11 +326,12 @@ def _report(
         f"{date.today()}, {hardware}. Model: {Path(arguments.model or 'tiny').name}, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, float32, {arguments.threads} threads, "
         f"{arguments.rows} rows, {PREFIX_CACHE} MB of prefix cache. "
-        f"{arguments.clients} clients on the same machine for {arguments.minutes:g} minutes; "
-        f"prompts of {SHORTEST} to {LONGEST:,} tokens, evenly by logarithm, a quarter with a common beginning; "
-        f"answers of 8 to {arguments.tokens} tokens; a third of the clients leave after 2 s on average. "
+        f"{arguments.clients} clients on the same machine, {arguments.minutes:g} minutes for each part; "
+        f"prompts of {SHORTEST} to {LONGEST:,} tokens, evenly by logarithm; answers of 8 to {MOST} tokens. "
         f"Command: `python benchmarks/server_load.py --minutes {arguments.minutes:g} --clients {arguments.clients} "
         f"--rows {arguments.rows} --threads {arguments.threads}`.", "",
+        *asked, "## Clients of which a third leaves", "",
+        "They leave after 2 s on average. A quarter of the prompts have a common beginning.", "",
         f"{len(load.visits):,} requests: " + ", ".join(f"{count:,} {name}" for name, count in outcomes.most_common()),
         f"({prompts / load.seconds:,.0f} prompt tokens and {tokens / load.seconds:,.0f} new tokens a second; "
         f"the prefix cache spared {numbers['gecko_prefix_tokens_reused_total']:,.0f} prompt tokens).", "",
@@ -265,19 +352,15 @@ def _firsts(load: Load, low: int, high: int) -> list[float]:
 
 
 def _row(name: str, seconds: list[float]) -> str:
-    ordered = sorted(seconds)
-    shown = [
-        f"{ordered[min(len(ordered) - 1, int(share * len(ordered)))]:.3f}" for share in (0.5, 0.9, 0.99) if ordered
-    ]
-    return " | ".join([f"| {name}", f"{len(seconds):,}", *(shown or ["–"] * 3)]) + " |"
+    shown = [f"{percentile(seconds, share):.3f}" if seconds else "–" for share in (0.5, 0.9, 0.99)]
+    return " | ".join([f"| {name}", f"{len(seconds):,}", *shown]) + " |"
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--minutes", type=float, default=5, help="of each of the three parts")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=16, help="texts that the server continues side by side")
-    parser.add_argument("--tokens", type=int, default=64, help="most new tokens of a request")
+    parser.add_argument("--rows", type=int, default=64, help="texts that the server continues side by side")
     parser.add_argument("--model", help="a folder with a model of bytes, instead of a new tiny one")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch in the server")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} into benchmarks/results")

@@ -20,7 +20,7 @@ from measuring import publish
 import gecko
 from gecko.inference import Sampling
 from gecko.inference.request import Finished, Request
-from gecko.inference.scheduler import SHORT_PIECE, Engine
+from gecko.inference.scheduler import STEP_SECONDS, Engine
 from gecko.runtime.process import keep_freed_memory
 from gecko.train.throughput import describe_hardware
 
@@ -95,7 +95,7 @@ def report(
         "16 rows against 1: " + ", ".join(
             f"× {speed[ROWS.index(16)] / speed[0]:.1f} ({name})" for name, speed in speeds.items()) + ".", "",
         "## Time between tokens of eight running texts", "",
-        f"The prompt is read in pieces of about {SHORT_PIECE} tokens, one between two tokens.", "",
+        f"The prompt is read in pieces, one between two tokens, fitted to steps of {1e3 * STEP_SECONDS:.0f} ms.", "",
         "| | median, ms | 99 of 100 within, ms | longest, ms |", "|---|---:|---:|---:|",
         *(f"| {name} | {gap.median:.1f} | {gap.worst_of_hundred:.1f} | {gap.longest:.1f} |"
           for name, gap in gaps.items()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from gpu.activations import Activations
+from gpu.decoding import Decoding
 from gpu.operators import Agreement, Timing
 from gpu.reading import Position
 from gpu.record import Record
@@ -39,7 +40,8 @@ def page(record: Record) -> list[str]:
         f"{dtype}, medians of {record.fact('repeats')} calls after {record.fact('warm_ups')}, fewer where calls are "
         "long; on a GPU, operators without the time that the host takes to launch them. " + _rates(results.rates), "",
         *_warning(results, dtype), *_targets(results), *_operators(results, dtype), *_activations(results),
-        *_trainings(results), *_positions(results), *_parts(record), f"Written by {commands}.",
+        *_trainings(results), *_positions(results), *_decodings(results),
+        *_parts(record), f"Written by {commands}.",
     ]  # fmt: skip
 
 
@@ -47,7 +49,7 @@ def _results(record: Record) -> Results:
     return Results(
         next(record.results(Rates), None), getattr(torch, record.fact("dtype")).itemsize,
         list(record.results(Timing)), list(record.results(Agreement)), list(record.results(Activations)),
-        list(record.results(Training)), list(record.results(Position)),
+        list(record.results(Training)), list(record.results(Position)), list(record.results(Decoding)),
     )  # fmt: skip
 
 
@@ -170,6 +172,25 @@ def _positions(results: Results) -> list[str]:
             for p in results.positions
         ), "",
     ]  # fmt: skip
+
+
+def _decodings(results: Results) -> list[str]:
+    return [
+        "## Decoding rows side by side", "",
+        "Byte limit: weights, and what a token reads of the states, over the bandwidth of the copy.", "",
+        "| model | rows | form | ms a step | of which the host launches, ms | tokens/s | GB read | of the byte limit |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
+        *(_decoding(decoding, results) for decoding in results.decodings), "",
+    ]  # fmt: skip
+
+
+def _decoding(decoding: Decoding, results: Results) -> str:
+    share = results.byte_limit(decoding)
+    return (
+        f"| {decoding.model} | {decoding.rows} | {decoding.form} | {1e3 * decoding.seconds:.3f} "
+        f"| {1e3 * decoding.launching:.3f} | {decoding.rows / decoding.seconds:,.0f} "
+        f"| {decoding.bytes_read / 1e9:.2f} | {'' if share is None else f'{share:.0%}'} |"
+    )
 
 
 def _parts(record: Record) -> list[str]:

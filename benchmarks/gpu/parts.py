@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from gpu import activations
+from gpu import activations, decoding
 from gpu.operators import measure_compiled, measure_eager, measure_kernels, operators
 from gpu.peers import peers
 from gpu.reading import positions
 from gpu.record import Record, Result
 from gpu.shapes import Shape
-from gpu.targets import LENGTHS, MODEL, SHAPE
+from gpu.targets import LENGTHS, MODEL, ROWS, SHAPE
 from gpu.timing import Bench, Rates, why
 from gpu.training import LLAMA, equal_llama, train
 
@@ -45,6 +45,8 @@ def full() -> dict[str, Part]:
         RATES: Part(partial(_rates, 2**29, 8_192)),
         f"operators:{SHAPE}": Part(partial(_operators, shapes[SHAPE])),
         f"training:{MODEL}": Part(partial(_trainings, MODEL, list(LENGTHS))),
+        f"decoding:{MODEL}": Part(partial(_decodings, MODEL, ROWS)),
+        f"decoding:{SHAPE}": Part(partial(_decodings, SHAPE, ROWS)),
         "activations": Part(partial(_activations, SHAPE, 32_768)),
         f"peers:{SHAPE}": Part(partial(_peers, shapes[SHAPE])),
         f"eager:{SHAPE}": Part(partial(_eager, shapes[SHAPE])),
@@ -71,6 +73,7 @@ def small() -> dict[str, Part]:
         "training:tiny": Part(partial(_trainings, "tiny", [256, 512])),
         "activations": Part(partial(_activations, "tiny", 512)),
         "peers:tiny": Part(partial(_peers, shape)),
+        "decoding:tiny": Part(partial(_decodings, "tiny", (1, 3))),
         "positions:tiny": Part(partial(_positions, "tiny", [256, 1_024])),
     }
 
@@ -137,6 +140,14 @@ def _peers(shape: Shape, bench: Bench) -> Iterator[Task]:
 
 def _positions(name: str, wanted: list[int], bench: Bench) -> Iterator[Task]:
     yield Task(name, positions(name, GeckoConfig.preset(name), wanted, bench))
+
+
+def _decodings(name: str, counts: tuple[int, ...], bench: Bench) -> Iterator[Task]:
+    config = GeckoConfig.preset(name)
+    forms = decoding.FORMS if bench.device.type == "cuda" else (decoding.PYTORCH,)
+    for rows in counts:
+        for form in forms:
+            yield Task(f"{form}, {rows} rows", _later(decoding.measure, name, config, form, rows, bench))
 
 
 def _later(function: Callable[..., Result], *arguments: object) -> Iterator[Result]:

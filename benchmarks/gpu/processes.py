@@ -38,14 +38,19 @@ class Runner:
     least: float = LEAST
 
     def run(self, part: str) -> None:
-        """Run a part; restart it after a task that ended its process, while tasks are left."""
+        """Run a part; restart it after a task that ended its process, while tasks are left. Such a task is tried
+        twice: compiled kernels are kept, so one that was killed while it compiled them gets further."""
         self.record.begin(part, self.order)
+        tried: set[str] = set()
         while self._left() > self.least:
             begun = len(self.record.tasks(part))
             ending = self._process(part)
-            self.record.end(part, ending)
-            if not ending or len(self.record.tasks(part)) == begun:
+            lost = set(self.record.end(part, ending)) - tried
+            if not ending or (len(self.record.tasks(part)) == begun and not lost):
                 break
+            if self._left() > self.least:
+                self.record.forget(part, lost)
+                tried |= lost
         else:
             self.record.end(part, OUT_OF_TIME)
         self.page()

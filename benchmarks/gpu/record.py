@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.activations import Activations
+from gpu.decoding import Decoding
 from gpu.operators import Agreement, Timing
 from gpu.reading import Position
 from gpu.shapes import Floor
@@ -18,8 +19,8 @@ from gpu.training import Training
 
 from gecko.io.files import read_object, whole_file
 
-Result = Rates | Timing | Agreement | Activations | Training | Position
-KINDS = {kind.__name__: kind for kind in (Rates, Timing, Agreement, Activations, Training, Position)}
+Result = Rates | Timing | Agreement | Activations | Training | Position | Decoding
+KINDS = {kind.__name__: kind for kind in (Rates, Timing, Agreement, Activations, Training, Position, Decoding)}
 UNFINISHED = "did not end"
 
 
@@ -61,12 +62,21 @@ class Record:
             content["parts"][part] = {"ending": "", "tasks": {}}
             content["parts"] = {name: content["parts"][name] for name in order if name in content["parts"]}
 
-    def end(self, part: str, ending: str) -> None:
-        """Store how a part ended; tasks that started and did not end fail for the same reason."""
+    def end(self, part: str, ending: str) -> list[str]:
+        """Store how a part ended; tasks that started and did not end fail for the same reason. Return their names."""
         with self._changed() as content:
             content["parts"][part]["ending"] = ending
-            for task in content["parts"][part]["tasks"].values():
-                task["reason"] = ending if task["reason"] == UNFINISHED else task["reason"]
+            tasks = content["parts"][part]["tasks"]
+            lost = [name for name, task in tasks.items() if task["reason"] == UNFINISHED]
+            for name in lost:
+                tasks[name]["reason"] = ending
+        return lost
+
+    def forget(self, part: str, tasks: Iterable[str]) -> None:
+        """Delete tasks and their results, so that the part's next process starts them again."""
+        with self._changed() as content:
+            for name in tasks:
+                del content["parts"][part]["tasks"][name]
 
     def begin_task(self, part: str, task: str) -> None:
         with self._changed() as content:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gpu.activations import Activations
+from gpu.decoding import CAPTURED, Decoding
 from gpu.operators import AVERAGE, GECKO, MIXING, TIMESTEP, Agreement, Timing
 from gpu.peers import SCAN
 from gpu.reading import Position
@@ -17,6 +18,8 @@ SHAPE = "gecko-7b"
 MODEL = "gecko-1b"
 LENGTHS = {4_096: 1.0, 32_768: 1.5, 131_072: 3.0}
 """Target speed relative to Llama, by tokens per row."""
+ROWS = (1, 32)
+"""Rows of the targets of decoding."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Results:
     activations: list[Activations]
     trainings: list[Training]
     positions: list[Position]
+    decodings: list[Decoding]
 
     def timing(self, operator: str, form: str) -> Timing | None:
         found = (t for t in self.timings if (t.operator, t.form, t.shape) == (operator, form, SHAPE))
@@ -43,6 +47,10 @@ class Results:
     def training(self, model: str, length: int) -> Training | None:
         found = (t for t in self.trainings if (t.model, t.length) == (model, length))
         return next((t for t in found if t.speed is not None), None)
+
+    def byte_limit(self, decoding: Decoding) -> float | None:
+        """Return the bytes per second that a step reads as a share of the copy rate."""
+        return None if self.rates is None else decoding.bytes_read / decoding.seconds / self.rates.copy
 
     def bandwidth(self, timing: Timing, backward: bool) -> float | None:
         """Return the floor's bytes per second as a share of the copy rate."""
@@ -82,6 +90,18 @@ def targets() -> Iterable[Target]:
     yield Target(f"{MODEL}, training at 32,768", 0.50, "MFU", _utilisation)
     for length, least in LENGTHS.items():
         yield Target(f"{MODEL}, training at {length:,}", least, "× Llama's tokens/s", _against_llama(length))
+    for model in (MODEL, SHAPE):
+        for rows in ROWS:
+            what = f"{model}, decoding {rows} {'row' if rows == 1 else 'rows'}"
+            yield Target(what, 0.60, "of the byte limit", _decoding(model, rows))
+
+
+def _decoding(model: str, rows: int) -> Callable[[Results], float | None]:
+    def find(results: Results) -> float | None:
+        found = (d for d in results.decodings if (d.model, d.form, d.rows) == (model, CAPTURED, rows))
+        return next(map(results.byte_limit, found), None)
+
+    return find
 
 
 def _share(

@@ -13,8 +13,9 @@ from gecko.models import LlamaConfig, ModelConfig, build_model, meta_model
 from gecko.models.gecko import ActivationCheckpointing
 from gecko.plan.memory import Share, step_memory
 from gecko.train import Run
+from gecko.train.optimizers.build import build_optimizer
 from gecko.train.run import OptimizerSettings
-from gecko.train.step import Part, build_optimizer, train_step
+from gecko.train.step import Part, train_step
 from gecko.train.throughput import flops_per_token
 
 CHECKPOINTING: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")

@@ -43,6 +43,13 @@ def hangs() -> Iterator[Result]:
     yield from ()
 
 
+def aborts_once(again: Path) -> Iterator[Result]:
+    if not again.exists():
+        again.touch()
+        os.abort()
+    yield from timed("the second time")
+
+
 def dies(_: Bench) -> Iterator[Task]:
     raise RuntimeError("no card")
     yield
@@ -55,6 +62,7 @@ PARTS = {
     "fails": Part(lambda _: iter([Task("first", fails()), Task("second", timed("second"))])),
     "aborts": Part(lambda _: iter([Task("first", aborts()), Task("second", timed("after the abort"))])),
     "hangs": Part(lambda _: iter([Task("first", hangs()), Task("second", timed("after the hang"))])),
+    "aborts once": Part(lambda _: iter([Task("first", aborts_once(Path(sys.argv[1]).with_name("again")))])),
     "dies": Part(dies),
 }
 

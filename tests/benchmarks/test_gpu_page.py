@@ -24,7 +24,7 @@ from gecko.config import GeckoConfig
 from gecko.ops.backends import dispatch
 
 FAKE = Path(__file__).parent / "fake_part.py"
-ORDER = ["rates", "good", "wrong", "fails", "aborts", "hangs", "dies"]
+ORDER = ["rates", "good", "wrong", "fails", "aborts", "aborts once", "hangs", "dies"]
 
 
 @pytest.fixture
@@ -75,10 +75,16 @@ def test_a_crash_loses_the_task_at_hand(record):
     assert "| aborts | first: ended by SIGABRT: illegal / access |" in text
 
 
+def test_a_killed_task_is_tried_once_more(record):
+    text = measured(record, "aborts once")
+    assert "| the second time |" in text and "SIGABRT" not in text
+    assert record.tasks("aborts once") == {"first": ""} and record.parts() == {"aborts once": ""}
+
+
 def test_a_hang_loses_the_task_at_hand(record):
-    text = measured(record, "hangs", stalled_after=20)
+    text = measured(record, "hangs", stalled_after=15)
     assert "| after the hang |" in text
-    assert "| hangs | first: stopped after 20 seconds without a result |" in text
+    assert "| hangs | first: stopped after 15 seconds without a result |" in text
 
 
 def test_what_is_out_of_time_is_named(record):
