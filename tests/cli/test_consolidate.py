@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import gecko
+from gecko.io.checkpoints import list_checkpoints
 from gecko.train import Run
-from gecko.train.checkpoint import list_checkpoints, verify_checkpoint, write_checkpoint
+from gecko.train.checkpoints.folders import verify_checkpoint, write_checkpoint
 
 Command = Callable[..., Any]
 CONFIG = gecko.GeckoConfig(
@@ -144,3 +145,29 @@ def test_where_there_is_no_checkpoint(command: Command, run_folder: Path, tmp_pa
     for source in (run_folder, tmp_path / "nothing"):
         result = command("consolidate", source)
         assert result.exit_code == 2 and "SOURCE must be a run's folder or a checkpoint" in result.stderr
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_average_has_the_mean_of_the_weights(
+    command: Command, run_folder: Path, tmp_path: Path, joined: bool
+) -> None:
+    for step in (4, 8) if joined else ():
+        assert command("consolidate", run_folder / "checkpoints" / f"step-{step:08d}").exit_code == 0
+    result = command("average", run_folder, "--last", 2, "--out", tmp_path / "mean")
+    assert result.exit_code == 0 and "the mean of step-00000004, step-00000008" in result.stdout, result.output
+    parts = [gecko_of(step).state_dict() for step in (4, 8)]
+    for name, weight in gecko.load(tmp_path / "mean").state_dict().items():
+        torch.testing.assert_close(weight, (parts[0][name] + parts[1][name]) / 2)
+    assert {"recipe.json", "tokenizer.model"} <= {path.name for path in (tmp_path / "mean").iterdir()}
+
+
+def test_an_average_of_more_than_there_is_or_of_damaged_files_is_refused(
+    command: Command, run_folder: Path, tmp_path: Path
+) -> None:
+    result = command("average", run_folder, "--last", 3, "--out", tmp_path / "mean")
+    assert result.exit_code == 2 and "has 2, got 3. A run keeps more with checkpoint.keep=N" in result.stderr
+    shard = next((run_folder / "checkpoints" / "step-00000004" / "shards").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+    result = command("average", run_folder, "--last", 2, "--out", tmp_path / "mean")
+    assert result.exit_code == 2 and shard.name in result.stderr
+    assert not (tmp_path / "mean").exists()

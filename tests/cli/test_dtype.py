@@ -12,7 +12,7 @@ import torch
 from cli.test_serve import ask, serving
 
 import gecko
-from gecko.train.checkpoint import latest_checkpoint
+from gecko.train.checkpoints.folders import latest_checkpoint
 
 Command = Callable[..., Any]
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 40

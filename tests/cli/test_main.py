@@ -122,14 +122,20 @@ def test_the_command_has_no_options_that_change_nothing() -> None:
             "model", "source", "prompt", "file", "state", "save_state", "max_new_tokens", "temperature", "top_k",
             "top_p", "min_p", "repetition_penalty", "seed", "stop", "tokenizer", "device", "dtype", "force",
         },
+        "finetune": {"model", "chats", "overrides", "out", "lora", "epochs", "resume", "tokenizer"},
+        "chat": {
+            "model", "system", "state", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
+            "repetition_penalty", "seed", "tokenizer", "device", "dtype",
+        },
         "serve": {
             "model", "host", "port", "allowed_host", "request_memory", "name", "rows", "queue", "prefix_cache",
-            "states", "api_key_file", "max_body",
+            "states", "states_disk", "response_memory", "api_key_file", "max_body", "window_dtype",
             "max_prompt_tokens", "max_new_tokens", "max_seconds", "grace", "tokenizer", "device", "dtype",
         },
         "quantize": {"model", "out", "bits"},
         "convert": {"source", "out"},
         "consolidate": {"source", "out"},
+        "average": {"run", "out", "last"},
         "info": {"model", "length", "batch", "dtype", "as_json"},
         "doctor": set(),
     }  # fmt: skip

@@ -34,3 +34,14 @@ def test_the_package_imports_pytorch_on_first_use() -> None:
     assert "torch" in _loaded("import gecko; gecko.Gecko")
     with pytest.raises(AttributeError, match="'gecko' has no attribute 'nothing'"):
         _ = gecko.nothing  # type: ignore[attr-defined]
+
+
+def test_a_shell_completes_commands_without_pytorch() -> None:
+    """The shell asks for completions by environment variables."""
+    environment = {
+        **os.environ, "PYTHONPATH": str(Path(gecko.__file__).parents[1]), "_GECKO_COMPLETE": "complete_bash",
+        "COMP_WORDS": "gecko ch", "COMP_CWORD": "1",
+    }  # fmt: skip
+    program = "import sys\nfrom gecko.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["chat"]

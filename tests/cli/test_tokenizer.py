@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import gecko
-from gecko.train.checkpoint import latest_checkpoint
+from gecko.train.checkpoints.folders import latest_checkpoint
 
 Command = Callable[..., Any]
 

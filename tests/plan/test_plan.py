@@ -17,8 +17,8 @@ from gecko.plan.counts import counts_of
 from gecko.plan.memory import group_sizes, kept_by_model, state_memory
 from gecko.recipes import get_recipe
 from gecko.segments import Segments
+from gecko.train.optimizers.build import build_optimizer
 from gecko.train.run import OptimizerSettings, ParallelSettings
-from gecko.train.step import build_optimizer
 
 BASE: dict[str, Any] = {
     "vocab_size": 64, "num_layers": 2, "model_dim": 128, "key_dim": 64, "value_dim": 256, "num_heads": 2,
@@ -134,6 +134,24 @@ def test_state_on_one_gpu_is_exact(changes: dict[str, Any]) -> None:
     }
 
 
+def test_state_of_muon_is_exact() -> None:
+    config = config_of({})
+    optimizer = build_optimizer(gecko.Gecko(config), OptimizerSettings(name="muon"))
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert state_memory(config, 1, muon=True)["optimizer"] == sum(tensor.nbytes for tensor in states)
+
+
+def test_carried_states_are_counted() -> None:
+    """A GPU holds the states of all its rows before the step and after it."""
+    run = replace(get_recipe("gecko_7b"), batch_size=256, gradient_accumulation_steps=2)
+    run = replace(run, data=replace(run.data, carry_state=True))
+    plan = make_plan(run, 256, GPUS["h100"], Assumptions(0.5, 0.8))
+    rows = run.batch_size // plan.sizes.data_ranks
+    state = gecko.GeckoState.empty(run.model, rows, device="meta")
+    clock = sum(tensor.nbytes for tensor in state.clock.tensors().values())
+    assert plan.memory["carried states"] == pytest.approx(2 * state.num_bytes, abs=2 * clock)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 def test_state_divided_among_gpus_is_what_fsdp_gives_the_first(ranks: int) -> None:
     """FSDP splits along the first dimension, as torch.chunk does; the first rank has the largest part."""
@@ -159,18 +177,18 @@ def test_traffic_of_one_gpu_is_none_and_grows_as_rings_do() -> None:
     groups = group_sizes(config, bfloat16=True)
 
     def sent(*sizes: int) -> dict[str, float]:
-        kinds = traffic(config, groups, MeshSizes(*sizes), gpu, parts=2, rows=3, itemsize=2, forwards=2)
+        kinds = traffic(config, groups, MeshSizes(*sizes), gpu, parts=2, rows=3, itemsize=2)
         return {name: kind.size for name, kind in kinds.items()}
 
     assert set(sent(1, 1, 1).values()) == {0.0}
     assert sent(1, 4, 1)["gather weights"] == 3 / 4 * 2 * (2 * groups.blocks + groups.rest)
     assert sent(1, 4, 1)["reduce gradients"] == 3 / 4 * groups.gradients
     assert sent(8, 4, 1)["sum over replicas"] == 2 * 7 / 8 * groups.gradients / 4
-    assert sent(1, 1, 2)["context exchange"] == 3 * 2 * 3 * counts_of(config).context_bytes(2, 2)
+    assert sent(1, 1, 2)["context exchange"] == 2 * 2 * 3 * counts_of(config).context_bytes(2, 2)
     # Measured with gloo: benchmarks/results/context_exchange.md.
     tiny = counts_of(gecko.GeckoConfig.preset("tiny"))
-    assert [tiny.context_bytes(4, ranks) for ranks in (2, 4)] == [180_768, 296_544]
-    wide = traffic(config, groups, MeshSizes(1, 16, 1), gpu, parts=1, rows=1, itemsize=2, forwards=1)
+    assert [tiny.context_bytes(4, ranks) for ranks in (2, 4)] == [139_808, 255_584]
+    wide = traffic(config, groups, MeshSizes(1, 16, 1), gpu, parts=1, rows=1, itemsize=2)
     assert wide["reduce gradients"].bandwidth == gpu.network
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gecko.cli import convert, doctor, generate, plan, serve, states, tokenize, train
+from gecko.cli import chat, convert, doctor, finetune, generate, plan, serve, states, tokenize, train
 from gecko.cli import eval as evaluations
 from gecko.cli.common import ErrorReportingGroup
 from gecko.runtime.process import __version__
@@ -22,7 +22,7 @@ _TRAIN, _USE, _FILES, _INSPECT = "Train", "Use and evaluate", "Model files", "In
 app = typer.Typer(
     cls=ErrorReportingGroup,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -30,14 +30,17 @@ for panel, command in (
     (_TRAIN, tokenize.tokenize),
     (_TRAIN, plan.plan),
     (_TRAIN, train.train),
+    (_TRAIN, finetune.finetune),
     (_TRAIN, train.compare),
     (_TRAIN, train.report),
     (_USE, states.read),
     (_USE, generate.generate),
+    (_USE, chat.chat),
     (_USE, serve.serve),
     (_FILES, convert.quantize),
     (_FILES, convert.convert),
     (_FILES, convert.consolidate),
+    (_FILES, convert.average),
     (_INSPECT, plan.info),
     (_INSPECT, doctor.doctor),
 ):

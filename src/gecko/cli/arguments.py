@@ -19,13 +19,17 @@ from gecko.data import Tokenizer, check_vocabulary, load_tokenizer
 from gecko.data.readers import COMPRESSED_SUFFIXES, check_plain_text, read_pieces
 from gecko.data.tokenizers import TOKENIZERS
 from gecko.inference import encode_stream
-from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model
+from gecko.inference.prefill import inference
+from gecko.io.checkpoints import CHECKPOINTS, list_checkpoints, model_folder
+from gecko.io.model_folder import CONFIG
 from gecko.io.quantization import is_quantized
 from gecko.models import PRESETS, LanguageModel, LlamaConfig, load_any, load_config
 from gecko.models.gecko import Gecko, load
+from gecko.state import GeckoState
 
 RECIPE = "recipe.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TRAIN_ONE = " `gecko train tiny --out runs/demo` trains a model."
 _NAME_IT = "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json."
 
 
@@ -36,22 +40,10 @@ def find_model(name: str) -> Path:
         FileNotFoundError: the folder does not exist, or holds no model.
         ValueError: all checkpoints are damaged, or the folder holds several models.
     """
-    from gecko.train import latest_checkpoint
-
     folder = Path(name).expanduser()
-    if (folder / CONFIG).is_file():
-        check_one_model(folder)
-        return folder
-    checkpoints = folder / "checkpoints"
-    newest = latest_checkpoint(checkpoints) if checkpoints.is_dir() else None
-    if newest is None:
+    if not (folder / CONFIG).is_file() and not list_checkpoints(folder / CHECKPOINTS):
         raise FileNotFoundError(_no_model_message(folder))
-    if not (newest / WEIGHTS).is_file():
-        raise FileNotFoundError(
-            f"{newest} must hold {WEIGHTS}; it is a checkpoint of several ranks, each of which wrote its part. "
-            f"Join them: gecko consolidate {folder}"
-        )
-    return newest
+    return model_folder(folder)
 
 
 def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenizer:
@@ -103,6 +95,22 @@ def load_model(name: str, tokenizer: str | None, device: str, dtype: str | None)
     return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
 
 
+def check_state(model: Gecko, state: GeckoState, path: str, name: str) -> None:
+    """Check that the model ``name`` can continue one text from the state in the file ``path``.
+
+    Raises:
+        ValueError: another model wrote the state, or it has several rows; the message names the file.
+    """
+    try:
+        with inference(model):  # elsewhere a state of other weights is not refused
+            model.check_state(state, 1)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} cannot be continued with {name}: {error} A state goes with the model that wrote it; "
+            f"`gecko read {name} TEXT --out FILE` writes one of this model."
+        ) from error
+
+
 def find_gecko(name: str) -> Path:
     """Return ``find_model(name)`` for commands that need a Gecko.
 
@@ -127,14 +135,14 @@ def load_any_model(name: str, tokenizer: str | None, device: str, dtype: str | N
     return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
 
 
-def named_dtype(name: str) -> torch.dtype:
-    """Return the dtype that ``--dtype`` names.
+def named_dtype(name: str, option: str = "--dtype") -> torch.dtype:
+    """Return the dtype that an option names.
 
     Raises:
         ValueError: the name is unknown.
     """
     if name not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {name!r}.")
+        raise ValueError(f"{option} must be one of {', '.join(DTYPES)}; got {name!r}.")
     return DTYPES[name]
 
 
@@ -160,9 +168,11 @@ def _no_model_message(folder: Path) -> str:
     if folder.is_dir():
         found = sorted(entry.name for entry in folder.iterdir())
         return f"{expected}; {folder} holds {', '.join(found[:8]) or 'nothing'}."
+    if folder.is_file():
+        return f"{expected}; {folder} is a file. The MODEL comes first; a text to continue is given by --file after it."
     if folder.name in PRESETS:
-        return f"{expected}; {folder} is the name of an architecture without weights. Train a model: gecko train."
-    return f"{expected}; there is no {folder}.{nearest_hint(folder)}"
+        return f"{expected}; {folder} is the name of an architecture without weights.{_TRAIN_ONE}"
+    return f"{expected}; there is no {folder}.{nearest_hint(folder) or _TRAIN_ONE}"
 
 
 def nearest_hint(path: Path) -> str:
@@ -199,8 +209,14 @@ def named_text(source: str) -> Text:
     if source == STANDARD_INPUT:
         return Text("standard input", iter(lambda: sys.stdin.buffer.read(_PIPE_BYTES), b""), None)
     path = Path(source).expanduser()
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"a text must be a file, or - for standard input; {path} is a folder. Name a file in it."
+        )
     if not path.is_file():
-        raise FileNotFoundError(f"a text must be a file, or - for standard input; there is no file {path}.")
+        raise FileNotFoundError(
+            f"a text must be a file, or - for standard input; there is no file {path}.{nearest_hint(path)}"
+        )
     check_plain_text(path)
     compressed = path.suffix.lower() in COMPRESSED_SUFFIXES
     return Text(str(path), read_pieces(path), None if compressed else path.stat().st_size)

@@ -40,6 +40,13 @@ Device = Annotated[str, typer.Option("--device", help="Device: auto (CUDA if it 
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="Dtype of the weights: float32 or bfloat16.", show_default="as stored")
 ]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Largest number of new tokens.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from the K most likely tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from the most likely tokens whose probabilities sum to P.")]
+MinP = Annotated[float | None, typer.Option(help="Sample from tokens with at least P times the highest probability.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Values above 1 make tokens of the preceding text less likely.")]
+Seed = Annotated[int | None, typer.Option(help="Seed; the same seed gives the same text.", show_default="random")]
 Force = Annotated[
     bool,
     typer.Option("--force", help="Replace a file of another kind. Files that the command reads are never replaced."),
@@ -51,7 +58,7 @@ class ErrorReportingGroup(TyperGroup):
     """Command group that prints errors as messages; with ``--debug`` they are raised."""
 
     def invoke(self, ctx: Any) -> Any:
-        with _errors_as_messages(ctx.params["debug"]), _warnings_as_messages():
+        with _errors_as_messages(ctx.params["debug"]), _warnings_as_messages(), _usage_errors_explained(ctx):
             result = super().invoke(ctx)
             # A closed pipe can be handled here, but no longer when Python exits.
             sys.stdout.flush()
@@ -78,6 +85,36 @@ def _errors_as_messages(debug: bool) -> Iterator[None]:
         raise typer.Exit(FAILED) from error
 
 
+_WITH_SETTINGS = ("train", "finetune", "plan", "compare")
+"""Commands that take ``KEY=VALUE``."""
+
+
+@contextmanager
+def _usage_errors_explained(ctx: Any) -> Iterator[None]:
+    """Say what typer leaves out: the value that an option refuses, and that ``--steps 50`` is written ``steps=50``."""
+    try:
+        yield
+    except Exception as error:
+        usage: Any = error
+        if hasattr(error, "possibilities") and ctx.invoked_subcommand in _WITH_SETTINGS:
+            usage.message += (
+                f". A setting of the recipe is written {_setting(usage.option_name)}=VALUE, without dashes."
+            )
+        elif hasattr(error, "param_hint") and hasattr(error.__cause__, "errors"):
+            refused: Any = error.__cause__
+            usage.message += f"; got {refused.errors()[0]['input']!r}."
+        raise
+
+
+def _setting(option: str) -> str:
+    """Return the setting that an unknown option probably means: ``--learning-rate`` is ``optimizer.learning_rate``."""
+    from gecko.recipes import RECIPES, shown
+
+    name = option.lstrip("-").replace("-", "_")
+    settings = [setting.partition("=")[0] for setting, _ in shown(RECIPES["tiny"]())]
+    return next((setting for setting in settings if setting == name or setting.endswith(f".{name}")), name)
+
+
 def _has_message(error: Exception) -> bool:
     """Return whether the error is written for users. A RuntimeError or TypeError raised in a library is a bug."""
     if isinstance(error, RuntimeError | TypeError):
@@ -90,6 +127,8 @@ def _has_message(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
+    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
+        return f"{error.filename} must be a folder, or a path in one; a file has this name. Name another."
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}."
     if isinstance(error, OSError) and error.strerror:

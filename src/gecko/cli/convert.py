@@ -1,4 +1,4 @@
-"""``gecko convert``, ``gecko consolidate`` and ``gecko quantize``: write a model to a folder in another form."""
+"""``gecko convert``, ``consolidate``, ``average`` and ``quantize``: write a model to a folder in another form."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def consolidate(
         gecko consolidate runs/1b/checkpoints/step-00010000 --out models/1b
     """
     from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
-    from gecko.train.checkpointer import RECIPE, write_model
+    from gecko.train.checkpoints.checkpointer import RECIPE, write_model
 
     checkpoint = _find_checkpoint(Path(source).expanduser())
     target = _consolidation_target(out, checkpoint)
@@ -113,11 +113,46 @@ def consolidate(
     typer.echo(f"{target}: the model of {checkpoint.name}")
 
 
+def average(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training run.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write; it must be new or empty.")],
+    last: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints.")] = 5,
+) -> None:
+    """Average the weights of a run's last checkpoints, and write the model.
+
+    The mean of weights from the end of a run at a constant learning rate is often better than the last ones, as after
+    a decay of the rate. `checkpoint.keep` must be at least the number of checkpoints.
+
+    **Examples**
+
+        gecko average runs/1b --last 5 --out models/1b-average
+    """
+    from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
+    from gecko.io.checkpoints import list_checkpoints
+    from gecko.train.checkpoints.checkpointer import RECIPE, write_average
+    from gecko.train.checkpoints.folders import verify_checkpoint
+
+    found = list_checkpoints(run.expanduser() / "checkpoints")
+    if len(found) < last:
+        raise ValueError(
+            f"--last must be at most the checkpoints of the run; {run} has {len(found)}, got {last}. A run keeps more "
+            "with checkpoint.keep=N, and saves more often with checkpoint.every=N."
+        )
+    checkpoints, target = found[:last], new_model_folder(out, "--out")
+    for checkpoint in checkpoints:
+        verify_checkpoint(checkpoint)
+    write_average(checkpoints, target)
+    shutil.copyfile(checkpoints[0] / RECIPE, target / RECIPE)
+    if holds_tokenizer(checkpoints[0]):
+        copy_tokenizer(str(checkpoints[0]), target)
+    typer.echo(f"{target}: the mean of {', '.join(path.name for path in reversed(checkpoints))}")
+
+
 def _find_checkpoint(folder: Path) -> Path:
     """Return the checkpoint ``folder``, or the newest valid checkpoint of the run ``folder``."""
     from gecko.io.model_folder import CONFIG
     from gecko.train import latest_checkpoint
-    from gecko.train.checkpoint import verify_checkpoint
+    from gecko.train.checkpoints.folders import verify_checkpoint
 
     if (folder / CONFIG).is_file():
         verify_checkpoint(folder)
@@ -174,7 +209,7 @@ def quantize(
     """
     from gecko.cli.arguments import RECIPE, find_gecko
     from gecko.data.tokenizers import SETTINGS, TOKENIZERS
-    from gecko.io.model_folder import WEIGHTS
+    from gecko.io.model_folder import weight_files
     from gecko.io.quantization import quantize as quantize_model
     from gecko.models.gecko import load
 
@@ -185,5 +220,5 @@ def quantize(
     for name in (RECIPE, *TOKENIZERS, *SETTINGS):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    before, after = ((folder / WEIGHTS).stat().st_size for folder in (source, target))
+    before, after = (sum(path.stat().st_size for path in weight_files(folder)) for folder in (source, target))
     typer.echo(f"{target}: {after:,} bytes of weights, {after / before:.1%} of the {before:,} in {source}")

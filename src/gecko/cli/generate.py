@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.common import STATE, Device, Dtype, Force, Model, TokenizerSpec, output_file
+from gecko.cli.common import (
+    STATE,
+    Device,
+    Dtype,
+    Force,
+    MaxNewTokens,
+    MinP,
+    Model,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TokenizerSpec,
+    TopK,
+    TopP,
+    output_file,
+)
 
 if TYPE_CHECKING:
     from gecko.cli.arguments import Text
@@ -33,23 +49,13 @@ def generate(
     save_state: Annotated[
         str | None, typer.Option("--save-state", metavar="S", help="File for the reading state after the last token.")
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=0, help="Largest number of tokens to generate.")
-    ] = 256,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the K most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most likely tokens whose probabilities sum to P.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Sample from tokens with at least P times the highest probability.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Values above 1 make tokens of the preceding text less likely.")
-    ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed; the same seed gives the same text.", show_default="random")
-    ] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text. Can be given several times.")
     ] = None,
@@ -60,9 +66,9 @@ def generate(
 ) -> None:
     """Continue a text.
 
-    The new text is streamed to standard output; times and counts go to standard error. Prompts of any length are read
-    in constant memory. A reading state holds everything that the model keeps of a text: save it after a book, and ask
-    about the book without reading it again.
+    The new text is streamed to standard output, on a terminal after the prompt in bold; times and counts go to standard
+    error. Prompts of any length are read in constant memory. A reading state holds everything that the model keeps of a
+    text: save it after a book, and ask about the book without reading it again.
 
     **Examples**
 
@@ -74,7 +80,7 @@ def generate(
 
         gecko generate runs/demo --state book.state --prompt "In short, "
     """
-    from gecko.cli.arguments import load_model
+    from gecko.cli.arguments import check_state, load_model
     from gecko.inference import Sampling, TextStream, TokenStream
     from gecko.inference.generate import as_seeds
     from gecko.inference.text import check_stops
@@ -90,6 +96,8 @@ def generate(
     # A mistake is reported before a long prompt is read.
     check_stops(stop or [])
     network, vocabulary = load_model(model, tokenizer, device, dtype)
+    if state is not None and before is not None:
+        check_state(network, before, state, model)
     keep_freed_memory()
     watch = _Stopwatch()
     reading = _read(network, vocabulary, text, before)
@@ -99,6 +107,8 @@ def generate(
         max_new_tokens=max_new_tokens, stop_tokens={vocabulary.document_end},
     )  # fmt: skip
     pieces = TextStream(tokens, vocabulary, stop or [], goes_on=text is not None)
+    if prompt is not None and sys.stdout.isatty():
+        typer.secho(prompt, bold=True, nl=False)
     _write(pieces)
     watch.lap(pieces.num_tokens)
     after = tokens.state.to("cpu")
@@ -113,7 +123,8 @@ def _prompt_text(source: str | None, prompt: str | None, file: str | None) -> Te
     given = [value for value in (source, prompt, file) if value is not None]
     if len(given) > 1 or source not in (None, STANDARD_INPUT):
         raise ValueError(
-            f"a prompt must come from one of --prompt TEXT, --file F and - (standard input); got {', '.join(given)}."
+            f"a prompt must come from one of --prompt TEXT, --file F and - (standard input); got {', '.join(given)}. "
+            f"Try --prompt {shlex.quote(given[0])}"
         )
     if prompt is not None:
         content = prompt.encode("utf-8", errors="surrogateescape")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,16 +20,18 @@ if TYPE_CHECKING:
 
     from gecko.models import ModelConfig
     from gecko.plan import Plan
+    from gecko.train import Run
 
 
 MEMORY_WORDS = {
     "parameters": "float32, divided among {divided} GPUs",
     "gradients": "float32, divided in the same way",
-    "optimizer": "two moments of AdamW in float32, divided in the same way",
+    "optimizer": "two moments of AdamW in float32 (Muon: one), divided in the same way",
     "activations kept": "for {rows} × {length:,} tokens, with activation_checkpointing={checkpointing}",
     "block in hand": "activations and gradients of the block that is differentiated",
     "logits and loss": "a block of logits, the gradients of hidden states and head",
     "communication buffers": "gathered weights, gradients not yet reduced, the context exchange",
+    "carried states": "float32, of all rows of this GPU, before and after a step",
     "reserve": "assumed: 4 GB for CUDA and NCCL, and 5 % lost to fragmentation",
 }
 FLOPS_WORDS = {
@@ -43,14 +46,17 @@ TRAFFIC_WORDS = {
     "gather weights": "blocks twice, embedding and head once; for each of {accumulation} accumulated parts",
     "reduce gradients": "float32, once per step, over {divided} GPUs",
     "sum over replicas": "float32, over {replicate} copies",
-    "context exchange": "{layer} per layer and row forward, again if recomputed, the same backward",
+    "context exchange": "{layer} per layer and row forward, the same backward",
 }
 
 
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, 8 per node.")] = 8,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of GPUs, 8 per node.", show_default="as the recipe"),
+    ] = None,
     gpu: Annotated[str, typer.Option(help="Kind of GPU: a100, h100, h200 or b200.")] = "h100",
     efficiency: Annotated[float, typer.Option(help="Assumed fraction of peak FLOP/s.")] = 0.5,
     overlap: Annotated[float, typer.Option(help="Assumed fraction of compute time that hides communication.")] = 0.8,
@@ -71,11 +77,19 @@ def plan(
     from gecko.recipes import apply_overrides, get_recipe
 
     run = apply_overrides(get_recipe(recipe), overrides or [])
-    estimate = make_plan(run, gpus, find_gpu(gpu), Assumptions(efficiency, overlap))
+    estimate = make_plan(run, gpus or _gpus_of(run), find_gpu(gpu), Assumptions(efficiency, overlap))
     if as_json:
         typer.echo(json.dumps(facts(estimate), indent=2))
     else:
         _print(recipe, estimate)
+
+
+def _gpus_of(run: Run) -> int:
+    """Return the number of GPUs of a run's mesh; if it takes any number, as many of 8 as divide its batches."""
+    mesh = run.parallel
+    if mesh.shard is None:
+        return math.gcd(8, run.batch_size // run.gradient_accumulation_steps)
+    return mesh.replicate * mesh.shard * mesh.context
 
 
 def facts(plan: Plan) -> dict[str, Any]:
@@ -96,7 +110,7 @@ def facts(plan: Plan) -> dict[str, Any]:
 def _print(recipe: str, plan: Plan) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, width=max(100, Console().width))
+    console = Console(highlight=False)
     run, sizes = plan.run, plan.sizes
     console.print(
         f"[bold]{recipe}[/bold] on {plan.gpus} × {plan.gpu.name}: {sizes.replicate} × {sizes.shard} groups of rows "
@@ -134,7 +148,7 @@ def _print_time(console: Console, plan: Plan) -> None:
         f"(assumed); {plan.run.tokens_per_step / plan.step_seconds:,.0f} tokens/s, MFU {plan.utilisation:.0%}"
     )
     if plan.days is not None and plan.run.steps is not None:
-        tokens = plan.run.steps * plan.run.tokens_per_step
+        tokens = plan.run.tokens_before(plan.run.steps)
         console.print(
             f"[bold]{plan.days:,.1f} days[/bold] for {plan.run.steps:,} steps, {tokens:,} tokens; "
             f"{plan.days * 24 * plan.gpus:,.0f} GPU hours. Evaluations and checkpoints are not included."

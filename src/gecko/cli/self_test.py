@@ -187,7 +187,8 @@ def _decoding(device: torch.device) -> str:
     worst = _relative(logits.double(), expected[:, 5:])
     if not worst <= SINGLE_TOLERANCE:
         raise ValueError(f"relative difference {worst:.3g}")
-    return f"relative difference {worst:.0e}, {'in C' if decoder.runs_in_c else 'in PyTorch'}"
+    where = {"cpu": "in C", "triton": "in Triton", None: "in PyTorch"}[decoder.backend]
+    return f"relative difference {worst:.0e}, {where}"
 
 
 def _batch_law(device: torch.device) -> str:

@@ -38,10 +38,27 @@ def serve(
     prefix_cache: Annotated[
         int, typer.Option(min=0, metavar="MB", help="Memory for the states of shared prompt prefixes; 0 for none.")
     ] = 256,
+    window_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype of the attention windows while text is generated: bfloat16 takes half their memory and less "
+            "time, and rounds. For models on the CPU.",
+            show_default="float32",
+        ),
+    ] = None,
     states: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help='Folder of reading states that requests may name: "state": "book".'),
     ] = None,
+    states_disk: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="MB", help="Limit for the states folder; clients may save and delete states if above 0."
+        ),
+    ] = 0,
+    response_memory: Annotated[
+        int, typer.Option(min=0, metavar="MB", help="Memory for responses that can be continued; 0 for none.")
+    ] = 1024,
     api_key_file: Annotated[
         str | None, typer.Option(metavar="F", help="File with the key that clients must send.")
     ] = None,
@@ -67,8 +84,9 @@ def serve(
 ) -> None:
     """Serve a model over OpenAI's API and a web page.
 
-    The routes are `/v1/completions`, `/v1/chat/completions` (both with streaming) and `/v1/models`, the web page `/`,
-    and `/health` and `/metrics` for operators. Ctrl-C and SIGTERM let running requests finish.
+    The routes are `/v1/completions`, `/v1/chat/completions`, `/v1/responses` (all with streaming), `/v1/states` and
+    `/v1/models`, the web page `/`, and `/health` and `/metrics` for operators. Ctrl-C and SIGTERM let
+    running requests finish.
 
     **Examples**
 
@@ -78,10 +96,11 @@ def serve(
 
         curl localhost:8000/v1/completions -d '{"prompt": "def "}' -H 'Content-Type: application/json'
     """
-    from gecko.runtime.process import require, return_freed_memory
+    from gecko.runtime.process import bound_freed_memory, require
 
     for module in ("fastapi", "uvicorn", "prometheus_client", "jinja2"):
         require(module, "serve")
+    from gecko.cli.arguments import named_dtype
     from gecko.serving.limits import DEFAULT_ROWS, Limits
     from gecko.serving.server import Options, open_socket
     from gecko.serving.server import serve as run_server
@@ -93,9 +112,11 @@ def serve(
     )  # fmt: skip
     options = Options(
         name or Path(model).expanduser().resolve().name, limits, prefix_cache * _MEGABYTE,
-        _folder(states), _read_key(api_key_file), host, allowed_host or (), grace,
+        None if window_dtype is None else named_dtype(window_dtype, "--window-dtype"),
+        response_memory * _MEGABYTE, _folder(states), states_disk * _MEGABYTE, _read_key(api_key_file), host,
+        allowed_host or (), grace,
     )  # fmt: skip
-    return_freed_memory()
+    bound_freed_memory()
     service = _build(model, tokenizer, device, dtype, options, rows)
     with open_socket(host, port) as listening:
         bound = listening.getsockname()[1]

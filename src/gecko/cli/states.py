@@ -56,7 +56,7 @@ def read(
 
         gecko read runs/demo second.txt.gz --state book.state --out both.state --loss
     """
-    from gecko.cli.arguments import TextPrefill, load_model, named_text
+    from gecko.cli.arguments import TextPrefill, check_state, load_model, named_text
     from gecko.runtime.process import keep_freed_memory
     from gecko.state import GeckoState
     from gecko.train.health import StopSignal
@@ -68,6 +68,8 @@ def read(
     texts = [named_text(book) for book in books]
     before = None if state is None else GeckoState.load(Path(state).expanduser())
     network, vocabulary = load_model(model, tokenizer, device, dtype)
+    if state is not None and before is not None:
+        check_state(network, before, state, model)
     keep_freed_memory()
     with (
         StopSignal(_notice) as stop,

@@ -53,7 +53,7 @@ def train(
 
         gecko train tiny --out runs/demo --resume
 
-        torchrun --nproc-per-node=8 --max-restarts=3 -m gecko train gecko_125m gradient_accumulation_steps=2 --resume
+        torchrun --nproc-per-node=8 --max-restarts=3 -m gecko train gecko_15m gradient_accumulation_steps=2 --resume
 
         gecko train runs/demo/recipe.json --replay 117
     """
@@ -71,7 +71,7 @@ def train(
         changes = [*(overrides or []), *([] if out is None else [f"output={out}"])]
         run = apply_overrides(get_recipe(recipe), changes)
     if show:
-        _print(shown(run))
+        _print_aligned(shown(run), 35)
     elif replay is not None:
         _print(replayed(run, replay))
     else:
@@ -83,12 +83,25 @@ def _print(lines: Iterable[str]) -> None:
         typer.echo(line)
 
 
+def _print_aligned(rows: Iterable[tuple[str, str]], width: int) -> None:
+    """Print a name of up to ``width`` characters and its meaning per line; on a terminal the meaning is wrapped."""
+    if not sys.stdout.isatty():
+        _print(f"{name:<{width - 1}} {meaning}" for name, meaning in rows)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, meaning in rows:
+        table.add_row(name, meaning)
+    Console(highlight=False, markup=False).print(table)
+
+
 def _list_recipes() -> None:
     from gecko.recipes import RECIPES
 
-    for name, recipe in RECIPES.items():
-        about = inspect.getdoc(recipe) or inspect.getdoc(inspect.getmodule(recipe)) or ""
-        typer.echo(f"{name:<20}{about.partition(chr(10))[0].replace('``', '')}")
+    about = {name: inspect.getdoc(recipe) or "" for name, recipe in RECIPES.items()}
+    _print_aligned([(name, text.partition("\n")[0].replace("``", "")) for name, text in about.items()], 20)
 
 
 T = TypeVar("T")
@@ -122,7 +135,7 @@ def compare(
 ) -> None:
     """Train several recipes on the same data and compare their losses.
 
-    All runs read the same texts in the same order, with the same optimizer and schedule; only models and learning rates
+    All runs read the same texts in the same order, with the same schedule; only models, optimizers and learning rates
     differ. Ctrl-C and SIGTERM save before they stop; the same command continues. The folder receives a page with
     pictures (comparison.html), all numbers (comparison.json), and one folder per run.
 

@@ -1,0 +1,205 @@
+"""``gecko chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gecko.cli.common import (
+    STATE,
+    Device,
+    Dtype,
+    MaxNewTokens,
+    MinP,
+    Model,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TokenizerSpec,
+    TopK,
+    TopP,
+    output_file,
+)
+
+if TYPE_CHECKING:
+    from gecko.data.chat import ChatFormat
+    from gecko.inference.chat import Answer, Conversation
+
+_HELP = """\
+/save FILE  save the conversation as a reading state
+/load FILE  go on with a saved conversation
+/reset      forget the conversation
+/help       show these commands
+/quit       end, as Ctrl-D does; Ctrl-C ends an answer"""
+
+
+def chat(
+    model: Model,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System message, read before the first question.")
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option("--state", metavar="S", help="Reading state of a text to talk about, written by `gecko read`."),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    tokenizer: TokenizerSpec = None,
+    device: Device = "auto",
+    dtype: Dtype = None,
+) -> None:
+    """Talk with a model in the terminal.
+
+    Type a message and read the answer as it is generated. The whole conversation is a state of constant size: no turn
+    is read twice, and an answer takes the same time after an hour as at the beginning. `/help` lists what can be typed
+    besides messages. Ctrl-C ends an answer, Ctrl-D the program. From a pipe, each line is a message.
+
+    **Examples**
+
+        gecko chat runs/chat
+
+        gecko chat runs/chat --state book.state --system "Answer briefly."
+
+        echo "Who are you?" | gecko chat runs/chat --temperature 0
+    """
+    from gecko.cli.arguments import check_state, find_model, load_model
+    from gecko.data.chat import find_format
+    from gecko.inference import Sampling
+    from gecko.inference.chat import Conversation
+    from gecko.inference.generate import as_seeds
+    from gecko.runtime.process import keep_freed_memory
+    from gecko.state import GeckoState
+
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    before = None if state is None else GeckoState.load(Path(state).expanduser())
+    folder = find_model(model)
+    network, vocabulary = load_model(str(folder), tokenizer, device, dtype)
+    if state is not None and before is not None:
+        check_state(network, before, state, model)
+    keep_freed_memory()
+    chat_format = find_format(vocabulary, folder)
+    conversation = Conversation(network, vocabulary, chat_format, system=system, before=before)
+    _introduce(model, chat_format)
+    seeds = itertools.count(as_seeds(seed, 1)[0])
+    while (line := _read_line()) is not None:
+        if line.startswith("/"):
+            if not _obey(line, conversation, [model, state, tokenizer]):
+                return
+        elif line.strip():
+            _write(conversation.ask(line.strip(), sampling=sampling, seed=next(seeds), max_new_tokens=max_new_tokens))
+
+
+def _introduce(model: str, chat_format: ChatFormat) -> None:
+    _say(f"conversations are written by {chat_format.source}")
+    if not chat_format.tuned:
+        _say(
+            "this model has no chat template, so it was not tuned for chat: it continues the conversation as it would "
+            f"continue any text. To tune it on chats: gecko finetune {model} chats.jsonl --out tuned"
+        )
+    if sys.stdin.isatty():
+        _say(_HELP)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _read_line() -> str | None:
+    """Return the next message or command; None at the end of the input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.rstrip("\r\n") if line else None
+    with contextlib.suppress(ImportError):  # missing in some builds of Python
+        import readline  # noqa: F401 (gives input() a history and editing keys)
+    while True:
+        try:
+            return input("\nyou> ")
+        except KeyboardInterrupt:
+            _say("\n(Ctrl-D or /quit ends)")
+        except EOFError:
+            _say("")
+            return None
+
+
+def _write(answer: Answer) -> None:
+    """Stream an answer to standard output. Ctrl-C ends it; a second one forgets question and answer."""
+    from gecko.train.health import StopSignal
+
+    shown = False
+    try:
+        with StopSignal() as stop:
+            for piece in answer:
+                # The format may put a space before an answer.
+                text = piece if shown else piece.lstrip()
+                shown = shown or bool(text)
+                typer.echo(text, nl=False)
+                sys.stdout.flush()
+                if stop.requested is not None:
+                    answer.stop()
+    except KeyboardInterrupt:
+        _say("\n(the question and its answer are forgotten)")
+        return
+    typer.echo()
+    if stop.requested is not None:
+        _say("(stopped; the conversation goes on after these words)")
+        if stop.requested == "SIGTERM":
+            raise typer.Exit
+    elif answer.cut:
+        _say(f"(stopped after {answer.num_tokens} tokens; --max-new-tokens allows more)")
+
+
+def _obey(line: str, conversation: Conversation, inputs: list[str | None]) -> bool:
+    """Run a command; return False if it ends the program. Errors are printed, and the conversation goes on."""
+    name, _, file = line.partition(" ")
+    file = file.strip()
+    commands: dict[str, Callable[[], None]] = {
+        "/save": lambda: _save(conversation, file, inputs),
+        "/load": lambda: _load(conversation, file),
+        "/reset": lambda: _reset(conversation),
+        "/help": lambda: _say(_HELP),
+    }
+    if name == "/quit":
+        return False
+    if name not in commands:
+        _say(f"error: a command must be one of {', '.join(commands)} and /quit; got {name}. A space before a message "
+             "that begins with / sends it.")  # fmt: skip
+        return True
+    try:
+        commands[name]()
+    except (OSError, ValueError) as error:
+        _say(f"error: {error}")
+    return True
+
+
+def _save(conversation: Conversation, file: str, inputs: list[str | None]) -> None:
+    path = output_file(_named(file, "/save"), STATE, inputs=inputs, option="/save")
+    conversation.save(path)
+    _say(f"saved to {path} ({path.stat().st_size:,} bytes)")
+
+
+def _load(conversation: Conversation, file: str) -> None:
+    conversation.load(Path(_named(file, "/load")).expanduser())
+    assert conversation.state is not None
+    _say(f"going on at position {conversation.state.position[0]:,}")
+
+
+def _reset(conversation: Conversation) -> None:
+    conversation.reset()
+    _say("the conversation is forgotten")
+
+
+def _named(file: str, command: str) -> str:
+    if not file:
+        raise ValueError(f"{command} must name a file, for example {command} talk.state.")
+    return file
