@@ -141,7 +141,7 @@ clean:
 build/vllm-newest/ready: .venv-vllm/test
 	rm -rf build/vllm-newest
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/vllm-newest \
-		vllm==0.33.0 orjson==3.11.9
+		vllm==0.33.0 orjson==3.13.0
 	rm build/vllm-newest/vllm/*.so && cp .venv-vllm/lib/python3*/site-packages/vllm/*.so build/vllm-newest/vllm
 	sed -i.original 's/^Version: .*/&+cpu/' build/vllm-newest/vllm-*.dist-info/METADATA
 	touch $@

@@ -27,7 +27,10 @@ def ask(address: str, **fields: Any) -> dict[str, Any]:
 def test_completions_of_two_replicas(folder, model, tmp_path):
     texts = [prompt(n, seed=3) for n in (1, 17, 65, 130, 200, 40, 90, 5)]
     command, two = Path(sys.executable).with_name("vllm"), ("--data-parallel-size", "2")
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
+    # vLLM 0.33 gives each replica a memory node of its own unless the last variable is set, whatever its value.
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_SIM_MULTI_NUMA": "0",
+    }  # fmt: skip
     with (
         vllm_serve(command, folder, tmp_path / "log", *SETTINGS, *two, environment=environment) as address,
         ThreadPoolExecutor(8) as clients,
