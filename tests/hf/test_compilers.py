@@ -10,7 +10,7 @@ from support.cases import tokens
 from transformers import CompileConfig, GenerationConfig
 
 
-@pytest.mark.parametrize(("variant", "length"), [("gecko", 20), ("window-linear", 11), ("megalodon", 16)])
+@pytest.mark.parametrize(("variant", "length"), [("gecko", 1), ("gecko", 20), ("window-linear", 11), ("megalodon", 16)])
 def test_an_exported_program_computes_the_logits_of_other_tokens(variant, length, pair):
     model = pair(variant)[1]
     with torch.no_grad():
