@@ -138,6 +138,31 @@ def test_a_folder_without_its_parameters_is_refused(change, text_folder, tmp_pat
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_missing_parameters_are_drawn_where_the_caller_is_told(text_folder, tmp_path):
+    weights = load_file(text_folder / "model.safetensors")
+    name = "model.gecko.blocks.1.mixer.cema.alpha"
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((text_folder / "config.json").read_bytes())
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {name}
+    found = dict(model.named_parameters())
+    drawn = found.pop(name)
+    assert 0.15 < float(drawn.std()) < 0.25 and drawn.isfinite().all()
+    assert all(torch.equal(weights[other], x) for other, x in found.items())
+
+
+def test_a_vocabulary_of_another_size_is_drawn_if_the_caller_wants_it(text_folder):
+    config = GeckoConfig.from_pretrained(text_folder, vocab_size=280)
+    model = AutoModelForCausalLM.from_pretrained(text_folder, config=config, ignore_mismatched_sizes=True)
+    assert model.get_input_embeddings().weight.shape[0] == 280
+    weights = load_file(text_folder / "model.safetensors")
+    assert torch.equal(model.model.gecko.blocks[0].mixer.scale, weights["model.gecko.blocks.0.mixer.scale"])
+    assert 0 < float(model.get_input_embeddings().weight.abs().max()) < 3.1 / config.hidden_size**0.5
+    with pytest.raises((RuntimeError, ValueError), match="size"):
+        AutoModelForCausalLM.from_pretrained(text_folder, config=config)
+
+
 def test_gecko_refuses_the_folder_of_another_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 7}))
     with pytest.raises(ValueError, match=r"must hold the config of a gecko model; it is of 'llama'"):

@@ -52,6 +52,15 @@ class CheckpointedGecko(Gecko):
     block_class = GeckoBlock
     computes = Gecko
 
+    @classmethod
+    def without_values(cls, config: Any) -> CheckpointedGecko:
+        """Return a model whose parameters have no values yet, on the device where a parameter would be made."""
+        probe = nn.Module()
+        probe.place = nn.Parameter(torch.empty(0))
+        with torch.device("meta"):
+            model = cls(config)
+        return model if probe.place.is_meta else model.to_empty(device=probe.place.device)
+
 
 class GeckoModel(GeckoPreTrainedModel):
     """Gecko without the head: maps tokens to the last hidden states."""
@@ -65,8 +74,8 @@ class GeckoModel(GeckoPreTrainedModel):
         super().__init__(config)
         if not is_package():
             logger.warning_once(_NO_KERNELS)
-        self.gecko = CheckpointedGecko(config.architecture())
-        self.post_init()
+        self.gecko = CheckpointedGecko.without_values(config.architecture())
+        self.post_init()  # which calls initialize_weights
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(

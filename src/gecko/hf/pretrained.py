@@ -25,6 +25,12 @@ from gecko.models.gecko import Gecko
 _PARTS = ("embedding.", "blocks.", "final_norm.", "head.")
 """Prefixes of the parameter names in a ``Gecko``."""
 
+_RESHAPE = "ignore_mismatched_sizes"
+"""Option of transformers that draws parameters whose stored shapes are not those of the config."""
+
+_HAS_VALUES = "_is_hf_initialized"
+"""Attribute by which transformers marks parameters that were loaded or drawn."""
+
 SCORE = "score.weight"
 """Parameter of a classifier that a ``Gecko`` does not have."""
 
@@ -51,8 +57,19 @@ class GeckoPreTrainedModel(PreTrainedModel):
         return found
 
     @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draw the weights that have no values yet, those of a ``Gecko`` as its constructor does."""
+        super().initialize_weights()
+        weights = dict(self._gecko.named_parameters(remove_duplicate=False))
+        without = [name for name, x in weights.items() if not x.is_meta and not getattr(x, _HAS_VALUES, False)]
+        drawn = type(self._gecko)(self._gecko.config).state_dict() if without else {}
+        for name in without:
+            weights[name].copy_(drawn[name])
+            setattr(weights[name], _HAS_VALUES, True)
+
+    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise the scores of a classifier; the constructors of Gecko's modules initialise their weights."""
+        """Draw the scores of a classifier; ``initialize_weights`` draws the weights of a Gecko."""
         if module is getattr(self, SCORE.partition(".")[0], None):
             nn.init.normal_(module.weight, std=1 / math.sqrt(self.config.hidden_size))
 
@@ -98,21 +115,27 @@ class GeckoPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load a model; unlike transformers, refuse a folder that lacks parameters instead of initialising them.
+        """Load a model; unlike transformers, refuse a folder that lacks parameters instead of drawing random ones.
 
-        The folder of a training run stands for its newest sound checkpoint. A classifier's scores may be missing: then
-        they are random, and transformers says so.
+        The folder of a training run stands for its newest sound checkpoint. Random parameters, which transformers logs,
+        are accepted in a classifier's scores; where ``ignore_mismatched_sizes`` is set and shapes differ; with None for
+        the folder, as ``state_dict`` then holds the weights; and with ``output_loading_info``, which names them.
 
         Raises:
             ValueError: parameters are missing, unexpected, or of another shape.
         """
-        if args and Path(args[0], CHECKPOINTS).is_dir():
+        if args and args[0] is not None and Path(args[0], CHECKPOINTS).is_dir():
             args = (str(model_folder(args[0])), *args[1:])
         parts = "|".join(part.removesuffix(".") for part in _PARTS)
         kwargs.setdefault("key_mapping", {rf"^({parts})\.": r"gecko.\1."})
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
-        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if output_loading_info:
+            return model, info
+        if args and args[0] is None:
+            return model
+        refused = ["missing_keys", "unexpected_keys", *([] if kwargs.get(_RESHAPE) else ["mismatched_keys"])]
+        for problem in refused:
             found = sorted(name if isinstance(name, str) else name[0] for name in info[problem])
             names = [name for name in found if name not in cls._may_differ]
             if names:
@@ -120,7 +143,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
                     f"{model.name_or_path} must hold the parameters of its config; {problem.replace('_', ' ')}: "
                     f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}. Quantised folders open with gecko.load."
                 )
-        return (model, info) if output_loading_info else model
+        return model
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: Any, is_main_process: bool = True, state_dict: dict[str, Tensor] | None = None,
