@@ -105,6 +105,7 @@ def measure_all(names: list[str], order: list[str], record: Record, minutes: flo
 def measure_here(parts: dict[str, Part], bench: Bench, record: Record) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # to print its stacks before it is killed
+    record.compilations.note()
     if bench.device.type == "cuda":
         torch.cuda.set_device(bench.device.index or 0)  # events belong to the current device
     try:

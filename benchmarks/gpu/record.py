@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.activations import Activations
+from gpu.compilations import Compilations
 from gpu.decoding import Decoding
 from gpu.operators import Agreement, Timing
 from gpu.reading import Position
@@ -32,6 +33,7 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.compilations = Compilations(path.with_suffix(".compilations"))
 
     def describe(self, command: str, **facts: Any) -> None:
         """Store where, how and with which commands was measured; results of earlier commands are kept."""

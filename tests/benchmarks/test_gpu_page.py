@@ -41,7 +41,7 @@ def measured(record: Record, *parts: str, seconds: float = 300, stalled_after: f
     path = record.path.with_suffix(".md")
     runner = Runner(
         record, lambda part: [sys.executable, str(FAKE), str(record.path), part], ORDER,
-        lambda: path.write_text("\n".join(page(record))), time.monotonic() + seconds, stalled_after, least,
+        lambda: path.write_text("\n".join(page(record))), time.monotonic() + seconds, stalled_after, least=least,
     )  # fmt: skip
     for part in parts:
         runner.run(part)
