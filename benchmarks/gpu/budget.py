@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from gpu.steps import kernel_name
 from kernels.compiling import compiled, usage
 from kernels.recording import Configuration, launches
 from kernels.sass import Code, Instruction
@@ -188,11 +189,6 @@ def of_launch(launch: Launch) -> Cost:
         name, times[limit] + GAP, size, executed, sum(flops.values()), launch.warps, registers, resident, waves,
         loads, limit,
     )  # fmt: skip
-
-
-def kernel_name(launch: Launch) -> str:
-    """Return the operator's and the kernel's name."""
-    return f"{launch.kernel.fn.__module__.removeprefix('gecko.ops.').partition('.')[0]}.{launch.kernel.__name__}"
 
 
 def of(kind: str) -> Callable[[Instruction], float]:
