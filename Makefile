@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-compiled-oldest test-upstream test-vllm test-gpu test-tutorial docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-gpu test-tutorial docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -31,9 +31,6 @@ test-simulated: .venv/simulated  ## Run the Triton kernels under ttsem, as compi
 
 test-hf-oldest: .venv-oldest/test  ## Run the tests that need transformers with its oldest supported version
 	.venv-oldest/bin/pytest -n auto tests/hf tests/models/test_llama.py tests/models/test_config.py
-
-test-compiled-oldest: build/triton-3.6.0/made  ## Compile the kernels with the oldest supported Triton; takes minutes
-	PYTHONPATH=$(CURDIR)/build/triton-3.6.0 $(BIN)/pytest -n auto tests/kernels/compiled
 
 test-upstream: .venv/upstream  ## Run transformers' own common and training tests on Gecko
 	$(BIN)/pytest -n 2 -W ignore --override-ini addopts='-q --import-mode=importlib --tb=line' \
@@ -107,12 +104,6 @@ clean:
 
 .venv/simulated: .venv/test
 	$(INSTALL) --no-deps --ignore-requires-python ttsem==0.1.0
-	touch $@
-
-# Found before the pinned one. Constraints name the pinned one, so they are left out; nothing else is installed.
-build/triton-3.6.0/made: .venv/test
-	rm -rf build/triton-3.6.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/triton-3.6.0 triton==3.6.0
 	touch $@
 
 .venv/bench: .venv/bin/python pyproject.toml constraints.txt

@@ -24,6 +24,8 @@ ENDED_WELL = (0, 1, 5)
 class Tested:
     """How one test ended."""
 
+    __test__ = False  # for pytest: this class is no test
+
     file: str
     test: str
     outcome: str

@@ -38,7 +38,7 @@ def launched(step: Step) -> Counter[str]:
 def test_every_launch_of_a_step_is_measured():
     found = {x.kernel: x.launches for x in measure(STEP, BENCH)}
     launches = launched(STEP)
-    assert launches["timestep_norm.normalise_tiles"] == 1 and launches["cema.filter_kernel"] > 1
+    assert launches["timestep_norm.normalise_tiles"] == 2 and launches["cema.filter_kernel"] >= 1
     assert {name: found[name] for name in launches} == dict(launches)
     assert {name for name in found if name not in launches} >= {"torch.mm", "torch.embedding"}
 

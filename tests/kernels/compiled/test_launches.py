@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernels.budgets import budget
 from kernels.compiling import CAPABILITIES, check
-from kernels.recording import decode, model_on_nothing, read, recorded, train
+from kernels.recording import Configuration, decode, model_on_nothing, read, recorded, train
 from support import cases
 
 from gecko import GeckoConfig
@@ -24,13 +23,38 @@ PRESETS = [
 ]  # fmt: skip
 """Preset, dtype of weights, precision (bfloat16 is autocast) and capabilities. gecko-1b has the heads of gecko-7b."""
 
+REGISTERS = {
+    "cema.triton_backward": 128, "cema.triton_forward": 64, "chunk_attention.triton_layout": 96,
+    "chunk_attention.triton_narrow": 255, "chunk_attention.triton_wide": 255, "decoding.triton_average": 96,
+    "decoding.triton_ends": 64, "decoding.triton_mixer": 168, "decoding.triton_products": 255,
+    "feed_forward.triton": 128, "gates.triton": 128, "loss.triton": 128, "norms.triton": 128,
+    "qk_scale_shift.triton": 128,
+    "timestep_norm.triton_backward": 255, "timestep_norm.triton_forward": 224, "working_memory.triton_chain": 255,
+    "working_memory.triton_factors": 168, "working_memory.triton_features": 168,
+}  # fmt: skip
+"""Largest number of registers per thread (at most 255), by the module of the kernel."""
+
+MORE = {
+    "filter_kernel": (224, 255), "gradients_kernel": (224, 255), "_row_dot_kernel": (255, 255),
+    "enter_kernel": (255, 255),
+}  # fmt: skip
+"""Kernels with their own limits, for activations of 16 and of 32 bits. CEMA's kernels over tokens run one block per
+multiprocessor. ``enter_kernel`` works at the ends of chunks only."""
+
+
+def _budget(configuration: Configuration) -> int:
+    module = configuration.kernel.fn.__module__.removeprefix("gecko.ops.")
+    rough = any(kind in ("*bf16", "*fp16") for _, kind in configuration.signature)
+    narrow, wide = MORE.get(configuration.kernel.__name__, (REGISTERS[module],) * 2)
+    return narrow if rough else wide
+
 
 def _check(calls: list[Callable[[], None]], capabilities: tuple[int, ...]) -> None:
     found = dict.fromkeys(x for call in calls for x in recorded(call))
     for configuration in found:
         for capability in capabilities:
-            registers, spilled = budget(configuration)
-            check(configuration, capability, registers=registers, spilled=spilled)
+            # ptxas keeps 8 bytes on the stack in a few tiles of norms, at any number of warps.
+            check(configuration, capability, registers=_budget(configuration), spilled=8)
 
 
 @pytest.mark.parametrize("how", [train, read])
