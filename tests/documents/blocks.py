@@ -12,7 +12,7 @@ _FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^(?P=indent)```$',
     re.MULTILINE | re.DOTALL,
 )
-_CELL = re.compile(r"^\| `(?P<text>(?:gecko|torchrun) [^`|]+)` \|", re.MULTILINE)
+_CELL = re.compile(r"\| `(?P<text>(?:gecko|torchrun) [^`|]+)` (?=\|)")
 _PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|…|\.\.\.")
 _INDENTED = re.compile(r"^ {4,}(?:\$ )?(?:gecko|python|pip|make|torchrun) .*$", re.MULTILINE)
 
@@ -66,7 +66,7 @@ def commands(block: Block) -> Iterator[Command]:
 
 
 def table_commands(path: Path) -> Iterator[Command]:
-    """Yield the commands in the first column of a page's tables, without those that have placeholders."""
+    """Yield the commands that are cells of a page's tables, without those that have placeholders."""
     page = path.read_text(encoding="utf-8")
     for found in _CELL.finditer(page):
         if not _PLACEHOLDER.search(found["text"]):

@@ -151,7 +151,8 @@ def _compare(step: Step, printed: str, kind: Any = form) -> str:
     if not step.output or step.note.free:
         return ""
     shown, printed = (_without(step.note, text) for text in (step.output, printed))
-    return differences(shown, printed, kind)
+    problem = differences(shown, printed, kind)
+    return f"{problem}\nprinted:\n{printed[-3000:]}" if problem else ""
 
 
 def _without(note: Note, text: str) -> str:

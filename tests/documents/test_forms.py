@@ -110,4 +110,5 @@ def test_notes_beside_the_text_of_a_model_are_on_the_page() -> None:
     shown = "some text\nof 3 lines\nread 4 tokens\nended by 'length'; seed 1"
     assert missing_lines(shown, "read 7 tokens\nended by 'length'; seed 23\n") == []
     assert missing_lines(shown, "ended by 'length'; seed 1\nread 7 tokens") == ["read 0 tokens"]
+    assert missing_lines(f"{shown}\n…", "and more") == []
     assert missing_lines(shown, "read 7 tokens, 8 tokens/s") == ["read 0 tokens, 0 tokens/s"]
