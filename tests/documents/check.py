@@ -152,7 +152,7 @@ def _compare(step: Step, printed: str, kind: Any = form) -> str:
         return ""
     shown, printed = (_without(step.note, text) for text in (step.output, printed))
     problem = differences(shown, printed, kind)
-    return f"{problem}\nprinted:\n{printed[-3000:]}" if problem else ""
+    return f"{problem}\nprinted:\n{printed[-6000:]}" if problem else ""
 
 
 def _without(note: Note, text: str) -> str:

@@ -42,21 +42,29 @@ def listen(address: str) -> None:
 
     for name in IMPORTED:
         importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
         print(flush=True)
         while True:
             connection, _ = listener.accept()
+            _reap()
             if os.fork() == 0:
                 _run(connection)
             connection.close()
 
 
+def _reap() -> None:
+    """Take note of the forks that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
+
+
 def _run(connection: socket.socket) -> None:
     """Run the command of a connection in this process, and end it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, streams, *_ = socket.recv_fds(connection, 1 << 17, 3)
     request = json.loads(message)
     connection.sendall(f"{os.getpid()}\n".encode())
