@@ -67,6 +67,7 @@ TRIPS: dict[str, Callable[[dict[str, Any]], list[float]]] = {
     "cema.coefficient_gradients_kernel": lambda a: [a["chunk"]],
     "timestep_norm.normalise_tiles": lambda _: [2.0],  # polls for the tiles before
     "timestep_norm.gradient_carries": lambda a: [blocks(a["tiles"] - 1, a["tiles_at_once"])],
+    "loss._token": lambda a: [blocks(a["vocabulary"], a["block"])],
     "norms._gradients": lambda a: [blocks(a["rows"], a["steps"] * a["programs"])],
     "qk_scale_shift._gradients": lambda a: [blocks(a["batch"] * a["length"], a["steps"] * a["programs"])],
     "chunk_attention._log_sum_kernel": lambda a: [0.75 * a["chunk_size"] / a["block_k"]],
