@@ -204,7 +204,7 @@ def poisoned_run(run: Run, module: str, rank: int, steps: range, factor: float) 
 
     def stepping(self: Trainer) -> None:
         hook = self.model.get_submodule(module).register_forward_hook(multiply)
-        if self.position.step + 1 not in steps or _rank() != rank:
+        if self.next_step not in steps or _rank() != rank:
             hook.remove()
         original(self)
         hook.remove()
@@ -281,7 +281,7 @@ def _before_step(step: int, action: Callable[[], None]) -> Iterator[None]:
     original = Trainer._step
 
     def stepping(self: Trainer) -> None:
-        if self.position.step == step - 1:
+        if self.next_step == step:
             action()
         original(self)
 
@@ -299,11 +299,16 @@ def file_of(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def resumed_run(run: Run, rank: int, step: int | None) -> dict[str, Any]:
-    """Resume a run; one rank gets SIGTERM before ``step``."""
-    if step is None:
+def resumed_run(run: Run, rank: int, end: int | None) -> dict[str, Any]:
+    """Resume a run; one rank gets SIGTERM, after which the run ends with step ``end``.
+
+    A single process ends with the step in which the signal arrives, several with the step after it.
+    """
+    if end is None:
         return train_run(run, resume=True)
-    with _before_step(step, lambda: signal.raise_signal(signal.SIGTERM) if _rank() == rank else None):
+    with _before_step(
+        end - (launched()[1] > 1), lambda: signal.raise_signal(signal.SIGTERM) if _rank() == rank else None
+    ):
         return train_run(run, resume=True)
 
 

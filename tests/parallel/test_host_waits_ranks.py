@@ -1,0 +1,41 @@
+"""Ranks do not wait for the host or for other hosts between a batch and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support import step_trace as work
+from support.jobs import Jobs
+
+from gecko.train import EvaluationSettings, Run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [(2, {}), (2, {"context": 2}), (4, {"replicate": 2, "context": 2})],
+    ids=["shard-2", "context-2", "replicate-2-context-2"],
+)
+@pytest.mark.parametrize("carried", [False, True], ids=["rows", "carried"])
+def test_a_step_has_no_read_and_no_collective_of_the_host(
+    jobs: Jobs, run_in: Callable[..., Run], ranks: int, mesh: dict[str, int], carried: bool
+) -> None:
+    """Around it is one collective, which the ranks look at a step later."""
+    run = run_in("x", gradient_accumulation_steps=2, steps=4, evaluation=EvaluationSettings(100, 2, 2), **mesh)
+    run = replace(run, data=replace(run.data, carry_state=carried))
+    for found in jobs.run(ranks, work.traced_run, run):
+        assert found["steps"] == 4
+        assert found["reads"] == [] and found["control"] == []
+        assert found["around"] == [["c10d::allreduce_"]] * 5
+        assert "c10d::_allgather_base_" in found["others"]
+
+
+def test_the_trace_sees_a_read_and_a_collective_of_the_host(
+    jobs: Jobs, run_in: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[dict[str, Any]] = jobs.run(2, work.traced_run_that_waits, run_in("x", steps=4))
+    for one in found:
+        assert one["reads"] == ["aten::_local_scalar_dense"] * 4
+        assert one["control"] == ["c10d::allreduce_"] * 4
