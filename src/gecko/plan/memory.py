@@ -193,9 +193,6 @@ def _buffers(run: Run, groups: GroupSizes, share: Share) -> int:
     buffers = 2 * block + block + in_blocks
     # Embedding, head and their gradients stay gathered until the end of the step.
     buffers += 3 * groups.rest
-    if run.gradient_accumulation_steps > 1:
-        # Gradients are reduced once per step; until then every GPU has all of them.
-        buffers += in_blocks * run.model.num_layers
     if share.context > 1:
         # What arrives in a layer is kept for its backward pass; in hand are one layer's sends and gradients.
         layers = run.model.num_layers + 2

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gecko.data import IGNORED, Batch
 from gecko.models import LanguageModel
 from gecko.parallel.context import SharedRows
-from gecko.parallel.fsdp import synchronise_gradients, whole
+from gecko.parallel.fsdp import sum_over_replicas, whole
 from gecko.parallel.mesh import Ranks
 from gecko.runtime.transfer import HostCopy, to_device
 from gecko.train.carried import CarriedState
@@ -223,7 +223,7 @@ def compute_gradients(
     """
     total = torch.zeros((), dtype=torch.float64, device=parts[0].tokens.device)
     for number, part in enumerate(parts):
-        synchronise_gradients(model, part is parts[-1])
+        sum_over_replicas(model, part is parts[-1])
         with autocast(precision, part.tokens.device):
             given = part.tokens, part.targets, part.segment_ids, part.context
             mean = model.loss(*given) if carried is None else carried.loss(number, *given)
