@@ -3,7 +3,7 @@
     python benchmarks/host_waits.py --write
 
 Two gloo ranks train ``tiny``. Blocks of steps take turns: without a delay, with a delay of every message of the control
-group, and with the delay in a loop that waits for one such message in each step. The third is a check that a wait shows.
+group, and with the delay in a loop that waits for one such message in each step. The third shows that a wait is seen.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import replace
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Meter:
         found: list[list[float]] = [[] for _ in MODES]
         for first in range(0, len(self.starts) - BLOCK, BLOCK):
             times = self.starts[first + 1 : first + BLOCK + 1]
-            lengths = [end - begin for begin, end in zip(times, times[1:], strict=False)]
+            lengths = [end - begin for begin, end in pairwise(times)]
             found[(first + 1) // BLOCK % len(MODES)].append(statistics.median(lengths))
         return found
 
@@ -103,9 +104,10 @@ def rank_process(rank: int, port: int, folder: str, steps: int) -> None:
 
 def run_in(folder: Path, steps: int) -> Run:
     return replace(
-        get_recipe("tiny"), output=str(folder / "run"), data=DataSettings(source=str(folder / "text.txt")), batch_size=4,
-        sequence_length=512, steps=steps, minutes=None, evaluation=EvaluationSettings(10**6, 1, 1), threads=1,
-        checkpoint=CheckpointSettings(every=10**6), sample=SampleSettings(tokens=0),
+        get_recipe("tiny"), output=str(folder / "run"), data=DataSettings(source=str(folder / "text.txt")),
+        batch_size=4, sequence_length=512, steps=steps, minutes=None, threads=1,
+        evaluation=EvaluationSettings(10**6, 1, 1), checkpoint=CheckpointSettings(every=10**6),
+        sample=SampleSettings(tokens=0),
     )  # fmt: skip
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from support import step_trace as work
 from support.jobs import Jobs
+from support.training_jobs import bytes_in_cycles
 
 from gecko.train import EvaluationSettings, Run
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh"),
-    [(2, {}), (2, {"context": 2}), (4, {"replicate": 2, "context": 2})],
-    ids=["shard-2", "context-2", "replicate-2-context-2"],
+    ("ranks", "mesh", "carried"),
+    [(2, {}, False), (2, {"context": 2}, True), (4, {"replicate": 2, "context": 2}, False)],
+    ids=["shard-2", "context-2-carried", "replicate-2-context-2"],
 )
-@pytest.mark.parametrize("carried", [False, True], ids=["rows", "carried"])
 def test_a_step_has_no_read_and_no_collective_of_the_host(
     jobs: Jobs, run_in: Callable[..., Run], ranks: int, mesh: dict[str, int], carried: bool
 ) -> None:
@@ -32,9 +32,20 @@ def test_a_step_has_no_read_and_no_collective_of_the_host(
         assert "c10d::_allgather_base_" in found["others"]
 
 
-def test_the_trace_sees_a_read_and_a_collective_of_the_host(
-    jobs: Jobs, run_in: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "checkpointing"),
+    [(1, {}, "none"), (1, {}, "full"), (2, {}, "selective"), (2, {"context": 2}, "full")],
+    ids=["one", "one-recomputed", "shard-2", "context-2"],
+)
+def test_steps_leave_no_tensors_in_reference_cycles(
+    jobs: Jobs, run_in: Callable[..., Run], ranks: int, mesh: dict[str, int], checkpointing: Any
 ) -> None:
+    """Otherwise activations would stay in memory until the next collection, 50 steps later."""
+    run = run_in("x", activation_checkpointing=checkpointing, gradient_accumulation_steps=2, **mesh)
+    assert jobs.run(ranks, bytes_in_cycles, run) == [0] * ranks
+
+
+def test_the_trace_sees_a_read_and_a_collective_of_the_host(jobs: Jobs, run_in: Callable[..., Run]) -> None:
     found: list[dict[str, Any]] = jobs.run(2, work.traced_run_that_waits, run_in("x", steps=4))
     for one in found:
         assert one["reads"] == ["aten::_local_scalar_dense"] * 4

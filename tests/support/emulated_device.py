@@ -61,29 +61,21 @@ class EmulatedDevice(TorchDispatchMode):
 
     def _record(self, function: Any, args: Any, kwargs: Any, here: list[Held], created: bool) -> None:
         name = function._schema.name.removeprefix("aten::")
-        waits = not kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
-        if name == "_local_scalar_dense" and here:
+        if here and name == "_local_scalar_dense":
             self.waits.append("the host reads a number")
-        if name in SIZED_BY_VALUES and here or name.startswith("index") and here and _has_mask(args):
+        if here and (name in SIZED_BY_VALUES or (name.startswith("index") and _has_mask(args))):
             self.waits.append(f"the host reads the size of the result of {name}")
-        if (
-            name == "_to_copy"
-            and here
-            and kwargs.get("device") is not None
-            and not created
-            or (_writes_to_host(function, args) and here)
-        ):
+        if name == "_to_copy" and kwargs.get("device") is not None:
+            self._record_copy(bool(here), created, waits=not kwargs.get("non_blocking", False))
+        # A number of the host is an argument of a kernel.
+        if name == "copy_" and here and args[1].dim():
+            self._record_copy(isinstance(args[1], Held), isinstance(args[0], Held), waits=not any(args[2:]))
+
+    def _record_copy(self, from_device: bool, to_device: bool, *, waits: bool) -> None:
+        if from_device and not to_device:
             self.copies_to_host += 1
             self.waits += ["a copy to the host"] * waits
-        if (
-            created
-            and name == "_to_copy"
-            and not here
-            or name == "copy_"
-            and here
-            and len(here) == 1
-            and (isinstance(args[0], Held) and args[1].dim() > 0)
-        ):
+        if to_device and not from_device:
             self.waits += ["a copy to the device"] * waits
 
 

@@ -20,6 +20,7 @@ from gecko.models.gecko import Gecko
 from gecko.parallel.mesh import Ranks
 from gecko.train import DataSettings, OptimizerSettings, Run, SkipSettings
 from gecko.train import step as steps
+from gecko.train.batches import AHEAD, Prefetcher
 from gecko.train.carried import CarriedState
 from gecko.train.optimizers.build import build_optimizer
 from gecko.train.step import SpikeRule, StepResult, Verdict, split_batch, start_step
@@ -154,3 +155,19 @@ def test_after_a_skipped_step_nothing_changes_until_the_host_knows(name: str) ->
     rule.release()
     assert one_step(first, 1.0) is Verdict.TAKEN
     assert not any(map(torch.equal, everything(), before))
+
+
+def test_batches_are_made_several_steps_ahead() -> None:
+    run, made = tiny_run(batch_size=2), []
+
+    def rows(indices: range) -> Batch:
+        made.append(indices.start)
+        index = torch.tensor(indices)[:, None].expand(-1, run.sequence_length)
+        return Batch(index, index, index)
+
+    prefetcher = Prefetcher(run, rows, Ranks())
+    assert prefetcher.batch(0).tokens[:, 0].tolist() == [0, 1]
+    prefetcher._executor.submit(lambda: None).result()  # after all that was submitted before
+    assert made == [0, 2, 4, 6, 8] and AHEAD == 4
+    for step in (1, 2, 7, 7, 8, 0):
+        assert prefetcher.batch(step).tokens[:, 0].tolist() == [2 * step, 2 * step + 1]
