@@ -32,11 +32,14 @@ from gecko.train.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "host_waits.md"
 RANKS = 2
+LENGTH = 256
 DELAY = 0.02
 """Seconds by which messages of the control group are late."""
 BLOCK = 6
 """Steps of a block. The first is not timed: in it the ranks look at a message of the block before."""
 MODES = ("no delay", "delay", "delay, and a loop that waits")
+TURNS = (0, 1, 0, 2)
+"""Modes of the blocks in turn, so that each block with a delay is between two without."""
 
 
 class LateWork:
@@ -59,7 +62,8 @@ class Meter:
 
     @property
     def mode(self) -> int:
-        return len(self.starts) // BLOCK % len(MODES)
+        """Mode of the step that is running."""
+        return TURNS[(len(self.starts) - 1) // BLOCK % len(TURNS)]
 
     def install(self) -> None:
         def proceeding(trainer: Trainer, stop: Any) -> bool:
@@ -81,14 +85,10 @@ class Meter:
         time.sleep(DELAY)
         return None
 
-    def seconds(self) -> list[list[float]]:
-        """Return the seconds of the timed steps by mode, one median per block."""
-        found: list[list[float]] = [[] for _ in MODES]
-        for first in range(0, len(self.starts) - BLOCK, BLOCK):
-            times = self.starts[first + 1 : first + BLOCK + 1]
-            lengths = [end - begin for begin, end in pairwise(times)]
-            found[(first + 1) // BLOCK % len(MODES)].append(statistics.median(lengths))
-        return found
+    def seconds(self) -> list[float]:
+        """Return the median seconds of a step in each block."""
+        blocks = [self.starts[first + 1 : first + BLOCK + 1] for first in range(0, len(self.starts) - BLOCK, BLOCK)]
+        return [statistics.median(end - begin for begin, end in pairwise(starts)) for starts in blocks]
 
 
 def rank_process(rank: int, port: int, folder: str, steps: int) -> None:
@@ -105,7 +105,7 @@ def rank_process(rank: int, port: int, folder: str, steps: int) -> None:
 def run_in(folder: Path, steps: int) -> Run:
     return replace(
         get_recipe("tiny"), output=str(folder / "run"), data=DataSettings(source=str(folder / "text.txt")),
-        batch_size=4, sequence_length=512, steps=steps, minutes=None, threads=1,
+        batch_size=RANKS, sequence_length=LENGTH, steps=steps, minutes=None, threads=1,
         evaluation=EvaluationSettings(10**6, 1, 1), checkpoint=CheckpointSettings(every=10**6),
         sample=SampleSettings(tokens=0),
     )  # fmt: skip
@@ -120,24 +120,31 @@ def report(steps: int) -> str:
         mp.spawn(rank_process, (port, folder, steps), nprocs=RANKS)
         seconds = json.loads(Path(folder, "seconds.json").read_text())
     machine = "; ".join(describe_hardware(torch.device("cpu")).values())
+    turns = [TURNS[block % len(TURNS)] for block in range(len(seconds))]
     rows = []
-    for name, blocks in zip(MODES, seconds, strict=True):
+    for mode, name in enumerate(MODES):
+        own = [time for time, turn in zip(seconds, turns, strict=True) if turn == mode]
         # Neighbouring blocks are compared, so that a slow minute of the machine slows both.
-        more = [late - plain for late, plain in zip(blocks, seconds[0], strict=False)]
-        rows.append(f"| {name} | {1e3 * statistics.median(blocks):.1f} | {1e3 * statistics.median(more):.2f} |")
+        more = [
+            seconds[block] - (seconds[block - 1] + seconds[block + 1]) / 2
+            for block in range(1, len(seconds) - 1)
+            if turns[block] == mode and mode
+        ]
+        added = f"{1e3 * statistics.median(more):.2f}" if more else ""
+        rows.append(f"| {name} | {len(own)} | {1e3 * statistics.median(own):.1f} | {added} |")
     return "\n".join([
         "# Time of a step against a delay of the control group", "",
         f"{date.today()}, {machine}. Command: `python benchmarks/host_waits.py --write`.", "",
-        f"{RANKS} gloo ranks train `tiny` on rows of 512 tokens, 4 per step. Messages of the control group are "
-        f"{1e3 * DELAY:.0f} ms late. {len(seconds[0])} blocks of {BLOCK} steps of each kind take turns. “More” is the "
-        "median difference to the neighbouring block without a delay.", "",
-        "| steps | ms per step, median | ms more |", "|---|---:|---:|", *rows,
+        f"{RANKS} gloo ranks train `tiny`, each on a row of {LENGTH} tokens. Messages of the control group are "
+        f"{1e3 * DELAY:.0f} ms late. Blocks of {BLOCK} steps take turns. “More” is the median difference to the mean "
+        "of the two neighbouring blocks without a delay.", "",
+        "| steps | blocks | ms per step, median | ms more |", "|---|---:|---:|---:|", *rows,
     ]) + "\n"  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1080)
+    parser.add_argument("--steps", type=int, default=1440)
     parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.name}")
     arguments = parser.parse_args()
     text = report(arguments.steps)
