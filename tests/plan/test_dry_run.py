@@ -84,11 +84,12 @@ def test_memory_of_one_more_saved_tensor(monkeypatch: pytest.MonkeyPatch) -> Non
     forward = Block.forward
 
     def more(block: Block, x: Tensor, *rest: Any) -> Any:
-        return forward(block, x.exp(), *rest)
+        return forward(block, x * x.detach().clone(), *rest)
 
     monkeypatch.setattr(Block, "forward", more)
     layers, saved = 2, 4 * 2 * run.sequence_length * run.model.model_dim
-    assert dry_step(run, MeshSizes(), 0).peak.total - before.total == pytest.approx(layers * saved, rel=0.1)
+    after = dry_step(run, MeshSizes(), 0).peak
+    assert after.uses["activations kept"] - before.uses["activations kept"] == pytest.approx(layers * saved, rel=0.1)
 
 
 def test_memory_of_a_layer_is_exact() -> None:
@@ -122,11 +123,11 @@ def test_operators_are_those_of_a_gpu() -> None:
 
 
 def test_the_plan_is_verified() -> None:
-    run = replace(small_run(), compile=True)
+    run = small_run(sequence_length=8192)
     dry_run = verify(make_plan(run, 8, GPUS["h100"], Assumptions()))
     assert dry_run.passed and abs(dry_run.difference) < 0.1
     assert dry_run.ranks == tuple(range(8)) == representatives(SIZES)
-    assert len(set(dry_run.graphs.values())) == 1
+    assert dry_run.graphs == {}
 
 
 def test_representatives_are_the_corners_of_the_mesh() -> None:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 MEMORY_WORDS = {
     "parameters": "float32, divided among {divided} GPUs",
-    "gradients": "float32, divided in the same way",
+    "gradients": "float32, divided in the same way; those that exist at the peak",
     "optimizer": "two moments of AdamW in float32 (Muon: one), divided in the same way",
     "activations kept": "for {rows} × {length:,} tokens, with activation_checkpointing={checkpointing}",
     "block in hand": "activations and gradients of the block that is differentiated",
-    "logits and loss": "a block of logits, the gradients of hidden states and head",
+    "logits and loss": "blocks of logits, gradients of hidden states and head, states; 0 if freed at the peak",
     "communication buffers": "gathered weights, gradients not yet reduced, the context exchange",
     "carried states": "float32, of all rows of this GPU, before and after a step",
     "reserve": "assumed: 4 GB for CUDA and NCCL, and 5 % lost to fragmentation",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import cache
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -86,12 +87,19 @@ def fake_store() -> Any:
     return _module("torch.testing._internal.distributed.fake_pg").FakeStore()
 
 
+def forget_meshes() -> None:
+    """Clear DTensor's caches, which hold process groups that may have been destroyed since."""
+    _module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    _module("torch.distributed.tensor._redistribute").clear_redistribute_planner_cache()
+
+
 def group_of_collective(operation: Any, arguments: tuple[Any, ...]) -> Any:
     """Return the process group of an operation of the namespaces ``c10d`` and ``_c10d_functional``."""
     collectives = _module("torch.distributed._tools.fake_collectives")
     return collectives.CollectiveOp.get_process_group(operation, arguments)
 
 
+@cache
 def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)

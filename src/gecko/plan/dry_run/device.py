@@ -34,9 +34,10 @@ def is_on_device(x: Any) -> bool:
 
 
 class Watcher(Protocol):
-    """Sees each operation on the device and each collective, after it ran."""
+    """Sees each operation after it ran, on the host too."""
 
-    def see(self, operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], result: Any) -> None: ...
+    def see(self, operation: Any, arguments: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
+        """``given`` are the tensors among the arguments, as they were before the operation."""
 
 
 class FakeGPU(TorchDispatchMode):
@@ -70,27 +71,32 @@ class FakeGPU(TorchDispatchMode):
             return NotImplemented  # it computes with its local tensors, which come here
         if active_fake_mode() is not self._fakes:
             return operation(*arguments, **options)  # DTensor asks for a shape
-        result = self._computed(operation, arguments, options)
+        given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+        result = self._computed(operation, arguments, options, given)
         for watcher in self._watchers:
-            watcher.see(operation, arguments, options, result)
+            watcher.see(operation, arguments, given, result)
         return result
 
-    def _computed(self, operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+    def _computed(
+        self, operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], given: list[Tensor]
+    ) -> Any:
         if any(map(is_on_device, given)):
             if operation in _READS:
                 return 1.0 if arguments[0].is_floating_point() else 1  # losses and norms are finite
-            return self._on_device(operation, arguments, options)
+            return self._on_device(operation, arguments, options, given)
         device = options.get("device")
         if device is not None and device.type != "meta" and all(x.is_meta for x in given):
-            created = self._on_device(operation, arguments, options)
+            created = self._on_device(operation, arguments, options, given)
             if created.dtype not in _HOST_DTYPES:
                 return created
         with self._module.unset_fake_temporarily():
             return operation(*arguments, **options)
 
-    def _on_device(self, operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        arguments, options = tree_map_only(Tensor, self._placed, (arguments, options))
+    def _on_device(
+        self, operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], given: list[Tensor]
+    ) -> Any:
+        if not all(map(is_on_device, given)):
+            arguments, options = tree_map_only(Tensor, self._placed, (arguments, options))
         return operation(*arguments, **options)
 
     def _placed(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +49,7 @@ class MemoryLedger:
         """Name of the present part of the step."""
         self._changes: list[tuple[int, int, str]] = []
         self._uses: list[str] = []
+        self._begin = 0
         self._alive: dict[int, tuple[int, int, Any]] = {}
 
     @contextmanager
@@ -64,8 +65,9 @@ class MemoryLedger:
         with patch.object(torch.UntypedStorage, "resize_", resized):
             yield
 
-    def see(self, operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], result: Any) -> None:
-        tensors = [x for x in tree_leaves((arguments, options, result)) if is_on_device(x)]
+    def see(self, operation: Any, arguments: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
+        results = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+        tensors = [x for x in (*given, *results) if is_on_device(x)]
         for x in tensors:
             self._number(x)
         if operation.namespace in _COMMUNICATION:
@@ -83,12 +85,16 @@ class MemoryLedger:
             if self._uses[number] == before:
                 self._uses[number] = after
 
-    def peak(self) -> Peak:
-        """Return the peak since the ledger was made."""
+    def restart(self) -> None:
+        """Begin a measurement: ``peak`` is that of later moments."""
+        self._begin = len(self._changes)
+
+    def peak(self, moment: str | None = None) -> Peak:
+        """Return the peak since ``restart``, or since the ledger was made; with ``moment``, that of this part."""
         total = most = end = 0
-        for i, (_, change, _) in enumerate(self._changes):
+        for i, (_, change, now) in enumerate(self._changes):
             total += change
-            if total > most:
+            if total > most and i >= self._begin and moment in (None, now):
                 most, end = total, i + 1
         uses: dict[str, int] = dict.fromkeys(self._uses, 0)
         for number, change, _ in self._changes[:end]:

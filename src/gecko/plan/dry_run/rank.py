@@ -7,24 +7,24 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from gecko.data import IGNORED, Batch
 from gecko.models import LanguageModel, meta_model
 from gecko.parallel.context import ContextGroup, document_record
-from gecko.parallel.fsdp import empty_sharded_model
+from gecko.parallel.fsdp import empty_sharded_model, whole
 from gecko.parallel.mesh import MeshSizes, Ranks
 from gecko.plan.dry_run.device import DEVICE, FakeGPU
 from gecko.plan.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryLedger, Peak
 from gecko.plan.dry_run.trace import Trace
-from gecko.runtime.private import backward_pass, fake_store
+from gecko.runtime.private import backward_pass, fake_store, forget_meshes
 from gecko.train import Run
 from gecko.train.carried import carried_state
 from gecko.train.optimizers.build import build_optimizer
@@ -42,8 +42,12 @@ KEPT, WORK, LOSS = "activations kept", "block in hand", "logits and loss"
 class RankStep:
     """What a rank's step showed."""
 
-    peak: Peak
+    memory: MemoryLedger
     trace: Trace
+
+    @property
+    def peak(self) -> Peak:
+        return self.memory.peak()
 
 
 def dry_step(run: Run, sizes: MeshSizes, rank: int) -> RankStep:
@@ -55,8 +59,8 @@ def dry_step(run: Run, sizes: MeshSizes, rank: int) -> RankStep:
     ledger, trace = MemoryLedger(), Trace()
     batch = random_batch(run, sizes, rank)
     with connected(run, sizes, rank, batch, trace) as ranks, FakeGPU(ledger, trace).running(), ledger.recording():
-        _step(run, ranks, batch, ledger)
-    return RankStep(ledger.peak(), trace)
+        _step(run, ranks, batch, ledger, trace)
+    return RankStep(ledger, trace)
 
 
 def random_batch(run: Run, sizes: MeshSizes, rank: int) -> Batch:
@@ -77,7 +81,7 @@ class _DryRanks(Ranks):
     trace: Trace = field(default_factory=Trace)
 
     @cached_property
-    def sharding_mesh(self) -> DeviceMesh:  # type: ignore[override]
+    def sharding_mesh(self) -> DeviceMesh:
         return super().sharding_mesh
 
     def broadcast(self, value: T) -> T:
@@ -120,25 +124,41 @@ def connected(run: Run, sizes: MeshSizes, rank: int, batch: Batch, trace: Trace)
         yield ranks
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
-def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger) -> None:
+def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Trace) -> None:
     model = configured(meta_model(run.model), run)
     if ranks.world > 1:
         model = empty_sharded_model(model, ranks.sharding_mesh, DEVICE, bfloat16=run.precision == "bfloat16")
     else:
         model = model.to_empty(device=DEVICE)
+        model.tie()
     ledger.mark(_local(model.parameters()), PARAMETERS)
     optimizer = build_optimizer(model, run.optimizer)
     ledger.mark(_local(x for state in optimizer.state.values() for x in state.values()), OPTIMIZER)
     carried = carried_state(run, model, ranks)
+    _prepare(model, optimizer)
     _watch_parts(model, optimizer, ledger)
+    ledger.use, ledger.moment = WORK, "the forward pass"
+    ledger.restart()
+    trace.restart()
     train_step(
         model, optimizer, split_batch(batch, run.gradient_accumulation_steps, DEVICE, ranks),
         learning_rate=run.optimizer.learning_rate, clip=run.optimizer.clip, precision=run.precision, ranks=ranks,
         carried=carried,
     )  # fmt: skip
     ledger.mark(_local(parameter.grad for parameter in model.parameters()), GRADIENTS)
+
+
+def _prepare(model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
+    """Clip and update without gradients: at its first call, DTensor finds shapes by operations on whole parameters."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    norm = whole(nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None]))
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()
@@ -148,24 +168,28 @@ def _local(tensors: Iterable[Any]) -> list[Any]:
 
 def _watch_parts(model: LanguageModel, optimizer: torch.optim.Optimizer, ledger: MemoryLedger) -> None:
     """Tell the ledger which part of the step runs."""
+    last = len(model.blocks) - 1
 
     def enter(moment: str, use: str) -> None:
         ledger.moment, ledger.use = moment, use
 
     def start(*_: Any) -> None:
         if backward_pass() < 0:  # else the block is computed again
-            enter("forward", WORK)
+            enter("the forward pass", WORK)
 
-    def differentiate(_: Any) -> None:
-        ledger.relabel(WORK, KEPT)
-        enter("backward", WORK)
+    def differentiate(number: int, _: Any) -> None:
+        if number == last:
+            ledger.relabel(WORK, KEPT)
+        enter(f"the backward pass of block {number}", WORK)
 
-    def end(_: Any, __: Any, output: Any) -> None:
+    def end(number: int, _: Any, __: Any, output: Any) -> None:
         if backward_pass() < 0:
-            enter("loss", LOSS)
             x = output[0] if isinstance(output, tuple) else output
-            x.register_hook(differentiate)
+            x.register_hook(partial(differentiate, number))
+            if number == last:
+                enter("the loss", LOSS)
 
     model.blocks[0].register_forward_pre_hook(start)
-    model.blocks[-1].register_forward_hook(end)
-    optimizer.register_step_pre_hook(lambda *_: enter("optimizer", "optimizer step"))
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(partial(end, number))
+    optimizer.register_step_pre_hook(lambda *_: enter("the optimizer", "update"))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from gecko.runtime.private import group_of_collective
 
@@ -45,15 +44,17 @@ class Trace:
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def see(self, operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], result: Any) -> None:
+    def see(self, operation: Any, arguments: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
         if operation.namespace not in ("c10d", "_c10d_functional") or operation._opname == _WAIT:
             return
         name, ranks = operation._opname, tuple(dist.get_process_group_ranks(group_of_collective(operation, arguments)))
-        tensors = tuple(
-            (str(x.dtype).removeprefix("torch."), x.numel()) for x in tree_leaves(arguments) if isinstance(x, Tensor)
-        )
+        tensors = tuple((str(x.dtype).removeprefix("torch."), x.numel()) for x in given)
         peer = ranks[arguments[2]] if name in (_SEND, _RECEIVE) else None
         self.calls.append(Call(name, ranks, tensors, peer))
+
+    def restart(self) -> None:
+        """Forget the calls so far."""
+        self.calls.clear()
 
     def add(self, operation: str, group: Iterable[int]) -> None:
         """Add a collective on values of the host."""
