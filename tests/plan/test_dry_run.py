@@ -34,7 +34,7 @@ def small_run(**changes: Any) -> Run:
 
 @pytest.fixture(scope="module")
 def steps() -> dict[int, RankStep]:
-    return {rank: dry_step(small_run(), SIZES, rank) for rank in range(8)}
+    return {rank: dry_step(small_run(), SIZES, rank) for rank in (0, 1, 2, 3, 6, 7)}
 
 
 def traces_of(steps: dict[int, RankStep]) -> dict[int, Trace]:
@@ -47,15 +47,15 @@ def traces_of(steps: dict[int, RankStep]) -> dict[int, Trace]:
 
 def test_ranks_of_a_mesh_fit_together(steps: dict[int, RankStep]) -> None:
     agreement = check_traces(traces_of(steps))
-    # The world, two groups that share parameters, four pairs of copies and four context groups.
-    assert agreement.groups == 1 + 2 + 4 + 4
+    # The world, two groups that share parameters, two pairs of copies and three context groups.
+    assert agreement.groups == 1 + 2 + 2 + 3
     layers, exchanges = 2, 4
-    assert agreement.messages >= 4 * layers * exchanges * 2, "each way, in each of four context groups"
+    assert agreement.messages >= 3 * layers * exchanges * 2, "each way, in each of three context groups"
 
 
 def test_a_missing_collective_is_found(steps: dict[int, RankStep]) -> None:
     traces = traces_of(steps)
-    calls = traces[5].calls
+    calls = traces[7].calls
     calls.remove(next(call for call in calls if call.operation == "_allgather_base_"))
     with pytest.raises(ValueError, match="must start the same collectives in the same order"):
         check_traces(traces)
@@ -126,12 +126,12 @@ def test_the_plan_is_verified() -> None:
     run = small_run(sequence_length=8192)
     dry_run = verify(make_plan(run, 8, GPUS["h100"], Assumptions()))
     assert dry_run.passed and abs(dry_run.difference) < 0.1
-    assert dry_run.ranks == tuple(range(8)) == representatives(SIZES)
+    assert dry_run.ranks == (0, 1, 2, 3, 6, 7) == representatives(SIZES)
     assert dry_run.graphs == {}
 
 
 def test_representatives_are_the_corners_of_the_mesh() -> None:
-    assert representatives(MeshSizes(32, 4, 2)) == (0, 1, 6, 7, 248, 249, 254, 255)
+    assert representatives(MeshSizes(32, 4, 2)) == (0, 1, 6, 7, 254, 255)
     assert representatives(MeshSizes()) == (0,)
 
 

@@ -96,15 +96,17 @@ class GeckoCounts:
     def kernel_activations(self, itemsize: int, *, continues: bool) -> float:
         """Return the bytes per token that a block keeps for backward if Triton kernels compute it.
 
-        The residual stream and the memory's sums are float32, everything else has ``itemsize``. If documents continue
-        from before the call, attention keeps a copy of the values behind those of the chunk before.
+        The residual stream, statistics and the memory's sums are float32, everything else has ``itemsize``. If
+        documents continue from before the call, attention keeps a copy of the values behind those of the chunk before,
+        and the memory the sums and memories of its affine map.
         """
         config = self.config
         kept = float((2 * FLOAT + 4 * itemsize) * config.model_dim)
         kept += (6 if continues else 5) * itemsize * config.value_dim + 3 * itemsize * config.ffn_dim
-        kept += (6 if config.memory != "none" else 4) * itemsize * config.key_dim
+        kept += (6 if config.memory != "none" else 4) * itemsize * config.key_dim + FLOAT * (2 * config.num_heads + 3)
         if config.memory != "none":
             sums = 2 * FLOAT * config.key_head_dim + (FLOAT + itemsize) * config.value_head_dim
+            sums += (FLOAT + itemsize) * (config.key_head_dim + config.value_head_dim) if continues else 0
             kept += config.key_dim * sums / config.chunk_size
         return kept
 

@@ -172,8 +172,8 @@ def step_memory(run: Run, share: Share) -> dict[str, int]:
 
 
 def _moments(run: Run, share: Share, gradients: int) -> Iterator[dict[str, int]]:
-    """Yield the bytes, besides parameters and optimizer, during the loss, in backward the second and the last block, and
-    the end. ``gradients`` are the bytes of all, which accumulation keeps from part to part."""
+    """Yield the bytes besides parameters and optimizer: in the loss, in backward of the second and of the last block,
+    and at the end. ``gradients`` are the bytes of all, which accumulation keeps from part to part on one GPU."""
     config, groups, layers = run.model, group_sizes(run.model, bfloat16=share.bfloat16), run.model.num_layers
     of_block = gradients * (groups.gradients - groups.rest) // groups.gradients // layers
     before = gradients if run.gradient_accumulation_steps > 1 and share.divided == 1 else 0

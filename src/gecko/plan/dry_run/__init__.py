@@ -9,7 +9,6 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
-from itertools import product
 
 from gecko.ops.backends.dispatch import triton_kernels_installed
 from gecko.parallel.mesh import MeshSizes
@@ -58,10 +57,10 @@ class DryRun:
 
 
 def representatives(sizes: MeshSizes) -> tuple[int, ...]:
-    """Return the ranks at the corners of the mesh: the first and the last copy and shard, with all context ranks."""
-    copies, shards = {0, sizes.replicate - 1}, {0, sizes.shard - 1}
-    places = product(sorted(copies), sorted(shards), range(sizes.context))
-    return tuple((copy * sizes.shard + shard) * sizes.context + part for copy, shard, part in places)
+    """Return ranks at corners of the mesh: all that share a row of the first and last shard of the first copy, and of
+    the last shard of the last copy. So two members of a process group of every kind are among them."""
+    rows = {0, sizes.shard - 1, sizes.data_ranks - 1}
+    return tuple(row * sizes.context + part for row in sorted(rows) for part in range(sizes.context))
 
 
 def verify(plan: Plan) -> DryRun:
