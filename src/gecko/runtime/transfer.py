@@ -21,9 +21,10 @@ class HostCopy:
     """Values of a tensor of a device on their way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        on_gpu = tensor.is_cuda and torch.cuda.is_available()
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
         self._values.copy_(tensor, non_blocking=True)
-        self._copied = torch.cuda.Event() if tensor.is_cuda else None
+        self._copied = torch.cuda.Event() if on_gpu else None
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(tensor.device))
 

@@ -58,8 +58,9 @@ class FakeGPU(TorchDispatchMode):
     def running(self) -> Iterator[None]:
         """Context in which code uses the device."""
         on_gpu = patch.object(self._module.FakeTensor, "is_cuda", True, create=True)
+        capability = patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # broadcasts ask for it
         with ExitStack() as stack:
-            for context in (self._fakes, on_gpu, self):
+            for context in (self._fakes, on_gpu, capability, self):
                 stack.enter_context(context)
             yield
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from gecko.data import IGNORED, Batch
 from gecko.models import LanguageModel, meta_model
-from gecko.parallel.context import ContextGroup, document_record
+from gecko.parallel.context import ContextGroup
 from gecko.parallel.fsdp import empty_sharded_model, whole
 from gecko.parallel.mesh import MeshSizes, Ranks
 from gecko.plan.dry_run.device import DEVICE, FakeGPU
@@ -29,7 +28,7 @@ from gecko.train import Run
 from gecko.train.carried import carried_state
 from gecko.train.optimizers.build import build_optimizer
 from gecko.train.setup import configured
-from gecko.train.step import split_batch, train_step
+from gecko.train.step import SpikeRule, split_batch, start_step
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ def dry_step(run: Run, sizes: MeshSizes, rank: int) -> RankStep:
     run = replace(run, compile=False, precision="bfloat16" if run.precision == "auto" else run.precision)
     ledger, trace = MemoryLedger(), Trace()
     batch = random_batch(run, sizes, rank)
-    with connected(run, sizes, rank, batch, trace) as ranks, FakeGPU(ledger, trace).running(), ledger.recording():
+    with connected(sizes, rank, trace) as ranks, FakeGPU(ledger, trace).running(), ledger.recording():
         _step(run, ranks, batch, ledger, trace)
     return RankStep(ledger, trace)
 
@@ -89,22 +88,8 @@ class _DryRanks(Ranks):
         return value
 
 
-class _DryContext(ContextGroup):
-    """A rank of a context group that knows the whole rows of a batch, read in ``parts``."""
-
-    def __init__(self, group: dist.ProcessGroup, segment_ids: Tensor, chunk_size: int, parts: int) -> None:
-        super().__init__(group)
-        length = segment_ids.shape[1] // self.size
-        whole = (part.split(length, 1) for part in segment_ids.chunk(parts))
-        self._records = itertools.cycle([torch.stack([document_record(x, chunk_size) for x in row]) for row in whole])
-
-    def _gather(self, values: Tensor) -> Tensor:
-        super()._gather(values)
-        return torch.stack([values] * self.size) if values.dim() == 1 else next(self._records)
-
-
 @contextmanager
-def connected(run: Run, sizes: MeshSizes, rank: int, batch: Batch, trace: Trace) -> Iterator[Ranks]:
+def connected(sizes: MeshSizes, rank: int, trace: Trace) -> Iterator[Ranks]:
     """Context in which this process is ``rank``; its process groups do not communicate."""
     world = sizes.data_ranks * sizes.context
     if world == 1:
@@ -114,10 +99,7 @@ def connected(run: Run, sizes: MeshSizes, rank: int, batch: Batch, trace: Trace)
     try:
         shape, names = (sizes.replicate, sizes.shard, sizes.context), ("replicate", "shard", "context")
         mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
-        context = None
-        if sizes.context > 1 and run.model.chunk_size is not None:
-            given = batch.segment_ids, run.model.chunk_size, run.gradient_accumulation_steps
-            context = _DryContext(mesh["context"].get_group(), *given)
+        context = ContextGroup(mesh["context"].get_group()) if sizes.context > 1 else None
         ranks = _DryRanks(rank, sizes, mesh, context, trace=trace)
         with warnings.catch_warnings(action="ignore"):  # the groups have no time limits
             assert ranks.sharding_mesh is not None  # made here, on the host
@@ -140,13 +122,14 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     carried = carried_state(run, model, ranks)
     _prepare(model, optimizer)
     _watch_parts(model, optimizer, ledger)
+    rule = SpikeRule(run.skip, device=DEVICE)
     ledger.use, ledger.moment = WORK, "the forward pass"
     ledger.restart()
     trace.restart()
-    train_step(
+    start_step(
         model, optimizer, split_batch(batch, run.gradient_accumulation_steps, DEVICE, ranks),
-        learning_rate=run.optimizer.learning_rate, clip=run.optimizer.clip, precision=run.precision, ranks=ranks,
-        carried=carried,
+        learning_rate=run.optimizer.learning_rate, clip=run.optimizer.clip, precision=run.precision, rule=rule,
+        ranks=ranks, carried=carried,
     )  # fmt: skip
     ledger.mark(_local(parameter.grad for parameter in model.parameters()), GRADIENTS)
 
