@@ -45,7 +45,7 @@ FLOPS_WORDS = {
 }
 TRAFFIC_WORDS = {
     "gather weights": "blocks twice, embedding and head once; for each of {accumulation} accumulated parts",
-    "reduce gradients": "float32, once per step, over {divided} GPUs",
+    "reduce gradients": "float32, once per part, over {divided} GPUs",
     "sum over replicas": "float32, over {replicate} copies",
     "context exchange": "{layer} per layer and row forward, the same backward",
 }

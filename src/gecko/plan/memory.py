@@ -173,10 +173,10 @@ def step_memory(run: Run, share: Share) -> dict[str, int]:
 
 def _moments(run: Run, share: Share, gradients: int) -> Iterator[dict[str, int]]:
     """Yield the bytes besides parameters and optimizer: in the loss, in backward of the second and of the last block,
-    and at the end. ``gradients`` are the bytes of all, which accumulation keeps from part to part on one GPU."""
+    and at the end. ``gradients`` are the bytes of all, which accumulation keeps from part to part."""
     config, groups, layers = run.model, group_sizes(run.model, bfloat16=share.bfloat16), run.model.num_layers
     of_block = gradients * (groups.gradients - groups.rest) // groups.gradients // layers
-    before = gradients if run.gradient_accumulation_steps > 1 and share.divided == 1 else 0
+    before = gradients if run.gradient_accumulation_steps > 1 else 0
     kept, head = _kept_on_gpu(run, share), config.vocab_size * config.model_dim * FLOAT
     block, whole_block = groups.blocks // layers, (groups.gradients - groups.rest) // layers
     fixed = _fixed_buffers(run, groups, share)
@@ -259,9 +259,6 @@ def _fixed_buffers(run: Run, groups: GroupSizes, share: Share) -> int:
         held = 1 if run.activation_checkpointing == "full" else layers
         return held * groups.blocks // layers if share.bfloat16 else 0
     buffers = 0
-    if run.gradient_accumulation_steps > 1:
-        # Gradients are reduced once per step; until then every GPU has all of them.
-        buffers += groups.gradients - groups.rest
     if share.context > 1:
         # What arrives in a layer is kept for its backward pass.
         buffers += layers * share.rows * counts_of(run.model).context_bytes(share.itemsize, share.context)
