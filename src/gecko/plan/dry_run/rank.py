@@ -26,7 +26,6 @@ from gecko.plan.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryLe
 from gecko.plan.dry_run.trace import Trace
 from gecko.runtime.private import backward_pass, fake_store, forget_meshes
 from gecko.train import Run
-from gecko.train.carried import carried_state
 from gecko.train.optimizers.build import build_optimizer
 from gecko.train.setup import configured
 from gecko.train.step import split_batch, train_step
@@ -137,7 +136,6 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     ledger.mark(_local(model.parameters()), PARAMETERS)
     optimizer = build_optimizer(model, run.optimizer)
     ledger.mark(_local(x for state in optimizer.state.values() for x in state.values()), OPTIMIZER)
-    carried = carried_state(run, model, ranks)
     _prepare(model, optimizer)
     _watch_parts(model, optimizer, ledger)
     ledger.use, ledger.moment = WORK, "the forward pass"
@@ -146,7 +144,6 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     train_step(
         model, optimizer, split_batch(batch, run.gradient_accumulation_steps, DEVICE, ranks),
         learning_rate=run.optimizer.learning_rate, clip=run.optimizer.clip, precision=run.precision, ranks=ranks,
-        carried=carried,
     )  # fmt: skip
     ledger.mark(_local(parameter.grad for parameter in model.parameters()), GRADIENTS)
 
