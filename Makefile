@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-gpu test-tutorial docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-gpu test-tutorial test-docs docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -15,13 +15,16 @@ test: .venv/test  ## Check style, types and import directions, and run the tests
 	$(BIN)/pytest -n auto --dist loadgroup --ignore tests/serving/test_attacks.py
 	$(MAKE) --no-print-directory test-attacks
 
-ci: test docs test-tutorial test-kernels test-simulated test-hf-oldest test-upstream test-vllm  ## Run everything that continuous integration runs
+ci: test docs test-tutorial test-docs test-kernels test-simulated test-hf-oldest test-upstream test-vllm  ## Run everything that continuous integration runs
 
 test-attacks: .venv/test  ## Attack a running server; its answers are timed, so no other test runs meanwhile
 	$(BIN)/pytest tests/serving/test_attacks.py
 
 test-tutorial:  ## Run the commands of docs/tutorial.md, at a small size, in a new environment that has only the wheel
 	$(PYTHON) tests/documents/tutorial.py
+
+test-docs: .venv/test  ## Run the commands and snippets of README, docs/ and examples/ with one small model; compare what they print
+	$(BIN)/python tests/documents/check.py
 
 test-kernels: .venv/test  ## Run the Triton kernels under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto tests/kernels/interpreted

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, pipeline
 
 import gecko
 from gecko.hf import GeckoCache, byte_tokenizer
+from gecko.inference.packed_weights import decoder_of
 
 PAD = 0
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
@@ -284,3 +285,21 @@ def test_token_healing(texts, text_folder):
     greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 257}
     healed = model.generate(**inputs, **greedy, token_healing=True, tokenizer=tokenizer)
     assert torch.equal(healed, model.generate(**inputs, **greedy))
+
+
+def test_the_decoder_in_c_takes_the_model_of_transformers(text_folder):
+    ours, theirs = gecko.load(text_folder).eval(), AutoModelForCausalLM.from_pretrained(text_folder).eval().model.gecko
+    assert decoder_of(theirs, theirs.empty_state()) == decoder_of(ours, ours.empty_state())
+    prompt = tokens(1, 30)[0]
+    made = [gecko.generate(model, prompt, max_new_tokens=12, temperature=0).tokens for model in (ours, theirs)]
+    assert made[0] == made[1]
+
+
+def test_a_subclass_of_its_blocks_decodes_in_pytorch(text_folder):
+    model = AutoModelForCausalLM.from_pretrained(text_folder).eval().model.gecko
+
+    class Other(type(model.blocks[0])):
+        pass
+
+    model.blocks[0].__class__ = Other
+    assert decoder_of(model, model.empty_state()) is None

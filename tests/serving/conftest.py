@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from serving.sites import Site, serving
 
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
+from gecko.inference.decoder import Decoder
 from gecko.serving.limits import Limits
 
 CONFIG = gecko.GeckoConfig(
@@ -70,3 +72,10 @@ def site(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path_factory: pytest.Temp
     with serving(model, tokenizer, states, limits=limits, prefix_cache_bytes=1 << 20, states=states) as site:
         yield site
         site.wait_until_idle()
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a decoding step take 10 ms, so that a text does not end before the test has looked at it."""
+    step = Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda *args: time.sleep(0.01) or step(*args))

@@ -48,6 +48,7 @@ def asking(site: Site, **asked: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("slow_steps")
 def test_a_client_that_goes_away_frees_its_row(site: Site, stream: bool) -> None:
     made = site.numbers()["gecko_generated_tokens_total"]
     with asking(site, n=3, stream=stream):
@@ -58,6 +59,7 @@ def test_a_client_that_goes_away_frees_its_row(site: Site, stream: bool) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("slow_steps")
 def test_a_client_that_goes_away_while_it_waits_frees_its_place(site: Site, stream: bool) -> None:
     """The server notices although it sends nothing that could fail."""
     with asking(site, n=4):
@@ -175,6 +177,7 @@ def test_a_full_queue_of_the_engine_is_told_like_a_full_server(site: Site, monke
     site.wait_until_idle()
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_failing_step_ends_those_it_held_and_no_others(start: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     site = start(limits=Limits(rows=2))
     engine = site.service.worker._engine
@@ -194,9 +197,10 @@ def test_a_failing_step_ends_those_it_held_and_no_others(start: StartServer, mon
     assert site.post(json={**LONG, "max_tokens": 5}).status_code == 200
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_running_requests_finish_and_new_ones_get_503(start: StartServer) -> None:
     site = start(grace_seconds=30.0)
-    with site.openai.completions.create(model="small", stream=True, **{**LONG, "max_tokens": 400}) as stream:
+    with site.openai.completions.create(model="small", stream=True, **{**LONG, "max_tokens": 200}) as stream:
         next(iter(stream))
         site.server.handle_exit(signal.SIGTERM, None)
         until(lambda: httpx2.get(f"{site.url}/health").status_code == 503)
@@ -208,6 +212,7 @@ def test_running_requests_finish_and_new_ones_get_503(start: StartServer) -> Non
     until(lambda: site.server.should_exit)
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_what_does_not_finish_in_time_is_told_so(start: StartServer) -> None:
     site = start(grace_seconds=0.2)
     begin = time.monotonic()

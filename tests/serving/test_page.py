@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from serving.waiting import PATIENCE, until
 
 import gecko
 from gecko.data.chat import DEFAULT_TEMPLATE
-from gecko.inference.decoder import Decoder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
@@ -151,7 +149,8 @@ def test_a_model_without_a_chat_template_is_said_to_be_none_for_chat(
     assert not page.is_visible("#note")
 
 
-def test_the_keyboard_is_enough(page: Any, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("slow_steps")
+def test_the_keyboard_is_enough(page: Any, site: Site) -> None:
     page.goto(site.url)
     assert page.evaluate("document.activeElement.id") == "prompt"
     assert page.get_attribute("#prompt", "placeholder")
@@ -163,8 +162,6 @@ def test_the_keyboard_is_enough(page: Any, site: Site, monkeypatch: pytest.Monke
     page.keyboard.press("Enter")
     shows(page, "#ended", re.compile("^5 tokens"))
     assert page.text_content(".user") == "a\nb"
-    step = Decoder.step
-    monkeypatch.setattr(Decoder, "step", lambda *args: time.sleep(0.01) or step(*args))
     page.fill("#tokens", "4000")
     page.focus("#prompt")
     page.keyboard.type("More")
@@ -217,11 +214,8 @@ def test_a_text_is_continued(page: Any, site: Site, model: gecko.Gecko) -> None:
     assert position(page) == (10 + 60)
 
 
-def test_position_grows_while_text_comes_and_stopping_frees_the_row(
-    page: Any, site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = Decoder.step
-    monkeypatch.setattr(Decoder, "step", lambda *args: time.sleep(0.01) or step(*args))  # the text must not end first
+@pytest.mark.usefixtures("slow_steps")
+def test_position_grows_while_text_comes_and_stopping_frees_the_row(page: Any, site: Site) -> None:
     page.goto(site.url)
     page.fill("#tokens", "4000")
     page.fill("#prompt", "Go on")

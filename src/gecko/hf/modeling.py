@@ -42,11 +42,15 @@ logger = logging.get_logger(__name__)
 class GeckoBlock(GradientCheckpointingLayer, Block):
     """Block whose activations backward recomputes after ``gradient_checkpointing_enable``."""
 
+    computes = Block
+    """Without gradients it computes the same as this class, so the decoders take it."""
+
 
 class CheckpointedGecko(Gecko):
     """Gecko of ``GeckoBlock``."""
 
     block_class = GeckoBlock
+    computes = Gecko
 
 
 class GeckoModel(GeckoPreTrainedModel):

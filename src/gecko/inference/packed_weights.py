@@ -31,7 +31,8 @@ _MODULES = (
     Gecko, Block, GatedAttention, FeedForward, CEMA, TimestepNorm, RMSNorm, LayerNorm, nn.Linear, nn.Embedding,
     nn.ModuleList,
 )  # fmt: skip
-"""Classes whose computation the kernels know; a subclass may compute something else."""
+"""Classes whose computation the kernels know. A subclass may compute something else, so it must say in ``computes``
+which of these it computes."""
 _ATTENTIONS = {"sliding_chunk": 0, "chunk": 1, "sliding_window": 2}
 _MEMORIES = {"none": 0, "adaptive": 1, "linear": 2}
 
@@ -55,7 +56,7 @@ def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | No
     modules = list(model.modules())
     floats = [(name, x.dtype) for name, x in state.tensors().items() if x.is_floating_point()]
     known = (
-        not model.sharded and not dispatch.is_watched() and all(type(module) in _MODULES for module in modules)
+        not model.sharded and not dispatch.is_watched() and all(map(_is_known, modules))
         and all(x.dtype in _DTYPES for x in model.parameters())
         and all(dtype in (_DTYPES if ".attention." in name else _DTYPES[:1]) for name, dtype in floats)
         and all(is_bare(module) for module in modules if isinstance(module, nn.Linear))
@@ -85,6 +86,11 @@ def _kind(weight: Tensor) -> str:
         return str(weight.dtype)
     integers, scale = plain_tensors(weight)
     return "8 bit" if scale.numel() == len(integers) else "4 bit"
+
+
+def _is_known(module: nn.Module) -> bool:
+    kind = type(module)
+    return vars(kind).get("computes", kind) in _MODULES
 
 
 def _has_hooks(module: nn.Module) -> bool:

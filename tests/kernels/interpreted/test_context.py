@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from kernels.ranks import read_interpreted
 from support.context_cases import Text, assert_near, model_for_kernels, read
 from support.processes import Processes
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the simulator runs kernels of one process only"
+)
 
 EXPECTED = {
     "normalise_tiles", "gradients", "filter_kernel", "gradients_kernel", "_chain_kernel", "_chain_backward_kernel",
