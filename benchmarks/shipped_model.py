@@ -40,7 +40,7 @@ def nats_per_byte(model: gecko.Gecko, texts: Path, rows: int) -> float:
         data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()
         for at in torch.linspace(0, len(data) - ROW, rows).long().tolist():
             row = torch.cat((torch.tensor([start]), data[at : at + ROW]))
-            losses.append(F.cross_entropy(model(row[None, :-1]).logits[0].float(), row[1:]))
+            losses.append(F.cross_entropy(model(row[None, :-1])[0][0].float(), row[1:]))
     return float(torch.stack(losses).mean())
 
 
@@ -63,12 +63,12 @@ def main() -> None:
     exact = gecko.load(source).eval()
     loss = nats_per_byte(exact, given.texts, given.rows)
     exact.bfloat16().save(target)
+    recipe = Run.load(source / "recipe.json")
+    recipe.save(target / "recipe.json")
     stored = nats_per_byte(gecko.load(target).float().eval(), given.texts, given.rows)
     text, seconds = generated("It was ")
     records = read_metrics(given.run / METRICS)
     trained = [record for record in records if record["kind"] == "train"]
-    recipe = Run.load(source / "recipe.json")
-    recipe.save(target / "recipe.json")
     step = recipe.batch_size * recipe.sequence_length
     numbers = {
         "date": date.today(),

@@ -60,7 +60,7 @@ def books() -> Run:
         output="runs/books",
         batch_size=4,
         sequence_length=2048,
-        steps=3663,
+        steps=2900,
         precision="auto",
         optimizer=OptimizerSettings(learning_rate=8e-3),
         schedule=ScheduleSettings(kind="wsd", warmup=0.03, decay=0.25),
