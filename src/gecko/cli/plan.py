@@ -286,10 +286,11 @@ def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -
 def _find_config(model: str) -> ModelConfig:
     from gecko.cli.arguments import find_model, nearest_hint
     from gecko.io.model_folder import CONFIG
+    from gecko.io.shipped import shipped_models
     from gecko.models import find_preset, load_config
 
     folder = Path(model).expanduser()
-    if folder.exists():
+    if folder.exists() or model in shipped_models():
         return load_config(find_model(model) / CONFIG)
     try:
         return find_preset(model)

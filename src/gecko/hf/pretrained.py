@@ -20,6 +20,7 @@ from gecko.io.checkpoints import CHECKPOINTS, model_folder
 from gecko.io.files import whole_file
 from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, write_folder
 from gecko.io.quantization import is_quantized
+from gecko.io.shipped import shipped_folder
 from gecko.models.gecko import Gecko
 
 _PARTS = ("embedding.", "blocks.", "final_norm.", "head.")
@@ -100,13 +101,13 @@ class GeckoPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load a model; unlike transformers, refuse a folder that lacks parameters instead of initialising them.
 
-        The folder of a training run stands for its newest sound checkpoint. A classifier's scores may be missing: then
-        they are random, and transformers says so.
+        The folder of a training run stands for its newest sound checkpoint, and ``books`` for the shipped model. A
+        classifier's scores may be missing: then they are random, and transformers says so.
 
         Raises:
             ValueError: parameters are missing, unexpected, or of another shape.
         """
-        if args and Path(args[0], CHECKPOINTS).is_dir():
+        if args and (Path(args[0], CHECKPOINTS).is_dir() or shipped_folder(args[0]) is not None):
             args = (str(model_folder(args[0])), *args[1:])
         parts = "|".join(part.removesuffix(".") for part in _PARTS)
         kwargs.setdefault("key_mapping", {rf"^({parts})\.": r"gecko.\1."})
