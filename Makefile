@@ -70,17 +70,18 @@ bench-demo: .venv/bench demo  ## Measure the numbers in benchmarks/results that 
 	$(BIN)/python benchmarks/snapshot.py --write
 	$(BIN)/python benchmarks/quantization.py --write
 
-bench-gpu: .venv/bench  ## Measure operators, training and decoding on this machine's GPU
+bench-gpu: .venv/test  ## Measure operators, training and decoding on this machine's GPU
 	$(BIN)/python benchmarks/operators.py
 
 bench-vllm: .venv-vllm/test  ## Measure Gecko in vLLM beside a Mamba2 and a Llama of equal size, and beside our engine
 	.venv-vllm/bin/python benchmarks/vllm_engine.py --write
 
-faults: .venv/test  ## Plant each fault of tests/faults/faults.toml in a copy and expect its tests to fail
+faults: .venv/simulated  ## Plant each fault of tests/faults/faults.toml in a copy and expect its tests to fail
 	$(BIN)/python tests/faults/plant.py
 
 test-gpu: .venv/test  ## Run the tests of operators and models on this machine's GPU
-	$(BIN)/pytest -n 4 tests/gpu
+	$(BIN)/pytest -n 4 tests/gpu/test_sizes.py tests/gpu/test_models.py
+	$(BIN)/pytest -n 4 tests/gpu/test_operators.py
 
 clean:
 	rm -rf .venv .venv-docs .venv-oldest .venv-vllm build
