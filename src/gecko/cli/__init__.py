@@ -39,6 +39,7 @@ for panel, command in (
     (_USE, serve.serve),
     (_FILES, convert.quantize),
     (_FILES, convert.convert),
+    (_FILES, convert.export),
     (_FILES, convert.consolidate),
     (_FILES, convert.average),
     (_INSPECT, plan.info),

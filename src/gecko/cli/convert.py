@@ -1,4 +1,4 @@
-"""``gecko convert``, ``consolidate``, ``average`` and ``quantize``: write a model to a folder in another form."""
+"""``gecko convert``, ``consolidate``, ``average``, ``quantize`` and ``export``: write a model in another form."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.common import Model, new_model_folder, outside_of_runs
+from gecko.cli.common import Model, TokenizerSpec, new_model_folder, outside_of_runs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gecko.config import GeckoConfig
+    from gecko.models.gecko import Gecko
+
+TRANSFORMERS, ONNX = "transformers", "onnx"
 
 
 def convert(
@@ -222,3 +225,56 @@ def quantize(
             shutil.copyfile(source / name, target / name)
     before, after = (sum(path.stat().st_size for path in weight_files(folder)) for folder in (source, target))
     typer.echo(f"{target}: {after:,} bytes of weights, {after / before:.1%} of the {before:,} in {source}")
+
+
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must be new or empty.")],
+    format: Annotated[
+        str, typer.Option(help="transformers: weights and code; onnx: the graph of one decoding step.")
+    ] = TRANSFORMERS,
+    tokenizer: TokenizerSpec = None,
+) -> None:
+    """Write a model for programs that do not have this package.
+
+    The folder for transformers opens with `trust_remote_code=True`, and in vLLM beside this package. The ONNX graph
+    maps a token, a position and a state to logits and the next state; the state before the first token is beside it.
+
+    **Examples**
+
+        gecko export runs/demo models/demo
+
+        gecko export runs/demo models/demo-onnx --format onnx
+    """
+    from gecko.cli.arguments import find_gecko
+    from gecko.models.gecko import load
+
+    if format not in (TRANSFORMERS, ONNX):
+        raise ValueError(f"--format must be {TRANSFORMERS} or {ONNX}; got {format!r}.")
+    source, target = find_gecko(model), new_model_folder(out)
+    write = _write_for_transformers if format == TRANSFORMERS else _write_onnx
+    write(load(source), source, target, tokenizer)
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    typer.echo(f"{target}: {source.name} for {format}, {size:,} bytes")
+
+
+def _write_for_transformers(network: Gecko, source: Path, target: Path, given: str | None) -> None:
+    from gecko import hf
+    from gecko.cli.arguments import find_tokenizer
+    from gecko.data.chat import find_template
+    from gecko.hf.tokenizer import transformers_tokenizer
+
+    tokenizer = find_tokenizer(source, given, network.config.vocab_size)
+    template = find_template(tokenizer, source)
+    hf.export(network, target, transformers_tokenizer(tokenizer, None if template is None else template.text))
+
+
+def _write_onnx(network: Gecko, source: Path, target: Path, given: str | None) -> None:
+    from gecko.data.tokenizers import copy_tokenizer
+    from gecko.models.onnx import save_onnx
+    from gecko.train.setup import known_tokenizer
+
+    save_onnx(network, target)
+    spec = known_tokenizer(source) if given is None else given
+    if spec is not None:
+        copy_tokenizer(spec, target)

@@ -291,13 +291,21 @@ def find_format(tokenizer: Tokenizer, model_folder: Path) -> ChatFormat:
     Raises:
         ValueError: a file is damaged, or has several templates and none is named ``default``.
     """
-    for folder in (tokenizer.folder, model_folder):
-        found = None if folder is None else _read_template(folder)
-        if folder is not None and found is not None:
-            # The folder may have special tokens that a SentencePiece model lacks; the ids of the tokenizer win.
-            specials = {**_special_tokens(folder), **tokenizer.special_texts}
-            return TemplateChat(tokenizer, found.text, specials, f"the template in {found.path}")
-    return PlainChat(tokenizer)
+    found = find_template(tokenizer, model_folder)
+    if found is None:
+        return PlainChat(tokenizer)
+    # The folder may have special tokens that a SentencePiece model lacks; the ids of the tokenizer win.
+    specials = {**_special_tokens(found.path.parent), **tokenizer.special_texts}
+    return TemplateChat(tokenizer, found.text, specials, f"the template in {found.path}")
+
+
+def find_template(tokenizer: Tokenizer, model_folder: Path) -> Template | None:
+    """Return the template in the folder of the tokenizer, else the one in the folder of the model, else None.
+
+    Errors are those of ``find_format``.
+    """
+    folders = (folder for folder in (tokenizer.folder, model_folder) if folder is not None)
+    return next((found for folder in folders if (found := _read_template(folder)) is not None), None)
 
 
 def tuning_format(tokenizer: Tokenizer, model_folder: Path) -> TemplateChat:
@@ -308,20 +316,22 @@ def tuning_format(tokenizer: Tokenizer, model_folder: Path) -> TemplateChat:
     return TemplateChat(tokenizer, DEFAULT_TEMPLATE, tokenizer.special_texts, "gecko's own chat template")
 
 
-class _Template(NamedTuple):
+class Template(NamedTuple):
+    """A chat template and the file that holds it."""
+
     text: str
     path: Path
 
 
-def _read_template(folder: Path) -> _Template | None:
+def _read_template(folder: Path) -> Template | None:
     if (folder / TEMPLATE).is_file():
-        return _Template(_read_text(folder / TEMPLATE), folder / TEMPLATE)
+        return Template(_read_text(folder / TEMPLATE), folder / TEMPLATE)
     template = _read_json(folder / CONFIG).get("chat_template")
     if isinstance(template, list):
         with _naming(folder / CONFIG):
             named = {entry["name"]: entry["template"] for entry in template}
         template = _default_template(named, folder)
-    return None if template is None else _Template(template, folder / CONFIG)
+    return None if template is None else Template(template, folder / CONFIG)
 
 
 def _default_template(named: Mapping[str, str], folder: Path) -> str:

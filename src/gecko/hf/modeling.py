@@ -84,10 +84,7 @@ class GeckoModel(GeckoPreTrainedModel):
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Return hidden states (B, T, D). Arguments: see ``GeckoForCausalLM``; values at padding: ``Batch.read``."""
         if torch.compiler.is_exporting():
-            raise RuntimeError(
-                "torch.export cannot trace a Gecko, because a call chooses its work by the values of masks, positions "
-                "and states. To run the model without this package, use gecko.hf.export, which writes its code."
-            )
+            use_cache = _exported_without_cache(attention_mask, position_ids, past_key_values, use_cache)
         _refuse(output_attentions, others)
         _check_borders(position_ids, others)
         batch = self.batch(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
@@ -294,6 +291,21 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
 
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[GeckoConfig.model_type] = GeckoForCausalLM.__name__
 """``Trainer`` shifts the labels for ``label_smoothing_factor`` only if this table contains the class."""
+
+
+def _exported_without_cache(mask: Any, positions: Any, cache: Any, use_cache: bool | None) -> bool:
+    """Return False, the value of ``use_cache`` for ``torch.export``, which knows the shapes of inputs but no values.
+
+    Raises:
+        RuntimeError: an argument is given by whose values a call chooses its work.
+    """
+    if mask is not None or positions is not None or cache is not None or use_cache:
+        raise RuntimeError(
+            "torch.export takes input_ids or inputs_embeds of one shape only, because a call chooses its work by the "
+            "values of masks, positions and states; leave out attention_mask, position_ids, past_key_values and "
+            "use_cache. gecko.models.onnx exports a step with its state."
+        )
+    return False
 
 
 def _check_borders(positions: Tensor | None, others: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int, *, ignored: bool = 
         raise TypeError(f"{name} must be integers; got {tokens.dtype}. Use tokens.long() if they are token ids.")
     if tokens.dim() != 2 or tokens.numel() == 0:
         raise ValueError(f"{name} must have shape (batch, length), both at least 1; got {tuple(tokens.shape)}.")
-    if tokens.device.type == "cpu":
+    if tokens.device.type == "cpu" and not torch.compiler.is_exporting():  # which knows shapes but no values
         wrong = (tokens < 0) | (tokens >= vocab_size)
         wrong &= (tokens != IGNORED) if ignored else True
         if bool(wrong.any()):
@@ -359,7 +359,7 @@ class Gecko(nn.Module):
     def _state(
         self, before: GeckoState | None, segments: Segments, mixers: tuple[MixerState, ...], norm: TimestepNormState
     ) -> GeckoState:
-        untied = self.sharded or torch.is_grad_enabled()
+        untied = self.sharded or torch.is_grad_enabled() or torch.compiler.is_exporting()
         model = before.model if before is not None else "" if untied else self.fingerprint()
         return GeckoState(self.config, model, segments.end, mixers, norm)
 

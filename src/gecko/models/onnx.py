@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gecko.io.files import whole_file
+from gecko.io.quantization import is_quantized
 from gecko.models.gecko import Gecko
 from gecko.runtime.process import require
 from gecko.segments import Clock, Segments
@@ -19,6 +21,7 @@ CLOCK = "clock."
 MOST_BYTES = 1536 << 20
 """Most bytes of weights: PyTorch writes larger ones to a second file, which a renamed graph would not find."""
 TOKEN, POSITION, LOGITS, NEXT = "token", "position", "logits", "next."
+GRAPH, START = "step.onnx", "initial_state.safetensors"
 
 
 def initial_state(model: Gecko) -> dict[str, Tensor]:
@@ -54,6 +57,18 @@ def export_onnx(model: Gecko, path: str | Path) -> None:
     assert graph is not None
     with whole_file(Path(path)) as temporary:
         graph.save(temporary)
+
+
+def save_onnx(model: Gecko, folder: str | Path) -> None:
+    """Write the graph of ``export_onnx`` and the tensors of ``initial_state`` to a folder, for programs without Python.
+
+    The weights are widened to float32 in place, which changes no value. Errors are those of ``export_onnx``.
+    """
+    if not any(map(is_quantized, model.parameters())):
+        model.float()
+    export_onnx(model, Path(folder) / GRAPH)
+    with whole_file(Path(folder) / START) as temporary:
+        save_file(initial_state(model), temporary)
 
 
 class _Step(nn.Module):

@@ -104,6 +104,8 @@ State = TypeVar("State", bound=TensorRecord)
 
 def common_chunk_offset(segments: Segments, period: int) -> int | None:
     """Return the position modulo ``period`` if it is the same in all rows, else None."""
+    if segments.at_start:
+        return 0
 
     def find() -> int | None:
         offsets = set((segments.clock.position % period).tolist())

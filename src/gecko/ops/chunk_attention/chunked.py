@@ -130,13 +130,18 @@ def _bias(pattern: Pattern, segments: Segments, phase: int, chunks: int, dtype: 
     starts = F.pad(segments.document_starts - base[:, None], (phase, chunks * chunk - phase - length), value=-(2**62))
     first = starts.unflatten(1, (chunks, chunk)) - chunk_start + pattern.lookback * chunk
     first = torch.maximum(first, pattern.first_slot(place))
-    own = (first > pattern.first_slot(place)).any(-1)
-    firsts = torch.cat([pattern.first_slot(place).unsqueeze(0), first[own]])
+    entry = torch.zeros(batch, chunks + pattern.lookback, dtype=torch.int64)
+    if torch.compiler.is_exporting():  # nothing may be chosen by values, so every block has a mask
+        own_firsts = first.flatten(0, 1)
+        entry[:, :chunks] = torch.arange(1, batch * chunks + 1).view(batch, chunks)
+    else:
+        own = (first > pattern.first_slot(place)).any(-1)
+        own_firsts = first[own]
+        entry[:, :chunks][own] = torch.arange(1, len(own_firsts) + 1)
+    firsts = torch.cat([pattern.first_slot(place).unsqueeze(0), own_firsts])
     slots = torch.arange(pattern.window)
     visible = (slots >= firsts.unsqueeze(-1)) & (slots <= pattern.last_slot(place).unsqueeze(-1))
     table = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-    entry = torch.zeros(batch, chunks + pattern.lookback, dtype=torch.int64)
-    entry[:, :chunks][own] = torch.arange(1, len(firsts))
     return to_device(table, segments.device), to_device(entry, segments.device)
 
 

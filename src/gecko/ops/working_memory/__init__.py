@@ -100,7 +100,8 @@ def working_memory(
     segments = segments or Segments.build(batch, length, device=q.device)
     check_segments(segments, batch, length)
     with full_precision(q):
-        if length == 1:
+        # The step's graph decides by the position whether the token ends a chunk; a first token needs no such graph.
+        if length == 1 and not (segments.at_start and torch.compiler.is_exporting()):
             inputs = q.to(dtype), k.to(dtype), v.to(dtype)
             out, state = working_memory_step(RULES[rule], chunk_size, inputs, state, segments)
             return out.to(v.dtype), state

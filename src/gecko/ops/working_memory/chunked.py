@@ -66,11 +66,13 @@ class Grid:
             padded = F.pad(mask, (phase, empty)).unflatten(1, (chunks, chunk_size))
             return to_device(padded[:, None, :, :, None], segments.device)
 
+        # Without a document start every token of the call belongs to the last document of its chunk.
+        whole = phase == empty == 0 and (segments.starts is None or bool(counted.numpy().all()))
         resets = last_start >= torch.arange(chunks) * chunk_size
         continues = last_start[:, 0] < phase
         return cls(
-            phase, chunks, empty, bool(counted.numpy().all()) and phase == empty == 0, on_grid(counted),
-            on_grid(allowed), to_device(resets, segments.device), to_device(continues, segments.device),
+            phase, chunks, empty, whole, on_grid(counted), on_grid(allowed), to_device(resets, segments.device),
+            to_device(continues, segments.device),
         )  # fmt: skip
 
     def lay(self, x: Tensor) -> Tensor:
