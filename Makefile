@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-vllm-newest test-gpu test-tutorial docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -15,13 +15,16 @@ test: .venv/test  ## Check style, types and import directions, and run the tests
 	$(BIN)/pytest -n auto --dist loadgroup --ignore tests/serving/test_attacks.py
 	$(MAKE) --no-print-directory test-attacks
 
-ci: test docs test-tutorial test-kernels test-simulated test-hf-oldest test-upstream test-vllm  ## Run everything that continuous integration runs
+ci: test docs test-tutorial test-docs test-kernels test-simulated test-hf-oldest test-upstream test-vllm  ## Run everything that continuous integration runs
 
 test-attacks: .venv/test  ## Attack a running server; its answers are timed, so no other test runs meanwhile
 	$(BIN)/pytest tests/serving/test_attacks.py
 
 test-tutorial:  ## Run the commands of docs/tutorial.md, at a small size, in a new environment that has only the wheel
 	$(PYTHON) tests/documents/tutorial.py
+
+test-docs: .venv/test  ## Run the commands and snippets of README, docs/ and examples/ with one small model; compare what they print
+	$(BIN)/python tests/documents/check.py
 
 test-kernels: .venv/test  ## Run the Triton kernels under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto tests/kernels/interpreted
@@ -38,6 +41,8 @@ test-upstream: .venv/upstream  ## Run transformers' own common and training test
 
 test-vllm: .venv-vllm/test  ## Run Gecko in vLLM on the CPU
 	.venv-vllm/bin/pytest tests/vllm
+
+test-vllm-serve: .venv-vllm/test  ## Install the wheel and vLLM in a new environment, serve an exported model by `vllm serve`, and ask it
 	.venv-vllm/bin/python tests/vllm/serve_from_wheel.py
 
 test-vllm-newest: build/vllm-newest/ready  ## Run Gecko in the Python code of the newest vLLM, on the CPU
@@ -71,17 +76,18 @@ bench-demo: .venv/bench demo  ## Measure the numbers in benchmarks/results that 
 	$(BIN)/python benchmarks/snapshot.py --write
 	$(BIN)/python benchmarks/quantization.py --write
 
-bench-gpu: .venv/bench  ## Measure operators, training and decoding on this machine's GPU
+bench-gpu: .venv/test  ## Measure operators, training and decoding on this machine's GPU
 	$(BIN)/python benchmarks/operators.py
 
 bench-vllm: .venv-vllm/test  ## Measure Gecko in vLLM beside a Mamba2 and a Llama of equal size, and beside our engine
 	.venv-vllm/bin/python benchmarks/vllm_engine.py --write
 
-faults: .venv/test  ## Plant each fault of tests/faults/faults.toml in a copy and expect its tests to fail
+faults: .venv/simulated  ## Plant each fault of tests/faults/faults.toml in a copy and expect its tests to fail
 	$(BIN)/python tests/faults/plant.py
 
 test-gpu: .venv/test  ## Run the tests of operators and models on this machine's GPU
-	$(BIN)/pytest -n 4 tests/gpu
+	$(BIN)/pytest -n 4 tests/gpu/test_sizes.py tests/gpu/test_models.py
+	$(BIN)/pytest -n 4 tests/gpu/test_operators.py
 
 clean:
 	rm -rf .venv .venv-docs .venv-oldest .venv-vllm build

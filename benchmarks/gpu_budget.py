@@ -1,6 +1,7 @@
 """What the kernels can reach on an H200, predicted from their compiled code. No GPU is needed.
 
-    python benchmarks/gpu_budget.py --write           # writes benchmarks/results/gpu_budget.md
+    python benchmarks/gpu_budget.py --write           # writes gpu_budget.md and gpu_budget.json in benchmarks/results
+    python benchmarks/gpu_budget.py --steps --write   # gpu_budget.json only, with the kernels of a training step
 
 Every launch of every operator is recorded at the shapes of models, compiled for sm_90 and disassembled.
 ``gpu/budget.py`` has the arithmetic.
@@ -18,8 +19,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from gpu.budget import COPY, PRODUCTS, Cost, costs, merged
-from gpu.operators import MIXING, Operator, operators
+from gpu.kernel_page import PREDICTIONS, Prediction, write_predictions
+from gpu.operators import MIXING, Operator, forward_and_backward, operators
 from gpu.shapes import Shape
+from gpu.steps import Step
 from gpu.timing import Bench
 from kernels.recording import launches
 from measuring import publish
@@ -38,19 +41,12 @@ def predicted(shape: Shape) -> Iterator[tuple[Operator, list[Cost], list[Cost]]]
     launches(lambda: found.extend(operators(shape, bench)), lambda _: None)
     for operator in found:
         if operator.name not in LEFT_OUT:
-            yield operator, costs(lambda op=operator: _forward(op)), costs(lambda op=operator: _both(op))
+            yield operator, costs(lambda op=operator: _forward(op)), costs(lambda op=operator: forward_and_backward(op))
 
 
 def _forward(operator: Operator) -> None:
     with torch.no_grad():
         operator.function(*operator.inputs)
-
-
-def _both(operator: Operator) -> None:
-    inputs = [x.detach().requires_grad_() for x in operator.inputs]
-    output = operator.function(*inputs)
-    outputs = output if isinstance(output, tuple) else (output,)
-    torch.autograd.grad(outputs, inputs, [torch.empty_like(x) for x in outputs])
 
 
 def share(operator: Operator, found: list[Cost], numbers: float, flops: float) -> tuple[float, str]:
@@ -87,6 +83,24 @@ def table(operator: Operator, both: list[Cost], elements: float) -> Iterator[str
         )
 
 
+def steps(names: list[str]) -> dict[str, list[Prediction]]:
+    """Return what each kernel needs in a training step of one block and the head of each preset."""
+    cpu, found = torch.device("cpu"), {}
+    for step in (Step(name, LENGTH) for name in names):
+        by_name: dict[str, list[Cost]] = {}
+        for cost in costs(step.prepare(cpu)):
+            by_name.setdefault(cost.name, []).append(cost)
+        found[str(step)] = [_prediction(name, group) for name, group in by_name.items()]
+    return found
+
+
+def _prediction(name: str, group: list[Cost]) -> Prediction:
+    sums = {
+        field: sum(getattr(cost, field) for cost in group) for field in ("seconds", "bytes", "flops", "instructions")
+    }
+    return Prediction(name, len(group), **sums, limit=max(group, key=lambda cost: cost.seconds).limit)
+
+
 def section(name: str) -> list[str]:
     """Return both tables of one preset."""
     config = GeckoConfig.preset(name)
@@ -119,8 +133,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["gecko-1b", "gecko-7b"], metavar="PRESET")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu_budget.md")
+    parser.add_argument("--steps", action="store_true", help="only training steps, for the table of kernels of a card")
     arguments = parser.parse_args()
-    publish("gpu_budget.md", page(arguments.models), arguments.write)
+    if not arguments.steps:
+        publish("gpu_budget.md", page(arguments.models), arguments.write)
+    found = steps(arguments.models)
+    for step, kernels in found.items():
+        print(f"{step}: {1e3 * sum(kernel.seconds for kernel in kernels):.2f} ms predicted")
+    if arguments.write:
+        write_predictions(found, PREDICTIONS)
 
 
 if __name__ == "__main__":

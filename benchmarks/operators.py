@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.metadata
 import math
 import os
 import re
@@ -23,6 +24,8 @@ import sys
 import time
 import traceback
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 import torch
 from gpu.page import open_targets, page
@@ -59,6 +62,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"of: {', '.join(full())}")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where page and results go")
+    parser.add_argument(
+        "--earlier", type=Path, metavar="FOLDER",
+        help="folder with results of earlier commands on such a card, which are taken over",
+    )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=math.inf, help="for all parts together")
     parser.add_argument("--small", action="store_true", help="small shapes, two calls each; give another --out")
     parser.add_argument("--device", default="auto")
@@ -89,22 +96,28 @@ def write_page(record: Record) -> None:
         traceback.print_exception(error)
 
 
-def measure_all(names: list[str], order: list[str], record: Record, minutes: float) -> None:
+def measure_all(names: list[str], parts: dict[str, Part], bench: Bench, record: Record, minutes: float) -> None:
     """Run each part in its own process; the rates that others are compared with come first, once per card."""
     own = [*sys.argv[1:], "--here", "--only"]
     runner = Runner(
-        record, lambda part: [sys.executable, __file__, *own, part], order,
+        record, lambda part: [sys.executable, __file__, *own, part], list(parts),
         lambda: write_page(record), time.monotonic() + 60 * minutes,
     )  # fmt: skip
     known = record.parts().get(RATES) == "" and not any(record.tasks(RATES).values())
     for name in names if known else dict.fromkeys([RATES, *names]):
-        print(f"--- {name}", flush=True)
-        runner.run(name)
+        reason = parts[name].refused(bench)
+        print(f"--- {name}" + (f": {reason}" if reason else ""), flush=True)
+        if reason:
+            record.refuse(name, parts, reason)
+        else:
+            runner.run(name)
+    write_page(record)
 
 
 def measure_here(parts: dict[str, Part], bench: Bench, record: Record) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # to print its stacks before it is killed
+    record.compilations.note()
     if bench.device.type == "cuda":
         torch.cuda.set_device(bench.device.index or 0)  # events belong to the current device
     try:
@@ -116,9 +129,18 @@ def measure_here(parts: dict[str, Part], bench: Bench, record: Record) -> None:
         os._exit(1)  # a normal exit may wait for a card that no longer responds
 
 
+def take_over_earlier(folder: Path | None, record: Record) -> None:
+    """Take over what earlier commands measured on such a card, if there is any."""
+    earlier = folder / record.path.name if folder else record.path
+    if earlier.exists() and earlier.resolve() != record.path.resolve():
+        record.take_over(earlier)
+
+
 def describe(device: torch.device) -> tuple[str, str]:
     """Return the name of the card for file names, and a description of the machine."""
     facts = describe_hardware(device)
+    if triton_kernels_installed():
+        facts["Software"] += f", Triton {importlib.metadata.version('triton')}"
     hardware = "; ".join([facts.pop("GPU", "CPU"), *facts.values()])
     return re.sub(r"\W+", "_", re.split("[,;]", hardware)[0].lower()), hardware
 
@@ -131,9 +153,9 @@ def main() -> None:
         return
     parts = small() if arguments.small else full()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    bench = Bench(device, dtype, *((2, 1) if arguments.small else (arguments.repeats, 5)))
     name, hardware = describe(device)
     record = Record(arguments.out / f"{name}.json")
+    bench = Bench(device, dtype, *((2, 1) if arguments.small else (arguments.repeats, 5)), record.compilations)
     if arguments.here:
         measure_here({name: parts[name] for name in arguments.only}, bench, record)
         return
@@ -141,7 +163,8 @@ def main() -> None:
         shlex.join(["python", "benchmarks/operators.py", *sys.argv[1:]]), hardware=hardware,
         dtype=str(dtype).removeprefix("torch."), repeats=bench.repeats, warm_ups=bench.warm_ups,
     )  # fmt: skip
-    measure_all(arguments.only, list(parts), record, arguments.minutes)
+    take_over_earlier(arguments.earlier, record)
+    measure_all(arguments.only, parts, bench, record, arguments.minutes)
     print("\n".join(page(record)))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from gpu.steps import kernel_name
 from kernels.compiling import compiled, usage
 from kernels.recording import Configuration, launches
 from kernels.sass import Code, Instruction
@@ -66,6 +67,7 @@ TRIPS: dict[str, Callable[[dict[str, Any]], list[float]]] = {
     "cema.coefficient_gradients_kernel": lambda a: [a["chunk"]],
     "timestep_norm.normalise_tiles": lambda _: [2.0],  # polls for the tiles before
     "timestep_norm.gradient_carries": lambda a: [blocks(a["tiles"] - 1, a["tiles_at_once"])],
+    "loss._token": lambda a: [blocks(a["vocabulary"], a["block"])],
     "norms._gradients": lambda a: [blocks(a["rows"], a["steps"] * a["programs"])],
     "qk_scale_shift._gradients": lambda a: [blocks(a["batch"] * a["length"], a["steps"] * a["programs"])],
     "chunk_attention._log_sum_kernel": lambda a: [0.75 * a["chunk_size"] / a["block_k"]],
@@ -188,11 +190,6 @@ def of_launch(launch: Launch) -> Cost:
         name, times[limit] + GAP, size, executed, sum(flops.values()), launch.warps, registers, resident, waves,
         loads, limit,
     )  # fmt: skip
-
-
-def kernel_name(launch: Launch) -> str:
-    """Return the operator's and the kernel's name."""
-    return f"{launch.kernel.fn.__module__.removeprefix('gecko.ops.').partition('.')[0]}.{launch.kernel.__name__}"
 
 
 def of(kind: str) -> Callable[[Instruction], float]:

@@ -131,6 +131,13 @@ def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
     )  # fmt: skip
 
 
+def forward_and_backward(operator: Operator) -> None:
+    """Compute the operator and all gradients, for a record of what it does: the gradients of outputs are unwritten."""
+    inputs = [x.detach().requires_grad_() for x in operator.inputs]
+    outputs = _outputs(operator.function(*inputs))
+    torch.autograd.grad(outputs, inputs, [torch.empty_like(x) for x in outputs])
+
+
 def _coefficients(channels: int, modes: int, bench: Bench) -> list[Tensor]:
     parameters = [bench.random(*size, dtype=torch.float32) for size in ((channels, modes),) * 2]
     theta = bench.random(channels, dtype=torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from gpu.activations import Activations
 from gpu.decoding import Decoding
+from gpu.kernel_page import kernel_sections
 from gpu.operators import Agreement, Timing
 from gpu.reading import Position
 from gpu.record import Record
@@ -41,7 +42,7 @@ def page(record: Record) -> list[str]:
         "long; on a GPU, operators without the time that the host takes to launch them. " + _rates(results.rates), "",
         *_warning(results, dtype), *_targets(results), *_operators(results, dtype), *_activations(results),
         *_trainings(results), *_positions(results), *_decodings(results),
-        *_parts(record), f"Written by {commands}.",
+        *kernel_sections(record, results.rates), *_parts(record), f"Written by {commands}.",
     ]  # fmt: skip
 
 

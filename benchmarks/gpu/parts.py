@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from gpu import activations, decoding
+from gpu import activations, decoding, kernel_times, warm_cache
 from gpu.operators import measure_compiled, measure_eager, measure_kernels, operators
 from gpu.peers import peers
 from gpu.reading import positions
 from gpu.record import Record, Result
 from gpu.shapes import Shape
+from gpu.steps import Step
+from gpu.suites import run_tests
+from gpu.sweep import places, sweep
 from gpu.targets import LENGTHS, MODEL, ROWS, SHAPE
 from gpu.timing import Bench, Rates, why
 from gpu.training import LLAMA, equal_llama, train
@@ -21,6 +24,11 @@ from gecko.config import GeckoConfig
 SMALLEST = "gecko-125m"
 FAR = [1_000, 10_000, 100_000, 1_000_000]
 RATES = "rates"
+PRESETS = ("gecko-7b", "gecko-1b", "gecko-125m", "gecko-15m", "tiny", "megalodon-tiny")
+"""Models of ``tests/gpu/test_sizes.py``; those whose kernels take longest to compile come first."""
+LONG, WIDE = 98e9, 129e9
+"""Bytes that training gecko-1b on a row of 131,072 tokens needs, with full recomputation, and decoding 32 rows of
+gecko-7b."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,14 @@ class Part:
     tasks: Callable[[Bench], Iterator[Task]]
     asked: bool = False
     """Whether the part is measured only if it is named."""
+    needs: float = 0.0
+    """Bytes of the card's memory without which nothing of the part is tried."""
+
+    def refused(self, bench: Bench) -> str:
+        """Return why the part cannot be measured on this card, or ""."""
+        if bench.memory >= self.needs:
+            return ""
+        return f"needs a card with {self.needs / 1e9:.0f} GB; this one has {bench.memory / 1e9:.0f} GB"
 
 
 def full() -> dict[str, Part]:
@@ -43,14 +59,26 @@ def full() -> dict[str, Part]:
     shapes = {name: Shape(name, GeckoConfig.preset(name), 32_768) for name in (SHAPE, MODEL, SMALLEST)}
     return {
         RATES: Part(partial(_rates, 2**29, 8_192)),
+        "warm:tests": Part(_warm_tests),
+        f"warm:operators:{SHAPE}": Part(partial(_warm_operators, [SHAPE, MODEL], 32_768)),
+        "tests:sizes": Part(partial(_tests, "test_sizes.py")),
+        "tests:models": Part(partial(_tests, "test_models.py")),
         f"operators:{SHAPE}": Part(partial(_operators, shapes[SHAPE])),
-        f"training:{MODEL}": Part(partial(_trainings, MODEL, list(LENGTHS))),
-        f"decoding:{MODEL}": Part(partial(_decodings, MODEL, ROWS)),
-        f"decoding:{SHAPE}": Part(partial(_decodings, SHAPE, ROWS)),
-        "activations": Part(partial(_activations, SHAPE, 32_768)),
-        f"peers:{SHAPE}": Part(partial(_peers, shapes[SHAPE])),
-        f"eager:{SHAPE}": Part(partial(_eager, shapes[SHAPE])),
         f"operators:{MODEL}": Part(partial(_operators, shapes[MODEL])),
+        f"warm:training:{MODEL}": Part(partial(_warm_training, MODEL, list(LENGTHS))),
+        f"warm:sweep:{MODEL}": Part(partial(_warm_sweep, MODEL, 32_768)),
+        f"training:{MODEL}": Part(partial(_trainings, MODEL, list(LENGTHS)[:2])),
+        f"training:{MODEL}:long": Part(partial(_trainings, MODEL, list(LENGTHS)[2:]), needs=LONG),
+        f"kernels:{MODEL}": Part(partial(_kernels, MODEL, 32_768)),
+        f"sweep:{MODEL}": Part(partial(_sweep, MODEL, 32_768)),
+        f"warm:decoding:{SHAPE}": Part(partial(_warm_decoding, [MODEL, SHAPE], ROWS)),
+        f"peers:{SHAPE}": Part(partial(_peers, shapes[SHAPE])),
+        f"decoding:{MODEL}": Part(partial(_decodings, MODEL, ROWS)),
+        f"decoding:{SHAPE}": Part(partial(_decodings, SHAPE, ROWS[:1])),
+        f"decoding:{SHAPE}:wide": Part(partial(_decodings, SHAPE, ROWS[1:]), needs=WIDE),
+        "activations": Part(partial(_activations, SHAPE, 32_768)),
+        "tests:operators": Part(partial(_tests, "test_operators.py")),
+        f"eager:{SHAPE}": Part(partial(_eager, shapes[SHAPE])),
         f"operators:{SMALLEST}": Part(partial(_operators, shapes[SMALLEST])),
         f"training:{SMALLEST}": Part(partial(_trainings, SMALLEST, list(LENGTHS))),
         f"positions:{SMALLEST}": Part(partial(_positions, SMALLEST, FAR)),
@@ -70,6 +98,10 @@ def small() -> dict[str, Part]:
         RATES: Part(partial(_rates, 2**22, 512)),
         "operators:tiny": Part(partial(_operators, shape)),
         "eager:tiny": Part(partial(_eager, shape)),
+        "warm:decoding:tiny": Part(partial(_warm_decoding, ["tiny"], (1,))),
+        "tests:sizes": Part(partial(_tests, "test_sizes.py")),
+        "kernels:tiny": Part(partial(_kernels, "tiny", 512)),
+        "sweep:tiny": Part(partial(_sweep, "tiny", 512)),
         "training:tiny": Part(partial(_trainings, "tiny", [256, 512])),
         "activations": Part(partial(_activations, "tiny", 512)),
         "peers:tiny": Part(partial(_peers, shape)),
@@ -127,6 +159,50 @@ def _trainings(name: str, lengths: list[int], bench: Bench) -> Iterator[Task]:
     for length in lengths:
         for model, of in ((name, config), (f"{LLAMA}, equal to {name}", equal_llama(config))):
             yield Task(f"{model} at {length:,}", _later(train, model, of, length, bench))
+
+
+def _kernels(preset: str, length: int, bench: Bench) -> Iterator[Task]:
+    yield Task("a training step", kernel_times.measure(Step(preset, length), bench))
+
+
+def _sweep(preset: str, length: int, bench: Bench) -> Iterator[Task]:
+    """Yield a task per kernel; each makes the step anew, and tries the variants at its place."""
+    step = Step(preset, length)
+    call = step.prepare(bench.device)
+    for place in places(step):
+        yield Task(place.kernel, sweep(step, call, place, bench))
+
+
+def _tests(file: str, bench: Bench) -> Iterator[Task]:
+    yield Task(file, run_tests(file, bench))
+
+
+def _warm(groups: dict[str, warm_cache.Group], bench: Bench) -> Iterator[Task]:
+    for name, group in groups.items():
+        yield Task(name, warm_cache.warm(name, group, bench))
+
+
+def _warm_tests(bench: Bench) -> Iterator[Task]:
+    from support.cases import VARIANTS
+
+    sizes = {f"test_sizes, {name}": partial(warm_cache.sizes_of, name) for name in PRESETS}
+    yield from _warm(sizes | {"test_models": partial(warm_cache.small_models_of, list(VARIANTS))}, bench)
+
+
+def _warm_operators(presets: list[str], length: int, bench: Bench) -> Iterator[Task]:
+    yield from _warm({f"operators, {x}": partial(warm_cache.operators_of, x, length) for x in presets}, bench)
+
+
+def _warm_training(preset: str, lengths: list[int], bench: Bench) -> Iterator[Task]:
+    yield from _warm({f"training, {preset}": partial(warm_cache.steps_of, preset, lengths)}, bench)
+
+
+def _warm_sweep(preset: str, length: int, bench: Bench) -> Iterator[Task]:
+    yield from _warm({f"sweep, {preset}": partial(warm_cache.variants_of, preset, length)}, bench)
+
+
+def _warm_decoding(presets: list[str], counts: tuple[int, ...], bench: Bench) -> Iterator[Task]:
+    yield from _warm({f"decoding, {x}": partial(warm_cache.decoding_of, x, counts) for x in presets}, bench)
 
 
 def _activations(name: str, length: int, bench: Bench) -> Iterator[Task]:

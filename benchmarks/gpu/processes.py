@@ -13,10 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
+from gpu.compilations import BEGUN
 from gpu.record import Record
 
-STALLED_AFTER = 180.0
-"""Seconds without a result after which a process is killed; compiling kernels takes less."""
+STALLED_AFTER = 90.0
+"""Seconds without a result, and without a compilation that begins or ends, after which a process is killed."""
+COMPILED_AFTER = 300.0
+"""Seconds after the beginning of a compilation, without any other sign, after which a process is killed."""
 LEAST = 20.0
 """Seconds that must be left to start a process: with fewer it would not reach a result."""
 OUT_OF_TIME = "no time was left"
@@ -35,6 +38,7 @@ class Runner:
     deadline: float
     """Time limit, on the clock ``time.monotonic``."""
     stalled_after: float = STALLED_AFTER
+    compiled_after: float = COMPILED_AFTER
     least: float = LEAST
 
     def run(self, part: str) -> None:
@@ -53,6 +57,7 @@ class Runner:
                 tried |= lost
         else:
             self.record.end(part, OUT_OF_TIME)
+        self.record.compilations.clear()
         self.page()
 
     def _left(self) -> float:
@@ -60,6 +65,7 @@ class Runner:
 
     def _process(self, part: str) -> str:
         """Run the part's process; return why it failed, or ""."""
+        self.record.compilations.clear()
         with tempfile.TemporaryFile() as errors:
             # A separate process group, so that compilers that it started end with it.
             process = subprocess.Popen(self.command(part), stderr=errors, process_group=0)
@@ -75,17 +81,28 @@ class Runner:
         return f"{_code(process.returncode)}: {lines[-1].strip()[:200] if lines else 'no message'}"
 
     def _wait(self, process: subprocess.Popen[bytes]) -> str:
-        """Wait for the process; return why the wait was given up, or ""."""
-        changed, last = self._version(), time.monotonic()
+        """Wait for the process; return why the wait was given up, or "".
+
+        A result and a compilation that begins or ends are signs of life. If the last sign is the beginning of a
+        compilation, the next one may take longer: the process compiles and does not hang.
+        """
+        results, marks, last = self._version(), self.record.compilations.marks(), time.monotonic()
+        limit, doing = self.stalled_after, "without a result"
         while process.poll() is None:
             time.sleep(0.2)
-            if self._version() != changed:
-                changed, last = self._version(), time.monotonic()
+            if self._version() != results:
+                results, last = self._version(), time.monotonic()
+                limit, doing = self.stalled_after, "without a result"
                 self.page()
+            if (found := self.record.compilations.marks()) != marks:
+                marks, last = found, time.monotonic()
+                compiles = marks.endswith(BEGUN)
+                limit = self.compiled_after if compiles else self.stalled_after
+                doing = "of one compilation" if compiles else "without a result"
             if self._left() <= 0:
                 return "stopped, for " + OUT_OF_TIME
-            if time.monotonic() - last > self.stalled_after:
-                return f"stopped after {self.stalled_after:.0f} seconds without a result"
+            if time.monotonic() - last > limit:
+                return f"stopped after {limit:.0f} seconds {doing}"
         return ""
 
     def _version(self) -> int:

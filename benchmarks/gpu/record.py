@@ -7,20 +7,27 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gpu.activations import Activations
+from gpu.compilations import Compilations
 from gpu.decoding import Decoding
+from gpu.kernel_times import KernelTime
 from gpu.operators import Agreement, Timing
 from gpu.reading import Position
 from gpu.shapes import Floor
+from gpu.suites import Tested
+from gpu.sweep import Swept
 from gpu.timing import Rates
 from gpu.training import Training
+from gpu.warm_cache import Warmed
 
 from gecko.io.files import read_object, whole_file
 
-Result = Rates | Timing | Agreement | Activations | Training | Position | Decoding
-KINDS = {kind.__name__: kind for kind in (Rates, Timing, Agreement, Activations, Training, Position, Decoding)}
+Result = (
+    Rates | Timing | Agreement | Activations | Training | Position | Decoding | KernelTime | Swept | Tested | Warmed
+)
+KINDS: dict[str, type[Result]] = {kind.__name__: kind for kind in get_args(Result)}
 UNFINISHED = "did not end"
 
 
@@ -32,12 +39,36 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.compilations = Compilations(path.with_suffix(".compilations"))
 
     def describe(self, command: str, **facts: Any) -> None:
         """Store where, how and with which commands was measured; results of earlier commands are kept."""
         with self._changed() as content:
             content.update(facts)
             content["commands"] = [*dict.fromkeys([*content.get("commands", []), command])]
+
+    def take_over(self, path: Path) -> None:
+        """Add the parts and commands of another file that are not here. Facts are those of this one.
+
+        Raises:
+            ValueError: the file is of another card or other software, or was measured in another way.
+        """
+        with self._changed() as content:
+            earlier = read_object(path, "results")
+            theirs, ours = _origin(earlier), _origin(content)
+            if theirs != ours:
+                raise ValueError(
+                    f"results that are taken over must be of the same card, software and settings, {ours}; {path} has "
+                    f"{theirs}. Give another --out, and leave --earlier out."
+                )
+            content["parts"] = {**earlier["parts"], **content["parts"]}
+            content["commands"] = [*dict.fromkeys([*earlier["commands"], *content["commands"]])]
+
+    def refuse(self, part: str, order: Iterable[str], reason: str) -> None:
+        """Store why nothing of a part is measured; what an earlier command measured of it is kept."""
+        if not self.tasks(part):
+            self.begin(part, order)
+            self.end(part, reason)
 
     def fact(self, name: str) -> Any:
         return self._content()[name]
@@ -103,6 +134,13 @@ class Record:
         yield content
         with whole_file(self.path) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _origin(content: dict[str, Any]) -> dict[str, Any]:
+    """Return card, software and settings of results. Processor and memory may differ between two commands."""
+    fields = content["hardware"].split("; ")
+    settings = {name: content[name] for name in ("dtype", "repeats", "warm_ups")}
+    return {"card": fields[0], "software": fields[-1], **settings}
 
 
 def _decoded(found: dict[str, Any]) -> Result:

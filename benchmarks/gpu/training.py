@@ -97,7 +97,8 @@ def _step_seconds(config: ModelConfig, length: int, checkpointing: ActivationChe
     model.activation_checkpointing = checkpointing
     optimizer = build_optimizer(model, OptimizerSettings())
     tokens = torch.randint(config.vocab_size, (1, length + 1), device=bench.device)
-    part = Part(tokens[:, :-1], tokens[:, 1:], torch.zeros_like(tokens[:, 1:]), 1.0)
+    weight = torch.ones((), dtype=torch.float64, device=bench.device)
+    part = Part(tokens[:, :-1], tokens[:, 1:], torch.zeros((1, length), dtype=torch.int64), weight)
     precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
 
     def step() -> None:

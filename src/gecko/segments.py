@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gecko.runtime.records import TensorRecord
+from gecko.runtime.transfer import to_device
 
 
 class PendingTensors(Protocol):
@@ -153,8 +154,8 @@ class Segments:
             )
         ids = segment_ids.detach().to("cpu", torch.int64)
         before = ids[:, :1] if fresh else clock.segment_id[:, None]
-        changed = torch.cat([before, ids[:, :-1]], dim=1) != ids
-        starts = changed.numpy() if bool(changed.any()) else None
+        changed = (torch.cat([before, ids[:, :-1]], dim=1) != ids).numpy()
+        starts = changed if changed.any() else None
         last = ids[:, -1].clone()
         return cls(batch, length, clock, starts, last, device, overwrites=overwrites, at_start=fresh)
 
@@ -181,19 +182,19 @@ class Segments:
             return torch.arange(1, self.length + 1, device=self.device).expand(self.batch, -1)
         begin = np.where(self.starts, np.arange(self.length), 0)
         steps = np.arange(1, self.length + 1) - np.maximum.accumulate(begin, axis=1)
-        return torch.from_numpy(steps).to(self.device)
+        return to_device(torch.from_numpy(steps), self.device)
 
     @cached_property
     def continues(self) -> Tensor:
         """(batch, length) bool: the document of the token started before this call."""
         if self.starts is None:
             return torch.ones(self.batch, self.length, dtype=torch.bool, device=self.device)
-        return torch.from_numpy(~np.maximum.accumulate(self.starts, axis=1)).to(self.device)
+        return to_device(torch.from_numpy(~np.maximum.accumulate(self.starts, axis=1)), self.device)
 
     @cached_property
     def start_flags(self) -> Tensor | None:
         """``starts`` as uint8 on the device."""
-        return None if self.starts is None else torch.from_numpy(self.starts.astype(np.uint8)).to(self.device)
+        return None if self.starts is None else to_device(torch.from_numpy(self.starts.astype(np.uint8)), self.device)
 
     @property
     def spans(self) -> list[DocumentSpan]:

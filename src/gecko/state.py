@@ -17,6 +17,7 @@ from gecko.ops.chunk_attention import AttentionState
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory import WorkingMemoryState
 from gecko.runtime.records import TensorRecord
+from gecko.runtime.transfer import to_device
 from gecko.segments import Clock
 
 FORMAT = "gecko-state-1"
@@ -65,7 +66,7 @@ class GeckoState(TensorRecord):
 
     def rows(self, index: Sequence[int]) -> GeckoState:
         """Return the rows of ``index`` in that order; a row may occur more than once."""
-        return self.map(lambda x: x.index_select(0, torch.tensor(list(index), device=x.device)))
+        return self.map(lambda x: x.index_select(0, to_device(torch.tensor(list(index)), x.device)))
 
     @staticmethod
     def stack(states: Sequence[GeckoState]) -> GeckoState:

@@ -41,7 +41,7 @@ def measured(record: Record, *parts: str, seconds: float = 300, stalled_after: f
     path = record.path.with_suffix(".md")
     runner = Runner(
         record, lambda part: [sys.executable, str(FAKE), str(record.path), part], ORDER,
-        lambda: path.write_text("\n".join(page(record))), time.monotonic() + seconds, stalled_after, least,
+        lambda: path.write_text("\n".join(page(record))), time.monotonic() + seconds, stalled_after, least=least,
     )  # fmt: skip
     for part in parts:
         runner.run(part)
@@ -100,7 +100,7 @@ def test_a_part_that_does_not_begin_says_why(record):
 def test_parts_are_chosen_by_name_in_their_order():
     parts = full()
     assert operators.chosen(parts, ["activations", "operators"]) == [
-        "operators:gecko-7b", "activations", "operators:gecko-1b", "operators:gecko-125m",
+        "operators:gecko-7b", "operators:gecko-1b", "activations", "operators:gecko-125m",
     ]  # fmt: skip
     assert operators.chosen(parts, ["compiled:gecko-7b"]) == ["compiled:gecko-7b"]
     assert set(parts) - set(operators.chosen(parts, [])) == {"compiled:gecko-7b", "compiled:gecko-1b"}

@@ -101,6 +101,7 @@ def test_a_sentencepiece_tokenizer_is_refused(command: Command, tmp_path: Path) 
     run = write_run(tmp_path / "run") / "checkpoints" / "step-00000001"
     pieces.SentencePieceTrainer.train(
         sentence_iterator=iter(["red green blue"] * 9), model_prefix=str(run / "tokenizer"), vocab_size=20,
+        hard_vocab_limit=False,
         minloglevel=9,
     )  # fmt: skip
     result = command("export", run, tmp_path / "out")

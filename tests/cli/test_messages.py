@@ -83,6 +83,30 @@ def test_the_hub_is_not_asked_again_and_again_without_a_network(monkeypatch: pyt
     assert len(asked) <= 2
 
 
+@pytest.mark.parametrize(
+    "arguments", [("academic", "RUN", "piqa"), ("scrolls", "RUN", "qmsum")], ids=lambda arguments: arguments[0]
+)
+def test_data_sets_of_the_hub_are_not_asked_for_again_and_again_without_a_network(
+    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    pytest.importorskip("lm_eval")
+    hub, datasets = pytest.importorskip("huggingface_hub"), pytest.importorskip("datasets")
+
+    def unknown(*_: Any) -> list[Any]:
+        raise OSError("no name record")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("tried again"))
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    result = command("eval", *(str(run_folder) if part == "RUN" else part for part in arguments))
+    answer = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2, repr(result.exception)
+    assert "https://huggingface.co cannot be reached" in answer and "--data" in answer
+    assert not hub.constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
+
+
 def test_a_diverged_run_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import gecko.data.tokenize as tokenizing
+
 Command = Callable[..., Any]
 
 
@@ -54,6 +56,36 @@ def test_nothing_that_exists_is_written_over(command: Command, corpus: Path, tmp
                 continue
             assert result.exit_code == 2 and str(out) in result.stderr, (out, source, result.output)
             assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_corrected_command_may_use_the_folder_of_a_failed_one(command: Command, corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "shards"
+    arguments = ("tokenize", "--tokenizer", "bytes", "--out", out)
+    (tmp_path / "empty.txt").touch()
+    for wrong in ((corpus, "--field", "text"), (tmp_path / "empty.txt",)):
+        assert command(*arguments, *wrong).exit_code == 2
+        assert list(out.iterdir()) == []
+    assert command(*arguments, corpus, "--field", "body").exit_code == 0
+
+
+def test_a_failed_command_keeps_finished_shards_and_other_files(
+    command: Command, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest file is the first shard; a file of another process keeps the plan, too."""
+    monkeypatch.setattr("gecko.data.tokenize.SHARD_BYTES", (1, 1))
+    (corpus / "3.jsonl").write_text("{}\n")
+    arguments = ("tokenize", corpus, "--tokenizer", "bytes", "--field", "body", "--workers", 1, "--out")
+    assert command(*arguments, tmp_path / "shards").exit_code == 2
+    assert {"tokenize.json", "00000.ds"} <= {path.name for path in (tmp_path / "shards").iterdir()}
+    write_shard = tokenizing.write_shard
+
+    def beside_another(plan: Any, task: Any, *rest: Any) -> Any:
+        (plan.folder / ".00000.ds.abcdef01").touch()
+        return write_shard(plan, plan.tasks[3], *rest)
+
+    monkeypatch.setattr("gecko.data.executors.write_shard", beside_another)
+    assert command(*arguments, tmp_path / "again").exit_code == 2
+    assert (tmp_path / "again" / "tokenize.json").is_file()
 
 
 def test_a_damaged_shard_is_reported(command: Command, corpus: Path, tmp_path: Path) -> None:

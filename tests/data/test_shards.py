@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +31,12 @@ class Shards:
         for number, of_shard in enumerate(lengths):
             count = sum(of_shard)
             record = ShardRecord(f"{number:05d}", "numbers", len(of_shard), count, count - 2 * len(of_shard), ())
-            shard = Shard(Path(), record, TOKENIZER.dtype)
-            shard.__dict__["tokens"] = np.arange(first, first + count, dtype="<u4")
-            shard.__dict__["ends"] = np.cumsum(of_shard, dtype="<u8")
-            shard.__dict__["text_bytes"] = np.array(of_shard, "<u8") - 2
+            files = {
+                f"{number:05d}.ds": np.arange(first, first + count, dtype="<u4"),
+                f"{number:05d}.ds.index": np.cumsum(of_shard, dtype="<u8"),
+                f"{number:05d}.ds.bytes": np.array(of_shard, "<u8") - 2,
+            }
+            shard = Shard(Path(), record, TOKENIZER.dtype, lambda path, _, files=files: files[path.name])
             begins = first + np.cumsum(of_shard) - np.array(of_shard)
             self.documents += [range(int(b), int(b) + n) for b, n in zip(begins, of_shard, strict=True)]
             self.shards.append(shard)
@@ -163,6 +168,54 @@ SHUFFLE = [4, 2, 1, 8, 0, 9, 3, 5, 6, 7]
 REQUEST = DataRequest(sequence_length=8, validation_fraction=0.2, seed=0)
 
 
+@pytest.fixture
+def settled(shard_folder: Path) -> Path:
+    """Return the folder with files that changed long ago."""
+    for path in shard_folder.iterdir():
+        os.utime(path, (0, 0))
+    return shard_folder
+
+
+def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Open training data; return the names of the files that are read to be verified."""
+    read: list[str] = []
+    digest = hashlib.file_digest
+
+    def reading(file: Any, name: str) -> Any:
+        read.append(Path(file.name).name)
+        return digest(file, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", reading)
+        open_training_data(str(folder), (), ByteTokenizer(), REQUEST)
+    return read
+
+
+def test_a_file_that_was_verified_is_not_read_again(settled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(opened(settled, monkeypatch)) == 9
+    assert opened(settled, monkeypatch) == []
+    os.utime(settled / "00001.ds", (1, 1))
+    assert opened(settled, monkeypatch) == ["00001.ds"]
+    (settled / ".verified" / "00002.ds.json").write_text("{")
+    assert opened(settled, monkeypatch) == ["00002.ds"]
+
+
+def test_a_byte_that_changes_after_the_stamp_is_found(settled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its size and the time of its last change are as before."""
+    opened(settled, monkeypatch)
+    path = settled / "00001.ds"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    os.utime(path, (0, 0))
+    with pytest.raises(ValueError, match=r"00001\.ds is damaged"):
+        opened(settled, monkeypatch)
+
+
+def test_a_file_that_changed_just_now_gets_no_stamp(shard_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert opened(shard_folder, monkeypatch) == opened(shard_folder, monkeypatch) != []
+
+
 def test_documents_are_those_of_the_corpus_in_memory(shard_folder: Path, texts: list[str]) -> None:
     folder = ShardFolder.open(shard_folder)
     folder.verify()
@@ -175,6 +228,19 @@ def test_documents_are_those_of_the_corpus_in_memory(shard_folder: Path, texts: 
     assert found == [expected.document(index).tolist() for index in range(len(expected))]
     assert [int(size) for shard in folder.shards for size in shard.text_bytes] == expected.text_bytes.tolist()
     assert (folder.documents, folder.tokens) == (len(expected), expected.num_tokens)
+
+
+def test_few_files_are_open_at_a_time(shard_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A corpus may have more files than a process may open."""
+    whole = open_training_data(str(shard_folder), (), ByteTokenizer(), REQUEST).loader(4)
+    expected = [whole.batch(step).tokens for step in range(20)]
+    del whole
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("gecko.data.shards.OPEN_FILES", 2)
+    loader = open_training_data(str(shard_folder), (), ByteTokenizer(), REQUEST).loader(4)
+    for step, tokens in enumerate(expected):
+        assert loader.batch(step).tokens.equal(tokens)
+    assert len(os.listdir("/proc/self/fd")) - before <= 2
 
 
 def test_data_opens_from_shards(shard_folder: Path, texts: list[str]) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _FENCE = re.compile(
-    r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL
+    r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^(?P=indent)```$',
+    re.MULTILINE | re.DOTALL,
 )
+_CELL = re.compile(r"\| `(?P<text>(?:gecko|torchrun) [^`|]+)` (?=\|)")
+_PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|…|\.\.\.")
+_INDENTED = re.compile(r"^ {4,}(?:\$ )?(?:gecko|python|pip|make|torchrun) .*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Block:
     title: str | None
     """Name of the file as which the page says to save the text."""
     text: str
+    joined: bool
+    """Whether only empty lines lie between the block before and this one."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +44,13 @@ class Command:
 
 def blocks(path: Path) -> Iterator[Block]:
     """Yield the code blocks of a page in order."""
-    page = path.read_text(encoding="utf-8")
+    page, end = path.read_text(encoding="utf-8"), -1
     for found in _FENCE.finditer(page):
         line = page.count("\n", 0, found.start()) + 2
-        yield Block(path.name, line, found["language"], found["title"], found["text"])
+        joined = end >= 0 and not page[end : found.start()].strip()
+        text = textwrap.dedent(found["text"]) if found["indent"] else found["text"]
+        yield Block(path.name, line, found["language"], found["title"], text, joined)
+        end = found.end()
 
 
 def commands(block: Block) -> Iterator[Command]:
@@ -53,3 +63,16 @@ def commands(block: Block) -> Iterator[Command]:
             rest += 1
         text = "\n".join(lines[start : rest + 1]).removeprefix("$ ")
         yield Command(block.page, block.line + start, text, "\n".join(lines[rest + 1 : end]))
+
+
+def table_commands(path: Path) -> Iterator[Command]:
+    """Yield the commands that are cells of a page's tables, without those that have placeholders."""
+    page = path.read_text(encoding="utf-8")
+    for found in _CELL.finditer(page):
+        if not _PLACEHOLDER.search(found["text"]):
+            yield Command(path.name, page.count("\n", 0, found.start()) + 1, found["text"], "")
+
+
+def indented_commands(path: Path) -> list[str]:
+    """Return the lines outside of fenced blocks that show a command by indentation, which no reader of blocks sees."""
+    return _INDENTED.findall(_FENCE.sub("", path.read_text(encoding="utf-8")))

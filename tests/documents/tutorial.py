@@ -64,7 +64,8 @@ def _runnable(command: str, port: int) -> str:
     return SERVE.format(command=command, port=port) if command.startswith("gecko serve") else command
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return the number of a port that no program uses."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return listener.getsockname()[1]
@@ -87,7 +88,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="run the commands at the size of the page")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run in this new folder and keep it")
     options = parser.parse_args()
-    text = script(PAGE, _free_port(), {} if options.full else SMALL)
+    text = script(PAGE, free_port(), {} if options.full else SMALL)
     folder = options.keep or Path(tempfile.mkdtemp(prefix="tutorial-"))
     folder.mkdir(exist_ok=True)
     try:

@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("src", "tests", "benchmarks", "pyproject.toml")
 MINUTES = 10
 """Time limit in minutes for the tests of one fault."""
+SIMULATED = "--plugin=kernels.simulated"
+"""Argument of tests that run kernels under the simulator, which notices accesses outside of a tensor. The environment
+must have it (``make .venv/simulated``)."""
 PASSED, FAILED = 0, 1
 """Exit codes of pytest. Any other code, such as that of an error during collection, is not a failed test."""
 CRASHED = tuple(-number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE))
@@ -63,9 +66,10 @@ def read_faults() -> list[Fault]:
 def run_tests(folder: Path, tests: tuple[str, ...]) -> int:
     """Run pytest on the copy at ``folder``; return its exit code, or ``FAILED`` if it crashes or takes too long."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{folder}/tests", "XDG_CACHE_HOME": f"{folder}/cache"}
-    if any("kernels/interpreted" in test for test in tests):
+    if any("kernels/interpreted" in test for test in tests) and SIMULATED not in tests:
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *tests]
+    given = [argument for test in tests for argument in (("-p", "kernels.simulated") if test == SIMULATED else (test,))]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *given]
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60 * MINUTES, check=False

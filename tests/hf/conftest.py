@@ -21,6 +21,8 @@ pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+import gecko.hf
+
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 

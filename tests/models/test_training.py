@@ -48,7 +48,7 @@ def test_stopped_and_resumed_is_uninterrupted(
     expected, original = train(whole), Trainer._step
 
     def stepping(self: Trainer) -> None:
-        if self.position.step == step:
+        if self.next_step == step + 1:
             raise KeyboardInterrupt
         original(self)
 

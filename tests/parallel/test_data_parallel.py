@@ -85,11 +85,18 @@ def test_bfloat16_on_ranks_learns_as_on_one(jobs: Jobs, run_in: Callable[..., Ru
     np.testing.assert_allclose(curve(many), curve(one), rtol=5e-3)
 
 
-def test_accumulation_exchanges_gradients_once(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    once, parts = run_in("x"), run_in("x", gradient_accumulation_steps=4)
-    blocks_and_root = once.model.num_layers + 1
-    assert jobs.run(2, work.gradient_exchanges, once) == [blocks_and_root] * 2
-    assert jobs.run(2, work.gradient_exchanges, parts) == [blocks_and_root] * 2
+@pytest.mark.parametrize(("ranks", "replicate"), [(2, 1), (4, 1), (4, 2)])
+def test_accumulated_gradients_are_shards(jobs: Jobs, run_in: Callable[..., Run], ranks: int, replicate: int) -> None:
+    """Gradients are divided among the shards after each part, and summed over the replicas after the last one."""
+    parts = 4 // (ranks // 2)
+    run = run_in("x", gradient_accumulation_steps=parts, replicate=replicate)
+    groups = run.model.num_layers + 1
+    for found in jobs.run(ranks, work.accumulated_gradients, run):
+        assert found["reduce_scatters"] == groups * parts
+        assert found["all_reduces"] == (groups if replicate > 1 else 0)
+        # Ranks cannot divide every dimension evenly.
+        shard = pytest.approx(found["bytes of the model"] * replicate / ranks, rel=0.1)
+        assert found["bytes after each part"] == [shard] * parts
 
 
 @pytest.mark.parametrize("mesh", ["shard-2", "context-2", "shard-4", "shard-2-context-2"])

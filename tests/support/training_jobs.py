@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import resource
 import signal
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.fsdp import FSDPModule
 
 from gecko.data import IGNORED, Batch
 from gecko.io import checkpoints
@@ -173,14 +175,64 @@ def gradient(parameter: torch.nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def gradient_exchanges(run: Run) -> int:
-    """Return the number of gradient exchanges in a step."""
+def accumulated_gradients(run: Run) -> dict[str, Any]:
+    """Return the bytes of gradients that this rank holds after each part of a step, and the number of exchanges."""
+    held: list[int] = []
+    backward = torch.autograd.backward
     with ranks_of(run) as ranks:
         model = model_of(run, ranks, dtype=torch.float32)
         parts = split_batch(mine(random_batch(run, 0), ranks), run.gradient_accumulation_steps, CPU, ranks)
-        with mock.patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as exchange:
+
+        def measured(loss: Tensor) -> None:
+            backward(loss)
+            held.append(_gradient_bytes(model))
+
+        with (
+            mock.patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as scatters,
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums,
+            mock.patch("torch.autograd.backward", measured),
+        ):
             compute_gradients(model, parts, run.precision, ranks)
-        return exchange.call_count
+    return {
+        "reduce_scatters": scatters.call_count,
+        "all_reduces": sum("group" in call.kwargs for call in sums.call_args_list),
+        "bytes after each part": held,
+        "bytes of the model": sum(parameter.numel() * 4 for parameter in model.parameters()),
+    }
+
+
+def _gradient_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of gradients in parameters and in FSDP's accumulators."""
+    found = [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+    for module in model.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            found += [p.unsharded_accumulated_grad for p in group.fsdp_params]
+            found.append(group._partial_reduce_output)
+    return sum(x.nbytes for x in found if x is not None)
+
+
+def bytes_in_cycles(run: Run) -> int:
+    """Return the bytes of tensors that steps leave in reference cycles, which are collected every 50 steps only."""
+    with ranks_of(run) as ranks:
+        model = model_of(run, ranks, dtype=torch.float32)
+        optimizer = build_optimizer(model, run.optimizer)
+
+        def step() -> None:
+            parts = split_batch(mine(random_batch(run, 0), ranks), run.gradient_accumulation_steps, CPU, ranks)
+            train_step(model, optimizer, parts, learning_rate=1e-2, clip=1.0, precision=run.precision, ranks=ranks)
+
+        step()  # what is made once is not counted
+        gc.collect()
+        gc.disable()
+        try:
+            step()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            return sum(x.nbytes for x in gc.garbage if isinstance(x, Tensor))
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
 
 
 def evaluations(run: Run, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -204,7 +256,7 @@ def poisoned_run(run: Run, module: str, rank: int, steps: range, factor: float) 
 
     def stepping(self: Trainer) -> None:
         hook = self.model.get_submodule(module).register_forward_hook(multiply)
-        if self.position.step + 1 not in steps or _rank() != rank:
+        if self.next_step not in steps or _rank() != rank:
             hook.remove()
         original(self)
         hook.remove()
@@ -281,7 +333,7 @@ def _before_step(step: int, action: Callable[[], None]) -> Iterator[None]:
     original = Trainer._step
 
     def stepping(self: Trainer) -> None:
-        if self.position.step == step - 1:
+        if self.next_step == step:
             action()
         original(self)
 
@@ -299,11 +351,16 @@ def file_of(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def resumed_run(run: Run, rank: int, step: int | None) -> dict[str, Any]:
-    """Resume a run; one rank gets SIGTERM before ``step``."""
-    if step is None:
+def resumed_run(run: Run, rank: int, end: int | None) -> dict[str, Any]:
+    """Resume a run; one rank gets SIGTERM, after which the run ends with step ``end``.
+
+    A single process ends with the step in which the signal arrives, several with the step after it.
+    """
+    if end is None:
         return train_run(run, resume=True)
-    with _before_step(step, lambda: signal.raise_signal(signal.SIGTERM) if _rank() == rank else None):
+    with _before_step(
+        end - (launched()[1] > 1), lambda: signal.raise_signal(signal.SIGTERM) if _rank() == rank else None
+    ):
         return train_run(run, resume=True)
 
 

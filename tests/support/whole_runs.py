@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from gecko.train import Run, TrainResult
 from gecko.train.metrics import read_metrics
+from gecko.train.step import SpikeRule, Verdict
 from gecko.train.trainer import Trainer
 
 _TIMES = ("seconds", "tokens_per_second", "mfu", "memory_gib", "data_seconds")
@@ -41,12 +42,28 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, stop: Callable[[], No
     original = Trainer._step
 
     def stepping(self: Trainer) -> None:
-        if self.position.step == step - 1:
+        if self.next_step == step:
             monkeypatch.setattr(Trainer, "_step", original)
             stop()
         original(self)
 
     monkeypatch.setattr(Trainer, "_step", stepping)
+
+
+def skip(steps: set[int], monkeypatch: pytest.MonkeyPatch, cause: str = "a spike") -> None:
+    """Make the given steps count as spikes."""
+    start, now = Trainer._start, [0]
+
+    def starting(self: Trainer, number: int) -> Any:
+        now[0] = number
+        return start(self, number)
+
+    def verdict(*_: Any) -> torch.Tensor:
+        return torch.tensor(Verdict.LOSS_SPIKE if now[0] in steps else Verdict.TAKEN)
+
+    monkeypatch.setattr(Trainer, "_start", starting)
+    monkeypatch.setattr(SpikeRule, "_verdict", verdict)
+    monkeypatch.setattr(SpikeRule, "_explain", lambda *_: cause)
 
 
 def die() -> None:

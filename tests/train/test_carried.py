@@ -41,8 +41,8 @@ def losses_of_steps(run: Run, model: Gecko, steps: int) -> list[float]:
     for step in range(steps):
         batch = batch_of_step(run, data.rows, step, Ranks())
         parts = split_batch(batch, run.gradient_accumulation_steps, CPU)
-        found.append(compute_gradients(model, parts, "float32", carried=carried))
-        carried.advance(skipped=False)
+        found.append(float(compute_gradients(model, parts, "float32", carried=carried)))
+        carried.advance()
     return found
 
 
@@ -111,7 +111,7 @@ def test_a_skipped_step_empties_the_states(carrying: Callable[..., Run]) -> None
     batch = batch_of_step(run, load_data(run, Ranks(), Console(quiet=True)).rows, 0, Ranks())
     for skipped in (False, True):
         compute_gradients(model, split_batch(batch, 1, CPU), "float32", carried=carried)
-        carried.advance(skipped=skipped)
+        carried.clear() if skipped else carried.advance()
         same = all(torch.equal(x, empty[name]) for name, x in carried.tensors().items())
         assert same == skipped
 

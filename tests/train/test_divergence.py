@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.whole_runs import die, stop_after
+from support.whole_runs import die, skip, stop_after
 
 from gecko.io.checkpoints import list_checkpoints
 from gecko.train import CheckpointSettings, NonFiniteError, Run, TrainResult, train, trainer
@@ -23,12 +23,6 @@ def with_rate(run: Run, rate: float) -> Run:
 
 def checkpoints(run: Run) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(run.folder / "checkpoints"))
-
-
-def skip(steps: set[int], monkeypatch: pytest.MonkeyPatch, first: int = 1) -> None:
-    """Make the given steps count as spikes, in sessions that start with step ``first``."""
-    step = iter(range(first, 10_000))
-    monkeypatch.setattr(SpikeRule, "judge", lambda *_: "a spike" if next(step) in steps else None)
 
 
 @pytest.mark.parametrize("every, keep", [(5, 2), (1, 1), (7, 1), (4, 1)])
@@ -142,8 +136,9 @@ def test_a_finite_divergence_leaves_the_best_checkpoint(small_run: Run, monkeypa
     """No step is skipped: under the spike rule the higher loss becomes the normal one."""
     run = replace(small_run, steps=8, checkpoint=CheckpointSettings(every=2, keep=1))
     train(run)
-    judge = SpikeRule.judge
+    judge, record = SpikeRule.judge, SpikeRule.record
     monkeypatch.setattr(SpikeRule, "judge", lambda self, loss, norm: judge(self, loss + 4, norm))
+    monkeypatch.setattr(SpikeRule, "record", lambda self, done: record(self, replace(done, loss=done.loss + 4)))
     assert train(replace(run, steps=16), resume=True).finished
     assert checkpoints(run) == [8, 16]
 

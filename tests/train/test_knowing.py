@@ -27,7 +27,7 @@ def test_replay_shows_what_the_step_read(small_run: Run, monkeypatch: pytest.Mon
     original = Trainer._step
 
     def stepping(self: Trainer) -> None:
-        read[self.position.step + 1] = self.batches.batch(self.position.step).tokens.tolist()
+        read[self.next_step] = self.batches.batch(self.next_step - 1).tokens.tolist()
         original(self)
 
     monkeypatch.setattr(Trainer, "_step", stepping)

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.whole_runs import curve, stop_after
+from support.whole_runs import curve, skip, stop_after
 from torch import Tensor, nn
 
 from gecko.train import NonFiniteError, Run, train
 from gecko.train.health import find_nonfinite
-from gecko.train.step import SpikeRule
 from gecko.train.trainer import Trainer
 
 
@@ -88,8 +87,7 @@ def test_no_hook_stays_behind() -> None:
 
 def test_only_skips_in_a_row_count(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips before a checkpoint count too: the first session is stopped in step 4, which is skipped."""
-    causes = iter(["nan", "nan", None, "nan", "nan", "the cause"])
-    monkeypatch.setattr(SpikeRule, "judge", lambda *_: next(causes))
+    skip({1, 2, 4, 5, 6}, monkeypatch, "the cause")
     run = replace(small_run, max_skips=3)
     stop_after(4, monkeypatch, lambda: signal.raise_signal(signal.SIGTERM))
     assert train(run).step == 4
@@ -104,7 +102,7 @@ def poison(model: Any, steps: range, monkeypatch: pytest.MonkeyPatch) -> None:
     def stepping(self: Trainer) -> None:
         module = self.model.blocks[1].feed_forward.fc2  # type: ignore[union-attr]
         hook = module.register_forward_hook(lambda m, i, out: out * float("nan"))
-        if self.position.step + 1 not in steps:
+        if self.next_step not in steps:
             hook.remove()
         original(self)
         hook.remove()

@@ -23,6 +23,7 @@ from gecko.inference.prefill import inference
 from gecko.io.checkpoints import CHECKPOINTS, list_checkpoints, model_folder
 from gecko.io.model_folder import CONFIG
 from gecko.io.quantization import is_quantized
+from gecko.io.shipped import shipped_folder, shipped_models
 from gecko.models import PRESETS, LanguageModel, LlamaConfig, load_any, load_config
 from gecko.models.gecko import Gecko, load
 from gecko.state import GeckoState
@@ -36,11 +37,13 @@ _NAME_IT = "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json
 def find_model(name: str) -> Path:
     """Return the folder that holds the model's files. For a training run this is its newest valid checkpoint.
 
+    The name of a shipped model stands for its folder, if no model or run here has this name.
+
     Raises:
         FileNotFoundError: the folder does not exist, or holds no model.
         ValueError: all checkpoints are damaged, or the folder holds several models.
     """
-    folder = Path(name).expanduser()
+    folder = shipped_folder(name) or Path(name).expanduser()
     if not (folder / CONFIG).is_file() and not list_checkpoints(folder / CHECKPOINTS):
         raise FileNotFoundError(_no_model_message(folder))
     return model_folder(folder)
@@ -172,7 +175,8 @@ def _no_model_message(folder: Path) -> str:
         return f"{expected}; {folder} is a file. The MODEL comes first; a text to continue is given by --file after it."
     if folder.name in PRESETS:
         return f"{expected}; {folder} is the name of an architecture without weights.{_TRAIN_ONE}"
-    return f"{expected}; there is no {folder}.{nearest_hint(folder) or _TRAIN_ONE}"
+    shipped = f" Models installed with the package: {', '.join(shipped_models())}."
+    return f"{expected}; there is no {folder}.{nearest_hint(folder) or _TRAIN_ONE}{shipped}"
 
 
 def nearest_hint(path: Path) -> str:

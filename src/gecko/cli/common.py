@@ -26,7 +26,7 @@ FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Model folder, or training run (its newest checkpoint is used).")
+    str, typer.Argument(metavar="MODEL", help="Model folder, training run (its newest checkpoint is used), or books.")
 ]
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe, or path of a run's recipe.json.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Changes to the recipe's fields.")]

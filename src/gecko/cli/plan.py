@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gecko.cli.common import Json, Overrides, Recipe
+from gecko.cli.common import FAILED, Json, Overrides, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
     from gecko.models import ModelConfig
     from gecko.plan import Plan
+    from gecko.plan.dry_run import DryRun
     from gecko.train import Run
 
 
 MEMORY_WORDS = {
     "parameters": "float32, divided among {divided} GPUs",
-    "gradients": "float32, divided in the same way",
+    "gradients": "float32, divided in the same way; those that exist at the peak",
     "optimizer": "two moments of AdamW in float32 (Muon: one), divided in the same way",
     "activations kept": "for {rows} × {length:,} tokens, with activation_checkpointing={checkpointing}",
     "block in hand": "activations and gradients of the block that is differentiated",
-    "logits and loss": "a block of logits, the gradients of hidden states and head",
+    "logits and loss": "blocks of logits, gradients of hidden states and head, states; 0 if freed at the peak",
     "communication buffers": "gathered weights, gradients not yet reduced, the context exchange",
     "carried states": "float32, of all rows of this GPU, before and after a step",
     "reserve": "assumed: 4 GB for CUDA and NCCL, and 5 % lost to fragmentation",
@@ -44,7 +45,7 @@ FLOPS_WORDS = {
 }
 TRAFFIC_WORDS = {
     "gather weights": "blocks twice, embedding and head once; for each of {accumulation} accumulated parts",
-    "reduce gradients": "float32, once per step, over {divided} GPUs",
+    "reduce gradients": "float32, once per part, over {divided} GPUs",
     "sum over replicas": "float32, over {replicate} copies",
     "context exchange": "{layer} per layer and row forward, the same backward",
 }
@@ -60,6 +61,9 @@ def plan(
     gpu: Annotated[str, typer.Option(help="Kind of GPU: a100, h100, h200 or b200.")] = "h100",
     efficiency: Annotated[float, typer.Option(help="Assumed fraction of peak FLOP/s.")] = 0.5,
     overlap: Annotated[float, typer.Option(help="Assumed fraction of compute time that hides communication.")] = 0.8,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Also run one step of some ranks without GPUs, and compare the memory.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Estimate the memory, FLOPs, communication and time of a training run without starting it.
@@ -67,9 +71,14 @@ def plan(
     Bytes of parameters, gradients and optimizer state are exact. FLOPs are those of the code. Bytes of activations are
     within 15 %. Times depend on the two assumptions.
 
+    ``--verify`` runs the step's code on tensors without numbers, for ranks at the corners of the mesh: it measures the
+    memory and checks that the ranks' communication fits together. It fails if the plan is off by more than 10 %.
+
     **Examples**
 
         gecko plan gecko_7b --gpus 256 --gpu h100
+
+        gecko plan gecko_7b --verify
 
         gecko plan gecko_1b parallel.replicate=1 parallel.shard=none batch_size=8 --gpus 8
     """
@@ -78,10 +87,22 @@ def plan(
 
     run = apply_overrides(get_recipe(recipe), overrides or [])
     estimate = make_plan(run, gpus or _gpus_of(run), find_gpu(gpu), Assumptions(efficiency, overlap))
+    dry_run = _dry_run(estimate) if verify else None
     if as_json:
-        typer.echo(json.dumps(facts(estimate), indent=2))
+        checked = {} if dry_run is None else {"dry_run": dry_run_facts(dry_run)}
+        typer.echo(json.dumps({**facts(estimate), **checked}, indent=2))
     else:
         _print(recipe, estimate)
+        if dry_run is not None:
+            _print_dry_run(dry_run)
+    if dry_run is not None and not dry_run.passed:
+        raise typer.Exit(FAILED)
+
+
+def _dry_run(plan: Plan) -> DryRun:
+    from gecko.plan.dry_run import verify
+
+    return verify(plan)
 
 
 def _gpus_of(run: Run) -> int:
@@ -153,6 +174,39 @@ def _print_time(console: Console, plan: Plan) -> None:
             f"[bold]{plan.days:,.1f} days[/bold] for {plan.run.steps:,} steps, {tokens:,} tokens; "
             f"{plan.days * 24 * plan.gpus:,.0f} GPU hours. Evaluations and checkpoints are not included."
         )
+
+
+def dry_run_facts(dry_run: DryRun) -> dict[str, Any]:
+    """Return the results of a dry run."""
+    return {
+        "ranks": dry_run.ranks, "memory_bytes": {**dry_run.peak.uses, "total": dry_run.peak.total},
+        "peak_in": dry_run.peak.moment, "planned_bytes": dry_run.planned, "difference": dry_run.difference,
+        "agreement": dataclasses.asdict(dry_run.agreement), "graphs_by_depth": dry_run.graphs,
+        "passed": dry_run.passed, "seconds": dry_run.seconds, "host_bytes": dry_run.host_bytes,
+    }  # fmt: skip
+
+
+def _print_dry_run(dry_run: DryRun) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    peak, agreement = dry_run.peak, dry_run.agreement
+    words = ["" if name not in dry_run.plan.memory else f"planned {readable(dry_run.plan.memory[name])}"
+             for name in peak.uses]  # fmt: skip
+    title = f"Dry run of {len(dry_run.ranks)} of {dry_run.plan.gpus} ranks: memory at the peak, in {peak.moment}"
+    _table(console, title, peak.uses, readable, words)
+    console.print(
+        f"The plan, {readable(dry_run.planned)} without the reserve, is off by {dry_run.difference:+.1%}.\n"
+        f"Collectives: {agreement.collectives:,} per rank, equal in the {agreement.groups} process groups of which "
+        f"several ranks were run; {agreement.messages:,} sends, each with its receive."
+    )
+    if dry_run.graphs:
+        counts = ", ".join(f"{count} with {depth} blocks" for depth, count in dry_run.graphs.items())
+        console.print(f"Compiled graphs, of a narrow model on the CPU: {counts}.")
+    verdict = "passed" if dry_run.passed else "failed"
+    console.print(
+        f"[bold]{verdict}[/bold] in {dry_run.seconds:.0f} s with {readable(dry_run.host_bytes)} of host memory"
+    )
 
 
 def _words(words: dict[str, str], parts: Iterable[str], plan: Plan) -> list[str]:
@@ -232,10 +286,11 @@ def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -
 def _find_config(model: str) -> ModelConfig:
     from gecko.cli.arguments import find_model, nearest_hint
     from gecko.io.model_folder import CONFIG
+    from gecko.io.shipped import shipped_models
     from gecko.models import find_preset, load_config
 
     folder = Path(model).expanduser()
-    if folder.exists():
+    if folder.exists() or model in shipped_models():
         return load_config(find_model(model) / CONFIG)
     try:
         return find_preset(model)

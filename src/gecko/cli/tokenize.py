@@ -65,8 +65,12 @@ def tokenize(
     loaded = load_tokenizer(tokenizer)
     plan = TokenizingPlan.make(sources, loaded, out, field=field)
     plan.start()
-    _run(plan, loaded, executor, workers, partition or "", hours, console)
-    manifest = plan.finish()
+    try:
+        _run(plan, loaded, executor, workers, partition or "", hours, console)
+        manifest = plan.finish()
+    except (OSError, ValueError):
+        plan.withdraw()
+        raise
     if manifest is None:
         console.print(
             f"{len(plan.done())} of {len(plan.tasks)} shards are there. The same command shows the progress, and "

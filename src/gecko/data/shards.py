@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from gecko.data.loader import ROW_LAYOUT, Row, make_row, numbered_from_zero, rows_in
 from gecko.data.packing import SPLIT_STREAM, Shuffle, TokenizedCorpus, held_out_count, permutation
 from gecko.data.tokenizers import Tokenizer
+from gecko.io.stamps import has_digest
 
 MANIFEST = "manifest.json"
 FORMAT = "gecko-shards-1"
@@ -102,28 +104,40 @@ class Manifest:
 _TOTALS = ("documents", "tokens", "text_bytes")
 
 
+OPEN_FILES = 256
+"""Files of shards that are mapped at a time. Each counts as an open file, of which a process may usually have 1,024."""
+MapFile = Callable[[Path, np.dtype[Any]], NDArray[Any]]
+
+
+def _file_maps() -> MapFile:
+    """Return a function that maps a file, and keeps the ``OPEN_FILES`` maps that were used last."""
+    return lru_cache(maxsize=OPEN_FILES)(partial(np.memmap, mode="r"))
+
+
 @dataclass(frozen=True)
 class Shard:
-    """Arrays of one shard, memory-mapped at first use."""
+    """Arrays of one shard, memory-mapped when they are used."""
 
     folder: Path
     record: ShardRecord
     dtype: np.dtype[Any]
+    maps: MapFile = field(default_factory=_file_maps, repr=False, compare=False)
+    """Maps the files; shared by the shards of a folder."""
 
-    @cached_property
+    @property
     def tokens(self) -> NDArray[np.unsignedinteger]:
         """(tokens,) ids of all documents."""
-        return self._map(".ds", self.dtype)
+        return self.maps(self.file(".ds"), self.dtype)
 
-    @cached_property
+    @property
     def ends(self) -> NDArray[np.uint64]:
         """(documents,) end of each document, in tokens."""
-        return self._map(".ds.index", np.dtype("<u8"))
+        return self.maps(self.file(".ds.index"), np.dtype("<u8"))
 
-    @cached_property
+    @property
     def text_bytes(self) -> NDArray[np.uint64]:
         """(documents,) bytes of each document's text."""
-        return self._map(".ds.bytes", np.dtype("<u8"))
+        return self.maps(self.file(".ds.bytes"), np.dtype("<u8"))
 
     def document_start(self, document: int) -> int:
         """Return the start of a document in tokens; for the index past the last, the end of the shard."""
@@ -142,16 +156,11 @@ class Shard:
                 got = "there is none" if found is None else f"it has {found:,}"
                 raise ValueError(f"{path} must have {size:,} bytes; {got}. {_REMEDY}")
 
-    def check_digests(self) -> None:
-        """Raise ValueError if a byte has changed."""
+    def check_digests(self, *, stamped: bool) -> None:
+        """Raise ValueError if a byte has changed. ``stamped`` is as in ``has_digest``."""
         for suffix, digest in zip(SUFFIXES, self.record.sha256, strict=True):
-            with self.file(suffix).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != digest:
+            if not has_digest(self.file(suffix), digest, stamped=stamped):
                 raise ValueError(f"{self.file(suffix)} is damaged: it does not match its SHA-256. {_REMEDY}")
-
-    def _map(self, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        return np.memmap(self.file(suffix), dtype, mode="r")
 
 
 _REMEDY = "Restore it from a copy; or delete it, and gecko tokenize with the same arguments writes it again."
@@ -169,9 +178,9 @@ class ShardFolder:
     def open(cls, folder: str | Path) -> ShardFolder:
         """Open a folder; raise ValueError if it has no manifest, or a file is missing or has another size."""
         folder = Path(folder).expanduser()
-        manifest = Manifest.load(folder)
+        manifest, maps = Manifest.load(folder), _file_maps()
         shards = tuple(
-            Shard(folder, record, manifest.tokenizer.dtype) for record in manifest.shards if record.documents
+            Shard(folder, record, manifest.tokenizer.dtype, maps) for record in manifest.shards if record.documents
         )
         for shard in shards:
             shard.check_sizes()
@@ -201,10 +210,13 @@ class ShardFolder:
                 "or tokenize the text again."
             )
 
-    def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Read every byte of each ``ranks``-th shard from ``rank`` on; raise ValueError if one has changed."""
+    def verify(self, rank: int = 0, ranks: int = 1, *, stamped: bool = False) -> None:
+        """Read every byte of each ``ranks``-th shard from ``rank`` on; raise ValueError if one has changed.
+
+        With ``stamped``, read only files that changed since they were verified.
+        """
         with ThreadPoolExecutor(VERIFYING_THREADS) as pool:
-            for _ in pool.map(Shard.check_digests, self.shards[rank::ranks]):
+            for _ in pool.map(partial(Shard.check_digests, stamped=stamped), self.shards[rank::ranks]):
                 pass
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from gecko.data.readers import decode_text, format_of, read_file, text_field
 from gecko.data.shards import is_shard_folder
+from gecko.runtime.hub import cached_data_sets_without_network
 from gecko.runtime.process import require
 
 STDLIB = "stdlib"
@@ -235,7 +236,8 @@ def _read_dataset(part: Part) -> Iterator[str]:
 def _open_dataset(part: Part) -> Any:
     datasets = require("datasets", "data")
     try:
-        return datasets.load_dataset(part.name, part.config, split=part.split, streaming=True)
+        with cached_data_sets_without_network("data"):
+            return datasets.load_dataset(part.name, part.config, split=part.split, streaming=True)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the Hugging Face data set {part.name!r} (configuration {part.config}, split {part.split!r}) must be one "

@@ -134,6 +134,18 @@ class TokenizingPlan:
         self._remove_leftovers()
         return manifest
 
+    def withdraw(self) -> None:
+        """Remove the plan after a failure, so that the corrected command can use the folder.
+
+        The plan stays if a shard has documents, or if the folder holds other files, such as those that another process
+        is writing.
+        """
+        names = (PLAN, *(task.name + suffix for task in self.tasks for suffix in (*SUFFIXES, ".json")))
+        files = {self.folder / name for name in names}
+        if set(self.folder.iterdir()) <= files and not any(record.documents for record in self.done()):
+            for file in files:
+                file.unlink(missing_ok=True)
+
     def _remove_leftovers(self) -> None:
         """Delete the temporary files of processes that were killed.
 

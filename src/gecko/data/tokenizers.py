@@ -5,9 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import shutil
-import socket
-import urllib.parse
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gecko.io.files import read_object, whole_file
+from gecko.runtime.hub import is_reachable
 from gecko.runtime.process import require
 
 TokenIds = NDArray[np.int64]
@@ -282,19 +280,9 @@ def _fetch(hub: Any, name: str, file: str) -> Path:
     try:
         return Path(hub.hf_hub_download(name, file, local_files_only=True))
     except missing:
-        if not _reachable(hub.constants.ENDPOINT):
+        if not is_reachable(hub.constants.ENDPOINT):
             raise missing(f"{hub.constants.ENDPOINT} cannot be reached, and {file} is not in the cache") from None
     return Path(hub.hf_hub_download(name, file))
-
-
-def _reachable(address: str) -> bool:
-    """Return whether the host of an address has a name record; with a proxy the proxy looks it up."""
-    if urllib.request.getproxies():
-        return True
-    try:
-        return bool(socket.getaddrinfo(urllib.parse.urlsplit(address).hostname, None))
-    except OSError:
-        return False
 
 
 def _digest(path: Path, document_start: int, document_end: int) -> str:

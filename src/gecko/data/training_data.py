@@ -170,7 +170,7 @@ def split_source(
         return SplitDocuments(corpus, validation_fraction, seed)
     folder = ShardFolder.open(source)
     folder.check_tokenizer(tokenizer)
-    folder.verify(rank, ranks)
+    folder.verify(rank, ranks, stamped=True)
     return SplitShards(folder, validation_fraction, seed)
 
 

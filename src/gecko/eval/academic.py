@@ -22,6 +22,7 @@ from tqdm import tqdm
 from gecko.config import unknown_name
 from gecko.eval.results import Results, Score, bootstrap_mean, wilson
 from gecko.eval.scored_model import ScoredModel, encode_document
+from gecko.runtime.hub import cached_data_sets_without_network
 from gecko.runtime.process import require
 
 _BLOCK = 1 << 16
@@ -154,7 +155,7 @@ def academic(
     # The harness warns about every setting that is not the default.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     specs, notes = _from_hub(tasks or list(TASKS)) if data is None else _from_files(data, tasks)
-    loaded = _load(specs, seed)
+    loaded = _load(specs, seed) if data is not None else _load_from_hub(specs, seed)
     ran = _evaluate(model, loaded, limit)
     scores = [score for name in ran["samples"] for score in _scores(name, ran["samples"][name], seed)]
     scores += _all_subjects(ran["samples"])
@@ -244,6 +245,18 @@ def _load(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     for task in loaded.values():
         task.set_fewshot_seed(seed)
     return loaded
+
+
+def _load_from_hub(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
+    """Load tasks whose data sets are on the hub, or in the cache; FileNotFoundError says what to do without both."""
+    try:
+        with cached_data_sets_without_network("eval"):
+            return _load(specs, seed)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"the data of {', '.join(spec['task'] for spec in specs)} must be on this machine, or the hub must be "
+            f"reachable; got: {error}. With --data FOLDER, files such as piqa_val.arrow in a folder are used."
+        ) from error
 
 
 def _evaluate(model: ScoredModel[Any], tasks: Mapping[str, Any], limit: int | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from gecko.config import unknown_name
 from gecko.data.readers import read_records
 from gecko.eval.results import Report, Results, Score, Values, bootstrap, bootstrap_mean, quiet
 from gecko.eval.scored_model import ScoredModel, encode_document
+from gecko.runtime.hub import cached_data_sets_without_network
 from gecko.runtime.process import require
 
 HUB = "zip://{task}/{split}.jsonl::https://huggingface.co/datasets/{name}/resolve/main/{task}.zip"
@@ -67,13 +68,22 @@ def load_questions(source: str, task: str, split: str) -> QuestionSet:
     elif path.suffix or path.is_absolute() or source.count("/") != 1:
         raise FileNotFoundError(f"--data must be a JSON Lines file, or a name on the hub; there is no file {path}.")
     else:
-        datasets = require("datasets", "eval")
-        name, address = source, HUB.format(name=source, task=task, split=split)
-        rows = datasets.load_dataset("json", data_files={split: address}, split=split)
+        name, rows = source, _from_hub(source, task, split)
         questions = _of_records((f"{source}, row {row},", dict(record)) for row, record in enumerate(rows))
     if not questions:
         raise ValueError(f"{source} must hold at least one question with an answer; it holds none.")
     return QuestionSet(name, sorted(questions, key=_order_of_documents(questions)))
+
+
+def _from_hub(name: str, task: str, split: str) -> Any:
+    datasets, address = require("datasets", "eval"), HUB.format(name=name, task=task, split=split)
+    try:
+        with cached_data_sets_without_network("eval"):
+            return datasets.load_dataset("json", data_files={split: address}, split=split)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"--data must be a JSON Lines file, or a data set on the hub that can be fetched; got {name!r}: {error}"
+        ) from error
 
 
 def _of_records(records: Iterator[tuple[str, dict[str, Any]]]) -> list[Question]:

@@ -20,6 +20,7 @@ from gecko.io.checkpoints import CHECKPOINTS, model_folder
 from gecko.io.files import whole_file
 from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, write_folder
 from gecko.io.quantization import is_quantized
+from gecko.io.shipped import shipped_folder
 from gecko.models.gecko import Gecko
 
 _PARTS = ("embedding.", "blocks.", "final_norm.", "head.")
@@ -117,15 +118,17 @@ class GeckoPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load a model; unlike transformers, refuse a folder that lacks parameters instead of drawing random ones.
 
-        The folder of a training run stands for its newest sound checkpoint. Random parameters, which transformers logs,
-        are accepted in a classifier's scores; where ``ignore_mismatched_sizes`` is set and shapes differ; with None for
-        the folder, as ``state_dict`` then holds the weights; and with ``output_loading_info``, which names them.
+        The folder of a training run stands for its newest sound checkpoint, and ``books`` for the shipped model. Random
+        parameters, which transformers logs, are accepted in a classifier's scores; where ``ignore_mismatched_sizes`` is
+        set and shapes differ; with None for the folder, as ``state_dict`` then holds the weights; and with
+        ``output_loading_info``, which names them.
 
         Raises:
             ValueError: parameters are missing, unexpected, or of another shape.
         """
-        if args and args[0] is not None and Path(args[0], CHECKPOINTS).is_dir():
-            args = (str(model_folder(args[0])), *args[1:])
+        named = args[0] if args else None
+        if named is not None and (Path(named, CHECKPOINTS).is_dir() or shipped_folder(named) is not None):
+            args = (str(model_folder(named)), *args[1:])
         parts = "|".join(part.removesuffix(".") for part in _PARTS)
         kwargs.setdefault("key_mapping", {rf"^({parts})\.": r"gecko.\1."})
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gecko.io.files import Record, parse_object
 from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model
+from gecko.io.shipped import shipped_folder
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
@@ -105,11 +106,13 @@ def skipped(path: Path, fault: str) -> str:
 def model_folder(folder: str | Path) -> Path:
     """Return the folder of a model's files: for a training run its newest sound checkpoint, else ``folder`` itself.
 
+    The name of a shipped model stands for its folder, if no model or run here has this name.
+
     Raises:
         FileNotFoundError: a run has no checkpoint yet, or several ranks wrote the checkpoint in parts.
         ValueError: all checkpoints of a run are damaged, or it also holds the files of another model.
     """
-    given = Path(folder).expanduser()
+    given = shipped_folder(folder) or Path(folder).expanduser()
     run = given / CHECKPOINTS
     if (given / CONFIG).is_file():
         check_one_model(given)

@@ -28,6 +28,7 @@ from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
 from gecko.ops.common import identity
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
+from gecko.runtime.transfer import to_device
 from gecko.segments import Clock, Context, ContextExchange, Segments
 from gecko.state import GeckoState
 
@@ -66,7 +67,7 @@ def trained_targets(
     next_document = segment_ids[:, 1:] != segment_ids[:, :-1]
     last = next_document.new_zeros(len(targets), 1) if next_begins is None else next_begins.unsqueeze(1)
     ends = torch.cat([next_document, last.to(next_document.device)], dim=1)
-    return targets.masked_fill(ends.to(targets.device), IGNORED)
+    return targets.masked_fill(to_device(ends, targets.device), IGNORED)
 
 
 ActivationCheckpointing = Literal["none", "selective", "full"]

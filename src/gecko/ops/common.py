@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gecko.ops.backends.dispatch import products_are_rounded
 from gecko.runtime.records import TensorRecord
+from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
 
@@ -131,13 +132,14 @@ def run_by_chunk_offset(
         groups[position % period].append(row)
     outputs, states = [], []
     for rows in groups.values():
-        index = torch.tensor(rows, device=inputs[0].device)
+        index = to_device(torch.tensor(rows), inputs[0].device)
         some = tuple(x.index_select(0, index) for x in inputs)
         part = state.map(partial(torch.index_select, dim=0, index=index))
         output, part = form(some, part, segments.select(rows))
         outputs.append(output)
         states.append(part)
-    order = torch.tensor([row for rows in groups.values() for row in rows]).argsort().to(inputs[0].device)
+    order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+    order = to_device(order, inputs[0].device)
     return torch.cat(outputs).index_select(0, order), _reorder(states, order)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gecko.runtime.transfer import to_device
+
 
 def rotary_phases(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return exp(i · position · base^(−2j / head_dim)) as complex numbers (…, head_dim / 2), for positions (…).
@@ -22,7 +24,7 @@ def rotary_phases(positions: Tensor, head_dim: int, base: float, dtype: torch.dt
     if torch.compiler.is_exporting():
         return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device, dtype)
     phases = torch.polar(torch.ones_like(angles), angles)
-    return phases.to(device, torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return to_device(phases.to(torch.complex128 if dtype == torch.float64 else torch.complex64), device)
 
 
 def rotate(x: Tensor, phases: Tensor, heads: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
 SCAN_CHUNK = 64
@@ -99,12 +100,12 @@ class ScanPlan:
         last_length = lengths[last_run] - last_level * chunk
 
         def on_device(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
+            return to_device(torch.from_numpy(array), device)
 
         return cls(
             chunk, batch, length, level_sizes,
             Slots(on_device(token), on_device(np.flatnonzero(~held)), on_device(slot_of_token)),
-            on_device(rows), torch.tensor([run.continues for run in runs], device=device),
+            on_device(rows), to_device(torch.tensor([run.continues for run in runs]), device),
             on_device(first_slot[last_level] + last_run), on_device(last_length),
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from gecko.inference.prefill import Prefill, inference, piece_length, pieces
 from gecko.models.gecko import Gecko
 from gecko.parallel.p2p import Contexts, P2PGroup, Transfer
+from gecko.runtime.transfer import to_device
 from gecko.segments import Clock, PendingTensors, Segments
 from gecko.state import GeckoState
 
@@ -48,13 +49,17 @@ def check_headers(headers: Tensor) -> None:
                 f"all ranks of a context group must make the same call; their {name} are {column.tolist()}. "
                 "Rows must be a multiple of ranks × chunk_size long, and divided evenly."
             )
-    length, chunk_size = int(headers[0, 1]), int(headers[0, 2])
+    check_chunks(len(headers), int(headers[0, 1]), int(headers[0, 2]), inside=bool(headers[:, -1].any()))
+
+
+def check_chunks(ranks: int, length: int, chunk_size: int, *, inside: bool) -> None:
+    """Raise ValueError unless ``length`` tokens per rank are whole chunks, or if the state ends ``inside`` one."""
     if length % chunk_size or length < 2:
         raise ValueError(
             f"each rank of a context group must hold whole chunks of {chunk_size} tokens, and 2 tokens at least; got "
-            f"{length}. Rows must be a multiple of ranks × chunk_size = {len(headers)} × {chunk_size} long."
+            f"{length}. Rows must be a multiple of ranks × chunk_size = {ranks} × {chunk_size} long."
         )
-    if bool(headers[:, -1].any()):
+    if inside:
         raise ValueError(
             f"a state that ranks of a context group go on from must stand at a multiple of chunk_size = {chunk_size}; "
             "this one stands inside a chunk. Read up to the chunk's end on one rank first."
@@ -179,11 +184,17 @@ class ContextGroup:
             records = no_documents(self.size, batch, clock)
         else:
             records = self._gather(document_record(segment_ids, chunk_size))
+        return self._lay_out(batch, length, chunk_size, records, segment_ids, clock, device)
+
+    def _lay_out(
+        self, batch: int, length: int, chunk_size: int, records: Tensor, segment_ids: Tensor | None,
+        clock: Clock | None, device: torch.device,
+    ) -> Segments:  # fmt: skip
         if self.size == 1:
             return Segments.build(batch, length, segment_ids=segment_ids, clock=clock, device=device)
         parts = parts_of_call(length, chunk_size, records, clock)
         counts, reach = reaching_counts(parts, self.rank), reaching_chunks(parts, self.rank, chunk_size)
-        exchange = _ContextExchange(self.line, self.rank == 0, counts.to(device), reach.to(device))
+        exchange = _ContextExchange(self.line, self.rank == 0, to_device(counts, device), to_device(reach, device))
         own = clock if self.rank == 0 else parts[self.rank].clock
         segments = Segments.build(batch, length, segment_ids=segment_ids, clock=own, device=device)
         return replace(segments, exchange=exchange, next_begins=self._next_begins(parts))
@@ -200,9 +211,17 @@ class ContextGroup:
     def last_state(self, state: GeckoState) -> GeckoState:
         """Return, on every rank, the last rank's state after a call; it is the state after the whole rows."""
         clock = self.from_last([x.to(self._host) for x in state.clock.tensors().values()])
+        return self.with_clock(state, [x.cpu() for x in clock])
+
+    def with_clock(self, state: GeckoState, clock: Iterable[Tensor]) -> GeckoState:
+        """Return the last rank's state after a call, except its clock, whose tensors are given."""
         rest = self.from_last([x for name, x in state.tensors().items() if not name.startswith("clock.")])
-        found = iter([*(x.cpu() for x in clock), *rest])
+        found = iter([*clock, *rest])
         return state.map(lambda _: next(found))
+
+    def of_rows(self, segment_ids: Tensor) -> SharedRows:
+        """Return the context of calls on rows whose ``segment_ids``, (B, ranks × T) on the CPU, every rank knows."""
+        return SharedRows(self, segment_ids)
 
     def from_last(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the last rank's tensors on every rank. Shapes and dtypes agree on all ranks; all are on one device."""
@@ -219,6 +238,48 @@ class ContextGroup:
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self.line.group)
         return torch.stack(found).cpu()
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """The ranks that share rows, in calls on rows whose documents every rank knows.
+
+    Each rank computes the layout of all ranks, so the ranks exchange nothing on the host.
+    """
+
+    group: ContextGroup
+    segment_ids: Tensor
+    """(B, ranks × T) integers on the CPU, those of the whole rows."""
+
+    def segments(
+        self, batch: int, length: int, chunk_size: int, *,
+        segment_ids: Tensor | None, clock: Clock | None, device: torch.device,
+    ) -> Segments:  # fmt: skip
+        """Return the layout of this rank's tokens, as ``ContextGroup.segments`` does. The ids are those of the rows.
+
+        Raises:
+            ValueError: the rows have another shape, or the ranks do not hold whole chunks.
+        """
+        size, rank = self.group.size, self.group.rank
+        if self.segment_ids.shape != (batch, size * length):
+            raise ValueError(
+                f"the segment_ids of the whole rows must have shape {(batch, size * length)}; "
+                f"got {tuple(self.segment_ids.shape)}."
+            )
+        inside = clock is not None and bool((clock.position.numpy() % chunk_size).any())
+        check_chunks(size, length, chunk_size, inside=inside)
+        ids = self.segment_ids.chunk(size, dim=1)
+        records = torch.stack([document_record(part, chunk_size) for part in ids])
+        return self.group._lay_out(batch, length, chunk_size, records, ids[rank], clock, device)
+
+    def mean(self, local: Tensor, count: Tensor) -> Tensor:
+        """Return ``ContextGroup.mean``."""
+        return self.group.mean(local, count)
+
+    def last_state(self, state: GeckoState, clock: Clock) -> GeckoState:
+        """Return, on every rank, the state after the whole rows, which follow ``clock``."""
+        end = Segments.build(*self.segment_ids.shape, segment_ids=self.segment_ids, clock=clock).end
+        return self.group.with_clock(state, end.tensors().values())
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,13 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
         sharded.copy_(distribute_tensor(source, sharded.device_mesh, sharded.placements))
 
 
-def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
-    """Set whether the next backward passes reduce gradients over the ranks, or accumulate them for a later one."""
+def sum_over_replicas(model: nn.Module, wanted: bool) -> None:
+    """Set whether the next backward passes sum gradients over the replicas, or accumulate them for a later one.
+
+    Each backward pass sums them over the ranks that share a replica, so a rank accumulates only its shard.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(wanted)
+        model.set_requires_all_reduce(wanted)
 
 
 def release(model: nn.Module) -> None:

@@ -122,6 +122,8 @@ class Ranks:
     """The ranks that share this rank's rows; None if it holds whole rows."""
     timeout: timedelta = default_pg_timeout
     """Timeout of collectives; pass it to every new process group."""
+    control: dist.ProcessGroup | None = None
+    """Group of all ranks for values on the host. None: the default group."""
 
     @property
     def world(self) -> int:
@@ -161,15 +163,32 @@ class Ranks:
         """Return the sum of a CPU tensor over all ranks, bitwise identical on each."""
         if self.world > 1:
             values = values.clone()
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.control)
         return values
+
+    def sum_on_device(self, value: Tensor) -> Tensor:
+        """Return the sum of a tensor on the ranks' devices over all ranks, bitwise identical on each.
+
+        Unlike ``sum`` it does not make the host wait.
+        """
+        if self.world > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def of_first_replica(self, value: Tensor) -> Tensor:
+        """Return the value that the first replica has in a tensor on the ranks' devices. The host does not wait."""
+        if self.mesh is not None and self.sizes.replicate > 1:
+            value = value.clone()
+            dist.broadcast(value, group=self.mesh.get_group("replicate"), group_src=0)
+        return value
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on every rank."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.control)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -177,7 +196,7 @@ class Ranks:
         if self.world == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
     def run_or_abort_all(self, work: Callable[[], T]) -> T:
@@ -203,6 +222,30 @@ class Ranks:
             raise error
         rank, message = next((i, text) for i, text in enumerate(messages) if text is not None)
         raise RuntimeError(f"on rank {rank}: {message}")
+
+
+class DelayedSum:
+    """Sums of small CPU tensors over all ranks that arrive one call later, so that no rank waits for another."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._started: tuple[dist.Work, Tensor] | None = None
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Start the sum of ``values`` and return that of the previous call; zeros in the first call.
+
+        All ranks call it together. A single rank gets ``values``.
+        """
+        if self._ranks.world == 1:
+            return values
+        before, sums = self._started, values.clone()
+        work = dist.all_reduce(sums, group=self._ranks.control, async_op=True)
+        assert work is not None
+        self._started = work, sums
+        if before is None:
+            return torch.zeros_like(values)
+        before[0].wait()
+        return before[1]
 
 
 def _limited(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
@@ -249,7 +292,16 @@ def connected(sizes: MeshSizes, device: torch.device, timeout: timedelta | None)
         shape = (sizes.replicate, sizes.shard, sizes.context)
         mesh = _limited(init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "context")), timeout)
         context = ContextGroup(mesh["context"].get_group()) if sizes.context > 1 else None
-        yield Ranks(rank, sizes, mesh, context, timeout)
+        yield Ranks(rank, sizes, mesh, context, timeout, _control_group(device, timeout))
     finally:
         # No barrier: after an error the other ranks may be gone, and waiting for them would hide the error.
         dist.destroy_process_group()
+
+
+def _control_group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return the group for values on the host.
+
+    With GPUs that is the default group, which carries CPU tensors by gloo. Ranks on CPUs have a group of their own,
+    because the default one carries the tensors of the model.
+    """
+    return dist.new_group(backend="gloo", timeout=timeout) if device.type == "cpu" else None

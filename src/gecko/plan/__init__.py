@@ -88,7 +88,7 @@ def traffic(
     exchange = 2 * rows * config.num_layers * exchanged
     return {
         "gather weights": Traffic(share * parts * (2 * groups.blocks + groups.rest), link),
-        "reduce gradients": Traffic(share * groups.gradients, link),
+        "reduce gradients": Traffic(share * parts * groups.gradients, link),
         "sum over replicas": Traffic(2 * copies * groups.gradients / divided, _link(gpu, divided * sizes.replicate)),
         "context exchange": Traffic(exchange if sizes.context > 1 else 0, _link(gpu, sizes.context)),
     }

@@ -93,6 +93,27 @@ class GeckoCounts:
         kept += 2 * FLOAT * config.model_dim * config.cema_modes / SCAN_CHUNK
         return kept if config.memory == "none" else kept + self._memory_activations(itemsize)
 
+    def kernel_activations(self, itemsize: int, *, continues: bool) -> float:
+        """Return the bytes per token that a block keeps for backward if Triton kernels compute it.
+
+        The residual stream, statistics and the memory's sums are float32, everything else has ``itemsize``. If
+        documents continue from before the call, attention keeps a copy of the values behind those of the chunk before,
+        and the memory the sums and memories of its affine map.
+        """
+        config = self.config
+        kept = float((2 * FLOAT + 4 * itemsize) * config.model_dim)
+        kept += (6 if continues else 5) * itemsize * config.value_dim + 3 * itemsize * config.ffn_dim
+        kept += (6 if config.memory != "none" else 4) * itemsize * config.key_dim + FLOAT * (2 * config.num_heads + 3)
+        if config.memory != "none":
+            sums = 2 * FLOAT * config.key_head_dim + (FLOAT + itemsize) * config.value_head_dim
+            sums += (FLOAT + itemsize) * (config.key_head_dim + config.value_head_dim) if continues else 0
+            kept += config.key_dim * sums / config.chunk_size
+        return kept
+
+    def gradients_in_hand(self, itemsize: int) -> float:
+        """Return the bytes per token of the gradients that exist at once while a block is differentiated."""
+        return float(2 * FLOAT * self.config.model_dim + itemsize * self.config.ffn_dim)
+
     def _memory_activations(self, itemsize: int) -> float:
         config, adaptive = self.config, self.config.memory == "adaptive"
         # In float32 the memory and attention share the tensors of queries and keys; other dtypes need a copy.
@@ -212,6 +233,12 @@ class LlamaCounts:
         kept += 2 * itemsize * config.key_value_dim + 4 * itemsize * config.ffn_dim
         return float(kept + FLOAT * (config.num_heads + 2))
 
+    def kernel_activations(self, itemsize: int, *, continues: bool) -> float:
+        return self.activations(itemsize)
+
+    def gradients_in_hand(self, itemsize: int) -> float:
+        return self.activations(itemsize)
+
     def tables(self) -> int:
         return 0
 
@@ -244,6 +271,13 @@ class Counts(Protocol):
 
         ``itemsize`` is that of the dtype of matrix products.
         """
+
+    def kernel_activations(self, itemsize: int, *, continues: bool) -> float:
+        """Return what ``activations`` returns, without tables, for a block on a GPU; ``continues``: documents may
+        start before the call."""
+
+    def gradients_in_hand(self, itemsize: int) -> float:
+        """Return the bytes per token of the gradients that exist at once while a block on a GPU is differentiated."""
 
     def tables(self) -> int:
         """Return the bytes per call that one block keeps for backward, which do not depend on the tokens."""

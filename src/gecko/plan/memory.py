@@ -5,6 +5,7 @@ The first part is for a model on one device (``gecko info``), the second for one
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -157,48 +158,109 @@ def group_sizes(config: ModelConfig, *, bfloat16: bool) -> GroupSizes:
 
 
 def step_memory(run: Run, share: Share) -> dict[str, int]:
-    """Return the peak bytes of one GPU in a step, by kind. Those that are not in ``state_memory`` are estimates."""
-    config, groups = run.model, group_sizes(run.model, bfloat16=share.bfloat16)
-    counts = counts_of(config)
-    kept = share.tokens * kept_by_model(config, share.itemsize, run.activation_checkpointing)
-    # The block that is differentiated has its activations, and gradients of the same size.
-    work = (
-        share.tokens
-        * counts.activations(share.itemsize)
-        * (WORK_FACTOR if run.activation_checkpointing != "none" else WORK_FACTOR - 1)
-    )
-    head = config.vocab_size * config.model_dim * FLOAT
-    memory = {
-        **state_memory(config, share.divided, muon=run.optimizer.name == "muon"),
-        "activations kept": int(kept) + tables_of_model(config, run.activation_checkpointing),
-        "block in hand": int(work),
-        "logits and loss": (FLOAT + HALF) * GPU_BLOCK_ELEMENTS + 2 * share.tokens * config.model_dim * FLOAT + head,
-        "communication buffers": _buffers(run, groups, share),
-    }
+    """Return the bytes of one GPU at the peak of a step, by kind.
+
+    The peak is the largest of a few moments. Kept activations become fewer while gradients become more.
+    """
+    state = state_memory(run.model, share.divided, muon=run.optimizer.name == "muon")
+    most = max(_moments(run, share, state["gradients"]), key=lambda moment: sum(moment.values()))
+    memory = {**state, **most}
     if run.data.carry_state:
         memory["carried states"] = carried_memory(run, share)
     memory["reserve"] = RESERVE + int(SLACK * sum(memory.values()))
     return memory
 
 
-def _buffers(run: Run, groups: GroupSizes, share: Share) -> int:
-    """Return the bytes of gathered weights, of gradients before reduction, and of the context exchange."""
-    block = groups.blocks // run.model.num_layers
+def _moments(run: Run, share: Share, gradients: int) -> Iterator[dict[str, int]]:
+    """Yield the bytes besides parameters and optimizer: in the loss, in backward of the second and of the last block,
+    and at the end. ``gradients`` are the bytes of all, which accumulation keeps from part to part."""
+    config, groups, layers = run.model, group_sizes(run.model, bfloat16=share.bfloat16), run.model.num_layers
+    of_block = gradients * (groups.gradients - groups.rest) // groups.gradients // layers
+    before = gradients if run.gradient_accumulation_steps > 1 else 0
+    kept, head = _kept_on_gpu(run, share), config.vocab_size * config.model_dim * FLOAT
+    block, whole_block = groups.blocks // layers, (groups.gradients - groups.rest) // layers
+    fixed = _fixed_buffers(run, groups, share)
+    work = _work_on_block(run, share)
+    gathered, reduced = (0, 0) if share.divided == 1 else (block, whole_block)
+    rest = 0 if share.divided == 1 else groups.rest
+    yield _moment(before, kept, 0, _loss_memory(run, share), fixed + rest)
+    one = kept // layers
+    yield _moment(
+        max(before, of_block), kept - one if layers > 1 else kept, work, 0,
+        fixed + rest + head + gathered + (reduced if layers > 1 else 0),
+    )  # fmt: skip
+    yield _moment(max(before, of_block * (layers - 1)), one, work, 0, fixed + rest + head + gathered + reduced)
+    yield _moment(gradients, 0, 0, 0, fixed + 3 * rest + reduced)
+
+
+def _moment(gradients: int, kept: int, work: int, loss: int, buffers: int) -> dict[str, int]:
+    return {
+        "gradients": gradients, "activations kept": kept, "block in hand": work, "logits and loss": loss,
+        "communication buffers": buffers,
+    }  # fmt: skip
+
+
+def _kept_on_gpu(run: Run, share: Share) -> int:
+    """Return the bytes that all blocks keep for backward."""
+    config, counts = run.model, counts_of(run.model)
+    stream = config.model_dim * FLOAT
+    states = _states_before(run, share) if run.activation_checkpointing == "none" else 0
+    per_token = config.num_layers * {
+        "none": counts.kernel_activations(share.itemsize, continues=_continues(run, share)),
+        "selective": stream + counts.projections() * share.itemsize,
+        "full": stream,
+    }[run.activation_checkpointing]  # fmt: skip
+    return int(share.tokens * (per_token + stream)) + states
+
+
+def _work_on_block(run: Run, share: Share) -> int:
+    """Return the bytes of the block that is differentiated: its activations, if computed again, and gradients."""
+    counts = counts_of(run.model)
+    work = share.tokens * counts.gradients_in_hand(share.itemsize)
+    if run.activation_checkpointing != "none":
+        work += share.tokens * counts.kernel_activations(share.itemsize, continues=_continues(run, share))
+        work += _states_before(run, share) / run.model.num_layers
+    return int(work)
+
+
+def _states_before(run: Run, share: Share) -> int:
+    """Return the bytes of the states before this GPU's tokens in all layers."""
+    return _states(run, share) if _continues(run, share) else 0
+
+
+def _states(run: Run, share: Share) -> int:
+    if isinstance(run.model, LlamaConfig):
+        return 0
+    return share.rows * sum(counts_of(run.model).state(share.length, share.itemsize).values())
+
+
+def _continues(run: Run, share: Share) -> bool:
+    """Return whether documents of a GPU's rows start before them, so that attention reads a chunk before."""
+    return share.context > 1 or run.data.carry_state
+
+
+def _loss_memory(run: Run, share: Share) -> int:
+    """Return the bytes of blocks of logits and their gradient, hidden states, the head, and the states after the rows.
+
+    Two blocks of logits are allocated while the next one is computed.
+    """
+    config, half = run.model, share.itemsize
+    logits = min(GPU_BLOCK_ELEMENTS, share.tokens * config.vocab_size)
+    several = 2 if share.tokens * config.vocab_size > GPU_BLOCK_ELEMENTS else 1
+    head = config.vocab_size * config.model_dim * (FLOAT + 2 * (half if share.bfloat16 else 0))
+    return (several * FLOAT + half) * logits + 2 * half * share.tokens * config.model_dim + head + _states(run, share)
+
+
+def _fixed_buffers(run: Run, groups: GroupSizes, share: Share) -> int:
+    """Return the bytes of buffers that exist during the whole step."""
+    layers = run.model.num_layers
     if share.divided == 1:
         # Autocast's bf16 copies of the weights: of one block with recomputation, otherwise of all blocks.
-        held = 1 if run.activation_checkpointing == "full" else run.model.num_layers
-        return held * block if share.bfloat16 else 0
-    # Two gathered blocks (the current and the next), one block of gradients, and float32 gradients being reduced.
-    in_blocks = (groups.gradients - groups.rest) // run.model.num_layers
-    buffers = 2 * block + block + in_blocks
-    # Embedding, head and their gradients stay gathered until the end of the step.
-    buffers += 3 * groups.rest
-    if run.gradient_accumulation_steps > 1:
-        # Gradients are reduced once per step; until then every GPU has all of them.
-        buffers += in_blocks * run.model.num_layers
+        held = 1 if run.activation_checkpointing == "full" else layers
+        return held * groups.blocks // layers if share.bfloat16 else 0
+    buffers = 0
     if share.context > 1:
-        # What arrives in a layer is kept for its backward pass; in hand are one layer's sends and gradients.
-        layers = run.model.num_layers + 2
+        # What arrives in a layer is kept for its backward pass.
         buffers += layers * share.rows * counts_of(run.model).context_bytes(share.itemsize, share.context)
     return buffers
 

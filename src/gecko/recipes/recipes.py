@@ -53,6 +53,23 @@ def tiny() -> Run:
     )
 
 
+def books() -> Run:
+    """A million parameters on novels, as bytes: the model that is installed with the package. Set data.source."""
+    return Run(
+        model=GeckoConfig.preset("tiny"),
+        output="runs/books",
+        batch_size=4,
+        sequence_length=2048,
+        steps=2900,
+        precision="auto",
+        optimizer=OptimizerSettings(learning_rate=8e-3),
+        schedule=ScheduleSettings(kind="wsd", warmup=0.03, decay=0.25),
+        evaluation=EvaluationSettings(every=250, rows=32, final_rows=768),
+        checkpoint=CheckpointSettings(every=250, keep=2),
+        sample=SampleSettings(prompt="It was ", tokens=600),
+    )
+
+
 def gecko_15m() -> Run:
     """15 M parameters on bytes: an overnight run on a desktop's CPU, minutes on a GPU."""
     return Run(
@@ -228,6 +245,7 @@ def _comparison(name: str, model: ModelConfig) -> Run:
 
 RECIPES: dict[str, Callable[[], Run]] = {
     "tiny": tiny,
+    "books": books,
     "gecko_15m": gecko_15m,
     "gecko_125m": gecko_125m,
     "gecko_1b": gecko_1b,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import cache
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +34,9 @@ function_transform = _private("_C._functorch.peek_interpreter_stack", lambda: Tr
 
 global_module_hooks = _private("nn.modules.module._has_any_global_hook", lambda: True)
 """() to whether a hook is registered for all modules."""
+
+backward_pass = _private("_C._current_graph_task_id", lambda: -1)
+"""() to the number of the backward pass that this thread runs; −1 if there is none."""
 
 has_bfloat16_products = _private("cpu._is_avx512_bf16_supported", lambda: False)
 """() to whether the processor has AVX-512's bfloat16 products."""
@@ -60,3 +66,45 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         return torch.nn.functional.linear(x, weight, bias)
     y: torch.Tensor = operator(x, weight, bias, "none", [], "")
     return y
+
+
+# Fake tensors and the process group without communication have no public names yet. Only ``gecko plan --verify`` needs
+# them, so they are imported where they are used, and there is no fallback.
+
+
+def fake_tensors() -> ModuleType:
+    """Return PyTorch's module of fake tensors: ``FakeTensor``, ``FakeTensorMode``, ``unset_fake_temporarily``."""
+    return _module("torch._subclasses.fake_tensor")
+
+
+def active_fake_mode() -> Any:
+    """Return the mode in which new tensors are fake; None if they are real."""
+    return _module("torch._guards").active_fake_mode()
+
+
+def fake_store() -> Any:
+    """Register the backend ``fake`` of process groups, which does not communicate, and return a store for it."""
+    return _module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's caches, which hold process groups that may have been destroyed since."""
+    _module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    _module("torch.distributed.tensor._redistribute").clear_redistribute_planner_cache()
+
+
+def group_of_collective(operation: Any, arguments: tuple[Any, ...]) -> Any:
+    """Return the process group of an operation of the namespaces ``c10d`` and ``_c10d_functional``."""
+    collectives = _module("torch.distributed._tools.fake_collectives")
+    return collectives.CollectiveOp.get_process_group(operation, arguments)
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise RuntimeError(
+            f"a dry run needs {name}, which PyTorch {torch.__version__} does not have. "
+            "Try the newest PyTorch that this version of Gecko was tested with."
+        ) from error

@@ -1,9 +1,10 @@
-"""This process: package version and commit, optional packages, memory allocator, denormal numbers, processor."""
+"""This process: package version and commit, optional packages, memory, garbage collection, denormals, processor."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib
 import logging
 import platform
@@ -11,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 __version__ = "0.1.0"
 
@@ -110,6 +111,35 @@ def _set(options: dict[int, int]) -> bool:
         return False
     library = ctypes.CDLL(None)
     return all([library.mallopt(option, value) == 1 for option, value in options.items()])
+
+
+COLLECT_EVERY = 50
+"""Steps between two collections of ``SteadyCollection``."""
+
+
+class SteadyCollection:
+    """Context in which Python collects reference cycles at set steps only.
+
+    Otherwise each rank collects in another step, and in each of them all other ranks wait for it. Objects that exist
+    when the context is entered are not examined.
+    """
+
+    def __enter__(self) -> SteadyCollection:
+        self._was_enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        return self
+
+    def step(self, number: int) -> None:
+        """Collect if it is the turn of step ``number``."""
+        if number % COLLECT_EVERY == 0:
+            gc.collect()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
 
 
 @contextmanager

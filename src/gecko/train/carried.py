@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gecko.models import LanguageModel
 from gecko.models.gecko import Gecko
+from gecko.parallel.context import SharedRows
 from gecko.parallel.mesh import Ranks
 from gecko.state import GeckoState
 from gecko.train.run import Run
@@ -36,36 +37,45 @@ class CarriedState:
         weight = model.embedding.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self._empty = GeckoState.empty(model.config, self._lanes, dtype=dtype, device=weight.device)
-        self._before = self._divided(self._empty)
+        self.before = self._divided(self._empty)
+        """States before the next step, for each part."""
         self._after: dict[int, GeckoState] = {}
 
-    def loss(self, part: int, tokens: Tensor, targets: Tensor, segment_ids: Tensor) -> Tensor:
-        """Return the mean loss of the rows of a part, read after the states of its lanes; keep the states after it."""
-        group = self._ranks.context
-        loss, state = self._model.loss_and_state(tokens, targets, segment_ids, self._before[part], group)
+    def loss(
+        self, part: int, tokens: Tensor, targets: Tensor, segment_ids: Tensor, context: SharedRows | None = None
+    ) -> Tensor:
+        """Return the mean loss of the rows of a part, read after the states of its lanes; keep the states after it.
+
+        ``segment_ids`` are on the CPU; ``context`` are the ranks that share the rows.
+        """
+        before = self.before[part]
+        loss, state = self._model.loss_and_state(tokens, targets, segment_ids, before, context)
         state = state.map(torch.Tensor.detach)
-        if group is not None:
-            state = group.last_state(state)
+        if context is not None:
+            state = context.last_state(state, before.clock)
         dtypes = iter(x.dtype for x in self._empty.tensors().values())
         # A copy: the state may be a view of activations, which would stay in memory.
         self._after[part] = state.map(lambda x: x.to(next(dtypes), copy=True))
         return loss
 
-    def advance(self, *, skipped: bool) -> None:
-        """Take the states after the last step as those before the next one, or empty ones after a skipped step."""
-        self._before = self._divided(self._empty) if skipped else [self._after[part] for part in range(self._parts)]
-        self._after = {}
+    def advance(self) -> None:
+        """Take the states after the last step as those before the next one."""
+        self.before, self._after = [self._after[part] for part in range(self._parts)], {}
+
+    def clear(self) -> None:
+        """Take empty states as those before the next step, after a skipped one."""
+        self.before, self._after = self._divided(self._empty), {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the states of all lanes by name, (lanes of the batch, ...); sharded if there are several ranks."""
-        return {_PREFIX + name: self._shared(x) for name, x in GeckoState.stack(self._before).tensors().items()}
+        return {_PREFIX + name: self._shared(x) for name, x in GeckoState.stack(self.before).tensors().items()}
 
     def restore(self, read: Callable[[dict[str, Tensor]], None]) -> None:
         """Replace the states by those of a checkpoint, which ``read`` copies into tensors like ``tensors``."""
         tensors = {name: x.clone() for name, x in self.tensors().items()}
         read(tensors)
         found = iter(x.to_local() if isinstance(x, DTensor) else x for x in tensors.values())
-        self._before = self._divided(self._empty.map(lambda x: next(found).to(x.device)))
+        self.before = self._divided(self._empty.map(lambda x: next(found).to(x.device)))
 
     def _divided(self, state: GeckoState) -> list[GeckoState]:
         return [state.rows(lanes.tolist()) for lanes in torch.arange(self._lanes).chunk(self._parts)]

@@ -56,7 +56,7 @@ def _how_to_go_on(found: GoingOn) -> str:
     return f"continue with --resume, which goes on from {name}. The weights that these steps began with are in {kept}."
 
 
-def find_nonfinite(model: nn.Module, compute: Callable[[], float], ranks: Ranks = _ALONE) -> str:
+def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor], ranks: Ranks = _ALONE) -> str:
     """Run ``compute`` (loss and gradients of the batch) again and name the first value that is not finite.
 
     The order is: parameters, outputs of modules (innermost first, in order of the forward pass), the loss, gradients of
@@ -70,7 +70,7 @@ def find_nonfinite(model: nn.Module, compute: Callable[[], float], ranks: Ranks 
     )  # fmt: skip
 
 
-def _find_in_step(model: nn.Module, compute: Callable[[], float]) -> str | None:
+def _find_in_step(model: nn.Module, compute: Callable[[], Tensor]) -> str | None:
     """Return the first non-finite value on this rank, or None."""
     found: list[str] = []
     handles = list(_watch(model, found))
@@ -84,7 +84,7 @@ def _find_in_step(model: nn.Module, compute: Callable[[], float]) -> str | None:
     outputs = [event for event in found if event.startswith("the output")]
     if outputs:
         return outputs[0]
-    if not math.isfinite(loss):
+    if not math.isfinite(float(loss)):
         return "the loss is not finite, though every module's output is"
     return found[0] if found else None
 

@@ -120,7 +120,7 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: fl
     _set_up(run, ranks, console)
     data = ranks.run_or_abort_all(lambda: _load_data(run, checkpoint, ranks, console))
     model = starting_model(run, ranks, device, fresh=checkpoint is None)
-    batches = Prefetcher(run, data.rows, ranks)
+    batches = Prefetcher(run, data.rows, ranks, pinned=device.type == "cuda")
     notice = TrainingNotice()
     with StopSignal(notice if ranks.is_main else None) as stop:
         if run.steps is None:

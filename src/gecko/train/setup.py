@@ -88,10 +88,10 @@ def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool)
         model = (_initial(run) if fresh or run.lora_rank is not None else build_model(run.model)).to(device)
         if run.lora_rank is not None:
             add_adapters(model, run.lora_rank)
-        return _configured(model, run)
+        return configured(model, run)
     if run.lora_rank is not None:
         raise ValueError(f"lora_rank trains adapters in one process; got {ranks.world}. Set lora_rank=none.")
-    template = _configured(meta_model(run.model), run)
+    template = configured(meta_model(run.model), run)
     bfloat16 = run.precision == "bfloat16"
     model = empty_sharded_model(template, ranks.sharding_mesh, device, bfloat16=bfloat16)
     if fresh:
@@ -100,7 +100,8 @@ def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool)
     return model
 
 
-def _configured(model: LanguageModel, run: Run) -> LanguageModel:
+def configured(model: LanguageModel, run: Run) -> LanguageModel:
+    """Return ``model`` with the run's settings; its blocks are compiled if the run says so."""
     model.activation_checkpointing, model.z_loss = run.activation_checkpointing, run.z_loss
     if run.compile:
         for block in model.blocks:
@@ -108,17 +109,19 @@ def _configured(model: LanguageModel, run: Run) -> LanguageModel:
     return model
 
 
-def compile_block(block: nn.Module) -> None:
-    """Compile a block, except the operators that mix tokens: their layout depends on the documents of each batch and
-    is computed on the host. The rest has fixed shapes, so it is compiled once and recomputed by the same code. On a
-    context rank the whole mixer is excepted."""
+def compile_block(block: nn.Module, **settings: Any) -> None:
+    """Compile a block by ``torch.compile`` with ``settings``, except the operators that mix tokens.
+
+    The layout of these depends on the documents of each batch and is computed on the host. The rest has fixed shapes,
+    so it is compiled once and recomputed by the same code. On a context rank the whole mixer is excepted.
+    """
     if isinstance(block, Block):  # a Llama's attention is never compiled
         mixer: Any = block.mixer
         for module in (mixer.norm, mixer.cema):
             module.forward = torch.compiler.disable(module.forward)
         mixer._mix = torch.compiler.disable(mixer._mix)
         mixer._forward_on_rank = torch.compiler.disable(mixer._forward_on_rank)
-    block.compile(dynamic=False)
+    block.compile(dynamic=False, **settings)
 
 
 def _initial(run: Run) -> LanguageModel:

@@ -1,4 +1,8 @@
-"""One optimizer step: gradient accumulation, clipping, spike detection and the learning-rate schedule."""
+"""One optimizer step: gradient accumulation, clipping, spike detection and the learning-rate schedule.
+
+The device decides whether a step changes the model. The host reads loss, gradient norm and decision later, so it never
+waits for the device between a batch and the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,20 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gecko.data import IGNORED, Batch
 from gecko.models import LanguageModel
-from gecko.parallel.fsdp import synchronise_gradients, whole
+from gecko.parallel.context import SharedRows
+from gecko.parallel.fsdp import sum_over_replicas, whole
 from gecko.parallel.mesh import Ranks
+from gecko.runtime.transfer import HostCopy, to_device
 from gecko.train.carried import CarriedState
-from gecko.train.optimizers.build import set_learning_rate
+from gecko.train.optimizers.build import set_learning_rate, step_unless
 from gecko.train.optimizers.settings import ScheduleSettings
 from gecko.train.run import Precision, SkipSettings
 
@@ -42,33 +50,93 @@ def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int) -> f
     return 1 - (1 - schedule.final) * progress
 
 
-class SpikeRule:
-    """Detects spikes: steps whose loss or gradient norm is far above the mean of the last steps.
+class Verdict(IntEnum):
+    """Whether a step changes the model."""
 
-    Spikes enter the mean like other steps. If the loss stays higher, later steps are soon no longer spikes.
+    TAKEN = 0
+    NOT_FINITE = 1
+    """Skipped: loss or gradient norm is not finite."""
+    LOSS_SPIKE = 2
+    """Skipped: the loss is a spike."""
+    NORM_SPIKE = 3
+    """Skipped: the gradient norm is a spike."""
+    HELD = 4
+    """Skipped, because an earlier step was skipped and the host did not know it yet: the step is computed again."""
+
+
+class SpikeRule:
+    """Rule that skips steps: those that are not finite, and spikes, whose loss or gradient norm is far above the mean
+    of the last steps.
+
+    Spikes enter the mean like other steps. If the loss stays higher, later steps are soon no longer spikes. The
+    decision is made on ``device``, with its own copy of the last values. After a skipped step all steps are held until
+    ``release``.
     """
 
-    def __init__(self, settings: SkipSettings, losses: Iterable[float] = (), grad_norms: Iterable[float] = ()) -> None:
+    def __init__(
+        self, settings: SkipSettings, losses: Iterable[float] = (), grad_norms: Iterable[float] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         self.settings = settings
         self.losses = deque(losses, maxlen=settings.window)
         self.grad_norms = deque(grad_norms, maxlen=settings.window)
+        known = torch.full((2, settings.window), math.nan, dtype=torch.float64)
+        for row, values in zip(known, (self.losses, self.grad_norms), strict=True):
+            row[settings.window - len(values) :] = torch.tensor(list(values), dtype=torch.float64)
+        self._known = to_device(known, device)
+        """The last values, oldest first; NaN where there are none."""
+        self._held = torch.zeros((), dtype=torch.bool, device=device)
 
-    def judge(self, loss: float, grad_norm: float) -> str | None:
-        """Add a step with finite values to the history. Return why it is a spike, or None if it is not."""
-        found = self._compare("loss", loss, self.losses) or self._compare("gradient norm", grad_norm, self.grad_norms)
-        self.losses.append(loss)
-        self.grad_norms.append(grad_norm)
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return the verdict of a step as a tensor of the device; the values of a finite step enter the mean."""
+        values = torch.stack([loss.double(), grad_norm.double()])
+        kept = torch.where(values.isfinite().all() & ~self._held, self._shifted(values), self._known)
+        verdict = torch.where(self._held, Verdict.HELD, self._verdict(values))
+        self._known, self._held = kept, verdict != Verdict.TAKEN
+        return verdict
+
+    def release(self) -> None:
+        """Let steps change the model again: the host knows of the skipped step."""
+        self._held = torch.zeros_like(self._held)
+
+    def record(self, result: StepResult) -> str | None:
+        """Remember the values of a finite step on the host. Return why it was a spike, or None if it was not."""
+        if result.verdict is Verdict.NOT_FINITE:
+            return None
+        found = None
+        if result.verdict is Verdict.LOSS_SPIKE:
+            found = self._explain("loss", result.loss, self.losses)
+        if result.verdict is Verdict.NORM_SPIKE:
+            found = self._explain("gradient norm", result.grad_norm, self.grad_norms)
+        self.losses.append(result.loss)
+        self.grad_norms.append(result.grad_norm)
         return found
 
-    def _compare(self, name: str, value: float, before: deque[float]) -> str | None:
-        limit = self.settings.deviations
-        if limit is None or len(before) < max(2, self.settings.window // 2):
-            return None
+    def _shifted(self, values: Tensor) -> Tensor:
+        return torch.cat([self._known[:, 1:], values[:, None]], dim=1)
+
+    def _verdict(self, values: Tensor) -> Tensor:
+        """Return the verdict on a step with loss and gradient norm (2,) if none is held."""
+        loss, norm = self._spikes(values)
+        spike = torch.where(loss, Verdict.LOSS_SPIKE, torch.where(norm, Verdict.NORM_SPIKE, Verdict.TAKEN))
+        return torch.where(values.isfinite().all(), spike, Verdict.NOT_FINITE)
+
+    def _spikes(self, values: Tensor) -> Tensor:
+        """Return whether each of the values is a spike, (2,) bool."""
+        limit, known = self.settings.deviations, ~self._known.isnan()
+        if limit is None:
+            return torch.zeros_like(values, dtype=torch.bool)
+        count, last = known.sum(1), self._known[:, -1]
+        # Distances from the last value: that of equal values is exactly 0, and so is their deviation.
+        apart = torch.where(known, self._known - last[:, None], 0.0)
+        mean = apart.sum(1) / count
+        deviation = (torch.where(known, apart - mean[:, None], 0.0).square().sum(1) / (count - 1)).sqrt()
+        return (count >= max(2, self.settings.window // 2)) & (values - last - mean > limit * deviation)
+
+    def _explain(self, name: str, value: float, before: deque[float]) -> str:
         mean, deviation = statistics.fmean(before), statistics.stdev(before)
-        if value - mean <= limit * deviation:
-            return None
         return (
-            f"the {name} {value:.4g} is more than {limit:g} standard deviations of {deviation:.3g} "
+            f"the {name} {value:.4g} is more than {self.settings.deviations:g} standard deviations of {deviation:.3g} "
             f"above the mean {mean:.4g} of the last {len(before)} steps"
         )
 
@@ -76,17 +144,24 @@ class SpikeRule:
 _ALONE = Ranks()
 
 
+NO_TARGETS = f"a batch must have at least one target; all are {IGNORED}. Try a larger sequence_length."
+
+
 @dataclass(frozen=True)
 class Part:
-    """This rank's tokens of some rows of a batch, on the device.
-
-    ``weight`` is the fraction of the batch's targets in these rows; the sum over all parts and data ranks is 1.
-    """
+    """This rank's tokens of some rows of a batch."""
 
     tokens: Tensor
+    """(B, T) on the device."""
     targets: Tensor
+    """(B, T) on the device."""
     segment_ids: Tensor
-    weight: float
+    """(B, T) on the CPU, from which the host lays out the documents."""
+    weight: Tensor
+    """() float64 on the device: the fraction of the batch's targets in these rows. The sum over all parts and data
+    ranks is 1; NaN if the batch has no targets."""
+    context: SharedRows | None = None
+    """The ranks that share the rows; None if this rank has whole rows."""
 
 
 @dataclass(frozen=True)
@@ -95,27 +170,39 @@ class StepResult:
     """Mean over the batch's targets before the step, in nats per token."""
     grad_norm: float
     """Gradient norm before clipping."""
-    finite: bool
-    """Whether loss and gradient norm are finite; if not, the step was skipped."""
-    spike: str | None = None
-    """Why the step was a spike, and so was skipped; None if it was not."""
+    verdict: Verdict
+
+
+class StartedStep:
+    """A step that the device computes."""
+
+    def __init__(self, loss: Tensor, grad_norm: Tensor, verdict: Tensor) -> None:
+        self._numbers = HostCopy(torch.stack([loss.double(), grad_norm.double(), verdict.double()]))
+
+    def wait(self) -> StepResult:
+        """Return the step's numbers, as soon as the device has computed them."""
+        loss, grad_norm, verdict = self._numbers.wait().tolist()
+        return StepResult(loss, grad_norm, Verdict(int(verdict)))
 
 
 def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = _ALONE) -> list[Part]:
-    """Split ``batch``, which holds this rank's rows in full, into ``parts`` equal parts with this rank's columns."""
+    """Split ``batch``, which holds this rank's rows in full, into ``parts`` equal parts with this rank's columns.
+
+    Raises:
+        ValueError: the rows of a single rank have no targets. Several ranks learn this on the device only.
+    """
     here = ranks.columns(batch.tokens.shape[1])
-    columns = [
-        column[:, here].to(device, non_blocking=True).chunk(parts)
-        for column in (batch.tokens, batch.targets, batch.segment_ids)
-    ]
-    counts = [int((targets != IGNORED).sum()) for targets in batch.targets.chunk(parts)]
-    total = int(ranks.sum(torch.tensor(sum(counts)))) // ranks.sizes.context
-    if not total:
-        raise ValueError(f"a batch must have at least one target; all are {IGNORED}. Try a larger sequence_length.")
-    return [
-        Part(tokens, targets, segment_ids, count / total)
-        for tokens, targets, segment_ids, count in zip(*columns, counts, strict=True)
-    ]
+    tokens, targets = (to_device(x[:, here], device).chunk(parts) for x in (batch.tokens, batch.targets))
+    # NumPy counts on the host.
+    counts = (batch.targets.numpy() != IGNORED).reshape(parts, -1).sum(axis=1, dtype=np.float64)
+    if ranks.world == 1 and not counts.any():
+        raise ValueError(NO_TARGETS)
+    on_device = to_device(torch.from_numpy(counts), device)
+    weights = on_device / (ranks.sum_on_device(on_device.sum()) / ranks.sizes.context)
+    rows = batch.segment_ids.chunk(parts)
+    contexts = [None if ranks.context is None else ranks.context.of_rows(ids) for ids in rows]
+    columns = tokens, targets, (ids[:, here] for ids in rows), weights.unbind(), contexts
+    return [Part(*given) for given in zip(*columns, strict=True)]
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
@@ -128,32 +215,58 @@ def compute_gradients(
     precision: Precision,
     ranks: Ranks = _ALONE,
     carried: CarriedState | None = None,
-) -> float:
-    """Add the gradients of the mean loss over all ranks' parts to the parameters' ``grad``, and return that loss.
+) -> Tensor:
+    """Add the gradients of the mean loss over all ranks' parts to the parameters' ``grad``, and return that loss,
+    () float64 on the device.
 
     With ``carried`` the rows of the parts follow its states.
     """
     total = torch.zeros((), dtype=torch.float64, device=parts[0].tokens.device)
     for number, part in enumerate(parts):
-        synchronise_gradients(model, part is parts[-1])
+        sum_over_replicas(model, part is parts[-1])
         with autocast(precision, part.tokens.device):
-            given = part.tokens, part.targets, part.segment_ids
-            mean = model.loss(*given, ranks.context) if carried is None else carried.loss(number, *given)
-            loss = mean * part.weight
+            given = part.tokens, part.targets, part.segment_ids, part.context
+            mean = model.loss(*given) if carried is None else carried.loss(number, *given)
+            loss = mean * part.weight.to(mean.dtype)
         # FSDP averages gradients over the ranks. The factor turns the average into the sum, which is the gradient.
         torch.autograd.backward(loss * ranks.world)
         total += loss.detach()
     # Ranks that share rows have the same loss.
-    return float(ranks.sum(total.cpu())) / ranks.sizes.context
+    return ranks.sum_on_device(total) / ranks.sizes.context
 
 
-def _clip(model: nn.Module, clip: float, ranks: Ranks) -> float:
+def _clip(model: nn.Module, clip: float, ranks: Ranks) -> Tensor:
     """Clip the gradients to the norm ``clip``. Return their norm before clipping, identical on all ranks."""
     norm = whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
     # Each replica computes its own sum, and NCCL may round differently in each; different factors would let them drift.
-    shared = ranks.broadcast(float(norm))
-    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm.new_tensor(shared))
-    return shared
+    norm = ranks.of_first_replica(norm)
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+    return norm
+
+
+def start_step(
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[Part],
+    *,
+    learning_rate: float,
+    clip: float,
+    precision: Precision,
+    rule: SpikeRule,
+    ranks: Ranks = _ALONE,
+    carried: CarriedState | None = None,
+) -> StartedStep:
+    """Start one step of the optimizer on the batch; the host waits for nothing. All ranks call it together.
+
+    If ``rule`` skips the step, parameters and optimizer do not change.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    loss = compute_gradients(model, parts, precision, ranks, carried)
+    grad_norm = _clip(model, clip, ranks)
+    verdict = rule.judge(loss, grad_norm)
+    set_learning_rate(optimizer, learning_rate)
+    step_unless(optimizer, verdict != Verdict.TAKEN)
+    return StartedStep(loss, grad_norm, verdict)
 
 
 def train_step(
@@ -165,19 +278,9 @@ def train_step(
     clip: float,
     precision: Precision,
     ranks: Ranks = _ALONE,
-    rule: SpikeRule | None = None,
-    carried: CarriedState | None = None,
 ) -> StepResult:
-    """Run one step of the optimizer on the batch. All ranks call it together.
-
-    If the loss or the gradient norm is not finite, or a spike by ``rule``, parameters and optimizer do not change.
-    """
-    optimizer.zero_grad(set_to_none=True)
-    loss = compute_gradients(model, parts, precision, ranks, carried)
-    grad_norm = _clip(model, clip, ranks)
-    finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    spike = rule.judge(loss, grad_norm) if finite and rule is not None else None
-    if finite and spike is None:
-        set_learning_rate(optimizer, learning_rate)
-        optimizer.step()
-    return StepResult(loss, grad_norm, finite, spike)
+    """Run one step of the optimizer and wait for it. It is skipped if its loss or gradient norm is not finite."""
+    rule = SpikeRule(SkipSettings(deviations=None), device=parts[0].tokens.device)
+    return start_step(
+        model, optimizer, parts, learning_rate=learning_rate, clip=clip, precision=precision, rule=rule, ranks=ranks
+    ).wait()

@@ -1,11 +1,16 @@
-"""The training loop: steps, held-out losses and checkpoints until the last step or a request to stop."""
+"""The training loop: steps, held-out losses and checkpoints until the last step or a request to stop.
+
+The host reads the numbers of a step after it started the next one, so the device always has work. If the step was
+skipped, the device has held the next one, which then changed nothing and is computed again. Losses and weights are
+those of a loop that waits for each step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -16,7 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gecko.models import LanguageModel
-from gecko.parallel.mesh import Ranks
+from gecko.parallel.mesh import DelayedSum, Ranks
+from gecko.runtime.process import SteadyCollection
+from gecko.state import GeckoState
 from gecko.train.batches import Prefetcher
 from gecko.train.carried import CarriedState
 from gecko.train.checkpoints.checkpointer import Checkpointer, TrainerState
@@ -25,13 +32,16 @@ from gecko.train.health import StopSignal, find_nonfinite, skip_failure
 from gecko.train.metrics import Kind, MetricsWriter
 from gecko.train.run import Run
 from gecko.train.step import (
+    NO_TARGETS,
     Part,
     SpikeRule,
+    StartedStep,
     StepResult,
+    Verdict,
     compute_gradients,
     learning_rate_factor,
     split_batch,
-    train_step,
+    start_step,
 )
 from gecko.train.throughput import ProfileWindow, ThroughputMeter, memory_gib
 
@@ -46,6 +56,22 @@ class Sinks:
     """None on all ranks but the first."""
     beat: Callable[[], None]
     """Reports progress to the watchdog, if there is one."""
+
+
+@dataclass
+class _Pending:
+    """A step that was started and whose numbers the host has not read."""
+
+    number: int
+    """Counted from 1."""
+    started: StartedStep
+    parts: list[Part]
+    states: list[GeckoState] | None
+    """States that were carried into the step."""
+    rate: float
+    waited: float
+    """Seconds spent waiting for the batch."""
+    seconds: float = 0.0
 
 
 class Trainer:
@@ -71,7 +97,11 @@ class Trainer:
         self.position, self.carried = position, carried
         self.sinks, self.ranks = sinks, ranks
         self.device = next(model.parameters()).device
-        self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms)
+        self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms, self.device)
+        self._flags = DelayedSum(ranks)
+        self._pending: _Pending | None = None
+        self._mark: float | None = None
+        """Time up to which steps have been timed; None if no step is being timed."""
         self._profile = ProfileWindow(run.profile, run.folder / "profile", ranks.rank)
         self._speed = ThroughputMeter(run, self.device, ranks.world)
         self._saved: int | None = position.step or None
@@ -86,15 +116,14 @@ class Trainer:
         """Train to the last step, or finish the step in which ``stop`` is requested; then save a checkpoint."""
         if self.position == TrainerState():
             self._evaluate()
-        while self._should_continue(stop):
-            with self._profile.step(self.position.step + 1):
-                self._step()
-            if self._due(self.run.evaluation.every):
-                self._evaluate()
-            self._overdue |= self._due(self.run.checkpoint.every)
-            # During a streak of skipped steps the weights may be bad. The save after the loop ignores this.
-            if self._overdue and not self.position.consecutive_skips:
-                self._save()
+        with SteadyCollection() as garbage:
+            while self._should_continue(stop):
+                with self._profile.step(self.next_step):
+                    self._step()
+                garbage.step(self.next_step)
+                if self._pending is None:
+                    self._evaluate_and_save()
+            self._settle()
         try:
             self._profile.finish()
         finally:  # a trace that cannot be written must not cost steps
@@ -104,44 +133,103 @@ class Trainer:
             self._drop_older()
         self.sinks.saver.wait()
 
+    @property
+    def next_step(self) -> int:
+        """The step that is started next, counted from 1."""
+        return self.position.step + 1 + (self._pending is not None)
+
     def _should_continue(self, stop: StopSignal) -> bool:
-        """Return whether steps are left and no rank was asked to stop; raise the error of a failed save."""
+        """Return whether steps are left and no rank was asked to stop; raise the error of a failed save.
+
+        Several ranks learn a step later of a request or failure, so that no rank waits for another here.
+        """
         self.sinks.beat()
-        stopped, failed = self.ranks.sum(torch.tensor([stop.requested is not None, self.sinks.saver.failed]).int())
+        stopped, failed = self._flags(torch.tensor([stop.requested is not None, self.sinks.saver.failed]).int())
         if failed:
             self.sinks.saver.wait()
-        return not stopped and self.position.step < self.steps
+        return not stopped and self.next_step <= self.steps
 
-    def _due(self, every: int) -> bool:
-        return self.position.step % every == 0 or self.position.step == self.steps
+    def _due(self, every: int, step: int) -> bool:
+        return step % every == 0 or step == self.steps
+
+    def _evaluate_and_save(self) -> None:
+        """Evaluate the model and save a checkpoint after the steps for which they are due."""
+        step = self.position.step
+        if self._due(self.run.evaluation.every, step):
+            self._evaluate()
+        self._overdue |= self._due(self.run.checkpoint.every, step)
+        # During a streak of skipped steps the weights may be bad. The save after the loop ignores this.
+        if self._overdue and not self.position.consecutive_skips:
+            self._save()
 
     def _step(self) -> None:
-        begin, step = time.perf_counter(), self.position.step
-        rate = self.run.optimizer.learning_rate * learning_rate_factor(self.run.schedule, step, self.steps)
-        batch = self.batches.batch(step)
+        """Start the next step, then finish the one before it, while the device computes."""
+        self._mark = self._mark or time.perf_counter()
+        number, before = self.next_step, self._pending
+        pending = self._start(number)
+        if before is not None and not self._finish(before):
+            # The device has held the step that was started, because the one before it was skipped.
+            pending = self._start(number)
+        pending.seconds, self._pending = self._lap(), pending
+        if self._overdue or any(self._due(part.every, number) for part in (self.run.evaluation, self.run.checkpoint)):
+            self._settle()
+
+    def _start(self, number: int) -> _Pending:
+        """Start a step, counted from 1. The host waits for nothing but the batch."""
+        begin = time.perf_counter()
+        rate = self.run.optimizer.learning_rate * learning_rate_factor(self.run.schedule, number - 1, self.steps)
+        batch = self.batches.batch(number - 1)
         waited = time.perf_counter() - begin
         parts = split_batch(batch, self.run.gradient_accumulation_steps, self.device, self.ranks)
-        result = train_step(
+        states = None if self.carried is None else self.carried.before
+        started = start_step(
             self.model,
             self.optimizer,
             parts,
             learning_rate=rate,
             clip=self.run.optimizer.clip,
             precision=self.run.precision,
-            ranks=self.ranks,
             rule=self._spikes,
+            ranks=self.ranks,
             carried=self.carried,
         )
-        cause = result.spike if result.finite else self._find_cause(parts)
         if self.carried is not None:
-            self.carried.advance(skipped=cause is not None)
-        seconds = time.perf_counter() - begin
-        self._advance(seconds, skipped=cause is not None)
-        self._report(result, rate, seconds, waited, cause)
-        if cause is None:
+            self.carried.advance()
+        return _Pending(number, started, parts, states, rate, waited)
+
+    def _lap(self) -> float:
+        """Return the seconds since the last call."""
+        now = time.perf_counter()
+        seconds, self._mark = now - (self._mark or now), now
+        return seconds
+
+    def _settle(self) -> None:
+        """Finish the last step that was started; the host waits for the device."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.started.wait()
+            pending.seconds += self._lap()
+            self._finish(pending)
+        self._mark = None
+
+    def _finish(self, pending: _Pending) -> bool:
+        """Read and report a step's numbers. Return whether it was taken."""
+        result = pending.started.wait()
+        taken = result.verdict is Verdict.TAKEN
+        cause = self._spikes.record(result)
+        if result.verdict is Verdict.NOT_FINITE:
+            cause = self._find_cause(pending)
+        if not taken:
+            self._spikes.release()
+            if self.carried is not None:
+                self.carried.clear()
+        self._advance(pending.seconds, skipped=not taken)
+        self._report(result, pending, cause)
+        if taken:
             self._drop_older()
         elif self.position.consecutive_skips >= self.run.max_skips:
-            self._give_up(cause)
+            self._give_up(cause or "")
+        return taken
 
     def _drop_older(self) -> None:
         """Remove old checkpoints, once a step was taken from the newest one."""
@@ -156,8 +244,13 @@ class Trainer:
         self.ranks.run_or_abort_all(partial(skip_failure, self.position, self.run.max_skips, cause, resume_point))
         raise AssertionError("skip_failure raises")
 
-    def _find_cause(self, parts: Sequence[Part]) -> str:
-        given = parts, self.run.precision, self.ranks, self.carried
+    def _find_cause(self, pending: _Pending) -> str:
+        """Compute the step again, from the same weights and states, and return what was not finite."""
+        if bool(pending.parts[0].weight.isnan()):
+            raise ValueError(NO_TARGETS)
+        if self.carried is not None and pending.states is not None:
+            self.carried.before = pending.states
+        given = pending.parts, self.run.precision, self.ranks, self.carried
         return find_nonfinite(self.model, lambda: compute_gradients(self.model, *given), self.ranks)
 
     def _advance(self, seconds: float, *, skipped: bool) -> None:
@@ -171,17 +264,17 @@ class Trainer:
             recent_grad_norms=tuple(self._spikes.grad_norms),
         )
 
-    def _report(self, result: StepResult, rate: float, seconds: float, waited: float, cause: str | None) -> None:
+    def _report(self, result: StepResult, pending: _Pending, cause: str | None) -> None:
         step = self.position.step
-        speed = (self.run.tokens_before(step) - self.run.tokens_before(step - 1)) / seconds
+        speed = (self.run.tokens_before(step) - self.run.tokens_before(step - 1)) / pending.seconds
         values = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "learning_rate": rate,
+            "learning_rate": pending.rate,
             "tokens_per_second": speed,
             "mfu": self._speed.utilisation(speed),
             "memory_gib": memory_gib(self.device),
-            "data_seconds": waited,
+            "data_seconds": pending.waited,
             "seconds": self.position.seconds,
             "skips": self.position.skipped,
         }

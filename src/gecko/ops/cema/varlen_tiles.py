@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
 ITEMS = 16
@@ -78,7 +79,7 @@ class VarlenTilePlan:
         rows = [_row(row, begins, unit) for row, begins in enumerate(starts)]
         return cls(
             head, _part(segments, head) if head else None, unit,
-            torch.from_numpy(~starts[:, 0]).to(segments.device),
+            to_device(torch.from_numpy(~starts[:, 0]), segments.device),
             _items(rows, segments.device),
             _items([_reversed(row) for row in rows], segments.device),
         )  # fmt: skip
@@ -127,7 +128,7 @@ def _items(rows: list[np.ndarray], device: torch.device) -> VarlenTiles:
     first, begin, end, kind = np.concatenate(filled, axis=1)
 
     def on_device(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(dtype).to(device)
+        return to_device(torch.from_numpy(np.ascontiguousarray(array)).to(dtype), device)
 
     return VarlenTiles(
         on_device(first, torch.int64), *(on_device(x, torch.int32) for x in (begin, end, kind, tiles)),

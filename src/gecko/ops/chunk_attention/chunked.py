@@ -19,6 +19,7 @@ from gecko.config import Attention
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.rotary import rotary_phases, rotate
 from gecko.runtime.private import softmax_gradient
+from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _bias(pattern: Pattern, segments: Segments, phase: int, chunks: int, dtype: 
     slots = torch.arange(pattern.window)
     visible = (slots >= firsts.unsqueeze(-1)) & (slots <= pattern.last_slot(place).unsqueeze(-1))
     table = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-    return table.to(segments.device), entry.to(segments.device)
+    return to_device(table, segments.device), to_device(entry, segments.device)
 
 
 _SCRATCH = 2**18

@@ -17,6 +17,7 @@ from gecko.ops.chunk_attention.triton_layout import lay, rotary_table
 from gecko.ops.chunk_attention.triton_narrow import WIDEST, narrow_backward, narrow_forward
 from gecko.ops.chunk_attention.triton_wide import wide_backward, wide_forward
 from gecko.ops.common import compute_dtype
+from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -50,13 +51,13 @@ class Layout:
     def build(cls, pattern: Pattern, segments: Segments) -> Layout:
         chunk, position, length = pattern.chunk_size, segments.clock.position, segments.length
         phase = position % chunk
-        chunks = -(-(int(phase.max()) + length) // chunk)
-        reads = bool((segments.document_starts[:, 0] < position).any())
+        chunks = -(-(max(phase.tolist()) + length) // chunk)
+        reads = bool((segments.document_starts[:, 0] < position).numpy().any())
         before = int(reads and pattern.lookback)
         offset = phase + before * chunk
-        first = _first(pattern, segments, chunks, offset).to(segments.device, torch.int32)
+        first = to_device(_first(pattern, segments, chunks, offset).to(torch.int32), segments.device)
         shift, ring_offset = (position - offset) % (2 * chunk), position % (2 * chunk)
-        offset, shift, ring_offset = (x.to(segments.device) for x in (offset, shift, ring_offset))
+        offset, shift, ring_offset = (to_device(x, segments.device) for x in (offset, shift, ring_offset))
         return cls(chunks, before, reads, phase.tolist(), offset, shift, ring_offset, first)
 
     @property

@@ -34,6 +34,7 @@ from torch import Tensor
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 from gecko.ops.timestep_norm.triton_backward import gradient_carries, gradient_summaries, gradients
 from gecko.ops.timestep_norm.triton_forward import normalise_tiles
+from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _begins(segments: Segments) -> Tensor:
     """Return the step of the call at which the document of each step started, or −1 if before; (B, T) int32."""
     assert segments.starts is not None
     steps = np.where(segments.starts, np.arange(segments.length), -1)
-    return torch.from_numpy(np.maximum.accumulate(steps, axis=1).astype(np.int32)).to(segments.device)
+    return to_device(torch.from_numpy(np.maximum.accumulate(steps, axis=1).astype(np.int32)), segments.device)
 
 
 def _sizes(length: int, features: int, groups: int) -> dict[str, int]:

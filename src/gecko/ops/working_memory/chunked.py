@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary, with_identity
+from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
 
@@ -63,15 +64,15 @@ class Grid:
 
         def on_grid(mask: Tensor) -> Tensor:
             padded = F.pad(mask, (phase, empty)).unflatten(1, (chunks, chunk_size))
-            return padded[:, None, :, :, None].to(segments.device)
+            return to_device(padded[:, None, :, :, None], segments.device)
 
         # Without a document start every token of the call belongs to the last document of its chunk.
-        whole = phase == empty == 0 and (segments.starts is None or bool(counted.all()))
+        whole = phase == empty == 0 and (segments.starts is None or bool(counted.numpy().all()))
         resets = last_start >= torch.arange(chunks) * chunk_size
         continues = last_start[:, 0] < phase
         return cls(
-            phase, chunks, empty, whole, on_grid(counted), on_grid(allowed), resets.to(segments.device),
-            continues.to(segments.device),
+            phase, chunks, empty, whole, on_grid(counted), on_grid(allowed), to_device(resets, segments.device),
+            to_device(continues, segments.device),
         )  # fmt: skip
 
     def lay(self, x: Tensor) -> Tensor:

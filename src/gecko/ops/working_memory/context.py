@@ -18,6 +18,7 @@ from gecko.ops.working_memory import Rule as RuleName
 from gecko.ops.working_memory import WorkingMemoryState, enter_memory
 from gecko.ops.working_memory.chunked import Grid
 from gecko.ops.working_memory.rules import RULES, Adaptive, ChunkSummary, EnteredMemory, Rule
+from gecko.runtime.transfer import to_device
 from gecko.segments import ContextExchange, PendingTensors, Segments
 
 
@@ -65,9 +66,9 @@ class MemoryContext:
             normaliser = rule.total(torch.cat([state.normaliser[None], before, last[1:]]).movedim(0, 2), None)
             place = clock.position.unsqueeze(1) + torch.arange(-self.chunk_size, 0)
             counted = (place >= clock.document_start.unsqueeze(1)) | first
-            resets = (clock.document_start >= clock.position - self.chunk_size).to(device)
+            resets = to_device(clock.document_start >= clock.position - self.chunk_size, device)
             in_document = torch.where(resets.view(-1, 1, 1), rule.empty_weight, normaliser)
-            summary = _summarise(rule, keys, values, counted[:, None, None, :, None].to(device), in_document)
+            summary = _summarise(rule, keys, values, to_device(counted[:, None, None, :, None], device), in_document)
         received = torch.full_like(resets, not first)
         return replace(
             state, normaliser=normaliser, previous=summary.where(received, state.previous),

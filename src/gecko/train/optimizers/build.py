@@ -102,6 +102,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group[_FACTOR]
 
 
+def step_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
+    """Run the step of an optimizer of ``build_optimizer`` unless ``skipped``, () bool on the device.
+
+    If it is skipped, parameters and state do not change. The host does not wait for the decision: fused optimizers take
+    it as ``found_inf``, as from ``torch.amp.GradScaler``.
+    """
+    deciding: Any = optimizer
+    deciding.found_inf = skipped.float()
+    try:
+        optimizer.step()
+    finally:
+        del deciding.found_inf
+
+
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state, keyed ``parameter name/state name``."""
     return {

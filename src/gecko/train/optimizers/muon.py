@@ -47,23 +47,36 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have gradients. ``closure`` must be None."""
-        self._adamw.step()
+        """Update all parameters that have gradients. ``closure`` must be None.
+
+        As for fused AdamW, nothing changes if the attribute ``found_inf`` is a tensor of 1.
+        """
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        adamw: Any = self._adamw
+        adamw.found_inf = found_inf
+        adamw.step()
+        skipped = None if found_inf is None else found_inf.bool()
         for group in self.param_groups:
             if group["muon"]:
                 given = [parameter for parameter in group["params"] if parameter.grad is not None]
-                _step_matrices(given, [self.state[p]["momentum_buffer"] for p in given], group)
+                _step_matrices(given, [self.state[p]["momentum_buffer"] for p in given], group, skipped)
 
 
-def _step_matrices(matrices: Sequence[Tensor], momenta: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+def _step_matrices(
+    matrices: Sequence[Tensor], momenta: Sequence[Tensor], group: Mapping[str, Any], skipped: Tensor | None
+) -> None:
     directions = []
     for matrix, momentum in zip(matrices, momenta, strict=True):
         assert matrix.grad is not None
-        momentum.lerp_(matrix.grad, 1 - MOMENTUM)
+        _set_unless(skipped, momentum, momentum.lerp(matrix.grad, 1 - MOMENTUM))
         directions.append(matrix.grad.lerp(momentum, MOMENTUM))
     for matrix, update in zip(matrices, _orthogonalised(directions), strict=True):
-        matrix.mul_(1 - group["lr"] * group["weight_decay"])
-        matrix.add_(update, alpha=-group["lr"] * RMS * math.sqrt(max(matrix.shape)))
+        decayed = matrix * (1 - group["lr"] * group["weight_decay"])
+        _set_unless(skipped, matrix, decayed.add_(update, alpha=-group["lr"] * RMS * math.sqrt(max(matrix.shape))))
+
+
+def _set_unless(skipped: Tensor | None, target: Tensor, values: Tensor) -> None:
+    target.copy_(values if skipped is None else torch.where(skipped, target, values))
 
 
 def _orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:

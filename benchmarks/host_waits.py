@@ -1,0 +1,158 @@
+"""Time of a training step against a delay of the control group, which carries values between the hosts of the ranks.
+
+    python benchmarks/host_waits.py --write
+
+Two gloo ranks train ``tiny``. Blocks of steps take turns: without a delay, with a delay of every message of the control
+group, and with the delay in a loop that waits for one such message in each step. The third shows that a wait is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from gecko.recipes import get_recipe
+from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, Run, SampleSettings, train
+from gecko.train.throughput import describe_hardware
+from gecko.train.trainer import Trainer
+
+RESULTS = Path(__file__).parent / "results" / "host_waits.md"
+RANKS = 2
+LENGTH = 256
+DELAY = 0.02
+"""Seconds by which messages of the control group are late."""
+BLOCK = 6
+"""Steps of a block. The first is not timed: in it the ranks look at a message of the block before."""
+MODES = ("no delay", "delay", "delay, and a loop that waits")
+TURNS = (0, 1, 0, 2)
+"""Modes of the blocks in turn, so that each block with a delay is between two without."""
+
+
+class LateWork:
+    """A collective that ends ``DELAY`` seconds later than it does."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work, self._due = work, time.perf_counter() + DELAY
+
+    def wait(self) -> None:
+        self._work.wait()
+        time.sleep(max(0.0, self._due - time.perf_counter()))
+
+
+class Meter:
+    """Delays the control group in blocks of steps, and times every step."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self._control: dist.ProcessGroup | None = None
+        self._all_reduce, self._proceed = dist.all_reduce, Trainer._should_continue
+
+    @property
+    def mode(self) -> int:
+        """Mode of the step that is running."""
+        return TURNS[max(0, len(self.starts) - 1) // BLOCK % len(TURNS)]
+
+    def install(self) -> None:
+        def proceeding(trainer: Trainer, stop: Any) -> bool:
+            self._control = trainer.ranks.control
+            self.starts.append(time.perf_counter())
+            if self.mode == 2:
+                trainer.ranks.sum(torch.zeros(2))
+            return self._proceed(trainer, stop)
+
+        Trainer._should_continue = proceeding  # type: ignore[method-assign]
+        dist.all_reduce = self.all_reduce
+
+    def all_reduce(self, tensor: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+        work = self._all_reduce(tensor, *arguments, **settings)
+        if self.mode == 0 or settings.get("group") is not self._control:
+            return work
+        if work is not None:
+            return LateWork(work)
+        time.sleep(DELAY)
+        return None
+
+    def seconds(self) -> list[float]:
+        """Return the median seconds of a step in each block."""
+        blocks = [self.starts[first + 1 : first + BLOCK + 1] for first in range(0, len(self.starts) - BLOCK, BLOCK)]
+        return [statistics.median(end - begin for begin, end in pairwise(starts)) for starts in blocks]
+
+
+def rank_process(rank: int, port: int, folder: str, steps: int) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    meter = Meter()
+    meter.install()
+    train(run_in(Path(folder), steps))
+    if rank == 0:
+        (Path(folder) / "seconds.json").write_text(json.dumps(meter.seconds()))
+
+
+def run_in(folder: Path, steps: int) -> Run:
+    return replace(
+        get_recipe("tiny"), output=str(folder / "run"), data=DataSettings(source=str(folder / "text.txt")),
+        batch_size=RANKS, sequence_length=LENGTH, steps=steps, minutes=None, threads=1,
+        evaluation=EvaluationSettings(10**6, 1, 1), checkpoint=CheckpointSettings(every=10**6),
+        sample=SampleSettings(tokens=0),
+    )  # fmt: skip
+
+
+def report(steps: int) -> str:
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        Path(folder, "text.txt").write_text("\n\n".join(f"Line {i} of {i * i % 997}." for i in range(20_000)))
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        mp.spawn(rank_process, (port, folder, steps), nprocs=RANKS)
+        seconds = json.loads(Path(folder, "seconds.json").read_text())
+    machine = "; ".join(describe_hardware(torch.device("cpu")).values())
+    turns = [TURNS[block % len(TURNS)] for block in range(len(seconds))]
+    rows = []
+    for mode, name in enumerate(MODES):
+        own = [time for time, turn in zip(seconds, turns, strict=True) if turn == mode]
+        # Neighbouring blocks are compared, so that a slow minute of the machine slows both.
+        more = [
+            seconds[block] - (seconds[block - 1] + seconds[block + 1]) / 2
+            for block in range(1, len(seconds) - 1)
+            if turns[block] == mode and mode
+        ]
+        added = f"{1e3 * statistics.median(more):.2f}" if more else ""
+        rows.append(f"| {name} | {len(own)} | {1e3 * statistics.median(own):.1f} | {added} |")
+    return "\n".join([
+        "# Time of a step against a delay of the control group", "",
+        f"{date.today()}, {machine}. Command: `python benchmarks/host_waits.py --write`.", "",
+        f"{RANKS} gloo ranks train `tiny`, each on a row of {LENGTH} tokens. Messages of the control group are "
+        f"{1e3 * DELAY:.0f} ms late. Blocks of {BLOCK} steps take turns. “More” is the median difference to the mean "
+        "of the two neighbouring blocks without a delay.", "",
+        "| steps | blocks | ms per step, median | ms more |", "|---|---:|---:|---:|", *rows,
+    ]) + "\n"  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1440)
+    parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.name}")
+    arguments = parser.parse_args()
+    text = report(arguments.steps)
+    print(text)
+    if arguments.write:
+        RESULTS.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

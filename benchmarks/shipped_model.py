@@ -1,0 +1,92 @@
+"""Write the shipped model ``books`` from a finished run: bfloat16 weights, recipe, and a card with measured numbers.
+
+    gecko train books data.source=novels/train data.validation=novels/held_out --out runs/books
+    python benchmarks/shipped_model.py runs/books novels/held_out
+
+The card states the loss of the stored weights on the held-out texts, and what the command ``gecko generate`` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+import gecko
+from gecko.data import load_tokenizer
+from gecko.io.checkpoints import model_folder
+from gecko.io.shipped import FOLDER
+from gecko.runtime.process import processor_name
+from gecko.train import Run
+from gecko.train.metrics import METRICS, read_metrics
+
+ROW = 2048
+"""Tokens of a row in training, and of one that is scored."""
+CARD = Path(__file__).parent / "shipped_model_card.md"
+
+
+@torch.no_grad()
+def nats_per_byte(model: gecko.Gecko, texts: Path, rows: int) -> float:
+    """Return the loss on ``rows`` equally distant rows of every text, each read from an empty state."""
+    start = load_tokenizer("bytes").document_start
+    losses = []
+    for file in sorted(texts.glob("*.txt")):
+        data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()
+        for at in torch.linspace(0, len(data) - ROW, rows).long().tolist():
+            row = torch.cat((torch.tensor([start]), data[at : at + ROW]))
+            losses.append(F.cross_entropy(model(row[None, :-1])[0][0].float(), row[1:]))
+    return float(torch.stack(losses).mean())
+
+
+def generated(prompt: str) -> tuple[str, float]:
+    """Return what the command writes, and its seconds from start to end."""
+    command = [sys.executable, "-m", "gecko", "generate", "books", "--prompt", prompt, "-n", "320", "--seed", "1"]
+    begin = time.perf_counter()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout, time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of the finished run")
+    parser.add_argument("texts", type=Path, help="folder with the held-out texts")
+    parser.add_argument("--bytes", type=int, default=31_337_482, help="bytes of the training texts")
+    parser.add_argument("--rows", type=int, default=24, help="rows of each text that are scored")
+    given = parser.parse_args()
+    source, target = model_folder(given.run), FOLDER / "books"
+    exact = gecko.load(source).eval()
+    loss = nats_per_byte(exact, given.texts, given.rows)
+    exact.bfloat16().save(target)
+    recipe = Run.load(source / "recipe.json")
+    recipe.save(target / "recipe.json")
+    stored = nats_per_byte(gecko.load(target).float().eval(), given.texts, given.rows)
+    text, seconds = generated("It was ")
+    records = read_metrics(given.run / METRICS)
+    trained = [record for record in records if record["kind"] == "train"]
+    step = recipe.batch_size * recipe.sequence_length
+    numbers = {
+        "date": date.today(),
+        "processor": processor_name(),
+        "parameters": sum(parameter.numel() for parameter in exact.parameters()),
+        "bytes": (target / "model.safetensors").stat().st_size,
+        "tokens_per_step": step,
+        "steps": trained[-1]["step"],
+        "passes": trained[-1]["step"] * step / given.bytes,
+        "rows": given.rows,
+        "loss": loss,
+        "stored": stored,
+        "text": text,
+        "seconds": seconds,
+    }
+    (target / "README.md").write_text(CARD.read_text(encoding="utf-8").format(**numbers), encoding="utf-8")
+    print((target / "README.md").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

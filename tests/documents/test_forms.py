@@ -1,0 +1,114 @@
+"""Blocks of a page, and the comparison of what a command prints with what its page shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from documents.blocks import blocks, commands, indented_commands, table_commands
+from documents.forms import differences, form_of_values, missing_lines
+
+PAGE = """\
+Text.
+
+```python
+print(1)
+```
+
+```
+1
+```
+
+1. A step:
+
+   ```
+   $ gecko train tiny \\
+       steps=1
+   done in 3 s
+   ```
+
+| command | what |
+|---|---|
+| `gecko info demo` | numbers |
+| `gecko info MODEL` | placeholders |
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    path = tmp_path / "page.md"
+    path.write_text(PAGE)
+    return path
+
+
+def test_blocks_and_commands_of_a_page(page: Path) -> None:
+    code, output, shown = blocks(page)
+    assert (code.language, code.line, code.joined, output.joined, shown.joined) == ("python", 4, False, True, False)
+    (command,) = commands(shown)
+    assert (command.text, command.output, command.line) == ("gecko train tiny \\\n    steps=1", "done in 3 s", 14)
+    assert [command.text for command in table_commands(page)] == ["gecko info demo"]
+
+
+def test_a_command_that_is_shown_by_indentation_is_found(page: Path) -> None:
+    assert indented_commands(page) == []
+    page.write_text(PAGE + "\nSo:\n\n    gecko train tiny\n\n1. Or\n\n       $ gecko info demo\n")
+    assert [line.strip() for line in indented_commands(page)] == ["gecko train tiny", "$ gecko info demo"]
+
+
+TABLE = " length   value\n ──────────────\n 1,024     3.03\n\nintervals: bootstrap"
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        ("read 400,001 tokens in 35.87 s", "read 5 tokens in 0.1 s\n"),
+        ("saved to a.state (1,189,780 bytes)", "saved to a.state (12 bytes)"),
+        ("weights dc11697f6f6bbd14", "weights 0123456789ab"),
+        ("17.2 KB of state", "3 B of state"),
+        ("training\n…\nend of 3", "training\nstep 1\nstep 2\nend of 5"),
+        ("…\nend", "end"),
+        ("error: they differ in …", "error: they differ in steps (1, 2)."),
+        (TABLE, TABLE.replace("1,024     3.03", "16      -12.25e+3").replace("──────────────", "────")),
+        ('{"id": "a", "n": [1,\n 2], "text": null}', '{"id": "b", "n": [], "text": null}'),
+        ("", ""),
+    ],
+)
+def test_equal_forms(shown: str, printed: str) -> None:
+    assert differences(shown, printed) == ""
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        ("read 4 tokens in 3 s", "read 4 tokens in 3 s, 2 tokens/s"),
+        ("read 4 tokens", ""),
+        ("one\ntwo", "one"),
+        ("one", "one\ntwo"),
+        ("one\ntwo", "two\none"),
+        ("training\n…\nend", "training\nstep 1"),
+        ("error: they differ in …", "error: they agree"),
+        ("1.00 a token", "1.00 per token"),
+        (TABLE, TABLE.replace("length", "context")),
+        (TABLE, TABLE.replace("intervals", "95 % intervals")),
+        ('{"id": "a"}', '{"id": "a", "object": "b"}'),
+        ('{"id": "a"}', '{"id": 1}'),
+        ('{"a": [{"b": 1}]}', '{"a": [{"c": 1}]}'),
+        ('{"a": 1}', "error: no"),
+        ("HTTP/1.1 400 Bad Request\n{}", "HTTP/1.1 200 OK\n{}"),
+    ],
+)
+def test_other_forms(shown: str, printed: str) -> None:
+    assert differences(shown, printed) != ""
+
+
+def test_values_of_python_may_have_other_texts() -> None:
+    assert differences("['a', \"it's\"] [32]", "['b\\'c', ''] [1]", form_of_values) == ""
+    assert differences("['a'] [32]", "('a') [32]", form_of_values) != ""
+
+
+def test_notes_beside_the_text_of_a_model_are_on_the_page() -> None:
+    shown = "some text\nof 3 lines\nread 4 tokens\nended by 'length'; seed 1"
+    assert missing_lines(shown, "read 7 tokens\nended by 'length'; seed 23\n") == []
+    assert missing_lines(shown, "ended by 'length'; seed 1\nread 7 tokens") == ["read 0 tokens"]
+    assert missing_lines(f"{shown}\n…", "and more") == []
+    assert missing_lines(shown, "read 7 tokens, 8 tokens/s") == ["read 0 tokens, 0 tokens/s"]
