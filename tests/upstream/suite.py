@@ -56,7 +56,6 @@ class GeckoTest(common.ModelTesterMixin, training.TrainingTesterMixin, common.Ge
 
     all_model_classes = (GeckoModel, GeckoForCausalLM, GeckoForSequenceClassification)
     has_attentions = False
-    test_can_init_all_missing_weights_before_2023 = True  # else skipped, as our files name no year
     model_tester: Any = None
 
     def setUp(self) -> None:
