@@ -227,3 +227,13 @@ def test_the_base_model_loads_alone(tmp_path):
     base = GeckoModel(GeckoConfig.of(cases.SMALL))
     base.load_state_dict(model.model.gecko.state_dict())
     assert base.gecko.fingerprint() == model.model.gecko.fingerprint()
+
+
+def test_replaced_and_resized_weights_are_not_drawn_again(text_folder):
+    model = AutoModelForCausalLM.from_pretrained(text_folder)
+    model.set_output_embeddings(torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False))
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    model.post_init()
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name

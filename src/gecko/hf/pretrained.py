@@ -36,6 +36,12 @@ SCORE = "score.weight"
 """Parameter of a classifier that a ``Gecko`` does not have."""
 
 
+def _mark_values(module: nn.Module) -> None:
+    """Mark the parameters of a module that replaces another: ``initialize_weights`` must not draw them again."""
+    for parameter in module.parameters():
+        setattr(parameter, _HAS_VALUES, True)
+
+
 class GeckoPreTrainedModel(PreTrainedModel):
     """Base class: loading, saving, gradient checkpointing."""
 
@@ -100,12 +106,14 @@ class GeckoPreTrainedModel(PreTrainedModel):
         return self._gecko.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        _mark_values(value)
         self._gecko.embedding = value  # type: ignore[assignment]
 
     def get_output_embeddings(self) -> nn.Module:
         return self._gecko.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        _mark_values(new_embeddings)
         self._gecko.head = new_embeddings  # type: ignore[assignment]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
