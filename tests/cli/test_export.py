@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import gecko
 from gecko.data import load_tokenizer
-from gecko.models.onnx import GRAPH, LOGITS, NEXT, POSITION, START, TOKEN
+from gecko.models.onnx import GRAPH, LOGITS, NEXT, POSITION, START, TOKEN, initial_state
 
 Command = Callable[..., Any]
 PROMPT = [256, *b"abc"]
@@ -72,6 +72,8 @@ def test_onnx_continues_a_text(command: Command, run_folder: Path, tmp_path: Pat
     session = runtime.InferenceSession(str(tmp_path / "out" / GRAPH), providers=["CPUExecutionProvider"])
     inputs, outputs = ([x.name for x in part] for part in (session.get_inputs(), session.get_outputs()))
     state, tokens = load_file(tmp_path / "out" / START), list(PROMPT)
+    empty = initial_state(gecko.load(run_folder))
+    assert all(np.array_equal(state[name], x.numpy()) for name, x in empty.items())
     for position in range(len(PROMPT) + 19):
         values = {TOKEN: np.array([tokens[position]]), POSITION: np.array([position]), **state}
         found = dict(zip(outputs, session.run(None, {name: values[name] for name in inputs}), strict=True))
