@@ -13,7 +13,7 @@ import pytest
 import torch
 from gpu.operators import Operator, compare
 from gpu.page import page
-from gpu.parts import full, small
+from gpu.parts import LONG, full, small
 from gpu.processes import Runner
 from gpu.record import Record
 from gpu.shapes import Floor
@@ -110,11 +110,13 @@ def test_parts_are_chosen_by_name_in_their_order():
 
 def test_what_is_planned_beyond_the_card_is_not_tried(monkeypatch):
     bench = Bench(torch.device("cpu"), torch.bfloat16, 2, 1)
-    monkeypatch.setattr(Bench, "memory", 85 * 10**9)
-    found = train("gecko-1b", GeckoConfig.preset("gecko-1b"), 131_072, bench)
-    assert found.speed is None and found.checkpointing == "does not fit (98 GB planned, recomputing: full)"
     tried = []
     monkeypatch.setattr("gpu.training._step_seconds", lambda *given: (tried.append(given[2]), 1.0)[1])
+    monkeypatch.setattr(Bench, "memory", 50 * 10**9)
+    found = train("gecko-1b", GeckoConfig.preset("gecko-1b"), 131_072, bench)
+    assert found.speed is None and not tried
+    assert found.checkpointing == f"does not fit ({LONG / 1e9:.0f} GB planned, recomputing: full)"
+    monkeypatch.setattr(Bench, "memory", 85 * 10**9)
     found = train("gecko-1b", GeckoConfig.preset("gecko-1b"), 32_768, bench)
     assert found.checkpointing == "selective" and tried == ["selective"] and CHECKPOINTING[0] == "none"
 

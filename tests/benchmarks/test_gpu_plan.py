@@ -55,8 +55,7 @@ def test_each_command_is_planned_within_ten_minutes():
 
 def test_decoding_many_rows_needs_their_states_and_the_weights():
     config = GeckoConfig.preset("gecko-7b")
-    with torch.device("meta"):
-        state = GeckoState.empty(config, 32, value_dtype=torch.bfloat16)
+    state = GeckoState.empty(config, 32, value_dtype=torch.bfloat16, device="meta")
     held = sum(x.nbytes for x in state.tensors().values())
     assert held + 2 * count(config) == pytest.approx(WIDE, rel=0.01) and bytes_of_states(state) < held
 
