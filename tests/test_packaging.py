@@ -66,7 +66,9 @@ def test_the_wheel_holds_every_file_of_the_package(files: dict[str, Path]) -> No
         assert {info.date_time[0] for info in wheel.infolist()} == {2023}, "the time of SOURCE_DATE_EPOCH"
     package = {path.relative_to(ROOT / "src") for path in (ROOT / "src" / "gecko").rglob("*") if path.is_file()}
     assert names == {path.as_posix() for path in package if "__pycache__" not in path.parts}
-    assert {Path(name).suffix for name in names} == {".py", ".c", ".h", ".j2", ".html", ".json", ".typed"}
+    assert {Path(name).suffix for name in names} == {
+        ".py", ".c", ".h", ".j2", ".html", ".json", ".typed", ".md", ".safetensors",
+    }  # fmt: skip
     assert "gecko = gecko.cli:main" in entries and "gecko = gecko.vllm:register" in entries
     with tarfile.open(files[".gz"]) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}

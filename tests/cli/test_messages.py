@@ -98,6 +98,8 @@ def test_data_sets_of_the_hub_are_not_asked_for_again_and_again_without_a_networ
     monkeypatch.setattr("socket.getaddrinfo", unknown)
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("tried again"))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)  # tests of transformers in this process set them
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     result = command("eval", *(str(run_folder) if part == "RUN" else part for part in arguments))
