@@ -136,11 +136,11 @@ clean:
 	awk -F== 'NR == FNR {replaced[$$1]; print; next} !($$1 in replaced)' \
 		constraints-oldest.txt constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt \
-		--editable '.[finetune]' hypothesis pytest pytest-xdist
+		--editable '.[finetune]' hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
 .venv-vllm/test: pyproject.toml constraints-vllm.txt tests/support/vllm_install.py
-	$(PYTHON) tests/support/vllm_install.py .venv-vllm --editable '.[eval,serve]' accelerate hypothesis psutil pytest tenacity torchao
+	$(PYTHON) tests/support/vllm_install.py .venv-vllm --editable '.[eval,serve]' accelerate hypothesis psutil pytest pytest-timeout tenacity torchao
 	touch $@
 
 # There is no build of vLLM 0.33 for the CPU. Its Python, from the package for GPUs, runs with the compiled parts of 0.32.
