@@ -66,13 +66,18 @@ class GeckoPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Draw the weights that have no values yet, those of a ``Gecko`` as its constructor does."""
-        super().initialize_weights()
         weights = dict(self._gecko.named_parameters(remove_duplicate=False))
-        without = [name for name, x in weights.items() if not x.is_meta and not getattr(x, _HAS_VALUES, False)]
+        without = [name for name, x in weights.items() if not x.is_meta and not self._has_values(name, x)]
+        super().initialize_weights()  # which marks all modules
         drawn = type(self._gecko)(self._gecko.config).state_dict() if without else {}
         for name in without:
             weights[name].copy_(drawn[name])
             setattr(weights[name], _HAS_VALUES, True)
+
+    def _has_values(self, name: str, parameter: nn.Parameter) -> bool:
+        # transformers 4 marks a parameter, replaces it by the loaded one, and keeps the mark of the module only.
+        marked = parameter, self._gecko.get_submodule(name.rpartition(".")[0])
+        return any(getattr(x, _HAS_VALUES, False) for x in marked)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
