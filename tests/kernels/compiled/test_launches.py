@@ -18,7 +18,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 PRESETS = [
     ("gecko-7b", F32, "bfloat16", CAPABILITIES), ("gecko-7b", BF16, "float32", (90,)),
     ("gecko-7b", F32, "float32", (80,)), ("megalodon-7b", F32, "bfloat16", (90,)),
-    ("gecko-125m", F32, "bfloat16", (90,)), ("gecko-15m", F32, "bfloat16", (90,)),
+    ("gecko-125m", F32, "bfloat16", (90,)), ("gecko-15m", F32, "bfloat16", CAPABILITIES),
     ("gecko-15m", F16, "float32", (90,)), ("tiny", F32, "bfloat16", (90,)),
 ]  # fmt: skip
 """Preset, dtype of weights, precision (bfloat16 is autocast) and capabilities. gecko-1b has the heads of gecko-7b."""
