@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -44,18 +45,23 @@ def by_hand(
     if sampling.top_k is not None and sampling.top_k < len(logits):
         least = sorted(scaled, reverse=True)[sampling.top_k - 1]
         kept = {i for i in kept if scaled[i] >= least}
-    weight = {i: math.exp(scaled[i] - max(scaled)) for i in kept}
-    chance = {i: w / math.fsum(weight.values()) for i, w in weight.items()}
+    most = max(scaled)
+    weight = {i: math.exp(scaled[i] - most) for i in kept}
+    total = math.fsum(weight.values())
+    chance = {i: w / total for i, w in weight.items()}
     if sampling.top_p is not None:
         nucleus: list[int] = []
+        share = Fraction(0)
         for i in sorted(chance, key=lambda i: (-chance[i], i)):
             # A sum that equals top_p except for rounding may count as either.
-            if math.fsum(chance[j] for j in nucleus) >= sampling.top_p:
+            if float(share) >= sampling.top_p:
                 break
             nucleus.append(i)
+            share += Fraction(chance[i])
         chance = {i: chance[i] for i in nucleus}
     if sampling.min_p is not None:
-        chance = {i: p for i, p in chance.items() if p >= sampling.min_p * max(chance.values())}
+        least = sampling.min_p * max(chance.values())
+        chance = {i: p for i, p in chance.items() if p >= least}
     total = math.fsum(chance.values())
     return [chance.get(i, 0.0) / total for i in range(len(logits))]
 
