@@ -242,19 +242,21 @@ def named(presets: Mapping[str, Config], name: str) -> Config:
 def unknown_name(kind: str, name: object, known: Any) -> str:
     """Return the error message for an unknown name, with the nearest known one; of many names only the nearest."""
     choices = sorted(map(str, known))
-    near = _nearest(str(name), choices)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    group = [choice for choice in choices if choice.startswith(f"{str(name).rstrip('.')}.")]
+    near = group or _nearest(str(name), choices)
+    hint = f" Did you mean {near[0]!r}?" if near and not group else ""
     listed = ", ".join(choices)
-    if near and len(choices) > _MOST_LISTED:
-        listed = f"{len(choices)} names, such as {', '.join(near[:4])}"
+    if len(choices) > _MOST_LISTED:
+        listed = f"{len(choices)} names, such as {', '.join((near or choices)[:4])}"
     return f"{kind} must be one of {listed}; got {str(name)!r}.{hint}"
 
 
 def _nearest(name: str, choices: list[str]) -> list[str]:
     """Return the choices that resemble a name, the nearest first; those that end in the name come first."""
-    same_end = [choice for choice in choices if choice.endswith(f".{name}")]
-    near = difflib.get_close_matches(name, choices, n=4, cutoff=0.5)
-    return list(dict.fromkeys([*same_end, *near]))
+    small = {choice.lower(): choice for choice in reversed(choices)}
+    same_end = [choice for choice in choices if choice.endswith((f".{name}", f"_{name}"))]
+    near = difflib.get_close_matches(name.lower(), small, n=4, cutoff=0.5)
+    return list(dict.fromkeys([*same_end, *(small[choice] for choice in near)]))
 
 
 _MOST_LISTED = 20

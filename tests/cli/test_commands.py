@@ -5,6 +5,8 @@ They are listed in ``commands.txt`` and run in this process, one after the other
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +59,50 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in models.items():
         read(model.eval(), [torch.tensor([256, *b"a book"])]).state.save(folder / f"{name}.state")
     assert CliRunner().invoke(app, ["quantize", str(folder / "demo"), str(folder / "small")]).exit_code == 0
+    _write_hostile_files(folder)
     return folder
+
+
+def _write_hostile_files(folder: Path) -> None:
+    """Write what no command can use: pipes, links to nothing, lists too deep for Python, and parts of files."""
+    for suffix in ("", ".txt", ".json", ".jsonl"):
+        os.mkfifo(folder / f"pipe{suffix}")
+    (folder / "dangling").symlink_to("missing")
+    (folder / "loop").symlink_to("loop")
+    (folder / "waiting" / "checkpoints").mkdir(parents=True)
+    deep = "[" * 100_000
+    files = {
+        "deep.json": deep, "deep.jsonl": '{"messages": ' + deep, "blank.jsonl": "\n\n",
+        "two words.txt": "a text " * 900,
+        "numbers.jsonl": '{"text": 5}\n', "list.json": "[1]", "null.json": "null", "unanswered.jsonl":
+        '{"messages": [{"role": "user", "content": "hi"}]}\n', "robot.jsonl":
+        '{"messages": [{"role": "robot", "content": "hi"}, {"role": "assistant", "content": "x"}]}\n',
+    }  # fmt: skip
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "latin.txt").write_bytes("Größe ".encode("latin-1") * 400)
+    state = (folder / "book.state").read_bytes()
+    (folder / "half.state").write_bytes(state[: len(state) // 2])
+    (folder / "huge.state").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+    recipe = json.loads((folder / "demo" / "recipe.json").read_text(encoding="utf-8"))
+    for name, field in (("extra", {"bogus": 1}), ("word", {"steps": "x"}), ("model", {"model": []})):
+        (folder / f"{name}-recipe.json").write_text(json.dumps(recipe | field), encoding="utf-8")
+    _write_broken_models(folder)
+
+
+def _write_broken_models(folder: Path) -> None:
+    (checkpoint,) = (folder / "demo" / "checkpoints").iterdir()
+    weights, config = ((checkpoint / name).read_bytes() for name in ("model.safetensors", "config.json"))
+    models = {
+        "plain": (weights, config), "cut": (weights[:1000], config), "deep": (weights, b"[" * 100_000),
+        "negative": (weights, config.replace(b'"num_layers": 2', b'"num_layers": -1')),
+        "more": (weights, config.replace(b'"num_layers": 2', b'"num_layers": 3')),
+    }  # fmt: skip
+    for name, contents in models.items():
+        model = folder / f"{name}-model"
+        model.mkdir()
+        for file, content in zip(("model.safetensors", "config.json"), contents, strict=True):
+            (model / file).write_bytes(content)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from gecko.data.tokenizers import TOKENIZERS
 from gecko.inference import encode_stream
 from gecko.inference.prefill import inference
 from gecko.io.checkpoints import CHECKPOINTS, list_checkpoints, model_folder
+from gecko.io.files import found_at
 from gecko.io.model_folder import CONFIG
 from gecko.io.quantization import is_quantized
 from gecko.io.shipped import shipped_folder, shipped_models
@@ -43,6 +45,8 @@ def find_model(name: str) -> Path:
         FileNotFoundError: the folder does not exist, or holds no model.
         ValueError: all checkpoints are damaged, or the folder holds several models.
     """
+    if not name.strip():
+        raise FileNotFoundError(f"MODEL must name a model's folder or a training run; got {name!r}.{_TRAIN_ONE}")
     folder = shipped_folder(name) or Path(name).expanduser()
     if not (folder / CONFIG).is_file() and not list_checkpoints(folder / CHECKPOINTS):
         raise FileNotFoundError(_no_model_message(folder))
@@ -169,18 +173,37 @@ def trained_length(name: str) -> int | None:
 def _no_model_message(folder: Path) -> str:
     expected = f"MODEL must be a folder that holds a model ({CONFIG}) or a training run (checkpoints/)"
     if folder.is_dir():
-        found = sorted(entry.name for entry in folder.iterdir())
-        return f"{expected}; {folder} holds {', '.join(found[:8]) or 'nothing'}."
+        return f"{expected}; {_held(folder)}"
     if folder.is_file():
-        return f"{expected}; {folder} is a file. The MODEL comes first; a text to continue is given by --file after it."
+        run = _run_around(folder)
+        return f"{expected}; {folder} is a file. " + (
+            f"Did you mean {run}?" if run else "The MODEL comes first; a text to continue is given by --file after it."
+        )
     if folder.name in PRESETS:
         return f"{expected}; {folder} is the name of an architecture without weights.{_TRAIN_ONE}"
     shipped = f" Models installed with the package: {', '.join(shipped_models())}."
-    return f"{expected}; there is no {folder}.{nearest_hint(folder) or _TRAIN_ONE}{shipped}"
+    there = f"{folder}: {found_at(folder)}" if os.path.lexists(folder) else f"there is no {folder}"
+    return f"{expected}; {there}.{nearest_hint(folder) or _TRAIN_ONE}{shipped}"
+
+
+def _held(folder: Path) -> str:
+    """Say what a folder without a model holds, and which run it belongs to."""
+    names = [entry.name for entry in sorted(folder.iterdir())]
+    held = f"{folder} holds {', '.join(names[:8]) or 'nothing'}."
+    if run := _run_around(folder):
+        return f"{held} Did you mean {run}?"
+    return f"{held} Its {CHECKPOINTS}/ has no checkpoint yet." if CHECKPOINTS in names else held
+
+
+def _run_around(path: Path) -> Path | None:
+    """Return the nearest folder above a path that holds a model or a run; None if there is none."""
+    return next((up for up in path.parents if (up / CONFIG).is_file() or list_checkpoints(up / CHECKPOINTS)), None)
 
 
 def nearest_hint(path: Path) -> str:
     """Return a sentence that suggests an existing path with a similar name; an empty string if there is none."""
+    if os.path.lexists(path) or not path.name:
+        return ""
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     return f" Did you mean {path.with_name(near[0])}?" if near else ""
@@ -218,9 +241,8 @@ def named_text(source: str) -> Text:
             f"a text must be a file, or - for standard input; {path} is a folder. Name a file in it."
         )
     if not path.is_file():
-        raise FileNotFoundError(
-            f"a text must be a file, or - for standard input; there is no file {path}.{nearest_hint(path)}"
-        )
+        there = f"{path}: {found_at(path)}" if os.path.lexists(path) else f"there is no file {path}"
+        raise FileNotFoundError(f"a text must be a file, or - for standard input; {there}.{nearest_hint(path)}")
     check_plain_text(path)
     compressed = path.suffix.lower() in COMPRESSED_SUFFIXES
     return Text(str(path), read_pieces(path), None if compressed else path.stat().st_size)

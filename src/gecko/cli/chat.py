@@ -96,8 +96,18 @@ def chat(
         if line.startswith("/"):
             if not _obey(line, conversation, [model, state, tokenizer]):
                 return
-        elif line.strip():
+        elif _is_message(line):
             _write(conversation.ask(line.strip(), sampling=sampling, seed=next(seeds), max_new_tokens=max_new_tokens))
+
+
+def _is_message(line: str) -> bool:
+    """Return whether a line holds a message; say so if it holds bytes that are not UTF-8."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        _say("error: a message must be UTF-8 text; this line is not. Save the messages as UTF-8.")
+        return False
+    return bool(line.strip())
 
 
 def _introduce(model: str, chat_format: ChatFormat) -> None:

@@ -97,27 +97,30 @@ def _usage_errors_explained(ctx: Any) -> Iterator[None]:
     except Exception as error:
         usage: Any = error
         if hasattr(error, "possibilities") and ctx.invoked_subcommand in _WITH_SETTINGS:
-            usage.message += (
-                f". A setting of the recipe is written {_setting(usage.option_name)}=VALUE, without dashes."
-            )
+            usage.message += f". {_how_to_write(usage.option_name)}"
         elif hasattr(error, "param_hint") and hasattr(error.__cause__, "errors"):
             refused: Any = error.__cause__
             usage.message += f"; got {refused.errors()[0]['input']!r}."
         raise
 
 
-def _setting(option: str) -> str:
-    """Return the setting that an unknown option probably means: ``--learning-rate`` is ``optimizer.learning_rate``."""
+def _how_to_write(option: str) -> str:
+    """Say how the setting is written that an unknown option means: ``--lr`` is ``optimizer.learning_rate=VALUE``."""
     from gecko.recipes import RECIPES, shown
+    from gecko.train.overrides import ELSEWHERE
 
     name = option.lstrip("-").replace("-", "_")
+    name = ELSEWHERE.get(name, name)
     settings = [setting.partition("=")[0] for setting, _ in shown(RECIPES["tiny"]())]
-    return next((setting for setting in settings if setting == name or setting.endswith(f".{name}")), name)
+    meant = next((setting for setting in settings if setting == name or setting.endswith(f".{name}")), None)
+    if meant is None:
+        return "Settings of the recipe are written KEY=VALUE; `gecko train RECIPE --show` lists them."
+    return f"A setting of the recipe is written {meant}=VALUE, without dashes."
 
 
 def _has_message(error: Exception) -> bool:
     """Return whether the error is written for users. A RuntimeError or TypeError raised in a library is a bug."""
-    if isinstance(error, RuntimeError | TypeError):
+    if isinstance(error, RuntimeError | TypeError) and not _NO_MEMORY.search(str(error)):
         frame = error.__traceback__
         while frame is not None and frame.tb_next is not None:
             frame = frame.tb_next
@@ -126,7 +129,17 @@ def _has_message(error: Exception) -> bool:
     return True
 
 
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
+"""What PyTorch's errors contain if memory is missing, on a CPU and on a GPU."""
+
+
 def _message(error: Exception) -> str:
+    if isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)):
+        size = re.search(r"(?:allocate) ([\d.]+ \w+)", str(error))
+        return (
+            f"the work must fit into memory; an allocation{f' of {size[1]}' if size else ''} failed. "
+            "Try smaller or fewer rows, or a smaller model."
+        )
     if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
         return f"{error.filename} must be a folder, or a path in one; a file has this name. Name another."
     if isinstance(error, OSError) and error.strerror and error.filename:
@@ -241,7 +254,7 @@ def _check_kind(path: Path, kind: Kind, inputs: Iterable[Path], force: bool, opt
     if path.stat().st_size and not known and not force:
         raise FileExistsError(
             f"{option} must be a new file, or {kind.name}, which is replaced; {path} is something else. "
-            "Name another file, or add --force to replace it."
+            f"Name another file{', or add --force to replace it' if option.startswith('--') else ''}."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,7 +58,7 @@ def finetune(
     from gecko.recipes.finetune import finetuning_run
     from gecko.train import train as run_training
 
-    if out is None:
+    if not out:
         raise ValueError("--out must name the folder of the new run, for example --out runs/chat; got none.")
     recipe = Path(out).expanduser() / "recipe.json"
     if any((given := override).startswith("epochs=") for override in overrides or []):
@@ -74,7 +75,7 @@ def finetune(
             )  # fmt: skip
     result = run_training(run, resume=resume)
     if result.finished:
-        typer.echo(f"talk with it: gecko chat {out}")
+        typer.echo(f"talk with it: gecko chat {shlex.quote(out)}")
 
 
 def _check_same(run: Run, folder: Path, chats: str, lora: int | None) -> None:

@@ -141,9 +141,12 @@ def _build(
 
 
 def _folder(name: str | None) -> Path | None:
+    from gecko.io.files import found_at
+
     folder = None if name is None else Path(name).expanduser()
     if folder is not None and not folder.is_dir():
-        raise FileNotFoundError(f"--states must be a folder with reading states (NAME.state); there is no {folder}.")
+        there = f"{folder}: {found_at(folder)}" if folder.exists() else f"there is no {folder}"
+        raise FileNotFoundError(f"--states must be a folder with reading states (NAME.state); {there}.")
     return folder
 
 

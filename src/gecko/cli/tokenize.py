@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,7 +122,9 @@ def _report(manifest: Manifest, plan: TokenizingPlan, console: Console) -> None:
         f"{plan.folder}: {len(manifest.shards):,} shards, {documents:,} documents, {tokens:,} tokens of "
         f"{manifest.tokenizer.dtype.name}, {text_bytes:,} bytes of text ({text_bytes / tokens:.2f} per token)"
     )
-    console.print(f"Train on them with: data.source={plan.folder} data.tokenizer={manifest.tokenizer.name}")
+    console.print(
+        f"Train on them with: data.source={shlex.quote(str(plan.folder))} data.tokenizer={manifest.tokenizer.name}"
+    )
 
 
 @contextmanager

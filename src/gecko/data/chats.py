@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gecko.data.chat import TemplateChat, Turn
 from gecko.data.loader import IGNORED, Row, make_row
 from gecko.data.packing import SPLIT_STREAM, Shuffle, held_out_count, permutation
-from gecko.data.readers import format_of, read_records
+from gecko.data.readers import check_regular, format_of, read_records
 from gecko.data.sources import empty_source, find_files
 
 ROLES = ("system", "user", "assistant")
@@ -34,6 +34,7 @@ def read_chats(source: str) -> Iterator[tuple[str, list[Turn]]]:
     for path in find_files(source):
         if format_of(path) != "json lines":
             raise ValueError(f"chats must be JSON Lines (.jsonl), one object a line as {_EXPECTED}; got {path}.")
+        check_regular(path)
         for where, record in read_records(path):
             yield where, _turns(record, where)
 

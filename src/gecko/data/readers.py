@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from gecko.io.files import found_at
 from gecko.runtime.process import require
 
 Format = Literal["text", "json lines", "json", "csv", "tsv", "parquet"]
@@ -165,6 +166,7 @@ def read_file(path: Path, field: str) -> Iterator[str]:
         ValueError: in this call, the suffix is of a format that cannot be read; while iterating, the content does not
             have the format of the suffix. The message names the file and the place in it.
     """
+    check_regular(path)
     match format_of(path):
         case "json lines":
             return _read_json_lines(path, field)
@@ -204,6 +206,12 @@ def _binary(where: str, found: str, offset: int) -> ValueError:
 
 def _read_text(path: Path) -> Iterator[str]:
     yield decode_text(b"".join(read_pieces(path)), str(path))
+
+
+def check_regular(path: Path) -> None:
+    """Raise ValueError if a path is a pipe or another thing that can be read only once, or not at all."""
+    if not path.is_file():
+        raise ValueError(f"{path} must be a file, because documents are read several times; {found_at(path)}.")
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

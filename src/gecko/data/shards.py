@@ -90,7 +90,7 @@ class Manifest:
                 raise ValueError(f"its format is {content['format']!r}")
             shards = tuple(map(ShardRecord.from_json, content["shards"]))
             return cls(TokenizerRecord(**content["tokenizer"]), shards)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} must be a manifest of token shards ({FORMAT}) as gecko tokenize writes it; {error}."
             ) from error

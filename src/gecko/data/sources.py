@@ -42,9 +42,10 @@ def find_files(source: str) -> list[Path]:
         return _glob_files(source)
     near = difflib.get_close_matches(path.name, _names_beside(path), n=1)
     hint = f" Did you mean {str(path.with_name(near[0]))!r}?" if near else ""
+    found = "which is a link that leads to no file" if path.is_symlink() else "which does not exist"
     raise FileNotFoundError(
         f"a source of documents must be a file, a folder, a glob, 'hf:NAME' or {STDLIB!r}; "
-        f"got {source!r}, which does not exist.{hint}"
+        f"got {source!r}, {found}.{hint}"
     )
 
 
@@ -98,7 +99,8 @@ def _sorted_below(root: Path, skip: Callable[[str], bool]) -> list[Path]:
 
 
 def _names_beside(path: Path) -> list[str]:
-    return [STDLIB, *(entry.name for entry in path.parent.iterdir())] if path.parent.is_dir() else []
+    beside = path.parent.iterdir() if path.parent.is_dir() and not path.is_symlink() else ()
+    return [STDLIB, *(entry.name for entry in beside)]
 
 
 HUGGING_FACE = "hf:"

@@ -210,7 +210,7 @@ def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
         content = json.loads((plan.folder / f"{task.name}.json").read_text(encoding="utf-8"))
         record = ShardRecord.from_json(content)
         Shard(plan.folder, record, plan.tokenizer.dtype).check_sizes()
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, RecursionError, KeyError, TypeError):
         return None
     return record
 

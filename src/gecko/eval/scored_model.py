@@ -9,6 +9,7 @@ reading. CEMA and attention keep their states. The cumulative norm thus never av
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from gecko.data.readers import check_plain_text, decode_text, read_pieces
 from gecko.inference import Prefill, Sampling, TextStream, TokenStream, encode_stream, read, score
 from gecko.inference.llama import LlamaPrefill, LlamaStream, prefill_llama, score_llama
 from gecko.inference.prefill import inference, pieces
+from gecko.io.files import found_at
 from gecko.io.model_folder import fingerprint
 from gecko.models import LanguageModel, Llama
 from gecko.models.gecko import Gecko
@@ -298,7 +300,8 @@ def open_texts(sources: Sequence[str], *, joined: bool) -> list[Text]:
     paths = [Path(source).expanduser() for source in sources]
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"a text must be a file, since it is read more than once; there is no file {path}.")
+            there = f"{path}: {found_at(path)}" if os.path.lexists(path) else f"there is no file {path}"
+            raise FileNotFoundError(f"a text must be a file, since it is read more than once; {there}.")
         check_plain_text(path)
     if joined:
         return [Text(" + ".join(path.name for path in paths), tuple(paths))]

@@ -76,13 +76,26 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: the file is not JSON, or not an object.
     """
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(f"{path} must hold {what} as JSON; {found_at(path)}. Name a file.")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must hold {what} as JSON; {error}.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold {what} as a JSON object; got a {type(content).__name__}.")
+        kind = "null" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"{path} must hold {what} as a JSON object; got {kind}.")
     return content
+
+
+def found_at(path: str | Path) -> str:
+    """Say what lies at a path, for messages that expected something else there."""
+    path = Path(path)
+    if path.is_dir() or path.is_file():
+        return "it is a folder" if path.is_dir() else "it is a file"
+    if path.exists():
+        return "it is a pipe or a device"
+    return "it is a link that leads to no file" if path.is_symlink() else "there is none"
 
 
 def parse_object(path: str | Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
@@ -164,7 +177,7 @@ def _parse(line: bytes, fields: Collection[str]) -> tuple[Record | None, str]:
     """Return the record, or None and the rule that the line breaks."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, f"a JSON object; {error}"
     if not isinstance(record, dict):
         return None, f"a JSON object; got a {type(record).__name__}"

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.io.files import read_object, whole_file
+from gecko.io.files import found_at, read_object, whole_file
 from gecko.io.quantization import plain_tensors, stored_bits
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -252,7 +252,7 @@ def _manifest_files(folder: Path) -> Collection[str]:
     """Return the files that a checkpoint's manifest lists; none if the folder is no checkpoint."""
     try:
         record = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ()
     files = record.get("files") if isinstance(record, dict) else None
     return files if isinstance(files, dict) else ()
@@ -337,10 +337,9 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ValueError: the file is of another kind, truncated or damaged.
     """
     path = Path(path)
-    if path.is_dir():
-        raise FileNotFoundError(f"{path} must be a file written by gecko; it is a folder. Name a file in it.")
     if not path.is_file():
-        raise FileNotFoundError(f"{path} must be a file written by gecko; there is none. Check the path.")
+        advice = "Name a file in it" if path.is_dir() else "Check the path"
+        raise FileNotFoundError(f"{path} must be a file written by gecko; {found_at(path)}. {advice}.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})

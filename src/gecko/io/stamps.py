@@ -49,5 +49,5 @@ def _read(stamp: Path) -> Any:
     """Return the content of a stamp; None if there is none, or it is damaged."""
     try:
         return json.loads(stamp.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

@@ -65,7 +65,7 @@ def get_recipe(name: str) -> Run:
         return _with_true_origin(_load_recipe(path)) if path.exists() else _missing(name)
     known = name.replace("-", "_")
     if known not in RECIPES:
-        raise ValueError(_is_no_recipe(name) or unknown_name("recipe", name, RECIPES))
+        raise ValueError((name.strip() and _is_no_recipe(name)) or unknown_name("recipe", name, RECIPES))
     return dataclasses.replace(RECIPES[known](), recipe=known)
 
 

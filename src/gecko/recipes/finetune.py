@@ -28,6 +28,7 @@ SHORTEST, LONGEST = 256, 4096
 """Bounds of the default length of a row in tokens."""
 ROWS = 4
 """Default number of rows of a step, if there are as many."""
+MOST_EPOCHS = 1_000_000
 RATE = 0.128
 """Default learning rate times the width of the model."""
 
@@ -61,13 +62,14 @@ def finetuning_run(
         FileNotFoundError, ValueError: there is no model, tokenizer or chat, a line is no chat, or a setting is out of
             range.
     """
-    if epochs <= 0:
-        raise ValueError(f"epochs must be above 0; got {epochs}.")
+    if not 0 < epochs <= MOST_EPOCHS:
+        raise ValueError(f"epochs must be above 0 and at most {MOST_EPOCHS:,}; got {epochs:g}. Try 3.")
     folder = model_folder(model)
     spec = tokenizer or known_tokenizer(folder)
     if spec is None:
         raise FileNotFoundError(
-            f"{folder} must hold a tokenizer or a recipe.json that names one. Name it: --tokenizer."
+            f"{folder} must hold a tokenizer or a recipe.json that names one; it holds neither. Name it: --tokenizer "
+            "bytes, or the path of a tokenizer.json."
         )
     config, vocabulary = load_config(folder / CONFIG), load_tokenizer(spec)
     check_vocabulary(vocabulary, config.vocab_size)

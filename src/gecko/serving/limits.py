@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,8 +136,8 @@ class Limits:
             "rows", "body_bytes", "memory_bytes", "header_seconds", "body_seconds", "prompt_tokens", "new_tokens",
             "seconds",
         ):  # fmt: skip
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite; got {getattr(self, name)}.")
         if self.memory_bytes < self.body_bytes:
             raise ValueError(
                 f"memory_bytes must be at least body_bytes, {self.body_bytes}; got {self.memory_bytes}. "

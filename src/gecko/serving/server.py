@@ -100,7 +100,10 @@ def open_socket(host: str, port: int) -> socket.socket:
 
     Raises:
         OSError: the address does not belong to this machine, or is in use.
+        ValueError: the host is empty, which the system would take for all networks.
     """
+    if not host:
+        raise ValueError("--host must name an address; got ''. Try 127.0.0.1, or 0.0.0.0 for all networks.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)

@@ -152,9 +152,25 @@ def set_fields(values: dict[str, Any], overrides: Iterable[str], fixed: Collecti
             hint = f" To train on it: data.source={override}" if Path(override).exists() else ""
             raise ValueError(f"an override must read key=value, for example steps=100; got {override!r}.{hint}")
         if key not in known:
-            raise ValueError(f"{unknown_name('override', key, known)} gecko train RECIPE --show lists all.")
+            raise ValueError(f"{_unknown_setting(key, known)} gecko train RECIPE --show lists all.")
         *path, name = key.split(".")
         reduce(getitem, path, values)[name] = value
+
+
+def _unknown_setting(key: str, known: Collection[str]) -> str:
+    meant = ELSEWHERE.get(key.lower())
+    if meant in known:
+        return f"override must be a setting of the recipe; got {key!r}. Did you mean {meant!r}?"
+    return unknown_name("override", key, known)
+
+
+ELSEWHERE = {
+    "lr": "optimizer.learning_rate", "wd": "optimizer.weight_decay", "grad_clip": "optimizer.clip",
+    "max_steps": "steps", "max_iters": "steps", "num_iterations": "steps", "epochs": "steps", "dtype": "precision",
+    "block_size": "sequence_length", "context_length": "sequence_length", "max_seq_length": "sequence_length",
+    "vocab": "model.vocab_size", "n_layer": "model.num_layers", "n_embd": "model.model_dim", "out": "output",
+}  # fmt: skip
+"""Names that other training programs give to settings."""
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

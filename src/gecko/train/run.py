@@ -27,6 +27,8 @@ from gecko.train.overrides import (
     current_override,
 )
 
+_MOST_THREADS = 1024
+
 
 @dataclass(frozen=True)
 class DataSettings:
@@ -296,6 +298,12 @@ class Run:
                 f"gradient_accumulation_steps must divide batch_size; got {self.gradient_accumulation_steps} and "
                 f"{self.batch_size}. "
                 f"Try gradient_accumulation_steps={self.batch_size}, one row at a time."
+            )
+        if not self.output:
+            raise ValueError("output must name the folder of the run; got ''. Try runs/mine.")
+        if self.threads is not None and self.threads > _MOST_THREADS:
+            raise ValueError(
+                f"threads must be at most {_MOST_THREADS}; got {self.threads}. Leave it out for all cores."
             )
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be a whole number of 64 bits, from 0 to 2**64 - 1; got {self.seed}.")

@@ -51,6 +51,8 @@ def select_device(name: str, local_rank: int | None = None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}. Try cpu.")
     if device.type == "cuda" and device.index is None and local_rank is not None:
         device = torch.device("cuda", local_rank)
     count = torch.cuda.device_count()

@@ -209,7 +209,7 @@ def check_folder(folder: Path) -> None:
         found = json.loads(path.read_text(encoding="utf-8")).get("format")
     except FileNotFoundError:
         return
-    except (ValueError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):
         found = None
     if found != FORMAT:
         raise ValueError(

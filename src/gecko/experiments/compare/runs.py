@@ -77,7 +77,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     """Parse a line; None if it is damaged or lacks a number, because the display must not stop the comparison."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or "kind" not in record:
         return None

@@ -16,8 +16,8 @@ from gecko.experiments.compare.plan import LOCK
 from gecko.io.files import locked
 from gecko.train import NonFiniteError, Run, train
 
-DIVERGED = 3
-"""Exit code of a run that stopped after too many skipped steps."""
+FAILED, DIVERGED = 1, 3
+"""Exit codes: settings or data that cannot be trained on, and a run that stopped after too many skipped steps."""
 
 
 def main(path: Path) -> int:
@@ -30,6 +30,9 @@ def main(path: Path) -> int:
         except NonFiniteError as error:
             print(error, file=sys.stderr)
             return DIVERGED
+        except (ValueError, OSError) as error:  # written for users; the end of the log is shown to them
+            print(f"error: {error}", file=sys.stderr)
+            return FAILED
     return 0
 
 
