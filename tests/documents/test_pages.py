@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from documents.blocks import indented_commands
-from documents.plan import PAGES, ROOT, name_of, notes, steps
+from documents.plan import PAGES, ROOT, Step, name_of, notes, steps
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
@@ -33,3 +34,41 @@ def test_most_of_what_the_pages_show_is_run() -> None:
     shown = [step for path in PAGES if path.parent != ROOT / "examples" for step in steps(path)]
     run = [step for step in shown if not step.note.not_run]
     assert len(run) > 80 and {step.kind for step in run} == {"command", "python", "file"}
+
+
+QUESTIONS = {
+    "install": "pip install", "train on my text": "gecko train", "resume": "--resume", "fine-tune": "gecko finetune",
+    "chat": "gecko chat", "serve": "gecko serve", "long book": "gecko read", "convert": "gecko convert",
+    "evaluate": "gecko eval", "many GPUs": "torchrun",
+}  # fmt: skip
+"""What a newcomer asks, and what the answering command contains."""
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_start_page_answers_a_question_and_links_to_more(question: str) -> None:
+    """The row has the command; one click leads to a page or section that shows it."""
+    start = ROOT / "docs" / "index.md"
+    row = next(
+        line for line in start.read_text(encoding="utf-8").splitlines() if re.match(rf"\| .*{question}.*\?", line)
+    )
+    _, _, command, link, _ = row.split("|")
+    assert QUESTIONS[question] in command
+    target = re.search(r"\]\((\w+\.md)(?:#([\w-]+))?\)", link)
+    assert target is not None
+    shown = _steps_of_section(ROOT / "docs" / target[1], target[2])
+    assert any(QUESTIONS[question] in step.text for step in shown), "the section must show the command"
+
+
+def _steps_of_section(page: Path, anchor: str | None) -> list[Step]:
+    """Return the steps of a page, or of the section whose heading has the anchor."""
+    if anchor is None:
+        return steps(page)
+    lines = page.read_text(encoding="utf-8").splitlines()
+    headings = [place for place, line in enumerate(lines, 1) if line.startswith("#")]
+    begin = next(place for place in headings if _anchor(lines[place - 1]) == anchor)
+    end = next((place for place in headings if place > begin), len(lines) + 1)
+    return [step for step in steps(page) if begin <= step.line < end]
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lstrip("# ").lower()))
