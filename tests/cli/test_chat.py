@@ -99,7 +99,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(run_folder: Path, environmen
             process.stdin.flush()
             assert process.stdout.read(20)
             process.send_signal(signal.SIGINT)
-            while b"the conversation goes on" not in process.stderr.readline():
+            while b"the conversation continues" not in process.stderr.readline():
                 assert process.poll() is None
             _discard_written(process.stdout)  # the next read must return when the next answer begins, not earlier
         process.stdin.close()

@@ -22,7 +22,8 @@ import tempfile
 import time
 import traceback
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,19 @@ def check(path: Path, made: Path, folder: Path) -> Iterator[str]:
         shutil.rmtree(folder)
 
 
+def _check_all(pages: Sequence[Path], made: Path, temporary: Path) -> list[str]:
+    """Check pages in as many processes as there are processors, those with the most to run first."""
+    longest_first = sorted(pages, key=lambda path: len(steps(path)), reverse=True)
+    folders = [temporary / str(number) for number in range(len(pages))]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(_check_whole, longest_first, [made] * len(pages), folders)
+        return [problem for problems in found for problem in problems]
+
+
+def _check_whole(path: Path, made: Path, folder: Path) -> list[str]:
+    return list(check(path, made, folder))
+
+
 def main() -> int:
     """Check the pages; print what is wrong, and return 0 if nothing is."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -229,7 +243,7 @@ def main() -> int:
         made.mkdir()
         with warm(address):
             make_folder(made, f"{sys.executable} -S {warm_file} {address}")
-            wrong = [problem for path in pages for problem in check(path, made, Path(temporary) / path.stem)]
+            wrong = _check_all(pages, made, Path(temporary))
     print(*wrong, sep="\n" + "-" * 80 + "\n")
     left = sum(bool(step.note.not_run) for path in pages for step in steps(path))
     print(f"{len(wrong)} problems; {left} commands and blocks are not run, for the reasons in pages.toml")

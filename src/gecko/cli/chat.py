@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _HELP = """\
 /save FILE  save the conversation as a reading state
-/load FILE  go on with a saved conversation
+/load FILE  continue a saved conversation
 /reset      forget the conversation
 /help       show these commands
 /quit       end, as Ctrl-D does; Ctrl-C ends an answer"""
@@ -162,7 +162,7 @@ def _write(answer: Answer) -> None:
         return
     typer.echo()
     if stop.requested is not None:
-        _say("(stopped; the conversation goes on after these words)")
+        _say("(stopped; the conversation continues after these words)")
         if stop.requested == "SIGTERM":
             raise typer.Exit
     elif answer.cut:
@@ -170,7 +170,7 @@ def _write(answer: Answer) -> None:
 
 
 def _obey(line: str, conversation: Conversation, inputs: list[str | None]) -> bool:
-    """Run a command; return False if it ends the program. Errors are printed, and the conversation goes on."""
+    """Run a command; return False if it ends the program. Errors are printed, and the conversation continues."""
     name, _, file = line.partition(" ")
     file = file.strip()
     commands: dict[str, Callable[[], None]] = {
@@ -201,7 +201,7 @@ def _save(conversation: Conversation, file: str, inputs: list[str | None]) -> No
 def _load(conversation: Conversation, file: str) -> None:
     conversation.load(Path(_named(file, "/load")).expanduser())
     assert conversation.state is not None
-    _say(f"going on at position {conversation.state.position[0]:,}")
+    _say(f"continuing at position {conversation.state.position[0]:,}")
 
 
 def _reset(conversation: Conversation) -> None:

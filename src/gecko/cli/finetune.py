@@ -82,7 +82,7 @@ def _check_same(run: Run, folder: Path, chats: str, lora: int | None) -> None:
     """Raise ValueError if the command names other things than the run that it would resume."""
     begun = {"MODEL": run.init_from, "CHATS": run.data.source, "--lora": run.lora_rank}
     named = {"MODEL": str(folder), "CHATS": chats, "--lora": lora}
-    # A run that goes on has a newer checkpoint.
+    # A run that was resumed has a newer checkpoint.
     if run.init_from is not None and Path(run.init_from).parent == folder.parent:
         named["MODEL"] = run.init_from
     for name, value in named.items():
