@@ -92,7 +92,7 @@ def test_the_settings_follow_from_model_and_chats(tune: Tune, base: Path, tmp_pa
     chats = write_chats(tmp_path / "few.jsonl", some_chats(3))
     few = finetuning_run(base, str(chats), output=str(tmp_path / "few"), tokenizer="bytes", epochs=5)
     assert (few.batch_size, few.steps) == (1, 5)
-    with pytest.raises(ValueError, match="epochs must be above 0; got 0"):
+    with pytest.raises(ValueError, match="epochs must be above 0 and at most 1,000,000; got 0"):
         finetuning_run(base, str(chats), output="x", tokenizer="bytes", epochs=0)
 
 
