@@ -120,3 +120,17 @@ def test_the_live_table(recipes: list[str], tmp_path: Path) -> None:
     lines = {name: next(line for line in shown.splitlines() if line.strip().startswith(name)) for name in plan.recipes}
     assert all(part in lines["whole"] for part in ("seed-0", "20/100", "2.5000", "48", "0:01:20"))
     assert all(part in lines["bare"] for part in ("waiting", "0/100"))
+
+
+def test_a_run_that_cannot_start_ends_with_its_message(recipes: list[str], tmp_path: Path) -> None:
+    run = Run.load(recipes[0])
+    planned = tmp_path / "planned.json"
+    replace(run, output=str(tmp_path / "run"), data=replace(run.data, source=str(tmp_path / "nowhere"))).save(planned)
+    with subprocess.Popen(
+        [sys.executable, "-m", "gecko.experiments.compare.worker", str(planned)],
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as worker:  # fmt: skip
+        assert worker.stderr is not None
+        printed = worker.stderr.read()
+    assert worker.returncode == 1
+    assert "error: a source of documents must be" in printed and "Traceback" not in printed

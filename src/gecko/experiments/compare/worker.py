@@ -30,7 +30,11 @@ def main(path: Path) -> int:
         except NonFiniteError as error:
             print(error, file=sys.stderr)
             return DIVERGED
-        except (ValueError, OSError) as error:  # written for users; the end of the log is shown to them
+        except (
+            ValueError,
+            FileExistsError,
+            FileNotFoundError,
+        ) as error:  # written for users; the end of the log is shown to them
             print(f"error: {error}", file=sys.stderr)
             return FAILED
     return 0
