@@ -1,4 +1,4 @@
-"""``torch.export`` of the model, and generation with the options of transformers that ask for a compiler."""
+"""``torch.export`` of the model, and options of transformers that ask for a compiler or for kernels of attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 from support.cases import tokens
-from transformers import CompileConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
 
 
 @pytest.mark.parametrize(("variant", "length"), [("gecko", 1), ("gecko", 20), ("window-linear", 11), ("megalodon", 16)])
@@ -53,3 +53,24 @@ def test_compiled_generation_generates_the_same_at_once(options, pair, monkeypat
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("nothing must be compiled"))
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
     assert torch.equal(model.generate(ids, generation_config=settings), expected)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_names_of_attention_choose_nothing(name, text_folder):
+    """Both are accepted, as scripts name one of them; a Gecko has one attention."""
+    ids = tokens(2, 20)
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(text_folder, attn_implementation=name)(ids).logits
+        assert torch.equal(found, AutoModelForCausalLM.from_pretrained(text_folder)(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+def test_kernels_of_other_attentions_are_refused(name, text_folder):
+    with pytest.raises((ImportError, ValueError), match=r"(?i)flash|flex"):
+        AutoModelForCausalLM.from_pretrained(text_folder, attn_implementation=name)
+
+
+def test_batches_of_pages_are_refused(text_folder):
+    model = AutoModelForCausalLM.from_pretrained(text_folder)
+    with pytest.raises(ValueError, match="generate_batch reads pages of keys"):
+        model.generate_batch(inputs=[[1, 2, 3]], generation_config=GenerationConfig(max_new_tokens=2, eos_token_id=300))

@@ -180,6 +180,38 @@ def test_a_head_trained_beside_an_adapter_is_saved(tied, tmp_path):
     torch.testing.assert_close(written, trained, atol=1e-4, rtol=1e-4)
 
 
+ADAPTERS = {
+    "DoRA": ("LoraConfig", {"target_modules": list(PROJECTIONS), "use_dora": True}),
+    "LoRA of the embedding": ("LoraConfig", {"target_modules": ["embedding", "to_value"]}),
+    "IA3": ("IA3Config", {"target_modules": ["to_value", "fc1"], "feedforward_modules": ["fc1"]}),
+    "LoHa": ("LoHaConfig", {"target_modules": list(PROJECTIONS)}),
+    "norm": ("LoraConfig", {"target_modules": ["to_hidden"], "modules_to_save": ["final_norm"]}),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_compute_the_same_whole_by_token_saved_and_merged(kind, text_folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    name, settings = ADAPTERS[kind]
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(text_folder), getattr(peft, name)(**settings))
+    ids = torch.arange(24).unsqueeze(0)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for weight in (x for x in adapted.parameters() if x.requires_grad):
+            weight.add_(0.1 * torch.randn_like(weight))
+        whole = adapted.eval()(ids).logits
+        assert not torch.allclose(whole, AutoModelForCausalLM.from_pretrained(text_folder)(ids).logits, atol=1e-3)
+        cache, parts = None, []
+        for begin, end in ((0, 11), *((i, i + 1) for i in range(11, 24))):
+            part = adapted(ids[:, begin:end], past_key_values=cache, use_cache=True)
+            cache, parts = part.past_key_values, [*parts, part.logits]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
+        adapted.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(text_folder), tmp_path).eval()
+        torch.testing.assert_close(again(ids).logits, whole)
+        torch.testing.assert_close(again.merge_and_unload()(ids).logits, whole, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_sft(packing, model, text_folder, lines, tmp_path):
     trl = pytest.importorskip("trl")

@@ -195,6 +195,39 @@ def test_a_mask_must_repeat_what_was_read_as_text(change, pair):
     assert cache.get_seq_length() == 21 and out.loss == 0
 
 
+HISTORIES = {
+    "other tokens": lambda ids: torch.cat([ids[:, :3], (ids[:, 3:4] + 1) % 37, ids[:, 4:]], dim=1),
+    "tokens in another order": lambda ids: torch.cat([ids[:, [1, 0]], ids[:, 2:]], dim=1),
+    "rows in another order": lambda ids: ids[[0, 2, 1]],
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_text_must_begin_with_what_was_read(history, pair):
+    _, theirs = pair()
+    cache, ids = GeckoCache(), torch.arange(1, 28).view(3, 9)
+    with torch.no_grad():
+        theirs(ids[:, :5], past_key_values=cache)
+        theirs(ids[:, 5:], past_key_values=cache)
+    longer = torch.cat([ids, ids[:, :2]], dim=1)
+    with pytest.raises(ValueError, match=r"must begin with the tokens that the cache has read; those of row \d differ"):
+        theirs.generate(HISTORIES[history](longer), past_key_values=cache, **GREEDY)
+    with pytest.raises(ValueError, match=r"the 9 columns that the cache has read, and new ones; got 4"):
+        theirs.generate(longer[:, -4:], past_key_values=cache, **GREEDY)
+    alone = theirs.generate(longer, attention_mask=torch.ones_like(longer), **GREEDY)
+    assert torch.equal(theirs.generate(longer, past_key_values=cache, **GREEDY), alone)
+
+
+def test_the_states_of_beams_are_refused_for_other_sequences(pair):
+    """A beam search returns its best sequences, and leaves the states of the last beams in another order."""
+    _, theirs = pair()
+    ids = tokens(1, 9)
+    made = theirs.generate(ids, **GREEDY, num_beams=4, num_return_sequences=4, return_dict_in_generate=True)
+    longer = torch.cat([made.sequences, tokens(4, 3, 5)], dim=1)
+    with pytest.raises(ValueError, match="must begin with the tokens that the cache has read"):
+        theirs.generate(longer, past_key_values=made.past_key_values, **GREEDY)
+
+
 def test_a_state_goes_to_the_tokens_device_when_it_is_handed_in(pair, monkeypatch):
     """It is moved once, not at every token."""
     ours, theirs = pair()

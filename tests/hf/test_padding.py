@@ -130,6 +130,8 @@ def test_a_batch_in_chunks_is_the_whole(pair, rows, cuts, after):
     for name, tensor in cache.state.tensors().items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-11)
     assert torch.equal(cache.text, mask.bool())
+    for each in (cache, whole.past_key_values):
+        each.check(torch.cat([ids, ids[:, :1]], dim=1))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -255,6 +257,12 @@ REFUSED = [
     ({"attention_mask": torch.ones(3, 6)}, ValueError, r"got \(3, 6\)"),
     ({"attention_mask": torch.ones(2, 1, 6, 6)}, ValueError, "no mask between tokens"),
     ({"attention_mask": torch.tensor([[1] * 6, [0] * 6])}, ValueError, "only padding"),
+    (
+        {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2], [1] * 6])},
+        ValueError,
+        "it has 2. Packed documents are marked",
+    ),
+    ({"attention_mask": torch.tensor([[0.0] * 4 + [-1e9] * 2] * 2)}, ValueError, "must be 1 at text and 0 at padding"),
     ({"position_ids": torch.zeros(2, 5).long()}, ValueError, "position_ids must have the shape"),
     ({"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6]])}, ValueError, "they jump"),
     *(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 import gecko
@@ -102,6 +103,22 @@ def test_nothing_is_given_to_a_compiler(model):
     model.forward = torch.compile(model.forward, backend=backend)
     assert torch.equal(model.generate(ids, **greedy), expected)
     assert not graphs
+
+
+def test_the_loss_is_of_the_logits_of_a_head_with_hooks(model):
+    """Pruning keeps the mask in a hook, which makes the weight anew before each call."""
+    ids = torch.arange(18).view(2, 9)
+    prune.random_unstructured(model.get_output_embeddings(), "weight", 0.5)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(2):
+        out = model(ids, labels=ids)
+        expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        torch.testing.assert_close(out.loss, expected)
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+        losses.append(out.loss.item())
+    assert losses[1] < losses[0]
 
 
 @pytest.mark.parametrize("lora", [False, True])

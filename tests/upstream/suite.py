@@ -56,6 +56,7 @@ class GeckoTest(common.ModelTesterMixin, training.TrainingTesterMixin, common.Ge
 
     all_model_classes = (GeckoModel, GeckoForCausalLM, GeckoForSequenceClassification)
     has_attentions = False
+    test_can_init_all_missing_weights_before_2023 = True
     model_tester: Any = None
 
     def setUp(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,31 @@ def ways(model: gecko.Gecko, folder: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_choices(ways):
-    """Log-likelihoods, greedy or not, and the accuracy. The API client adds no start token unless it is told to."""
+    """Log-likelihoods, greedy or not, and the accuracy. The API client adds no start token unless it is told to.
+
+    ``pytest -s`` shows the table of the documentation.
+    """
     found = {name: run(CHOICES, **({"add_bos_token": True} if name == "server" else {})) for name, run in ways.items()}
     ours = found["gecko eval"]
+    show(found)
     assert len(ours.responses) == len(ROWS)
     for name, other in found.items():
         assert other.metric == ours.metric, name
         for answers, expected in zip(other.responses, ours.responses, strict=True):
             for ((value, greedy),), ((wanted, wanted_greedy),) in zip(answers, expected, strict=True):
                 assert (value, greedy) == (pytest.approx(wanted, abs=1e-4), wanted_greedy), name
+
+
+def show(found: Mapping[str, Evaluated]) -> None:
+    """Print the accuracy of each way, and its log-likelihoods beside those of ``gecko eval``."""
+    numbers = {
+        name: torch.tensor([[value for ((value, _),) in row] for row in one.responses], dtype=torch.float64)
+        for name, one in found.items()
+    }
+    sys.stdout.write("\n| way | accuracy | sum of log-likelihoods | largest difference |\n|---|---:|---:|---:|\n")
+    for name, one in found.items():
+        apart = float((numbers[name] - numbers["gecko eval"]).abs().max())
+        sys.stdout.write(f"| {name} | {one.metric:.2f} | {float(numbers[name].sum()):.4f} | {apart:.1e} |\n")
 
 
 def test_whole_texts(ways):

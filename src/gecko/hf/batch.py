@@ -58,7 +58,7 @@ class Batch:
 
         Args:
             inputs: (B, T) integers, or embeddings (B, T, D).
-            mask: (B, T), or (B, columns before + T), 0 at padding, which may be anywhere.
+            mask: (B, T), or (B, columns before + T), 1 at text and 0 at padding, which may be anywhere.
             positions: (B, T) or (1, T). They increase by one within a document, and in any way over padding. A document
                 starts at every 0 except the first token of a row, for which ``generate`` passes 0 even if the cache has
                 read tokens.
@@ -66,7 +66,8 @@ class Batch:
             continued: whether a later call can continue this one, so that a row may have no text in this call.
 
         Raises:
-            ValueError: wrong shapes, a row without text, positions that jump, or a mask that contradicts ``read``.
+            ValueError: wrong shapes, a row without text, positions that jump, or a mask that contradicts ``read`` or
+                has other numbers.
         """
         if inputs.dim() not in (2, 3) or 0 in inputs.shape:
             raise ValueError(
@@ -182,9 +183,16 @@ def _text(inputs: Tensor, mask: Tensor, read: Tensor | None) -> Tensor | None:
             f"attention_mask must have the shape of input_ids, {(batch, length)}, or be longer by the {columns} "
             f"columns read with the cache; got {tuple(mask.shape)}. A Gecko takes no mask between tokens."
         )
+    is_text = mask != 0
+    other = mask[mask != is_text]
+    if other.numel():
+        raise ValueError(
+            f"attention_mask must be 1 at text and 0 at padding; it has {other[0].item()}. Packed documents are marked "
+            "by position_ids, which start at 0 in each."
+        )
     if read is not None and mask.shape[1] > length:
-        _check_before(mask[:, :columns] != 0, read)
-    text = mask[:, -length:] != 0
+        _check_before(is_text[:, :columns], read)
+    text = is_text[:, -length:]
     return None if bool(text.all()) else text
 
 

@@ -30,6 +30,8 @@ class GeckoCache(Cache):
         self.text: Tensor | None = None
         """(B, columns) bool: which of the columns of ``input_ids`` read with this cache are text. None: no columns."""
         self._last: Tensor | None = None
+        self._digest: Tensor | None = None
+        """(B,) int64, computed from the tokens read in these columns. None: no columns, or embeddings among them."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns of ``input_ids`` that were read with this cache, padding included."""
@@ -42,18 +44,44 @@ class GeckoCache(Cache):
             state = state.to(device)
         return Memory(state, self.text, self._last)
 
-    def follow(self, state: GeckoState, text: Tensor, last: Tensor) -> None:
+    def follow(self, state: GeckoState, ids: Tensor | None, text: Tensor, last: Tensor) -> None:
         """Store what is known after T more columns.
 
         Args:
+            ids: (B, T), the tokens read; None: embeddings were read.
             text: (B, T), True at text and False at padding.
             last: (B, D), the input of the head at the last token of every row.
         """
+        known = ids is not None and (self.text is None or self._digest is not None)
+        self._digest = _digest(ids, text, self._digest) if known and ids is not None else None
         self.state, self._last = state, last
         self.text = text if self.text is None else torch.cat([self.text.to(text.device), text], dim=1)
 
+    def check(self, ids: Tensor) -> None:
+        """Check that ``ids`` (B, columns) are the whole text, which begins with the columns that the cache has read.
+
+        Raises:
+            ValueError: they are fewer, or begin with other tokens.
+        """
+        columns = self.get_seq_length()
+        if columns and ids.shape[1] <= columns:
+            raise ValueError(
+                f"input_ids must be the whole text: the {columns} columns that the cache has read, and new ones; got "
+                f"{ids.shape[1]}. To continue with new tokens alone, pass past_key_values=GeckoCache(cache.state)."
+            )
+        if self.text is None or self._digest is None or len(ids) != len(self.text):
+            return
+        found = _digest(ids[:, :columns].to(self._digest.device), self.text)
+        wrong = (found != self._digest).nonzero().flatten().tolist()
+        if wrong:
+            raise ValueError(
+                f"input_ids must begin with the tokens that the cache has read; those of row {wrong[0]} differ. A beam "
+                "search leaves the states of its last beams, which need not be those of the sequences that it returns; "
+                "a chat template may change earlier messages. Leave the cache out to read the text anew."
+            )
+
     def reset(self) -> None:
-        self.state = self.text = self._last = None
+        self.state = self.text = self._last = self._digest = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, so that every beam has the state of the beam that it continues."""
@@ -64,6 +92,8 @@ class GeckoCache(Cache):
             self.state = self.state.rows(indices.tolist())
         if self.text is not None and self._last is not None:
             self.text, self._last = (x[indices.to(x.device)] for x in (self.text, self._last))
+        if self._digest is not None:
+            self._digest = self._digest[indices.to(self._digest.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
@@ -74,3 +104,18 @@ class GeckoCache(Cache):
             "a Gecko's state cannot go back to an earlier token; keep cache.state from that point and continue with "
             "GeckoCache(state)."
         )
+
+
+_BASE = 6_364_136_223_846_793_005
+"""Multiplier of a common random number generator modulo 2⁶⁴: it is odd, and its powers look random."""
+
+
+def _digest(ids: Tensor, text: Tensor, before: Tensor | None = None) -> Tensor:
+    """Return h (B,) after h ← h · ``_BASE`` + id + 1 for every token of text, modulo 2⁶⁴, from ``before`` or 0.
+
+    So it does not depend on how a text was divided into calls, nor on padding.
+    """
+    counts = text.long().cumsum(1)
+    powers = torch.full_like(counts, _BASE).pow(counts[:, -1:] - counts)
+    added = ((ids.long() + 1) * powers).masked_fill(~text, 0).sum(1)
+    return added if before is None else added + before.to(ids.device) * torch.full_like(added, _BASE).pow(counts[:, -1])

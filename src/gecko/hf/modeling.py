@@ -22,6 +22,7 @@ from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
 from gecko.inference.prefill import piece_length
 from gecko.io.model_folder import TIED, stored_weight
+from gecko.layers.linear import is_bare
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends.dispatch import is_package
 from gecko.ops.loss import IGNORED, linear_cross_entropy
@@ -105,7 +106,8 @@ class GeckoModel(GeckoPreTrainedModel):
         reader = _Reader(self.gecko, layers=wanted is not False)
         (hidden, *layers), state = batch.read(reader, before, keep_state=cache is not None)
         if cache is not None and state is not None:
-            cache.follow(state, batch.is_text, hidden[:, -1].clone())
+            ids = batch.inputs if inputs_embeds is None else None
+            cache.follow(state, ids, batch.is_text, hidden[:, -1].clone())
         shown: Any = None if wanted is False else pick([*layers, hidden], wanted)
         output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache, hidden_states=shown)
         return as_asked(output, return_dict, self.config)
@@ -194,6 +196,28 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         """Return False: the cache is a ``GeckoCache``."""
         return False
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does, but refuse a cache that has read other tokens.
+
+        Raises:
+            ValueError: see ``GeckoCache.check``.
+        """
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
+        if isinstance(cache, GeckoCache) and ids is not None and kwargs.get("inputs_embeds") is None:
+            cache.check(ids)
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refuse ``generate_batch``, which calls this method.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "generate_batch reads pages of keys and values, and a Gecko has a state of constant size; call generate "
+            "with a batch, or serve many requests with gecko serve or vLLM."
+        )
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> Any:
         """Make the cache before the first call, so that ``prefill_chunk_size`` finds one.
@@ -287,10 +311,13 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         return as_asked(output, return_dict, self.config)
 
     def _loss(self, hidden: Tensor, targets: Tensor, num_items: int | Tensor | None) -> Tensor:
-        """Return the mean loss of the targets, or their sum over ``num_items``. An adapter on the head is applied."""
+        """Return the mean loss of the targets, or their sum over ``num_items``.
+
+        An adapter on the head and hooks of it are applied.
+        """
         head, rows, flat = self.model.gecko.head, hidden.flatten(0, 1), targets.flatten()
         count = (targets != IGNORED).sum()
-        if isinstance(head, nn.Linear):
+        if is_bare(head) or head.weight.is_meta:  # accelerate has offloaded it, and its hook changes nothing
             loss = linear_cross_entropy(rows, stored_weight(head, "weight").to(hidden.device), flat)
         else:
             losses = F.cross_entropy(head(rows).float(), flat, ignore_index=IGNORED, reduction="sum")

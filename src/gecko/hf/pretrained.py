@@ -48,6 +48,8 @@ class GeckoPreTrainedModel(PreTrainedModel):
     config_class = GeckoConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    """transformers may ask for "eager" or "sdpa": a Gecko has one attention, which serves both names."""
     _is_stateful = True
     _no_split_modules = ["GeckoBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
