@@ -15,8 +15,8 @@ import gecko
 from gecko.state import GeckoState
 
 IN_C = gecko.GeckoConfig(
-    vocab_size=SMALL.vocab_size, num_layers=2, model_dim=32, key_dim=32, value_dim=64, num_heads=2, ffn_dim=32, cema_modes=4,
-    chunk_size=8, timestep_groups=4,
+    vocab_size=SMALL.vocab_size, num_layers=2, model_dim=32, key_dim=32, value_dim=64, num_heads=2, ffn_dim=32,
+    cema_modes=4, chunk_size=8, timestep_groups=4,
 )  # fmt: skip
 """Architecture whose operators run in C."""
 
@@ -73,7 +73,8 @@ def test_rows_of_every_architecture(name: str, before: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "message"), [([1, 9], r"in 1\.\.8"), ([0, 8], r"in 1\.\.8"), ([8], "2 integers"), ([1.0, 2.0], "integers")]
+    ("lengths", "message"),
+    [([1, 9], r"in 1\.\.8"), ([0, 8], r"in 1\.\.8"), ([8], "2 integers"), ([1.0, 2.0], "integers")],
 )
 def test_wrong_lengths(in_c: gecko.Gecko, lengths: list[float], message: str) -> None:
     with torch.inference_mode(), pytest.raises(ValueError, match=message):
