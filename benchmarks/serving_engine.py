@@ -19,7 +19,7 @@ import torch
 from measuring import publish
 
 import gecko
-from gecko.inference import Prefill, Sampling, read
+from gecko.inference import Sampling, read
 from gecko.inference.decoder import Decoder
 from gecko.inference.prefill import inference
 from gecko.inference.request import Finished, Request
@@ -39,6 +39,8 @@ PROMPTS = ((8, 16), (16, 16), (8, 64), (16, 64), (8, 128), (8, 256))
 """Numbers of short prompts that arrive together, and their tokens."""
 DRAFTS = (2, 4, 8, 16)
 """Numbers of drafted tokens that one call verifies."""
+DRAFTED = ("tiny", "gecko-125m")
+STEPS = 16
 ROUNDS = 9
 
 
@@ -68,7 +70,7 @@ def main() -> None:
         for name, sampling in SAMPLINGS.items()
     }
     gaps = measure_gaps(model, arguments.steps, arguments.prompt)
-    lines = [*report(arguments, model, speeds, gaps), *report_prompts(model), *report_drafts(model)]
+    lines = [*report(arguments, model, speeds, gaps), *report_prompts(model), *report_drafts()]
     publish("serving_engine.md", lines, arguments.write)
 
 
@@ -119,8 +121,8 @@ def report_prompts(model: gecko.Gecko) -> list[str]:
         rows.append(f"| {count} of up to {longest} tokens | {alone:.1f} | {together:.1f} | × {alone / together:.1f} |")
     return [
         "", "## Short prompts that arrive together", "",
-        "Their lengths are spread evenly over the upper quarter. One place reads them one after the other; with a place "
-        "for each they are read in one call of the model. Each has one new token.", "",
+        "Their lengths are spread evenly over the upper quarter. One place reads them one after the other; with a "
+        "place for each they are read in one call of the model. Each has one new token.", "",
         "| prompts | one by one, ms | in one call, ms | |", "|---|---:|---:|---:|", *rows,
     ]  # fmt: skip
 
@@ -138,32 +140,30 @@ def _reading_time(model: gecko.Gecko, count: int, longest: int, places: int) -> 
     return _median_ms(work)
 
 
-def report_drafts(model: gecko.Gecko) -> list[str]:
+def report_drafts() -> list[str]:
     """Return the time to verify k drafted tokens in one call, beside that of k steps of decoding, in Markdown."""
-    prefill = read(model, [torch.randint(0, 256, (1000,))])
-    rows = []
-    for drafted in DRAFTS:
-        tokens = torch.randint(0, 256, (1, drafted))
-        with inference(model):
-            call = _median_ms(lambda tokens=tokens: model(tokens, state=prefill.state))
-            steps = _median_ms(lambda drafted=drafted: _decode(model, prefill, drafted)) - _median_ms(
-                lambda: _decode(model, prefill, 0)
-            )
-        rows.append(f"| {drafted} | {call:.2f} | {steps:.2f} | {call / (steps / drafted):.0f} |")
+    rows = [row for preset in DRAFTED for row in _draft_rows(preset)]
     return [
         "", "## Drafted tokens", "",
-        "One call of the model on k drafted tokens after 1,000 others, which gives the logits to verify them, against k "
-        "steps of the decoder. The last column is the number of steps that take as long as the call: to pay, more of "
-        "the k tokens would have to be accepted on average.", "",
-        "| k | one call, ms | k steps, ms | steps in the time of the call |", "|---:|---:|---:|---:|", *rows,
+        "One call of the model on k drafted tokens after 1,000 others, which gives the logits to verify them, against "
+        "one step of the decoder for one text. The last column is the number of steps that take as long as the call: "
+        "drafts would pay if one call replaced more steps than that.", "",
+        "| model | k | one call, ms | a step, ms | steps in the time of the call |", "|---|---:|---:|---:|---:|", *rows,
     ]  # fmt: skip
 
 
-def _decode(model: gecko.Gecko, prefill: Prefill, steps: int) -> None:
-    decoder = Decoder(model, 1)
-    decoder.add(prefill.state, prefill.seen)
-    for _ in range(steps):
-        decoder.step([65])
+def _draft_rows(preset: str) -> list[str]:
+    model = gecko.Gecko(gecko.GeckoConfig.preset(preset)).eval()
+    prefill = read(model, [torch.randint(0, 256, (1000,))])
+    with inference(model):
+        decoder = Decoder(model, 1)
+        decoder.add(prefill.state, prefill.seen)
+        step = _median_ms(lambda: [decoder.step([65]) for _ in range(STEPS)]) / STEPS
+        calls = {
+            drafted: _median_ms(lambda tokens=torch.full((1, drafted), 65): model(tokens, state=prefill.state))
+            for drafted in DRAFTS
+        }
+    return [f"| {preset} | {k} | {call:.2f} | {step:.2f} | {call / step:.1f} |" for k, call in calls.items()]
 
 
 def _median_ms(work: Callable[[], object]) -> float:
