@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 
 import torch
 from measuring import publish
 
 import gecko
-from gecko.inference import Sampling, read
+from gecko.inference import Prefill, Sampling, read
 from gecko.inference.decoder import Decoder
 from gecko.inference.prefill import inference
 from gecko.inference.request import Finished, Request
@@ -159,11 +160,12 @@ def _draft_rows(preset: str) -> list[str]:
         decoder = Decoder(model, 1)
         decoder.add(prefill.state, prefill.seen)
         step = _median_ms(lambda: [decoder.step([65]) for _ in range(STEPS)]) / STEPS
-        calls = {
-            drafted: _median_ms(lambda tokens=torch.full((1, drafted), 65): model(tokens, state=prefill.state))
-            for drafted in DRAFTS
-        }
+        calls = {drafted: _median_ms(partial(_verify, model, prefill, drafted)) for drafted in DRAFTS}
     return [f"| {preset} | {k} | {call:.2f} | {step:.2f} | {call / step:.1f} |" for k, call in calls.items()]
+
+
+def _verify(model: gecko.Gecko, prefill: Prefill, drafted: int) -> None:
+    model(torch.full((1, drafted), 65), state=prefill.state)
 
 
 def _median_ms(work: Callable[[], object]) -> float:

@@ -173,7 +173,7 @@ def read_together(model: Gecko, prompts: Sequence[tuple[PromptPrefill, int]]) ->
             return [error]
         return [read_together(model, [one])[0] for one in prompts]
     rows = zip(prompts, parts, hidden, states, strict=True)
-    return [_taken(prompt, *row) for (prompt, _), *row in rows]
+    return [_taken(prompt, part, inputs, state) for (prompt, _), part, inputs, state in rows]
 
 
 def _read_rows(

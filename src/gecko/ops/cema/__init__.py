@@ -80,7 +80,8 @@ def _cema_by_length(
     """Compute ``cema`` of a padded call without padding."""
 
     def alone(inputs: tuple[Tensor, ...], state: _Moving, segments: Segments) -> tuple[Tensor, _Moving]:
-        y, h = cema(*inputs, coefficients, state.h, segments=segments, skip=skip)
+        (part,) = inputs
+        y, h = cema(part, coefficients, state.h, segments=segments, skip=skip)
         return y, _Moving(h)
 
     y, moving = run_by_length(alone, (x,), _Moving(state), segments)

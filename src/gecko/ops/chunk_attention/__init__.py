@@ -122,10 +122,15 @@ def _attend_as(
     pattern: Pattern,
 ) -> Callable[[tuple[Tensor, ...], AttentionState, Segments], tuple[Tensor, AttentionState]]:
     """Return ``chunk_attention`` of this pattern as a function of inputs, state and segments."""
-    return lambda inputs, state, segments: chunk_attention(
-        *inputs, pattern.chunk_size, attention=pattern.attention, rope_base=pattern.rope_base,
-        rope_heads=pattern.rope_heads, state=state, segments=segments,
-    )  # fmt: skip
+
+    def attend(inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments) -> tuple[Tensor, AttentionState]:
+        q, k, v = inputs
+        return chunk_attention(
+            q, k, v, pattern.chunk_size, attention=pattern.attention, rope_base=pattern.rope_base,
+            rope_heads=pattern.rope_heads, state=state, segments=segments,
+        )  # fmt: skip
+
+    return attend
 
 
 def _attend(

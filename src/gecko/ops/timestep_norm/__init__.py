@@ -81,7 +81,8 @@ def timestep_norm(
         def alone(
             inputs: tuple[Tensor, ...], state: TimestepNormState, segments: Segments
         ) -> tuple[Tensor, TimestepNormState]:
-            return timestep_norm(*inputs, *given[1:6], state, segments=segments, dtype=wanted)
+            (part,) = inputs
+            return timestep_norm(part, weight, bias, groups, betas, eps, state, segments=segments, dtype=wanted)
 
         return run_by_length(alone, (x,), state, segments)
     match backend:

@@ -106,7 +106,9 @@ def working_memory(
             def alone(
                 inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
             ) -> tuple[Tensor, WorkingMemoryState]:
-                return working_memory(*inputs, chunk_size, rule=rule, state=state, segments=segments)
+                return working_memory(
+                    inputs[0], inputs[1], inputs[2], chunk_size, rule=rule, state=state, segments=segments
+                )
 
             return run_by_length(alone, (q, k, v), state, segments)
         # The step's graph decides by the position whether the token ends a chunk; a first token needs no such graph.

@@ -158,8 +158,8 @@ class WorkingMemoryCPU(torch.autograd.Function):
         ctx.spans = spans
         ctx.save_for_backward(q, k, v, resets, memories, rho, share, *sums, *earlier)
         if spans.ends is not None:
-            slots = spans.row_steps, (spans.row_steps + 1).clamp(max=chunks)
-            return out, *after, *(_at_rows(x, slot) for slot in slots for x in sums)
+            ends = spans.row_steps, (spans.row_steps + 1).clamp(max=chunks)
+            return out, *after, *(_at_rows(x, end) for end in ends for x in sums)
         return out, *after, *(_at(x, slot) for slot in range(spans.steps, chunks + 1) for x in sums)
 
     @staticmethod
