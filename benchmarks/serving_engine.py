@@ -1,4 +1,5 @@
-"""Many texts in one engine: tokens/s by number of texts, and time between tokens while a long prompt is read.
+"""Many texts in one engine: tokens/s by number of texts, time between tokens while a long prompt is read, the time of
+short prompts in one call of the model, and the time of drafted tokens in one call against steps of decoding.
 
     python benchmarks/serving_engine.py --threads 2 --write
 
@@ -10,15 +11,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 
 import torch
 from measuring import publish
 
 import gecko
-from gecko.inference import Sampling
+from gecko.inference import Prefill, Sampling, read
+from gecko.inference.decoder import Decoder
+from gecko.inference.prefill import inference
 from gecko.inference.request import Finished, Request
 from gecko.inference.scheduler import STEP_SECONDS, Engine
 from gecko.runtime.process import keep_freed_memory
@@ -32,6 +36,13 @@ SAMPLINGS = {
 """Sampling parameters of all rows, by their name in the table."""
 ROWS = (1, 2, 4, 8, 16, 32)
 SECONDS_TO_WARM_UP = 1.0
+PROMPTS = ((8, 16), (16, 16), (8, 64), (16, 64), (8, 128), (8, 256))
+"""Numbers of short prompts that arrive together, and their tokens."""
+DRAFTS = (2, 4, 8, 16)
+"""Numbers of drafted tokens that one call verifies."""
+DRAFTED = ("tiny", "gecko-125m")
+STEPS = 16
+ROUNDS = 9
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,8 @@ def main() -> None:
         for name, sampling in SAMPLINGS.items()
     }
     gaps = measure_gaps(model, arguments.steps, arguments.prompt)
-    publish("serving_engine.md", report(arguments, model, speeds, gaps), arguments.write)
+    lines = [*report(arguments, model, speeds, gaps), *report_prompts(model), *report_drafts()]
+    publish("serving_engine.md", lines, arguments.write)
 
 
 def measure_throughput(model: gecko.Gecko, sampling: Sampling, rows: int, steps: int) -> float:
@@ -100,6 +112,69 @@ def report(
         *(f"| {name} | {gap.median:.1f} | {gap.worst_of_hundred:.1f} | {gap.longest:.1f} |"
           for name, gap in gaps.items()),
     ]  # fmt: skip
+
+
+def report_prompts(model: gecko.Gecko) -> list[str]:
+    """Return the times to read short prompts of different lengths, one after the other and together, in Markdown."""
+    rows = []
+    for count, longest in PROMPTS:
+        alone, together = (_reading_time(model, count, longest, places) for places in (1, count))
+        rows.append(f"| {count} of up to {longest} tokens | {alone:.1f} | {together:.1f} | × {alone / together:.1f} |")
+    return [
+        "", "## Short prompts that arrive together", "",
+        "Their lengths are spread evenly over the upper quarter. One place reads them one after the other; with a "
+        "place for each they are read in one call of the model. Each has one new token.", "",
+        "| prompts | one by one, ms | in one call, ms | |", "|---|---:|---:|---:|", *rows,
+    ]  # fmt: skip
+
+
+def _reading_time(model: gecko.Gecko, count: int, longest: int, places: int) -> float:
+    lengths = [longest - i * longest // (4 * count) for i in range(count)]
+
+    def work() -> None:
+        engine = Engine(model, rows=places)
+        for length in lengths:
+            engine.submit(_request(length, Sampling(0.0), 1))
+        while not engine.idle:
+            engine.step()
+
+    return _median_ms(work)
+
+
+def report_drafts() -> list[str]:
+    """Return the time to verify k drafted tokens in one call, beside that of k steps of decoding, in Markdown."""
+    rows = [row for preset in DRAFTED for row in _draft_rows(preset)]
+    return [
+        "", "## Drafted tokens", "",
+        "One call of the model on k drafted tokens after 1,000 others, which gives the logits to verify them, against "
+        "one step of the decoder for one text. The last column is the number of steps that take as long as the call: "
+        "drafts would pay if one call replaced more steps than that.", "",
+        "| model | k | one call, ms | a step, ms | steps in the time of the call |", "|---|---:|---:|---:|---:|", *rows,
+    ]  # fmt: skip
+
+
+def _draft_rows(preset: str) -> list[str]:
+    model = gecko.Gecko(gecko.GeckoConfig.preset(preset)).eval()
+    prefill = read(model, [torch.randint(0, 256, (1000,))])
+    with inference(model):
+        decoder = Decoder(model, 1)
+        decoder.add(prefill.state, prefill.seen)
+        step = _median_ms(lambda: [decoder.step([65]) for _ in range(STEPS)]) / STEPS
+        calls = {drafted: _median_ms(partial(_verify, model, prefill, drafted)) for drafted in DRAFTS}
+    return [f"| {preset} | {k} | {call:.2f} | {step:.2f} | {call / step:.1f} |" for k, call in calls.items()]
+
+
+def _verify(model: gecko.Gecko, prefill: Prefill, drafted: int) -> None:
+    model(torch.full((1, drafted), 65), state=prefill.state)
+
+
+def _median_ms(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times)
 
 
 def _running(model: gecko.Gecko, sampling: Sampling, rows: int, places: int | None = None) -> Engine:

@@ -11,7 +11,7 @@ same rows. ``gecko.parallel.context`` implements it. On one device there is no e
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -117,6 +117,8 @@ class Segments:
     """(batch,) bool: a document starts at the token after the last one of the call. Known if another rank holds it."""
     overwrites: bool = False
     """Whether the state after the call may be written into the tensors of the state before it."""
+    ends: Tensor | None = None
+    """(batch,) int64 on the CPU: tokens of each row that count; the others are padding. None: all tokens count."""
     at_start: bool = False
     """Whether all rows are known to be at their first token, so that the clock need not be looked at."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -131,14 +133,17 @@ class Segments:
         clock: Clock | None = None,
         device: torch.device | str = "cpu",
         overwrites: bool = False,
+        lengths: Tensor | None = None,
     ) -> Segments:
         """Find the document starts: wherever ``segment_ids`` (batch, length) changes along a row.
 
         Without ids the call continues the document of the clock. The first token of a stream always starts a
-        document, whatever its id.
+        document, whatever its id. Tokens of a row after its entry in ``lengths`` (batch,) are padding: the state after
+        the call is that after the tokens before them.
 
         Raises:
-            ValueError: there are no tokens, or ``segment_ids`` are not integers of shape (batch, length).
+            ValueError: there are no tokens, ``segment_ids`` are not integers of shape (batch, length), or ``lengths``
+                are not integers of shape (batch,) in 1..length, or given with ``segment_ids`` or with gradients.
         """
         if length < 1:
             raise ValueError(f"a call must have at least one token per row; got {length}. Skip it and keep the state.")
@@ -146,7 +151,12 @@ class Segments:
         fresh = clock is None
         clock = clock or Clock.start(batch)
         if segment_ids is None:
-            return cls(batch, length, clock, None, clock.segment_id, device, overwrites=overwrites, at_start=fresh)
+            ends = None if lengths is None else _padding(lengths, batch, length)
+            return cls(
+                batch, length, clock, None, clock.segment_id, device, overwrites=overwrites, ends=ends, at_start=fresh
+            )
+        if lengths is not None:
+            raise ValueError("lengths and segment_ids exclude each other; got both. Pad rows of one document each.")
         if segment_ids.shape != (batch, length) or segment_ids.is_floating_point():
             raise ValueError(
                 f"segment_ids must be integers of the tokens' shape {(batch, length)}; "
@@ -172,7 +182,8 @@ class Segments:
     @cached_property
     def end(self) -> Clock:
         """Clock after the last token of the call."""
-        return Clock(self.clock.position + self.length, self.document_starts[:, -1].clone(), self.last_id)
+        read = self.length if self.ends is None else self.ends
+        return Clock(self.clock.position + read, self.document_starts[:, -1].clone(), self.last_id)
 
     @cached_property
     def steps_in_document(self) -> Tensor:
@@ -222,7 +233,24 @@ class Segments:
         index = torch.tensor(rows)
         clock = self.clock.map(lambda x: x[index])
         starts = None if self.starts is None else self.starts[rows]
-        return Segments(len(rows), self.length, clock, starts, self.last_id[index], self.device)
+        ends = None if self.ends is None else self.ends[index]
+        return Segments(len(rows), self.length, clock, starts, self.last_id[index], self.device, ends=ends)
+
+    def unpadded(self, rows: list[int], length: int) -> Segments:
+        """Return the layout of the given rows alone, of which ``length`` tokens count."""
+        return replace(self.select(rows), length=length, ends=None)
+
+
+def _padding(lengths: Tensor, batch: int, length: int) -> Tensor | None:
+    """Return ``lengths`` as ``Segments.ends``; None if no row is shorter than the call."""
+    ends = lengths.detach().to("cpu", torch.int64).contiguous()
+    if ends.shape != (batch,) or lengths.is_floating_point() or ends.min() < 1 or ends.max() > length:
+        raise ValueError(f"lengths must be {batch} integers in 1..{length}, one per row; got {lengths.tolist()}.")
+    if bool((ends == length).all()):
+        return None
+    if torch.is_grad_enabled():
+        raise ValueError("padded rows are read without gradients only. Use torch.inference_mode().")
+    return ends
 
 
 class Context(Protocol):

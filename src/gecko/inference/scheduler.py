@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from itertools import count
 from typing import cast
 
@@ -13,108 +12,11 @@ from torch import Tensor
 
 from gecko.inference.batch import DecodingBatch, DecodingSequence, Drawn
 from gecko.inference.grammar import ConstraintError
-from gecko.inference.prefill import PiecePace, Prefill, PromptScorer, inference, piece_length
-from gecko.inference.prefix_cache import Key, PrefixCache
+from gecko.inference.prefill import PiecePace, Prefill, inference, piece_length
+from gecko.inference.prefix_cache import PrefixCache
+from gecko.inference.prompts import PromptPrefill, read_together, together
 from gecko.inference.request import EndReason, EndState, Event, Finished, PromptRead, QueueFullError, Request, Token
 from gecko.models.gecko import Gecko
-from gecko.state import GeckoState
-
-
-class PromptPrefill:
-    """Chunked prefill of one prompt, shared by all requests with that prompt.
-
-    Args:
-        request: one of the requests; gives the prompt and the initial state.
-        cache: cached states of prefixes; not used if the request has an initial state or asks for log-probabilities of
-            the prompt.
-        piece: tokens read at once when no sequence is decoding; the cache keeps a state at a multiple of it.
-        arrival: the engine's step at which the request was submitted.
-    """
-
-    def __init__(self, request: Request, model: Gecko, cache: PrefixCache | None, piece: int, arrival: int) -> None:
-        self.arrival = arrival
-        self.requests: dict[int, Request] = {}
-        """The requests that share the prefill, by id."""
-        self._model, self._piece, self._initial_state = model, piece, request.state
-        self._device = model.embedding.weight.device
-        self._scorer = None if request.prompt_logprobs is None else PromptScorer(model, request.prompt_logprobs)
-        self._top = request.prompt_logprobs
-        self._cache = cache if request.state is None and self._scorer is None else None
-        self._given, self._prompt = request.prompt, request.prompt.to("cpu", torch.int64)
-        self._state: GeckoState | None = None
-        self._logits: Tensor | None = None
-        """Logits after the whole prompt, if the cache has them."""
-        self.position = request.start_position
-        """Tokens of the sequence that the state has read."""
-        self.piece = 0
-        """Tokens that the last ``read`` has read."""
-        self._read = self._known = 0
-        self._started = False
-        self._borders: Mapping[int, Key] = {}
-
-    @property
-    def reused(self) -> int:
-        """Prompt tokens that were not read: from the cache, or shared with another request."""
-        return self._known + (len(self.requests) - 1) * len(self._prompt)
-
-    @property
-    def remaining(self) -> int:
-        """Prompt tokens that were not read yet."""
-        return len(self._prompt) - self._read
-
-    def serves(self, request: Request) -> bool:
-        """Return whether ``request`` has the same prompt and initial state, and asks for the same log-probabilities."""
-        if request.state is not self._initial_state or len(request.prompt) != len(self._prompt):
-            return False
-        if request.prompt_logprobs != self._top:
-            return False
-        return request.prompt is self._given or torch.equal(request.prompt.to("cpu", torch.int64), self._prompt)
-
-    def is_of_call(self, request: Request) -> bool:
-        """Return whether ``request`` was made with the same tensor, as the choices of one call are."""
-        return request.prompt is self._given and self.serves(request)
-
-    def read(self, piece: int) -> Prefill | None:
-        """Read up to the next multiple of ``piece``; return the result at the end of the prompt, else None."""
-        if not self._started:
-            self._start()
-        if self._logits is not None and self._state is not None:
-            return Prefill(self._state, self._logits, self._seen())
-        begin, end = self._read, self._next_border(piece)
-        tokens = self._prompt[begin:end].unsqueeze(0).to(self._device)
-        hidden, self._state = self._model.hidden(tokens, state=self._state)
-        self._read, self.piece, self.position = end, end - begin, self.position + end - begin
-        if self._scorer is not None:
-            self._scorer.push(hidden[0], tokens[0])
-        logits = None if end < len(self._prompt) else self._model.head(hidden[:, -1:])[0, 0]
-        if self._cache is not None and end in self._borders:
-            self._cache.keep(self._borders[end], self._state, logits)
-        if logits is None:
-            return None
-        scores = None if self._scorer is None else self._scorer.result()
-        return Prefill(self._state, logits, self._seen(), scores)
-
-    def _start(self) -> None:
-        """Look the prompt up in the cache, to which earlier requests may have added since this one was submitted."""
-        self._started = True
-        if self._initial_state is not None:
-            self._state = self._initial_state.to(self._device)
-        if self._cache is None:
-            return
-        prefix = self._cache.find(self._model.fingerprint(), self._prompt, self._model.config.chunk_size, self._piece)
-        self._borders = prefix.borders
-        if prefix.state is not None:
-            self._state, self._logits = prefix.state, prefix.logits
-            self.position = self._read = self._known = prefix.length
-
-    def _next_border(self, piece: int) -> int:
-        kept = (border for border in self._borders if border > self._read)
-        return min(len(self._prompt), self._read + piece - self.position % piece, *kept)
-
-    def _seen(self) -> Tensor:
-        seen = torch.zeros(self._model.config.vocab_size, dtype=torch.bool)
-        return seen.index_fill_(0, self._prompt, True).to(self._device)
-
 
 STEP_SECONDS = 0.08
 """Time, while sequences are decoding, to which the pieces of prompts are fitted on a CPU."""
@@ -127,7 +29,8 @@ AGEING = 16
 class Engine:
     """Scheduler and model runner for many requests; the tokens of a request do not depend on the others.
 
-    Requests wait in a queue for one of ``rows`` places. A step prefills one piece of one prompt. Of the prompts that
+    Requests wait in a queue for one of ``rows`` places. A step prefills one piece of one prompt, or several short
+    prompts in one call of the model, whose last bits may differ from those of one prompt alone. Of the prompts that
     wait for a place or for their next piece, the one with the fewest tokens left is taken first. Every step that a
     prompt has waited counts like ``AGEING`` tokens less. A prompt that several admitted requests share is prefilled
     once. Requests with the same prompt tensor, such as the choices of one call, also share it if some are admitted
@@ -233,7 +136,7 @@ class Engine:
         self._results.clear()
 
     def step(self) -> list[Event]:
-        """Prefill at most one piece of one prompt, then generate one token for every decoding sequence."""
+        """Prefill a piece of a prompt or several short prompts, then generate a token for every decoding sequence."""
         events, self._pending = self._pending, []
         self._steps += 1
         with inference(self._model):
@@ -244,21 +147,39 @@ class Engine:
         return events
 
     def _read_piece(self, events: list[Event]) -> None:
-        """Prefill a piece of the next prompt; at its end, its sequences join the batch."""
+        """Prefill a piece of the next prompt, and short prompts beside it."""
         self._admit(events)
         if not self._prefills:
             return
-        prefill = min(self._prefills, key=lambda one: one.remaining + AGEING * one.arrival)
-        self._prefills.remove(prefill)
+        group = self._next_group()
+        prefills = [prefill for prefill, _ in group]
+        for prefill in prefills:
+            self._prefills.remove(prefill)
         begin = time.perf_counter()
-        try:
-            result = prefill.read(self._next_piece(prefill))
-        except Exception as error:
-            # Only the requests of this prompt fail: the states of the others are in the batch.
-            events += [_failed(request_id, error, prefill.position) for request_id in prefill.requests]
-            return
+        known = prefills[0].known
+        results = read_together(self._model, group) if known is None else [known]
         if self._model.embedding.weight.device.type == "cpu":  # elsewhere the call returns before the work is done
-            self._pace.record(prefill.piece, time.perf_counter() - begin)
+            tokens = len(group) * max(prefill.piece for prefill in prefills)
+            self._pace.record(tokens, time.perf_counter() - begin)
+        for prefill, result in zip(prefills, results, strict=True):
+            self._take_result(prefill, result, events)
+
+    def _next_group(self) -> list[tuple[PromptPrefill, int]]:
+        """Return the prompts to read in the next call, each with its piece."""
+        first, *others = sorted(self._prefills, key=lambda one: one.remaining + AGEING * one.arrival)
+        first.start()
+        piece = self._next_piece(first)
+        if first.known is not None:
+            return [(first, piece)]
+        budget = self._piece or (self._pace.piece if self._batch.sequences else self._long_piece)
+        return together([first, *others], piece, budget)
+
+    def _take_result(self, prefill: PromptPrefill, result: Prefill | Exception | None, events: list[Event]) -> None:
+        """Go on with a prompt of which a piece was read; at its end, its sequences join the batch."""
+        if isinstance(result, Exception):
+            # Only the requests of this prompt fail: the states of the others are in the batch.
+            events += [_failed(request_id, result, prefill.position) for request_id in prefill.requests]
+            return
         self.prompt_tokens_read += prefill.piece
         if result is None:
             self._prefills.append(prefill)

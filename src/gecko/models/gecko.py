@@ -212,14 +212,15 @@ class Gecko(nn.Module):
 
     def hidden(
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
-        context: Context | None = None,
+        context: Context | None = None, *, lengths: Tensor | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         """Return the input of the head, (B, T, D), and the state.
 
         Arguments are those of ``forward``; ``tokens`` may also be embeddings (B, T, D), which the model reads in place
-        of those that ``embedding`` returns for token ids.
+        of those that ``embedding`` returns for token ids. With ``lengths`` (B,), without gradients, the tokens of a row
+        after that number are padding: what is returned for them is unspecified, and the state is that before them.
         """
-        return self._read(tokens, segment_ids, state, context)[:2]
+        return self._read(tokens, segment_ids, state, context, lengths)[:2]
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
@@ -261,14 +262,15 @@ class Gecko(nn.Module):
         return state.own()
 
     def _read(
-        self, tokens: Tensor, segment_ids: Tensor | None, state: GeckoState | None, context: Context | None
-    ) -> tuple[Tensor, GeckoState, Segments]:
+        self, tokens: Tensor, segment_ids: Tensor | None, state: GeckoState | None, context: Context | None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, GeckoState, Segments]:  # fmt: skip
         x = self._embed(tokens)
         if state is not None:
             self.check_state(state, tokens.shape[0])
             # Otherwise the next step from this state would write into tensors that the new state shares with it.
             state = state.own() if state.exclusive else state
-        segments = self._segments(tokens, segment_ids, None if state is None else state.clock, context)
+        segments = self._segments(tokens, segment_ids, None if state is None else state.clock, context, lengths)
         return *self._through_blocks(x, state, segments), segments
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -300,10 +302,14 @@ class Gecko(nn.Module):
         return x, self._state(state, segments, tuple(mixers), norm)
 
     def _segments(
-        self, tokens: Tensor, segment_ids: Tensor | None, clock: Clock | None, context: Context | None
-    ) -> Segments:
+        self, tokens: Tensor, segment_ids: Tensor | None, clock: Clock | None, context: Context | None,
+        lengths: Tensor | None = None,
+    ) -> Segments:  # fmt: skip
         if context is None:
-            return Segments.build(*tokens.shape[:2], segment_ids=segment_ids, clock=clock, device=tokens.device)
+            return Segments.build(
+                *tokens.shape[:2], segment_ids=segment_ids, clock=clock, device=tokens.device, lengths=lengths
+            )
+        assert lengths is None, "ranks that share rows read no padding"
         batch, length = tokens.shape[:2]
         return context.segments(
             batch, length, self.config.chunk_size, segment_ids=segment_ids, clock=clock, device=tokens.device

@@ -143,6 +143,33 @@ def run_by_chunk_offset(
     return torch.cat(outputs).index_select(0, order), _reorder(states, order)
 
 
+def run_by_length(
+    form: Callable[[tuple[Tensor, ...], State, Segments], tuple[Tensor, State]],
+    inputs: tuple[Tensor, ...],
+    state: State,
+    segments: Segments,
+) -> tuple[Tensor, State]:
+    """Run ``form`` without padding, once for each group of rows with the same length.
+
+    All tensors are batch first; steps are the second to last dimension of inputs and outputs. Outputs at padding are 0.
+    """
+    assert segments.ends is not None, "there must be padding"
+    groups: dict[int, list[int]] = defaultdict(list)
+    for row, length in enumerate(segments.ends.tolist()):
+        groups[length].append(row)
+    outputs, states = [], []
+    for length, rows in groups.items():
+        index = to_device(torch.tensor(rows), inputs[0].device)
+        some = tuple(x.index_select(0, index).narrow(-2, 0, length) for x in inputs)
+        part = state.map(partial(torch.index_select, dim=0, index=index))
+        output, part = form(some, part, segments.unpadded(rows, length))
+        outputs.append(padded(output, 0, segments.length - length))
+        states.append(part)
+    order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+    order = to_device(order, inputs[0].device)
+    return torch.cat(outputs).index_select(0, order), _reorder(states, order)
+
+
 def _reorder(states: list[State], order: Tensor) -> State:
     parts = [iter(state.tensors().values()) for state in states]
     return states[0].map(lambda _: torch.cat([next(part) for part in parts]).index_select(0, order))

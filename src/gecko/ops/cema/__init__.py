@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Backend, choose_backend, kernels_of
 from gecko.ops.cema.chunked import CEMACoefficients, cema_chunked, cema_step
 from gecko.ops.cema.varlen_tiles import CHUNK, MOST_MODES
-from gecko.ops.common import check_segments, check_shape, compute_dtype, full_precision
+from gecko.ops.common import check_segments, check_shape, compute_dtype, full_precision, run_by_length
+from gecko.runtime.records import TensorRecord
 from gecko.segments import Segments
 
 __all__ = ["CEMACoefficients", "cema", "cema_chunked", "cema_reference", "cema_step", "empty_cema_state"]
@@ -48,7 +51,10 @@ def cema(
     if skip is not None:
         check_shape("skip", skip, (channels,))
     with full_precision(x):
-        match _backend(x, coefficients, state, skip):
+        backend = _backend(x, coefficients, state, skip)
+        if segments.ends is not None and backend != "cpu":
+            return _cema_by_length(x, coefficients, state, segments, skip)
+        match backend:
             case "triton":
                 return kernels_of("cema", "triton").cema_triton(x, coefficients, state, segments, skip)
             case "cpu":
@@ -59,6 +65,27 @@ def cema(
         y, state = _step(x, coefficients, state, segments)
     y = y.to(x.dtype)
     return (y if skip is None else torch.addcmul(y, x, skip.to(x.dtype))), state
+
+
+@dataclass(frozen=True)
+class _Moving(TensorRecord):
+    """The state as a record."""
+
+    h: Tensor
+
+
+def _cema_by_length(
+    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute ``cema`` of a padded call without padding."""
+
+    def alone(inputs: tuple[Tensor, ...], state: _Moving, segments: Segments) -> tuple[Tensor, _Moving]:
+        (part,) = inputs
+        y, h = cema(part, coefficients, state.h, segments=segments, skip=skip)
+        return y, _Moving(h)
+
+    y, moving = run_by_length(alone, (x,), _Moving(state), segments)
+    return y, moving.h
 
 
 def _backend(x: Tensor, coefficients: CEMACoefficients, state: Tensor, skip: Tensor | None) -> Backend:

@@ -25,17 +25,20 @@ typedef struct { int begin, end, fresh; } run;
 typedef struct {
     const float *x, *p, *q, *gamma, *skip, *initial;
     const uint8_t *starts;  // (rows, length), or null where no document starts
+    const int64_t *ends;    // (rows), number of steps that count, or null if all do
     int64_t rows, length, channels, modes;
     int64_t blocks, tiles;
     int padded;  // modes, rounded up to a multiple of TOGETHER; the others are zero
 } problem;
 
 static problem problem_of(const float *x, const float *p, const float *q, const float *gamma, const float *skip,
-                          const float *initial, const uint8_t *starts, int64_t rows, int64_t length, int64_t channels,
-                          int64_t modes) {
-    return (problem){x, p, q, gamma, skip, initial, starts, rows, length, channels, modes,
+                          const float *initial, const uint8_t *starts, const int64_t *ends, int64_t rows,
+                          int64_t length, int64_t channels, int64_t modes) {
+    return (problem){x, p, q, gamma, skip, initial, starts, ends, rows, length, channels, modes,
                      blocks_of(channels, LANES), blocks_of(length, TILE), blocks_of(modes, TOGETHER) * TOGETHER};
 }
+
+static int64_t end_of(const problem *a, int64_t row) { return a->ends ? a->ends[row] : a->length; }
 
 static int lanes_at(const problem *a, int64_t block) { return least(LANES, a->channels - block * LANES); }
 
@@ -78,7 +81,7 @@ static void scatter_real(float *to, const vec *from, const problem *a, int64_t b
 }
 
 static int tile_runs(run *to, const problem *a, int64_t row, int64_t tile) {
-    int steps = least(TILE, a->length - tile * TILE), count = 1;
+    int steps = least(TILE, end_of(a, row) - tile * TILE), count = 1;
     to[0] = (run){0, steps, 0};
     if (!a->starts) return 1;
     const uint8_t *starts = a->starts + row * a->length + tile * TILE;
@@ -127,7 +130,8 @@ static void block_forward(const problem *a, int64_t row, int64_t block, float *y
     run runs[TILE];
     gather_modes(m, a, block);
     gather(h, a->initial + 2 * row * a->channels * a->modes, a, block);
-    for (int64_t tile = 0; tile < a->tiles; tile++) {
+    int64_t end = end_of(a, row);
+    for (int64_t tile = 0; tile * TILE < end; tile++) {
         int64_t at = offset(a, row, block, tile);
         int count = tile_runs(runs, a, row, tile), steps = runs[count - 1].end;
         if (kept) memcpy(kept_at(kept, a, row, block, tile), h, sizeof h);
@@ -139,14 +143,15 @@ static void block_forward(const problem *a, int64_t row, int64_t block, float *y
             for (int n = 0; n < a->padded; n += TOGETHER) run_forward(m + n, h + n, in, out, runs[r]);
         for (int t = 0; t < steps; t++) store_some(y + at + t * a->channels, out[t], lanes);
     }
+    for (int64_t t = end; t < a->length; t++) store_some(y + offset(a, row, block, 0) + t * a->channels, (vec){0}, lanes);
     scatter(final + 2 * row * a->channels * a->modes, h, a, block);
 }
 
 // ``kept``: receives the states before every tile, (rows, blocks, tiles, padded modes, 2, LANES), or null.
 int64_t cema_forward(const float *x, const float *p, const float *q, const float *gamma, const float *skip,
-                     const float *initial, const uint8_t *starts, float *y, float *kept, float *final, int64_t rows,
-                     int64_t length, int64_t channels, int64_t modes, int64_t threads) {
-    problem a = problem_of(x, p, q, gamma, skip, initial, starts, rows, length, channels, modes);
+                     const float *initial, const uint8_t *starts, const int64_t *ends, float *y, float *kept,
+                     float *final, int64_t rows, int64_t length, int64_t channels, int64_t modes, int64_t threads) {
+    problem a = problem_of(x, p, q, gamma, skip, initial, starts, ends, rows, length, channels, modes);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (rows * length * channels > ALONE)
     for (int64_t row = 0; row < a.rows; row++)
         for (int64_t block = 0; block < a.blocks; block++) block_forward(&a, row, block, y, kept, final);
@@ -266,7 +271,7 @@ int64_t cema_backward(const float *x, const float *p, const float *q, const floa
                       const uint8_t *starts, float *kept, const float *grad_y, const float *grad_final, float *grad_x,
                       float *grad_p, float *grad_q, float *grad_gamma, float *grad_skip, float *grad_initial,
                       int64_t groups, int64_t rows, int64_t length, int64_t channels, int64_t modes, int64_t threads) {
-    problem a = problem_of(x, p, q, gamma, skip, 0, starts, rows, length, channels, modes);
+    problem a = problem_of(x, p, q, gamma, skip, 0, starts, 0, rows, length, channels, modes);
     gradients to = {grad_x, grad_p, grad_q, grad_gamma, grad_skip, grad_initial};
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (rows * length * channels > ALONE)
     for (int64_t group = 0; group < groups; group++)

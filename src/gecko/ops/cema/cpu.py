@@ -30,14 +30,16 @@ def cema_cpu(
     check_shape("coefficients.output", coefficients.output, (*coefficients.input.shape, 2))
     given = (x, coefficients.input, factor, coefficients.output, skip, state)
     inputs = (*(tensor.contiguous() for tensor in given), segments.start_flags)
-    return CEMACPU.apply(*inputs) if torch.is_grad_enabled() else _forward(inputs, None)
+    return CEMACPU.apply(*inputs) if torch.is_grad_enabled() else _forward(inputs, None, segments.ends)
 
 
-def _forward(given: tuple[Tensor | None, ...], kept: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    given: tuple[Tensor | None, ...], kept: Tensor | None, ends: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     x, p, _, _, _, state, _ = given
     assert x is not None and p is not None and state is not None
     y, final = torch.empty_like(x), torch.empty_like(state)
-    call("cema_forward", *given, y, kept, final, *x.shape, p.shape[1])
+    call("cema_forward", *given, ends, y, kept, final, *x.shape, p.shape[1])
     return y, final
 
 

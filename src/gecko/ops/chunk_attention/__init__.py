@@ -5,6 +5,7 @@ With context parallelism, the queries in the first chunk of a rank may see the l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +22,7 @@ from gecko.ops.common import (
     compute_dtype,
     full_precision,
     run_by_chunk_offset,
+    run_by_length,
 )
 from gecko.runtime.records import TensorRecord
 from gecko.segments import Segments
@@ -91,6 +93,8 @@ def chunk_attention(
     check_segments(segments, batch, length)
     rounded = products_are_rounded()
     with full_precision(q):
+        if segments.ends is not None and not _reads_padded_rows(pattern, (q, k, v), state, segments):
+            return run_by_length(_attend_as(pattern), (q, k, v), state, segments)
         if choose_backend(v, triton=length > 1, cpu=False) == "triton":
             from gecko.ops.chunk_attention.triton import chunk_attention_triton
 
@@ -103,6 +107,30 @@ def chunk_attention(
         if common_chunk_offset(segments, 2 * chunk_size) is None:
             return run_by_chunk_offset(form, inputs, state, segments, 2 * chunk_size)
         return form(inputs, state, segments)
+
+
+def _reads_padded_rows(pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments) -> bool:
+    """Return whether one call of the C kernels reads rows of different lengths."""
+    if choose_backend(*inputs, state.keys, state.values) != "cpu":
+        return False
+    start = common_chunk_offset(segments, 2 * pattern.chunk_size)
+    takes: bool = kernels_of("chunk_attention", "cpu").takes(inputs, pattern, start)
+    return takes
+
+
+def _attend_as(
+    pattern: Pattern,
+) -> Callable[[tuple[Tensor, ...], AttentionState, Segments], tuple[Tensor, AttentionState]]:
+    """Return ``chunk_attention`` of this pattern as a function of inputs, state and segments."""
+
+    def attend(inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments) -> tuple[Tensor, AttentionState]:
+        q, k, v = inputs
+        return chunk_attention(
+            q, k, v, pattern.chunk_size, attention=pattern.attention, rope_base=pattern.rope_base,
+            rope_heads=pattern.rope_heads, state=state, segments=segments,
+        )  # fmt: skip
+
+    return attend
 
 
 def _attend(

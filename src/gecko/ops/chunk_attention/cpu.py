@@ -43,6 +43,8 @@ def chunk_attention_cpu(
     rounded = rounded and pattern.chunk_size % 2 == 0 and v.shape[-1] % (2 * CPU_KERNEL_WIDTH) == 0
     form = ChunkAttentionCPU.apply if torch.is_grad_enabled() else _forward
     out: Tensor = form(pattern, rounded, *given)
+    if segments.ends is not None:
+        return out, type(state)(*_rings_of_rows(pattern, (k, v), (keys, values), segments.ends, ring_start))
 
     kept = slice(max(0, length - size), length)
     place = torch.arange(kept.start, length) % pattern.chunk_size
@@ -50,6 +52,23 @@ def chunk_attention_cpu(
     recent = rotate(k[:, :, kept], phases, pattern.rope_heads), v[:, :, kept]
     rings = (ring_after(old, new, ring_start + length, size) for old, new in zip((keys, values), recent, strict=True))
     return out, type(state)(*rings)
+
+
+def _rings_of_rows(
+    pattern: Pattern, new: tuple[Tensor, Tensor], before: tuple[Tensor, Tensor], ends: Tensor, ring_start: int
+) -> tuple[Tensor, Tensor]:
+    """Return the rings of keys and values of a padded call, from those before it in order of time."""
+    k, v = new
+    size = 2 * pattern.chunk_size
+    turned = rotate(k, pattern.phases(k, torch.arange(k.shape[2]) % pattern.chunk_size), pattern.rope_heads)
+    # Place of slot s in the last ``size`` tokens of a row, of the ring before the call and its own.
+    places = ends.unsqueeze(1) + (torch.arange(size) - ring_start - ends.unsqueeze(1)) % size
+
+    def ring(old: Tensor, added: Tensor) -> Tensor:
+        both = torch.cat([old, added], dim=2)
+        return both.gather(2, places.view(len(places), 1, size, 1).expand(*both.shape[:2], size, both.shape[3]))
+
+    return ring(before[0], turned), ring(before[1], v)
 
 
 def _turns(pattern: Pattern, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import choose_backend, kernels_of
-from gecko.ops.common import check_affine, check_segments, check_shape, compute_dtype, full_precision
+from gecko.ops.common import check_affine, check_segments, check_shape, compute_dtype, full_precision, run_by_length
 from gecko.ops.timestep_norm.chunked import cumulative_statistics, decayed_statistics, standardise, timestep_norm_step
 from gecko.runtime.records import TensorRecord
 from gecko.segments import Segments
@@ -75,7 +75,17 @@ def timestep_norm(
     segments = segments or Segments.build(batch, length, device=x.device)
     check_segments(segments, batch, length)
     given = x, weight, bias, groups, betas, eps, state, segments
-    match choose_backend(x, weight, bias, state.mean, state.variance, cpu=length > 1):
+    backend = choose_backend(x, weight, bias, state.mean, state.variance, cpu=length > 1)
+    if segments.ends is not None and backend != "cpu":
+
+        def alone(
+            inputs: tuple[Tensor, ...], state: TimestepNormState, segments: Segments
+        ) -> tuple[Tensor, TimestepNormState]:
+            (part,) = inputs
+            return timestep_norm(part, weight, bias, groups, betas, eps, state, segments=segments, dtype=wanted)
+
+        return run_by_length(alone, (x,), state, segments)
+    match backend:
         case "triton":
             from gecko.ops.timestep_norm.triton import timestep_norm_triton
 

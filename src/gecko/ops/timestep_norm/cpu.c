@@ -19,6 +19,7 @@ typedef struct {
     slices_of_x of;
     const float *mean, *variance;    // (rows, groups), before the first step
     const uint8_t *starts;           // (rows, length), or null where no document starts
+    const int64_t *ends;             // (rows), number of steps that count, or null if all do
     const double *betas;             // two, or null if cumulative
     float *factors;                  // (rows, length, 2): 1 / (1 - beta^N) of mean and variance; cumulative: 1 / N
     int64_t rows, length;
@@ -28,11 +29,13 @@ typedef struct {
 typedef struct { double mean, variance; } pair;
 
 static problem problem_of(const float *x, const float *weight, const float *bias, const float *mean,
-                          const float *variance, const uint8_t *starts, const double *betas, float *factors, float eps,
-                          int64_t rows, int64_t length, int64_t groups, int64_t width) {
-    return (problem){{x, weight, bias, groups, width, rows * length * groups}, mean, variance, starts, betas, factors,
-                     rows, length, eps};
+                          const float *variance, const uint8_t *starts, const int64_t *ends, const double *betas,
+                          float *factors, float eps, int64_t rows, int64_t length, int64_t groups, int64_t width) {
+    return (problem){{x, weight, bias, groups, width, rows * length * groups}, mean, variance, starts, ends, betas,
+                     factors, rows, length, eps};
 }
+
+static inline int64_t end_of(const problem *a, int64_t row) { return a->ends ? a->ends[row] : a->length; }
 
 static inline int fresh_at(const problem *a, int64_t row, int64_t t) {
     return a->starts && a->starts[row * a->length + t];
@@ -43,15 +46,15 @@ static void count_steps(const problem *a, int64_t row, int64_t *count) {
     float *factors = a->factors + row * a->length * 2;
     pair beta = a->betas ? (pair){a->betas[0], a->betas[1]} : (pair){0.0, 0.0};
     pair power = {pow(beta.mean, count[row]), pow(beta.variance, count[row])};
-    int64_t steps = count[row];
+    int64_t steps = count[row], end = end_of(a, row);
     for (int64_t t = 0; t < a->length; t++) {
         if (fresh_at(a, row, t)) steps = 0, power = (pair){1.0, 1.0};
         steps++;
         power.mean *= beta.mean, power.variance *= beta.variance;
         factors[2 * t] = 1.0 / (a->betas ? 1.0 - power.mean : steps);
         factors[2 * t + 1] = 1.0 / (a->betas ? 1.0 - power.variance : steps);
+        if (t + 1 == end) count[row] = steps;
     }
-    count[row] = steps;
 }
 
 static void slice_moments(const problem *a, int64_t first, float *mean, float *variance) {
@@ -74,7 +77,7 @@ static inline pair advance(const problem *a, pair s, pair beta, const float *fac
 static void recur(const problem *a, int64_t row, int64_t begin, int count, float *mean, float *variance,
                   float *final_mean, float *final_variance) {
     pair s[LANES], beta = a->betas ? (pair){a->betas[0], a->betas[1]} : (pair){0.0, 0.0};
-    int64_t series = row * a->of.groups + begin;
+    int64_t series = row * a->of.groups + begin, end = end_of(a, row);
     for (int i = 0; i < count; i++) s[i] = (pair){a->mean[series + i], a->variance[series + i]};
     for (int64_t t = 0; t < a->length; t++) {
         int64_t at = (row * a->length + t) * a->of.groups + begin;
@@ -85,8 +88,9 @@ static void recur(const problem *a, int64_t row, int64_t begin, int count, float
             mean[at + i] = a->betas ? s[i].mean * factor[0] : s[i].mean;
             variance[at + i] = a->betas ? s[i].variance * factor[1] : s[i].variance;
         }
+        if (t + 1 < end || t >= end) continue;
+        for (int i = 0; i < count; i++) final_mean[series + i] = s[i].mean, final_variance[series + i] = s[i].variance;
     }
-    for (int i = 0; i < count; i++) final_mean[series + i] = s[i].mean, final_variance[series + i] = s[i].variance;
 }
 
 // Normalise up to LANES slices by their statistics, and replace their variance by r.
@@ -108,10 +112,12 @@ static void normalise(const problem *a, int64_t first, const float *mean, float 
 // ``count`` (rows) holds the steps of the document before the call, and receives those after it. ``kept`` (2, rows,
 // length, groups) receives M and r of every slice.
 int64_t timestep_norm_forward(const float *x, const float *weight, const float *bias, const float *mean,
-                              const float *variance, const uint8_t *starts, const double *betas, float *factors,
-                              int64_t *count, float *y, float *kept, float *final_mean, float *final_variance, float eps,
-                              int64_t rows, int64_t length, int64_t groups, int64_t width, int64_t threads) {
-    problem a = problem_of(x, weight, bias, mean, variance, starts, betas, factors, eps, rows, length, groups, width);
+                              const float *variance, const uint8_t *starts, const int64_t *ends, const double *betas,
+                              float *factors, int64_t *count, float *y, float *kept, float *final_mean,
+                              float *final_variance, float eps, int64_t rows, int64_t length, int64_t groups,
+                              int64_t width, int64_t threads) {
+    problem a = problem_of(x, weight, bias, mean, variance, starts, ends, betas, factors, eps, rows, length, groups,
+                           width);
     float *spread = kept + a.of.count;
 #pragma omp parallel num_threads(threads) if (a.of.count * width > ALONE)
     {
@@ -231,7 +237,7 @@ int64_t timestep_norm_backward(const float *x, const float *weight, const float 
                                float *grad_weight, float *grad_bias, float *grad_mean, float *grad_variance,
                                int64_t parts, int64_t rows, int64_t length, int64_t groups, int64_t width,
                                int64_t threads) {
-    problem a = problem_of(x, weight, 0, mean, 0, starts, betas, factors, 0, rows, length, groups, width);
+    problem a = problem_of(x, weight, 0, mean, 0, starts, 0, betas, factors, 0, rows, length, groups, width);
     slices of = {kept, kept + a.of.count, room, room + a.of.count, room + 2 * a.of.count};
     int64_t steps = rows * length, features = groups * width, refused = 0;
 #pragma omp parallel num_threads(threads) if (a.of.count * width > ALONE)

@@ -25,7 +25,8 @@ def timestep_norm_cpu(
     decays = None if betas is None else torch.tensor(betas, dtype=torch.float64)
     check_shape("state.variance", state.variance, state.mean.shape)
     check_shape("state.count", state.count, (len(x),))
-    given = (x, weight, bias, state.mean, state.variance, state.count.to(torch.int64), segments.start_flags, decays)
+    count = state.count.to(torch.int64)
+    given = (x, weight, bias, state.mean, state.variance, count, segments.start_flags, segments.ends, decays)
     y, count, mean, variance = TimestepNormCPU.apply(*(t if t is None else t.contiguous() for t in given), float(eps))
     return y, type(state)(count, mean, variance)
 
@@ -40,14 +41,14 @@ class TimestepNormCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        weight, bias, mean, variance, count, starts, betas, eps = given
+        weight, bias, mean, variance, count, starts, ends, betas, eps = given
         (batch, length, features), groups = x.shape, mean.shape[1]
         y, final_mean, final_variance = torch.empty_like(x), torch.empty_like(mean), torch.empty_like(mean)
         final_count, factors = count.clone(), x.new_empty(batch, length, 2)
         kept = x.new_empty(2, batch, length, groups)
         call(
-            "timestep_norm_forward", x, weight, bias, mean, variance, starts, betas, factors, final_count, y, kept,
-            final_mean, final_variance, eps, batch, length, groups, features // groups,
+            "timestep_norm_forward", x, weight, bias, mean, variance, starts, ends, betas, factors, final_count, y,
+            kept, final_mean, final_variance, eps, batch, length, groups, features // groups,
         )  # fmt: skip
         ctx.mark_non_differentiable(final_count)
         ctx.save_for_backward(x, weight, mean, starts, betas, factors, kept)
@@ -67,4 +68,4 @@ class TimestepNormCPU(torch.autograd.Function):
             features // groups,
         )  # fmt: skip
         grad_weight, grad_bias = (None, None) if weight is None else affine.sum(1).unbind()
-        return grad_x, grad_weight, grad_bias, grad_mean, grad_variance, None, None, None, None
+        return grad_x, grad_weight, grad_bias, grad_mean, grad_variance, None, None, None, None, None

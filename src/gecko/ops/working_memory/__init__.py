@@ -19,6 +19,7 @@ from gecko.ops.common import (
     compute_dtype,
     full_precision,
     run_by_chunk_offset,
+    run_by_length,
 )
 from gecko.ops.working_memory.chunked import EnteredChunked, working_memory_step
 from gecko.ops.working_memory.rules import RULES, ChunkSummary, EnteredMemory, empty_summary
@@ -100,6 +101,16 @@ def working_memory(
     segments = segments or Segments.build(batch, length, device=q.device)
     check_segments(segments, batch, length)
     with full_precision(q):
+        if segments.ends is not None and not (rule == "adaptive" and _cpu_kernel_takes((q, k, v), state)):
+
+            def alone(
+                inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+            ) -> tuple[Tensor, WorkingMemoryState]:
+                return working_memory(
+                    inputs[0], inputs[1], inputs[2], chunk_size, rule=rule, state=state, segments=segments
+                )
+
+            return run_by_length(alone, (q, k, v), state, segments)
         # The step's graph decides by the position whether the token ends a chunk; a first token needs no such graph.
         if length == 1 and not (segments.at_start and torch.compiler.is_exporting()):
             inputs = q.to(dtype), k.to(dtype), v.to(dtype)

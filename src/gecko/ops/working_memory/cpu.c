@@ -24,6 +24,8 @@ static span tokens_of(const sizes *a, int64_t i) {
     return (span){begin < 0 ? 0 : begin, least(begin + a->chunk, a->length)};
 }
 
+static span before(span tokens, int64_t end) { return (span){tokens.begin, least(tokens.end, end)}; }
+
 static span last_of(span tokens, int64_t count) { return (span){tokens.end - count, tokens.end}; }
 
 static span first_of(span tokens, int64_t count) { return (span){tokens.begin, tokens.begin + count}; }
@@ -131,9 +133,10 @@ static void summarise_chunk(const sizes *a, const float *k, const float *v, span
 
 // Fill slots 1 to chunks of weights (streams, chunks + 1, keys), key_sums (..., keys, keys) and value_sums
 // (..., keys, values). ``earlier`` is the summary of the first chunk's tokens before the call (streams, ...), or null.
-int64_t working_memory_summarise(const float *k, const float *v, const int64_t *counted, const float *earlier_weight,
-                                 const float *earlier_key_sum, const float *earlier_value_sum, float *weights,
-                                 float *key_sums, float *value_sums, SIZES, int64_t threads) {
+int64_t working_memory_summarise(const float *k, const float *v, const int64_t *ends, const int64_t *counted,
+                                 const float *earlier_weight, const float *earlier_key_sum,
+                                 const float *earlier_value_sum, float *weights, float *key_sums, float *value_sums,
+                                 SIZES, int64_t threads) {
     sizes a = TAKE_SIZES;
     int64_t square = keys * keys, matrix = keys * values;
     int64_t refused = 0;
@@ -145,7 +148,8 @@ int64_t working_memory_summarise(const float *k, const float *v, const int64_t *
             for (int64_t i = 0; i < chunks; i++) {
                 if (!scratch) continue;
                 summary earlier = summary_at(&a, earlier_weight, earlier_key_sum, earlier_value_sum, s);
-                span tokens = last_of(tokens_of(&a, i), of_chunk(&a, counted, s, i));
+                span tokens = last_of(before(tokens_of(&a, i), ends ? ends[s / heads] : length), of_chunk(&a, counted, s, i));
+                if (tokens.begin >= tokens.end) continue;
                 int64_t to = slot_of(&a, s, i + 1);
                 summarise_chunk(&a, k + s * length * keys, v + s * length * values, tokens,
                                 i == 0 && earlier.weight ? &earlier : 0, weights + to * keys, key_sums + to * square,

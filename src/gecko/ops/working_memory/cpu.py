@@ -65,7 +65,10 @@ class EnteredCPU:
             spans, resets, *self.inputs, memory, state.normaliser, *state.previous.tensors().values(), *earlier
         )
         previous, current = ChunkSummary(*sums[:3]), ChunkSummary(*sums[3:]) if sums[3:] else nothing
-        return out, type(state)(memory, normaliser, previous, current, resets[:, spans.steps].clone())
+        if self.segments.ends is not None:
+            current = current.where((spans.phase + self.segments.ends) % self.chunk_size != 0, nothing)
+        last = resets.gather(1, spans.row_steps.unsqueeze(1)).squeeze(1)
+        return out, type(state)(memory, normaliser, previous, current, last)
 
     @property
     def _grid(self) -> Grid:
@@ -74,7 +77,7 @@ class EnteredCPU:
     @property
     def _spans(self) -> Spans:
         def build() -> Spans:
-            return Spans.of(self._grid, self.chunk_size, self.segments.length)
+            return Spans.of(self._grid, self.chunk_size, self.segments)
 
         return self.segments.shared(("memory spans", self.chunk_size), build)
 
@@ -87,7 +90,9 @@ class EnteredCPU:
 class Spans:
     """Position of the call on the grid of n chunks; the first chunk holds ``phase`` tokens of earlier calls.
 
-    steps: number of chunks that the call completes, n or n − 1. The chain enters the same number of slots.
+    steps: number of chunks that the call completes, n or n − 1. The chain enters the same number of slots. Of a padded
+        call, it is that of a row without padding, and ``row_steps`` (B,) int64 has those of the rows.
+    ends: (B,) int64, tokens of each row before its padding; None: there is no padding.
     counted, allowed: (B, n) int64, number of counted tokens (the last ones of the call in each chunk) and of allowed
         tokens (the first ones); see ``Grid``.
     """
@@ -96,13 +101,24 @@ class Spans:
     phase: int
     chunks: int
     steps: int
+    row_steps: Tensor
+    ends: Tensor | None
     counted: Tensor
     allowed: Tensor
 
     @classmethod
-    def of(cls, grid: Grid, chunk_size: int, length: int) -> Spans:
+    def of(cls, grid: Grid, chunk_size: int, segments: Segments) -> Spans:
         counted, allowed = (mask.sum((1, 3, 4)) for mask in (grid.counted, grid.allowed))
-        return cls(chunk_size, grid.phase, grid.chunks, (grid.phase + length) // chunk_size, counted, allowed)
+        phase, chunks, ends = grid.phase, grid.chunks, segments.ends
+        if ends is None:
+            row_steps = torch.full((segments.batch,), (phase + segments.length) // chunk_size)
+        else:
+            row_steps = (phase + ends) // chunk_size
+            begins = (torch.arange(chunks) * chunk_size - phase).clamp(min=0)
+            inside = (ends.unsqueeze(1) - begins).clamp(min=0)
+            counted, allowed = counted.minimum(inside), allowed.minimum(inside)
+        steps = (phase + segments.length) // chunk_size
+        return cls(chunk_size, phase, chunks, steps, row_steps, ends, counted, allowed)
 
     def sizes(self, k: Tensor, v: Tensor) -> tuple[int, ...]:
         """Return the last arguments of every kernel."""
@@ -112,7 +128,8 @@ class Spans:
 class WorkingMemoryCPU(torch.autograd.Function):
     """Return the outputs, the memory and the normaliser after the call, and the summary of the last complete chunk.
 
-    If the call ends within a chunk, the summary of that chunk follows. Without q, nothing is read.
+    If the call ends within a chunk or is padded, the summary of the chunk in which each row ends follows. Without q,
+    nothing is read.
     """
 
     @staticmethod
@@ -125,19 +142,24 @@ class WorkingMemoryCPU(torch.autograd.Function):
         sums = [x.new_empty(*x.shape[:2], chunks + 1, *x.shape[2:]) for x in previous]
         for slots, before in zip(sums, previous, strict=True):
             slots[:, :, 0] = before
-        call("working_memory_summarise", k, v, spans.counted, *(earlier or (None, None, None)), *sums, *sizes)
+        call(
+            "working_memory_summarise", k, v, spans.ends, spans.counted, *(earlier or (None, None, None)), *sums, *sizes
+        )
         rho, share = (k.new_empty(*normaliser.shape[:2], chunks, normaliser.shape[2]) for _ in range(2))
         memories = v.new_empty(*memory.shape[:2], chunks, *memory.shape[2:])
         after, out = (torch.empty_like(memory), torch.empty_like(normaliser)), None
         call(
             "working_memory_chain", *sums, resets, normaliser, memory, rho, share, memories, after[1], after[0],
-            spans.steps, *sizes,
+            spans.row_steps, *sizes,
         )  # fmt: skip
         if q is not None:
             out = torch.empty_like(v)
             call("working_memory_read", q, memories, spans.allowed, out, *sizes)
         ctx.spans = spans
         ctx.save_for_backward(q, k, v, resets, memories, rho, share, *sums, *earlier)
+        if spans.ends is not None:
+            ends = spans.row_steps, (spans.row_steps + 1).clamp(max=chunks)
+            return out, *after, *(_at_rows(x, end) for end in ends for x in sums)
         return out, *after, *(_at(x, slot) for slot in range(spans.steps, chunks + 1) for x in sums)
 
     @staticmethod
@@ -176,6 +198,11 @@ class WorkingMemoryCPU(torch.autograd.Function):
 def _at(slots: Tensor, index: int) -> Tensor:
     """Return a copy of one slot. A view would keep all slots allocated as long as the state exists."""
     return slots[:, :, index].clone(memory_format=torch.contiguous_format)
+
+
+def _at_rows(slots: Tensor, index: Tensor) -> Tensor:
+    """Return a copy of one slot of each row, (B, H, …), for slots (B, H, n, …) and index (B,)."""
+    return slots[torch.arange(len(slots)), :, index]
 
 
 def _whole(grads: tuple[Tensor | None, ...], sums: list[Tensor]) -> list[Tensor]:

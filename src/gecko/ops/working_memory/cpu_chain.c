@@ -71,11 +71,11 @@ static void chain_columns(const sizes *a, const float *key_sums, const float *va
     if (steps < a->chunks) copy_columns(last, memories + steps * matrix, a, width);
 }
 
-// Compute M_0 to M_{chunks - 1}, the tensors saved for backward, and M and N after ``steps`` slots. ``steps`` is
-// ``chunks`` or one less.
+// Compute M_0 to M_{chunks - 1}, the tensors saved for backward, and M and N after ``steps`` (rows) slots. Without padding
+// ``steps`` is ``chunks`` or one less; after it, no memory is computed.
 int64_t working_memory_chain(const float *weights, const float *key_sums, const float *value_sums, const uint8_t *resets,
                              const float *normaliser, const float *initial, float *rho, float *share, float *memories,
-                             float *last_normaliser, float *last, int64_t steps, SIZES, int64_t threads) {
+                             float *last_normaliser, float *last, const int64_t *steps, SIZES, int64_t threads) {
     sizes a = TAKE_SIZES;
     int64_t blocks = blocks_of(values, COLUMNS), matrix = keys * values;
     int64_t refused = 0;
@@ -86,7 +86,8 @@ int64_t working_memory_chain(const float *weights, const float *key_sums, const 
         for (int64_t s = 0; s < a.streams; s++) {
             int64_t kept = s * chunks * keys;
             normalise(&a, weights + slot_of(&a, s, 0) * keys, normaliser + s * keys,
-                      resets + s / heads * (chunks + 1), rho + kept, share + kept, last_normaliser + s * keys, steps);
+                      resets + s / heads * (chunks + 1), rho + kept, share + kept, last_normaliser + s * keys,
+                      steps[s / heads]);
         }
 #pragma omp for collapse(2) schedule(static)
         for (int64_t s = 0; s < a.streams; s++)
@@ -95,7 +96,7 @@ int64_t working_memory_chain(const float *weights, const float *key_sums, const 
                 int64_t at = block * COLUMNS, slot = slot_of(&a, s, 0);
                 chain_columns(&a, key_sums + slot * keys * keys, value_sums + slot * matrix + at,
                               rho + s * chunks * keys, resets + s / heads * (chunks + 1), initial + s * matrix + at,
-                              memories + s * chunks * matrix + at, last + s * matrix + at, steps,
+                              memories + s * chunks * matrix + at, last + s * matrix + at, steps[s / heads],
                               least(COLUMNS, values - at), scratch);
             }
         free(scratch);
