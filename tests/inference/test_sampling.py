@@ -66,9 +66,7 @@ def by_hand(
     return [chance.get(i, 0.0) / total for i in range(len(logits))]
 
 
-def draw(
-    logits: Tensor, sampling: Sampling, randoms: list[RandomNumbers], seen: Tensor | None = None
-) -> list[int]:
+def draw(logits: Tensor, sampling: Sampling, randoms: list[RandomNumbers], seen: Tensor | None = None) -> list[int]:
     return Sampler([sampling] * len(logits)).draw(logits, randoms, seen)
 
 

@@ -220,8 +220,9 @@ def _feed_forward(layer: FeedForward, config: GeckoConfig) -> Record:
 
 
 def _cema_tables(cema: CEMA) -> Tensor:
-    """Return (4, D, 2N rounded up to 16): h ← table 0 · h + table 1 · (h, parts swapped) + table 2 · x; table 3 · h sums to y.
+    """Return (4, D, 2N rounded up to 16), for h ← table 0 · h + table 1 · (h, parts swapped) + table 2 · x.
 
+    The sum of table 3 · h is y.
     With h = (real, imaginary) and q = (a, b): q h = (a, a) · h + (−b, b) · swapped h.
     """
     coefficients = cema.coefficients()
