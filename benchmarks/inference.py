@@ -73,7 +73,7 @@ def read_bandwidth() -> float:
 
 
 def measure(cases: list[Case], bandwidths: list[float] | None = None) -> dict[str, float]:
-    """Return the median seconds of a step; every round takes each case once, and adds to ``bandwidths`` if there are."""
+    """Return the median seconds of a step; every round takes each case once, and appends to ``bandwidths``."""
     found: dict[str, list[float]] = {case.name: [] for case in cases}
     for _ in range(ROUNDS):
         if bandwidths is not None:
