@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -104,12 +105,9 @@ def test_a_document_in_the_prompt_is_kept_apart(variant: str, length: int) -> No
             assert_same_states(decoder.state(0), after, 1e-3)
 
 
-@pytest.mark.parametrize("variant", cases.VARIANTS)
-def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gecko.ops.decoding.cpu.WEIGHTS_PER_THREAD", 1)
-    model = cases.model(variant, torch.float32)
-    prefills = [read(model, [cases.tokens(1, length, seed)[0]]) for seed, length in enumerate(LENGTHS)]
-    tokens = cases.tokens(len(prefills), STEPS, 9)
+def assert_rows_are_what_they_are_alone(model: gecko.Gecko, prefills: Sequence[Prefill], steps: int) -> None:
+    """The logits of each row have the same bits alone, and on any number of threads."""
+    tokens = cases.tokens(len(prefills), steps, 9)
     expected = run(decode_from(model, prefills), tokens)
     for slot, prefill in enumerate(prefills):
         found = run(decode_from(model, [prefill]), tokens[slot : slot + 1])
@@ -121,6 +119,14 @@ def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str, mo
             assert torch.equal(run(decode_from(model, prefills), tokens), expected), f"{threads} threads"
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gecko.ops.decoding.cpu.WEIGHTS_PER_THREAD", 1)
+    model = cases.model(variant, torch.float32)
+    prefills = [read(model, [cases.tokens(1, length, seed)[0]]) for seed, length in enumerate(LENGTHS)]
+    assert_rows_are_what_they_are_alone(model, prefills, STEPS)
 
 
 def in_pages(state: GeckoState) -> GeckoState:
@@ -253,6 +259,42 @@ def test_quantised_weights_are_those_of_torchao(bits: int) -> None:
     with torch.inference_mode():
         expected, _ = model(torch.cat([prompt, tokens[0]]).unsqueeze(0))
     torch.testing.assert_close(found, expected[:, len(prompt) :], rtol=1e-3, atol=1e-3)
+
+
+def in_format(name: str) -> gecko.Gecko:
+    """Return a small model in float32, bfloat16, or quantised to 8 or 4 bits; its layers are of many tiles' sizes."""
+    config = gecko.GeckoConfig.preset("tiny", num_layers=2, chunk_size=16, ffn_dim=160, value_dim=192)
+    torch.manual_seed(0)
+    model = gecko.Gecko(config).eval()
+    if name == "bfloat16":
+        return model.bfloat16()
+    if name != "float32":
+        pytest.importorskip("torchao")
+        from gecko.io.quantization import quantize
+
+        quantize(model, int(name[0]))
+    return model
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "8 bit", "4 bit"])
+def test_rows_with_fewer_bits_are_what_they_are_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gecko.ops.decoding.cpu.WEIGHTS_PER_THREAD", 1)
+    model = in_format(name)
+    prefills = [read(model, [cases.tokens(1, length, length)[0]]) for length in (1, 5, 16, 31, 40)]
+    assert decode_from(model, prefills).backend == "cpu"
+    assert_rows_are_what_they_are_alone(model, prefills, 20)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-38, 1e18])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "8 bit", "4 bit"])
+def test_logits_are_not_finite_where_an_input_is_not(name: str, value: float) -> None:
+    """Also where activations are zero, smaller than any number that has a reciprocal, or large."""
+    model = in_format(name)
+    with torch.no_grad():
+        model.embedding.weight[7] = value
+    decoder = start(model, [torch.tensor([1, 2, 3])])
+    with torch.inference_mode():
+        assert bool(decoder.step([7]).isfinite().all()) == math.isfinite(value)
 
 
 class Doubled(CEMA):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gecko.inference.sampling import Sampler, Sampling, finite_rows, not_finite
+from gecko.inference.sampling import RandomNumbers, Sampler, Sampling, finite_rows, not_finite
 
 LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=12)
 SAMPLINGS = st.builds(
@@ -66,10 +66,8 @@ def by_hand(
     return [chance.get(i, 0.0) / total for i in range(len(logits))]
 
 
-def draw(
-    logits: Tensor, sampling: Sampling, generators: list[torch.Generator], seen: Tensor | None = None
-) -> list[int]:
-    return Sampler([sampling] * len(logits)).draw(logits, generators, seen)
+def draw(logits: Tensor, sampling: Sampling, randoms: list[RandomNumbers], seen: Tensor | None = None) -> list[int]:
+    return Sampler([sampling] * len(logits)).draw(logits, randoms, seen)
 
 
 def probabilities(
@@ -109,9 +107,9 @@ def test_probabilities_are_the_definition_for_every_row(
 def test_only_what_is_kept_is_drawn(logits: list[float], sampling: Sampling, seed: int) -> None:
     counts = counts_of([sampling], len(logits))
     chance = by_hand(logits, sampling, {0}, counts[0].tolist() if counts else ())
-    generator = torch.Generator().manual_seed(seed % 2**63)
+    random = RandomNumbers(seed % 2**63)
     for _ in range(5):
-        rows = torch.tensor([logits]), [generator], seen_by([{0}], len(logits)), counts
+        rows = torch.tensor([logits]), [random], seen_by([{0}], len(logits)), counts
         (token,) = Sampler([sampling]).draw(*rows)
         assert chance[token] > 0
 
@@ -125,15 +123,15 @@ def test_a_row_draws_what_it_would_draw_alone(samplings: list[Sampling], seed: i
     logits = torch.randn(len(samplings), 30, generator=generator)
     seen = torch.rand(logits.shape, generator=generator) < 0.3
 
-    def generators(rows: range) -> list[torch.Generator]:
-        return [torch.Generator().manual_seed(row) for row in rows]
+    def randoms(rows: range) -> list[RandomNumbers]:
+        return [RandomNumbers(row) for row in rows]
 
     counts = counts_of(samplings, 30, seed)
-    together = Sampler(samplings).draw(logits, generators(range(len(samplings))), seen, counts)
+    together = Sampler(samplings).draw(logits, randoms(range(len(samplings))), seen, counts)
     counted = iter(counts)
     for row, sampling in enumerate(samplings):
         some, own = slice(row, row + 1), [next(counted)] if sampling.counts_tokens else []
-        alone = Sampler([sampling]).draw(logits[some], generators(range(row, row + 1)), seen[some], own)
+        alone = Sampler([sampling]).draw(logits[some], randoms(range(row, row + 1)), seen[some], own)
         assert together[row : row + 1] == alone
 
 
@@ -142,28 +140,28 @@ def test_a_row_draws_what_it_would_draw_alone(samplings: list[Sampling], seed: i
 def test_excluded_tokens_are_never_drawn(temperature: float, top_k: int | None) -> None:
     """Also the first one, for the smallest uniform number, and in C."""
     logits = torch.tensor([[9.0, 3.0, 8.0, 2.9, 9.0]]).index_fill(1, torch.tensor([0, 2, 4]), -math.inf).repeat(50, 1)
-    generators = [torch.Generator().manual_seed(row) for row in range(50)]
-    assert set(draw(logits, Sampling(temperature, top_k), generators)) == ({1, 3} if temperature else {1})
+    randoms = [RandomNumbers(row) for row in range(50)]
+    assert set(draw(logits, Sampling(temperature, top_k), randoms)) == ({1, 3} if temperature else {1})
 
 
 def test_a_penalty_of_two_makes_greedy_turn_to_the_next() -> None:
     logits, seen = torch.tensor([[3.0, 2.0, -1.0]] * 2), torch.tensor([[True, False, False], [False] * 3])
-    assert draw(logits, Sampling(0.0, repetition_penalty=2.0), [torch.Generator()] * 2, seen) == [1, 0]
-    assert draw(-logits, Sampling(0.0, repetition_penalty=2.0), [torch.Generator()] * 2, seen) == [2, 2]
+    assert draw(logits, Sampling(0.0, repetition_penalty=2.0), [RandomNumbers(0)] * 2, seen) == [1, 0]
+    assert draw(-logits, Sampling(0.0, repetition_penalty=2.0), [RandomNumbers(0)] * 2, seen) == [2, 2]
 
 
 def test_a_bias_of_minus_100_rules_a_token_out_and_one_of_100_rules_it_in() -> None:
     logits = torch.tensor([[3.0, 2.0, -1.0]])
-    assert draw(logits, Sampling(0.0, logit_bias={0: -100.0}), [torch.Generator()]) == [1]
-    assert draw(logits, Sampling(1.0, logit_bias={2: 100.0}), [torch.Generator()]) == [2]
+    assert draw(logits, Sampling(0.0, logit_bias={0: -100.0}), [RandomNumbers(0)]) == [1]
+    assert draw(logits, Sampling(1.0, logit_bias={2: 100.0}), [RandomNumbers(0)]) == [2]
     assert logits.tolist() == [[3.0, 2.0, -1.0]]
 
 
 def test_frequencies_are_the_probabilities() -> None:
     logits, count = torch.tensor([[2.0, 0.0, 1.0, -1.0, 1.5]]), 40_000
     sampling = Sampling(0.9, top_k=4, top_p=0.95)
-    # With one generator, many equal rows drawn at once use the numbers of one row drawn many times.
-    tokens = draw(logits.expand(count, -1), sampling, [torch.Generator().manual_seed(1)] * count)
+    # With one source, many equal rows drawn at once use the numbers of one row drawn many times.
+    tokens = draw(logits.expand(count, -1), sampling, [RandomNumbers(1)] * count)
     found = torch.bincount(torch.tensor(tokens), minlength=5) / count
     expected = torch.tensor(by_hand(logits[0].tolist(), sampling))
     assert (found - expected).abs().max() < 0.01
@@ -193,14 +191,13 @@ def test_the_ends_of_the_unit_interval_draw_kept_tokens(
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([uniform], dtype=torch.float64))
     # The first and the last token are not among the three most likely ones.
     logits = torch.tensor([[0.0, 1.0, 1.1, 1.3, 0.0]])
-    assert draw(logits, Sampling(1.0, top_k=3), [torch.Generator()]) == [expected]
+    assert draw(logits, Sampling(1.0, top_k=3), [RandomNumbers(0)]) == [expected]
 
 
 def test_temperature_zero_is_greedy_and_takes_no_random_number() -> None:
-    generator = torch.Generator().manual_seed(0)
-    before = generator.get_state()
-    assert draw(torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]]), Sampling(0.0), [generator] * 2) == [1, 0]
-    assert torch.equal(generator.get_state(), before)
+    random, fresh = RandomNumbers(0), RandomNumbers(0)
+    assert draw(torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]]), Sampling(0.0), [random] * 2) == [1, 0]
+    assert random.draw() == fresh.draw()
 
 
 def test_extreme_temperatures_stay_finite() -> None:
@@ -220,9 +217,9 @@ def test_extreme_temperatures_stay_finite() -> None:
 )  # fmt: skip
 def test_every_number_that_is_taken_draws_a_token(extreme: dict[str, Any]) -> None:
     logits, seen = torch.tensor([[3e38, 1.0, -3e38]] * 2), torch.tensor([[False, True, False]] * 2)
-    samplings, generators = [Sampling(**extreme), Sampling(1.0)], [torch.Generator().manual_seed(0)] * 2
-    assert all(0 <= token < 3 for token in Sampler(samplings).draw(logits, generators, seen))
-    assert all(0 <= token < 3 for token in Sampler(samplings).draw(logits * 0, generators, seen))
+    samplings, randoms = [Sampling(**extreme), Sampling(1.0)], [RandomNumbers(0)] * 2
+    assert all(0 <= token < 3 for token in Sampler(samplings).draw(logits, randoms, seen))
+    assert all(0 <= token < 3 for token in Sampler(samplings).draw(logits * 0, randoms, seen))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -273,8 +270,8 @@ def test_c_draws_what_pytorch_draws(temperature: float, vocabulary: int, monkeyp
     logits[:, 0] = logits.max(-1).values  # ties: the first of the most likely tokens
 
     def draw() -> list[int]:
-        generators = [torch.Generator().manual_seed(row) for row in range(len(logits))]
-        return Sampler([Sampling(temperature)] * len(logits)).draw(logits, generators)
+        randoms = [RandomNumbers(row) for row in range(len(logits))]
+        return Sampler([Sampling(temperature)] * len(logits)).draw(logits, randoms)
 
     found = draw()
     monkeypatch.setattr("gecko.inference.sampling.samples_in_c", lambda logits: False)

@@ -13,7 +13,7 @@ from gecko.inference.decoder import Decoder
 from gecko.inference.grammar import ConstraintError, Matcher
 from gecko.inference.prefill import Prefill
 from gecko.inference.request import KeptStates
-from gecko.inference.sampling import Sampler, Sampling, all_finite, finite_rows, not_finite
+from gecko.inference.sampling import RandomNumbers, Sampler, Sampling, all_finite, finite_rows, not_finite
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
 
@@ -45,7 +45,7 @@ class DecodingSequence:
     generated: int = 0
     pending_token: int | None = None
     """Token generated last, which the state has not read yet."""
-    generator: torch.Generator = field(default_factory=torch.Generator)
+    random: RandomNumbers = field(init=False)
     counts: Tensor | None = None
     """(V,) int32, how often each token was generated; None if no penalty depends on it."""
 
@@ -85,6 +85,7 @@ class DecodingBatch:
         self.decoder = Decoder(model, capacity, window_dtype)
         self._sampler = Sampler([])
         self._logits: Tensor | None = None
+        self._broken: dict[int, str] | None = None
 
     def add(self, sequence: DecodingSequence, prefill: Prefill) -> None:
         """Add a sequence after its prompt.
@@ -93,12 +94,13 @@ class DecodingBatch:
             ValueError: its sampling options are wrong; the batch is unchanged.
         """
         sampler = self._new_sampler([*self.sequences, sequence])
-        sequence.generator.manual_seed(sequence.seed)
+        sequence.random = RandomNumbers(sequence.seed)
         if sequence.sampling.counts_tokens:
             sequence.counts = torch.zeros_like(prefill.seen, dtype=torch.int32)
         self.decoder.add(prefill.state, prefill.seen)
         logits = prefill.logits.unsqueeze(0)
         self._logits = logits if self._logits is None else torch.cat([self._logits, logits])
+        self._broken = None
         self.sequences.append(sequence)
         self._sampler = sampler
 
@@ -108,13 +110,18 @@ class DecodingBatch:
         if not pending:
             return
         assert len(pending) == len(self.sequences), "all sequences have drawn since the last step"
-        self._logits = self.decoder.step(pending)
+        self._logits, self._broken = self.decoder.step(pending), None
         # The states have read them now, even if drawing the next tokens fails.
         for sequence in self.sequences:
             sequence.pending_token = None
 
     def broken(self) -> dict[int, str]:
         """Return the slots whose logits are not finite, with a message."""
+        if self._broken is None:
+            self._broken = self._found_broken()
+        return self._broken
+
+    def _found_broken(self) -> dict[int, str]:
         assert self._logits is not None, "there must be a sequence"
         if self.decoder.backend == "triton":
             finite = [token >= 0 for token in self._drawn_on_gpu()]
@@ -168,10 +175,11 @@ class DecodingBatch:
             kept = list(range(len(self._logits)))
             _remove_from(kept, slot)
             self._logits = self._logits[kept] if kept else None
+        self._broken = None
 
     def clear(self) -> None:
         """Remove all sequences, also after a step that failed midway."""
-        self.sequences, self._sampler, self._logits = [], Sampler([]), None
+        self.sequences, self._sampler, self._logits, self._broken = [], Sampler([]), None, None
         self.decoder.clear()
 
     def state(self, slot: int) -> GeckoState:
@@ -194,7 +202,7 @@ class DecodingBatch:
         if all(plain):
             return drawn
         counts = [one.counts for one in self.sequences if one.counts is not None]
-        tokens = self._sampler.draw(logits, [one.generator for one in self.sequences], self.decoder.seen, counts)
+        tokens = self._sampler.draw(logits, [one.random for one in self.sequences], self.decoder.seen, counts)
         return [drawn[slot] if plain[slot] else token for slot, token in enumerate(tokens)]
 
     def _drawn_on_gpu(self) -> list[int]:

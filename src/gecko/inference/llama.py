@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gecko.inference.prefill import checked, cut, inference
-from gecko.inference.sampling import Sampler, Sampling
+from gecko.inference.sampling import RandomNumbers, Sampler, Sampling
 from gecko.inference.stream import NewToken
 from gecko.models.llama import KeyValues, Llama
 from gecko.ops.loss import token_cross_entropy
@@ -69,11 +69,11 @@ class LlamaStream:
         self._model, self._reading, self._left = model, reading, max_new_tokens
         self._stop_tokens = frozenset(stop_tokens)
         self._sampler = Sampler([Sampling(temperature)], reading.logits.device)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._random = RandomNumbers(seed)
 
     def __iter__(self) -> Iterator[NewToken]:
         while self._left:
-            (token,) = self._sampler.draw(self._reading.logits.unsqueeze(0), [self._generator])
+            (token,) = self._sampler.draw(self._reading.logits.unsqueeze(0), [self._random])
             if token in self._stop_tokens:
                 return
             self._left -= 1

@@ -151,16 +151,16 @@ def matrix(weight: Tensor, bias: Tensor | None = None) -> Weights:
     """Return a layer's weight (outputs, inputs) and bias as the kernels read them."""
     bias = None if bias is None else _vector(bias)
     if not is_quantized(weight):
-        return Weights(_whole_registers(weight.detach()), bias=bias)
+        return Weights(_padded(weight.detach()), bias=bias)
     integers, scale = (x.detach() for x in plain_tensors(weight))
     if scale.numel() == len(integers):
-        return Weights(_whole_registers(integers), _vector(scale.flatten()), bias)
-    return Weights(_packed_halves(integers), _vector(scale), bias)
+        return Weights(_padded(integers), _vector(scale.flatten()), bias)
+    return Weights(_packed_halves(integers), _vector(_padded(scale, REGISTER // GROUP)), bias)
 
 
-def _whole_registers(weight: Tensor) -> Tensor:
-    """Pad rows with zeros; return the weight itself if nothing is missing."""
-    return F.pad(weight, (0, -weight.shape[-1] % REGISTER)).contiguous()
+def _padded(weight: Tensor, size: int = REGISTER) -> Tensor:
+    """Pad rows with zeros to multiples of ``size``; return the weight itself if nothing is missing."""
+    return F.pad(weight, (0, -weight.shape[-1] % size)).contiguous()
 
 
 _halves = WeakTensorKeyDictionary()
@@ -170,7 +170,7 @@ _halves = WeakTensorKeyDictionary()
 def _packed_halves(integers: Tensor) -> Tensor:
     """Pack (outputs, inputs) integers of −8 … 7 into bytes: input i of a group with input i + 16 of it."""
     if integers not in _halves:
-        low, high = (integers + 8).to(torch.uint8).unflatten(1, (-1, 2, GROUP // 2)).unbind(2)
+        low, high = (_padded(integers) + 8).to(torch.uint8).unflatten(1, (-1, 2, GROUP // 2)).unbind(2)
         _halves[integers] = (low | high << 4).flatten(1)
     packed: Tensor = _halves[integers]
     return packed
@@ -220,8 +220,9 @@ def _feed_forward(layer: FeedForward, config: GeckoConfig) -> Record:
 
 
 def _cema_tables(cema: CEMA) -> Tensor:
-    """Return (4, D, padded 2N): h ← table 0 · h + table 1 · (h, parts swapped) + table 2 · x; table 3 · h sums to y.
+    """Return (4, D, 2N rounded up to 16), for h ← table 0 · h + table 1 · (h, parts swapped) + table 2 · x.
 
+    The sum of table 3 · h is y.
     With h = (real, imaginary) and q = (a, b): q h = (a, a) · h + (−b, b) · swapped h.
     """
     coefficients = cema.coefficients()
@@ -232,7 +233,7 @@ def _cema_tables(cema: CEMA) -> Tensor:
         torch.cat([real, real], -1), torch.cat([-imaginary, imaginary], -1), torch.cat([p, torch.zeros_like(p)], -1),
         coefficients.readout.float().unflatten(-1, (-1, 2)),
     ]).flatten(2)  # fmt: skip
-    return _whole_registers(tables.detach())
+    return _padded(tables.detach(), 16)
 
 
 def _phases(config: GeckoConfig) -> Tensor:

@@ -13,6 +13,8 @@ from gecko.ops.decoding.cpu import first_broken, sample, samples_in_c
 
 _FIRST_LOOK = 512
 """Number of most likely tokens that are searched for a nucleus first."""
+_DRAWN_TOGETHER = 64
+"""Random numbers of a sequence that are made at a time."""
 _ALL = 1 << 53
 """Upper bound of top-k: the largest integer up to which float64 is exact, above any vocabulary size."""
 _PENALTIES = (0.01, 100.0)
@@ -99,6 +101,22 @@ class Sampling:
                 raise ValueError(f"logit_bias must have ids in 0..{vocab_size - 1}; got {token}. Check the tokenizer.")
 
 
+class RandomNumbers:
+    """Uniform random numbers in [0, 1) of one sequence, which depend on its seed only."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._ready: list[float] = []
+
+    def draw(self) -> float:
+        """Return the next number."""
+        if not self._ready:
+            # One call of PyTorch for many numbers: a call for each takes as long as a small model's layer.
+            numbers = torch.rand(_DRAWN_TOGETHER, generator=self._generator, dtype=torch.float64)
+            self._ready = numbers.flip(0).tolist()
+        return self._ready.pop()
+
+
 class Sampler:
     """Sampler of a batch in which every row has its own ``Sampling`` and does not depend on the other rows.
 
@@ -135,10 +153,10 @@ class Sampler:
         return self._penalty is not None
 
     def draw(
-        self, logits: Tensor, generators: Sequence[torch.Generator], seen: Tensor | None = None,
+        self, logits: Tensor, randoms: Sequence[RandomNumbers], seen: Tensor | None = None,
         counts: Sequence[Tensor] = (),
     ) -> list[int]:  # fmt: skip
-        """Draw one token per row; a row with a temperature above 0 draws one number from its generator.
+        """Draw one token per row; a row with a temperature above 0 draws one random number.
 
         Args:
             logits: (B, V), finite, or −inf for tokens that must not be drawn; at least one per row is finite.
@@ -148,14 +166,14 @@ class Sampler:
         """
         if self._plain and samples_in_c(logits):
             uniforms = [
-                0.0 if temperature == 0 else _uniform(generator)
-                for temperature, generator in zip(self._temperatures, generators, strict=True)
+                0.0 if temperature == 0 else random.draw()
+                for temperature, random in zip(self._temperatures, randoms, strict=True)
             ]
             return sample(logits, self._temperatures, uniforms)
         scores = self._adjusted(logits, seen, counts)
         if not self._drawn:
             return scores.argmax(-1).tolist()
-        chosen = self._choose(scores, [generators[row] for row in self._drawn])
+        chosen = self._choose(scores, [randoms[row] for row in self._drawn])
         if self._index is None:
             return chosen
         tokens: list[int] = scores.argmax(-1).tolist()
@@ -185,11 +203,11 @@ class Sampler:
         probabilities = _limited(scores.softmax(-1), self._top_p, _nucleus)
         return _limited(probabilities, self._min_p, _above_min_p)
 
-    def _choose(self, scores: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
+    def _choose(self, scores: Tensor, randoms: Sequence[RandomNumbers]) -> list[int]:
         cumulative = self._probabilities(scores).cumsum(-1)
         total = cumulative[:, -1:]
         # The random numbers come from the host, as in C.
-        uniform = torch.tensor([[_uniform(generator)] for generator in generators], dtype=torch.float64)
+        uniform = torch.tensor([[random.draw()] for random in randoms], dtype=torch.float64)
         # Rounding could give the total itself, which lies behind the last token with nonzero probability.
         point = torch.minimum(uniform.to(total.device) * total, total.nextafter(torch.zeros_like(total)))
         return torch.searchsorted(cumulative, point, right=True).squeeze(-1).tolist()
@@ -212,10 +230,6 @@ class Sampler:
 
     def _column(self, values: Sequence[float | None]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device).unsqueeze(1)
-
-
-def _uniform(generator: torch.Generator) -> float:
-    return torch.rand(1, generator=generator, dtype=torch.float64).item()
 
 
 def _limited(x: Tensor, limits: tuple[Tensor, Tensor] | None, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -151,15 +151,18 @@ static inline vec inverse_root_of(vec x) {
     return 1.0f / load(lanes);
 }
 
-static inline __attribute__((always_inline)) void add_halves(vec *x, const int size) {
-    for (int i = 0; i < size; i++) {
-        lanes_of_int low, high;
-        for (int n = 0; n < LANES; n++) {
-            low[n] = n & size ? n - size + LANES : n;
-            high[n] = n & size ? n + LANES : n + size;
-        }
-        x[i] = __builtin_shuffle(x[i], x[i + size], low) + __builtin_shuffle(x[i], x[i + size], high);
+// Lanes n without bit ``size``: a[n] + a[n + size]. The others: b[n - size] + b[n].
+static inline __attribute__((always_inline)) vec halves_added(vec a, vec b, const int size) {
+    lanes_of_int low, high;
+    for (int n = 0; n < LANES; n++) {
+        low[n] = n & size ? n - size + LANES : n;
+        high[n] = n & size ? n + LANES : n + size;
     }
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+
+static inline __attribute__((always_inline)) void add_halves(vec *x, const int size) {
+    for (int i = 0; i < size; i++) x[i] = halves_added(x[i], x[i + size], size);
 }
 
 // Sum each of LANES vectors: lane i of the result is the sum of vector i. Steps add halves, quarters, ... of pairs.
@@ -171,4 +174,15 @@ static inline vec sums_of(const vec *from) {
     add_halves(x, 2);
     add_halves(x, 1);
     return x[0];
+}
+
+typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Sum each of four vectors, in the order of ``sum_of``.
+static inline __attribute__((always_inline)) four sums_of_four(const vec *x) {
+    vec even = halves_added(x[0], x[2], LANES / 2), odd = halves_added(x[1], x[3], LANES / 2);
+    vec sums = halves_added(even, odd, LANES / 4);
+    if (LANES > 8) sums += swapped(sums, 2);
+    if (LANES > 4) sums += swapped(sums, 1);
+    return (four){sums[0], sums[LANES / 4], sums[LANES / 2], sums[3 * LANES / 4]};
 }

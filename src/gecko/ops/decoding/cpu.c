@@ -11,13 +11,18 @@
 typedef struct {
     float *x, *mixed, *after, *normal, *averaged;                  // features
     float *shared, *value, *gate, *out, *hidden, *gated, *weight;  // H · key; H · value, three times; hidden, twice; H · key
-    float *own;  // of each thread
+    float *own;  // of each thread: normal activations of all rows, an operand, the work memory of a head, and its memory
     int64_t own_size;
 } activations;
 
-// A thread's own numbers: normal activations of all rows, the work memory of a head, and a head's memory.
+static int64_t operand_size(const network *net) {
+    const int64_t features = padded(net->features), value = padded(net->heads * net->value), hidden = padded(net->hidden);
+    const int64_t most = features > value ? features : value;
+    return net->rows * operand_row(most > hidden ? most : hidden);
+}
+
 static int64_t own_size_of(const network *net) {
-    return net->rows * padded(net->features) + head_room_size(net) + padded(net->key * net->value);
+    return net->rows * padded(net->features) + operand_size(net) + head_room_size(net) + padded(net->key * net->value);
 }
 
 // Divides ``room``, in the same way in every call: padding that is zero stays zero.
@@ -55,75 +60,89 @@ static void read_embedding(const network *net, int64_t token, range part, float 
     }
 }
 
+// Mean of x, or zero if it is not ``centred``, and mean of (x - mean)².
+static void moments(const float *x, int64_t size, int centred, float *mean, float *variance) {
+    vec sum = {0}, squares = {0};
+    for (int64_t i = 0; centred && i < size; i += LANES) sum += load_some(x + i, least(LANES, size - i));
+    *mean = sum_of(sum) / size;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int some = least(LANES, size - i);
+        vec deviation = load_some(x + i, some) - *mean;
+        if (some < LANES) {
+            float lanes[LANES] = {0};
+            store_some(lanes, deviation, some);
+            deviation = load(lanes);
+        }
+        squares += deviation * deviation;
+    }
+    *variance = sum_of(squares) / size;
+}
+
+// to = (x - center) factor scale + shift, where ``shift`` may be null.
+static void scale_normal(const float *x, float center, float factor, const float *scale, const float *shift,
+                         int64_t size, float *to) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int some = least(LANES, size - i);
+        vec y = (load_some(x + i, some) - center) * factor * load_some(scale + i, some);
+        store_some(to + i, shift ? y + load_some(shift + i, some) : y, some);
+    }
+}
+
 // Timestep norm of the groups in ``part`` (features), and their statistics after this step.
 static void timestep_norm(const network *net, const running_norm *norm, int64_t slot, range part, const float *x, float *y) {
     const int64_t size = net->features / net->groups;
     const double count = *(int64_t *)state_of(net, norm->count, slot, sizeof(int64_t)) + 1;
+    const float mean_weight = net->cumulative ? 1 : -expm1(count * log(net->beta_mean));
+    const float variance_weight = net->cumulative ? 1 : -expm1(count * log(net->beta_variance));
     float *means = state_of(net, norm->mean, slot, sizeof(float) * net->groups);
     float *variances = state_of(net, norm->variance, slot, sizeof(float) * net->groups);
     for (int64_t g = part.begin / size; g < part.end / size; g++) {
-        const float *from = x + g * size;
-        float mean = 0, variance = 0, *m = means + g, *v = variances + g;
-        for (int64_t i = 0; i < size; i++) mean += from[i];
-        mean /= size;
-        for (int64_t i = 0; i < size; i++) variance += (from[i] - mean) * (from[i] - mean);
-        variance /= size;
-        float center, spread;
+        float mean, variance, *m = means + g, *v = variances + g;
+        moments(x + g * size, size, 1, &mean, &variance);
         if (net->cumulative) {
             float step = mean - *m;
             *m += step / (float)count;
             *v += (variance + step * (mean - *m) - *v) / (float)count;
-            center = *m, spread = *v;
         } else {
             *m = net->beta_mean * *m + (1 - net->beta_mean) * mean;
             *v = net->beta_variance * *v + (1 - net->beta_variance) * variance;
-            center = *m / -expm1(count * log(net->beta_mean)), spread = *v / -expm1(count * log(net->beta_variance));
         }
-        const float factor = 1 / sqrtf(spread + (float)net->eps);
-        for (int64_t i = g * size; i < (g + 1) * size; i++) y[i] = (x[i] - center) * factor * norm->scale[i] + norm->shift[i];
+        const float factor = 1 / sqrtf(*v / variance_weight + (float)net->eps);
+        scale_normal(x + g * size, *m / mean_weight, factor, norm->scale + g * size, norm->shift + g * size, size,
+                     y + g * size);
     }
 }
 
-// h ← q h + p x and y = Re Σ γ h + ω x of some channels; a complex number is two neighbouring lanes.
-static void cema(const network *net, const layer *l, int64_t slot, range part, const float *x, float *y) {
-    const int64_t size = 2 * net->modes, row = padded(size), table = net->features * row;
-    float *states = state_of(net, l->cema, slot, sizeof(float) * net->features * size);
-    for (int64_t channel = part.begin; channel < part.end; channel++) {
-        const float *factors = l->cema_tables + channel * row;
-        float *state = states + channel * size;
-        vec sum = {0}, input = every(x[channel]);
+// Four channels of one slot, h ← q h + p x and y = Re Σ γ h + ω x; a complex number is two neighbouring lanes. Channels
+// after ``count`` are not there.
+static void cema_of_four(const network *net, const layer *l, int64_t slot, int64_t channel, int64_t count, const float *x,
+                         float *y) {
+    const int64_t size = 2 * net->modes, row = padded_table(size), table = net->features * row;
+    float *state = (float *)state_of(net, l->cema, slot, sizeof(float) * net->features * size) + channel * size;
+    vec sums[4] = {{0}};
+    for (int64_t c = 0; c < count; c++) {
+        const float *factors = l->cema_tables + (channel + c) * row;
+        const vec input = every(x[channel + c]);
         for (int64_t i = 0; i < size; i += LANES) {
-            int some = least(LANES, size - i);
-            vec h = load_some(state + i, some);
+            const int some = least(LANES, size - i);
+            vec h = load_some(state + c * size + i, some);
             h = h * load(factors + i) + swapped(h, 1) * load(factors + table + i) + input * load(factors + 2 * table + i);
-            store_some(state + i, h, some);
-            sum += h * load(factors + 3 * table + i);
+            store_some(state + c * size + i, h, some);
+            sums[c] += h * load(factors + 3 * table + i);
         }
-        y[channel] = sum_of(sum) + l->cema_skip[channel] * x[channel];
     }
+    const four sum = sums_of_four(sums);
+    for (int64_t c = 0; c < count; c++) y[channel + c] = sum[c] + l->cema_skip[channel + c] * x[channel + c];
 }
 
-// RMS norm, or layer norm where there is a ``shift``, of all features.
+// RMS norm, or layer norm where it is ``centred``, of all features.
 static void group_norm(const network *net, const float *x, const float *scale, const float *shift, int centred, float *y) {
     const int64_t size = net->features / net->norm_groups;
     for (int64_t g = 0; g < net->norm_groups; g++) {
-        const float *from = x + g * size;
-        vec sum = {0}, squares = {0};
-        for (int64_t i = 0; centred && i < size; i += LANES) sum += load_some(from + i, least(LANES, size - i));
-        const float mean = sum_of(sum) / size;
-        for (int64_t i = 0; i < size; i += LANES) {
-            int some = least(LANES, size - i);
-            vec deviation = load_some(from + i, some) - mean;
-            if (some < LANES) {
-                float lanes[LANES] = {0};
-                store_some(lanes, deviation, some);
-                deviation = load(lanes);
-            }
-            squares += deviation * deviation;
-        }
-        const float factor = 1 / sqrtf(sum_of(squares) / size + (float)net->eps);
-        for (int64_t i = g * size; i < (g + 1) * size; i++)
-            y[i] = (x[i] - mean) * factor * scale[i] + (shift ? shift[i] : 0.0f);
+        float mean, variance;
+        moments(x + g * size, size, centred, &mean, &variance);
+        const float factor = 1 / sqrtf(variance + (float)net->eps);
+        scale_normal(x + g * size, mean, factor, scale + g * size, shift ? shift + g * size : 0, size, y + g * size);
     }
 }
 
@@ -145,7 +164,7 @@ typedef struct {
     const batch *batch;
     activations a;
     int64_t thread, threads;
-    float *own, *head;  // normal activations (rows, features), and the work memory of a head
+    float *own, *operand, *head;  // normal activations (rows, features), an operand, and the work memory of a head
 } worker;
 
 static range features_of(const worker *w) {
@@ -155,10 +174,13 @@ static range features_of(const worker *w) {
 static void norm_and_cema(const worker *w, const layer *l, const running_norm *norm) {
     const int64_t row = padded(w->net->features);
     const range part = features_of(w);
-    for (int64_t r = 0; r < w->batch->rows; r++) {
+    for (int64_t r = 0; r < w->batch->rows; r++)
         timestep_norm(w->net, norm, w->batch->slot[r], part, w->a.x + r * row, w->a.normal + r * row);
-        if (l) cema(w->net, l, w->batch->slot[r], part, w->a.normal + r * row, w->a.averaged + r * row);
-    }
+    // The tables of some channels stay in the cache for all rows.
+    for (int64_t channel = part.begin; l && channel < part.end; channel += 4)
+        for (int64_t r = 0; r < w->batch->rows; r++)
+            cema_of_four(w->net, l, w->batch->slot[r], channel, least(4, part.end - channel), w->a.normal + r * row,
+                         w->a.averaged + r * row);
 }
 
 static void count_step(const worker *w, const running_norm *norm) {
@@ -167,9 +189,20 @@ static void count_step(const worker *w, const running_norm *norm) {
             ++*(int64_t *)state_of(w->net, norm->count, w->batch->slot[r], sizeof(int64_t));
 }
 
-// One part of the outputs of a layer, for all rows.
-static void run_layer(const worker *w, const matrix *m, range part, const float *x, float *y, int64_t y_row) {
-    if (part.begin < part.end) products(m, part.begin, part.end, x, m->inputs, w->batch->rows, y, y_row);
+// Rows of activations that several matrices multiply, and how the last of them did.
+typedef struct {
+    const float *x;
+    int64_t kind;
+    operand as;
+} input;
+
+static input input_of(const float *x) { return (input){x, -1}; }
+
+// One part of the outputs of a layer, for all rows. Matrices of one kind share the operand.
+static void run_layer(const worker *w, const matrix *m, range part, input *in, float *y, int64_t y_row) {
+    if (part.begin >= part.end) return;
+    if (in->kind != m->kind) in->as = operand_for(m, in->x, w->batch->rows, w->operand), in->kind = m->kind;
+    products(m, part.begin, part.end, in->as, w->batch->rows, y, y_row);
 }
 
 // Shared projection, values, gates and the residual of the mixer, as one list of outputs.
@@ -183,10 +216,11 @@ static void project(const worker *w, const layer *l) {
     const range to_value = intersection(part, 0, value), to_gate = intersection(part, value, 2 * value);
     const range to_shared = intersection(part, 2 * value, 2 * value + key);
     const range to_hidden = intersection(part, 2 * value + key, 2 * value + key + net->features);
-    run_layer(w, &l->to_value, to_value, w->a.normal, w->a.value, padded(value));
-    run_layer(w, &l->to_gate, to_gate, w->own, w->a.gate, padded(value));
-    run_layer(w, &l->to_shared, to_shared, w->own, w->a.shared, padded(key));
-    run_layer(w, &l->to_hidden, to_hidden, w->own, w->a.mixed, features);
+    input normal = input_of(w->a.normal), averaged = input_of(w->own);
+    run_layer(w, &l->to_value, to_value, &normal, w->a.value, padded(value));
+    run_layer(w, &l->to_gate, to_gate, &averaged, w->a.gate, padded(value));
+    run_layer(w, &l->to_shared, to_shared, &averaged, w->a.shared, padded(key));
+    run_layer(w, &l->to_hidden, to_hidden, &averaged, w->a.mixed, features);
     for (int64_t r = 0; r < rows; r++) {
         if (to_value.begin < to_value.end)
             silu(w->a.value + r * padded(value) + to_value.begin, to_value.end - to_value.begin);
@@ -279,7 +313,8 @@ static void mark_resets(const worker *w, const layer *l) {
 static void project_output(const worker *w, const layer *l) {
     const int64_t features = padded(w->net->features);
     const range part = part_of(w->net->features, TILE_OUTPUTS, w->thread, w->threads);
-    run_layer(w, &l->to_output, part, w->a.out, w->a.after, features);
+    input mixed = input_of(w->a.out);
+    run_layer(w, &l->to_output, part, &mixed, w->a.after, features);
     for (int64_t r = 0; r < w->batch->rows && part.begin < part.end; r++)
         add(w->a.after + r * features + part.begin, w->a.mixed + r * features + part.begin, part.end - part.begin);
 }
@@ -290,8 +325,9 @@ static void feed_forward_in(const worker *w, const layer *l) {
     const range part = part_of(net->hidden, TILE_OUTPUTS, w->thread, w->threads);
     for (int64_t r = 0; r < rows; r++)
         group_norm(net, w->a.after + r * features, l->ffn_norm_scale, l->ffn_norm_shift, 1, w->own + r * features);
-    run_layer(w, &l->fc1, part, w->own, w->a.hidden, hidden);
-    if (net->swiglu) run_layer(w, &l->fc3, part, w->own, w->a.gated, hidden);
+    input normal = input_of(w->own);
+    run_layer(w, &l->fc1, part, &normal, w->a.hidden, hidden);
+    if (net->swiglu) run_layer(w, &l->fc3, part, &normal, w->a.gated, hidden);
     for (int64_t r = 0; r < rows && part.begin < part.end; r++) {
         float *y = w->a.hidden + r * hidden, *factor = w->a.gated + r * hidden;
         silu(y + part.begin, part.end - part.begin);
@@ -304,7 +340,8 @@ static void feed_forward_out(const worker *w, const layer *l) {
     const network *net = w->net;
     const int64_t features = padded(net->features);
     const range part = part_of(net->features, TILE_OUTPUTS, w->thread, w->threads);
-    run_layer(w, &l->fc2, part, w->a.hidden, w->own, features);
+    input hidden = input_of(w->a.hidden);
+    run_layer(w, &l->fc2, part, &hidden, w->own, features);
     for (int64_t r = 0; r < w->batch->rows; r++) {
         float *x = w->a.x + r * features, *y = w->own + r * features, *residual = w->a.after + r * features;
         for (int64_t i = part.begin; i < part.end; i++) {
@@ -346,7 +383,8 @@ static void run_network(const worker *w) {
                sizeof(float) * (part.end - part.begin));
     if (!w->batch->logits) return;
     const range outputs = part_of(net->vocabulary, TILE_OUTPUTS, w->thread, w->threads);
-    run_layer(w, &net->head, outputs, w->a.normal, w->batch->logits, net->vocabulary);
+    input last = input_of(w->a.normal);
+    run_layer(w, &net->head, outputs, &last, w->batch->logits, net->vocabulary);
 }
 
 // Logits of the token after those of ``b``, whose states are changed in place. ``room`` as ``decoding_room`` says: no
@@ -358,7 +396,8 @@ int64_t decoding_step(const network *net, const batch *b, float *room, int64_t t
     {
         const int64_t thread = omp_get_thread_num(), there = omp_get_num_threads();
         float *own = a.own + thread * a.own_size;
-        const worker w = {net, b, a, thread, there, own, own + net->rows * padded(net->features)};
+        float *operand = own + net->rows * padded(net->features);
+        const worker w = {net, b, a, thread, there, own, operand, operand + operand_size(net)};
         run_network(&w);
     }
     return 0;

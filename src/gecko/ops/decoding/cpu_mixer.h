@@ -81,24 +81,26 @@ static inline __attribute__((always_inline)) vec load_number(const void *row, in
     return load_bfloat16(some);
 }
 
-// Scores of one query with keys (count, size).
+// Scores of one query with keys (count, size), four keys at a time.
 static inline __attribute__((always_inline)) void score_of(
     const float *query, const char *keys, int64_t count, int64_t size, float *scores, const int bfloat16) {
     const int64_t bytes = bfloat16 ? 2 : 4;
-    for (int64_t first = 0; first < count; first += LANES) {
-        int64_t keys_here = least(LANES, count - first);
-        vec sums[LANES];
-        for (int64_t j = 0; j < LANES; j++) {
-            sums[j] = (vec){0};
-            if (j >= keys_here) continue;
-            const char *key = keys + (first + j) * size * bytes;
-            for (int64_t i = 0; i < size; i += LANES) {
-                int some = least(LANES, size - i);
-                prefetch_after(key + i * bytes);
-                sums[j] += load_some(query + i, some) * load_number(key, i, some, bfloat16);
+    for (int64_t first = 0; first < count; first += 4) {
+        const int here = least(4, count - first);
+        vec sums[4] = {{0}};
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int some = least(LANES, size - i);
+            const vec wanted = load_some(query + i, some);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                // Where a key is missing, the first one stands in for it.
+                const char *key = keys + ((first + (j < here ? j : 0)) * size + i) * bytes;
+                prefetch_after(key);
+                sums[j] += wanted * load_number(key, 0, some, bfloat16);
             }
         }
-        store_some(scores + first, sums_of(sums), keys_here);
+        const four sum = sums_of_four(sums);
+        memcpy(scores + first, &sum, sizeof(float) * here);
     }
 }
 
@@ -108,37 +110,52 @@ static __attribute__((noinline)) void score(const float *query, const char *keys
     else score_of(query, keys, count, size, scores, 0);
 }
 
-// to (columns) += Σ_j weights[j] rows[j], four rows at a time so that they stream from memory side by side.
+enum { MOST_COLUMNS = LANES == 16 ? 24 : 8 };  // registers that hold sums while all rows stream past
+
+// to += Σ_j weights[j] rows[j], of ``vectors`` registers of columns, the last one with ``last`` numbers.
 static inline __attribute__((always_inline)) void add_rows_of(
-    float *to, const float *weights, const char *rows, int64_t row_bytes, int64_t count, int64_t columns,
+    float *to, const float *weights, const char *rows, int64_t row_bytes, int64_t count, const int vectors, const int last,
     const int bfloat16) {
-    for (int64_t j = 0; j < count; j += 4) {
-        const char *row[4];
-        vec weight[4];
-        for (int n = 0; n < 4; n++) {
-            int64_t real = j + n < count ? j + n : j;
-            row[n] = rows + real * row_bytes, weight[n] = every(j + n < count ? weights[j + n] : 0.0f);
-        }
-        for (int64_t i = 0; i < columns; i += LANES) {
-            int some = least(LANES, columns - i);
-            vec sum = load_some(to + i, some);
-            for (int n = 0; n < 4; n++) {
-                prefetch_after(row[n] + i * (bfloat16 ? 2 : 4));
-                sum += weight[n] * load_number(row[n], i, some, bfloat16);
-            }
-            store_some(to + i, sum, some);
+    const int64_t bytes = bfloat16 ? 2 : 4;
+    vec sums[MOST_COLUMNS];
+#pragma GCC unroll 24
+    for (int i = 0; i < vectors; i++) sums[i] = load_some(to + i * LANES, i + 1 < vectors ? LANES : last);
+    for (int64_t j = 0; j < count; j++) {
+        const char *row = rows + j * row_bytes;
+        const vec weight = every(weights[j]);
+#pragma GCC unroll 24
+        for (int i = 0; i < vectors; i++) {
+            if (i * LANES * bytes % LINE == 0) prefetch_after(row + i * LANES * bytes);
+            sums[i] += weight * load_number(row, i * LANES, i + 1 < vectors ? LANES : last, bfloat16);
         }
     }
+#pragma GCC unroll 24
+    for (int i = 0; i < vectors; i++) store_some(to + i * LANES, sums[i], i + 1 < vectors ? LANES : last);
 }
 
-static __attribute__((noinline)) void add_rows(float *to, const float *weights, const float *rows, int64_t row, int64_t count, int64_t columns) {
-    add_rows_of(to, weights, (const char *)rows, 4 * row, count, columns, 0);
-}
+#define ADD_ROWS_OF(name, bfloat16)                                                                                     \
+    static void name(float *to, const float *weights, const char *rows, int64_t row_bytes, int64_t count,               \
+                     int64_t columns) {                                                                                 \
+        for (int64_t i = 0, left; left = columns - i, left > 0;) {                                                      \
+            const char *from = rows + i * (bfloat16 ? 2 : 4);                                                           \
+            const int vectors = left >= MOST_COLUMNS * LANES ? MOST_COLUMNS : left >= 8 * LANES ? 8 : 1;                \
+            if (vectors == MOST_COLUMNS) add_rows_of(to + i, weights, from, row_bytes, count, MOST_COLUMNS, LANES, bfloat16); \
+            else if (vectors == 8) add_rows_of(to + i, weights, from, row_bytes, count, 8, LANES, bfloat16);            \
+            else add_rows_of(to + i, weights, from, row_bytes, count, 1, least(LANES, left), bfloat16);                 \
+            i += vectors * LANES;                                                                                       \
+        }                                                                                                               \
+    }
 
-static __attribute__((noinline)) void add_values(float *to, const float *weights, const char *rows, int64_t row_bytes, int64_t count,
-                       int64_t columns, int64_t bfloat16) {
-    if (bfloat16) add_rows_of(to, weights, rows, row_bytes, count, columns, 1);
-    else add_rows_of(to, weights, rows, row_bytes, count, columns, 0);
+ADD_ROWS_OF(add_rows_float32, 0)
+ADD_ROWS_OF(add_rows_bfloat16, 1)
+
+#undef ADD_ROWS_OF
+
+// to (columns) += Σ_j weights[j] rows[j].
+static void add_rows(float *to, const float *weights, const void *rows, int64_t row_bytes, int64_t count, int64_t columns,
+                     int64_t bfloat16) {
+    if (bfloat16) add_rows_bfloat16(to, weights, rows, row_bytes, count, columns);
+    else add_rows_float32(to, weights, rows, row_bytes, count, columns);
 }
 
 // rows[k] (columns) of ``count`` rows: rows[k] + share[k] (x − rows[k]), or rows[k] + share[k] x.
@@ -223,12 +240,22 @@ static void attend(const network *net, const layer *l, const place *at, int64_t 
     memset(out + part.begin, 0, sizeof(float) * (part.end - part.begin));
     for (int half = 0; half < 2; half++) {
         const char *rows = all_values + (slots[half] * net->value + part.begin) * bytes;
-        add_values(out + part.begin, scores[half], rows, net->value * bytes, counts[half], part.end - part.begin,
-                   net->values_are_bfloat16);
+        add_rows(out + part.begin, scores[half], rows, net->value * bytes, counts[half], part.end - part.begin,
+                 net->values_are_bfloat16);
     }
 }
 
 static float elu_plus_one(float x) { return x > 0 ? x + 1 : expf(x); }
+
+// log(e^a + e^b) = most + log(1 + t), t = e^-|a - b|. The logarithm is twice the series of the inverse hyperbolic tangent
+// at t / (2 + t), which is at most a third, so eight terms are accurate to float32.
+static inline vec log_sum_of(vec a, vec b) {
+    const vec most = larger(a, b), t = exp_of(-larger(-a, -b) - most);
+    const vec s = t / (2.0f + t), square = s * s;
+    vec series = every(1.0f / 15);
+    for (int odd = 13; odd > 0; odd -= 2) series = series * square + 1.0f / odd;
+    return most + 2.0f * s * series;
+}
 
 // x / (x · total), and zero where nothing was accumulated.
 static void divide_by_total(float *x, const float *total, int64_t size) {
@@ -237,12 +264,7 @@ static void divide_by_total(float *x, const float *total, int64_t size) {
     for (int64_t i = 0; i < size; i++) x[i] = sum == 0 ? 0 : x[i] / sum;
 }
 
-static float log_sum(float a, float b) {
-    float most = a > b ? a : b, least_one = a > b ? b : a;
-    return most + log1pf(expf(least_one - most));
-}
-
-static float accumulated(const network *net, float a, float b) { return net->memory == ADAPTIVE ? log_sum(a, b) : a + b; }
+static float accumulated(const network *net, float a, float b) { return net->memory == ADAPTIVE ? log_sum_of(every(a), every(b))[0] : a + b; }
 
 // Normaliser of all chunks up to the previous one, feature i of a head.
 static float normaliser_before(const network *net, const layer *l, const place *at, int64_t head, int64_t i) {
@@ -257,9 +279,11 @@ static void memory_features(const network *net, const layer *l, const place *at,
     const int64_t size = net->key;
     const float *weight = head_state(net, l->current.weight, at, head, size);
     if (net->memory == ADAPTIVE) {
-        for (int64_t i = 0; i < size; i++) {
-            room->share[i] = 1.0f / (1.0f + expf(weight[i] - room->memory_key[i]));
-            next_weight[i] = log_sum(weight[i], room->memory_key[i]);
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int some = least(LANES, size - i);
+            const vec before = load_some(weight + i, some), own = load_some(room->memory_key + i, some);
+            store_some(room->share + i, sigmoid_of(own - before), some);
+            store_some(next_weight + i, log_sum_of(before, own), some);
         }
         softmax(room->memory_query, size);
         softmax(room->memory_key, size);
@@ -282,7 +306,7 @@ static void use_memory(const network *net, const layer *l, const place *at, int6
     const int64_t columns = part.end - part.begin, size = net->key * net->value;
     if (at->reads_memory)
         add_rows(recalled + part.begin, room->memory_query, head_state(net, l->memory, at, head, size) + part.begin,
-                 net->value, net->key, columns);
+                 sizeof(float) * net->value, net->key, columns, 0);
     blend_rows(head_state(net, l->current.value_sum, at, head, size) + part.begin, net->value, room->share,
                v + part.begin, net->key, columns, net->memory == ADAPTIVE);
     if (part.begin == 0)
@@ -306,7 +330,7 @@ static void enter_previous(const network *net, const layer *l, const place *at, 
         const float rho = adaptive ? expf(weight[k] - after) : 1.0f;
         float *row = memory + k * value;
         for (int64_t i = 0; i < value; i++) row[i] = 0;
-        if (!resets) add_rows(row, key_sum, old, value, key, value);
+        if (!resets) add_rows(row, key_sum, old, sizeof(float) * value, key, value, 0);
         for (int64_t i = 0; i < value; i++) {
             float kept = resets ? 0 : (adaptive ? 1 - rho : 1) * old[k * value + i];
             row[i] = kept + rho * (sum[i] - row[i]);

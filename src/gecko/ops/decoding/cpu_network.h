@@ -17,7 +17,7 @@ typedef struct {
 
 typedef struct {
     running_norm norm;
-    const float *cema_tables;  // (4, D, padded 2N): factors of h, of h with swapped parts, of x, and of the output
+    const float *cema_tables;  // (4, D, 2N rounded up to 16): factors of h, of h with swapped parts, of x, and of the output
     const float *cema_skip;    // (D,)
     float *cema;               // (slots, D, N, 2)
     const float *cema_norm;    // (D,): 1 + weight
@@ -58,7 +58,10 @@ static inline void *state_of(const network *net, const void *first, int64_t slot
     return (char *)first + slot * (net->page_bytes ? net->page_bytes : bytes);
 }
 
-static inline int64_t padded(int64_t count) { return blocks_of(count, 16) * 16; }
+static inline int64_t padded(int64_t count) { return blocks_of(count, REGISTER) * REGISTER; }
+
+// Numbers of one channel in the tables of CEMA.
+static inline int64_t padded_table(int64_t count) { return blocks_of(count, 16) * 16; }
 
 // The part of ``total`` that belongs to a thread, cut at multiples of ``unit``.
 typedef struct { int64_t begin, end; } range;

@@ -17,9 +17,10 @@ typedef struct {
     const float *bias;   // may be null
 } matrix;
 
-enum { GROUP = 32 };       // inputs that share a scale in 4 bits
+enum { GROUP = 32 };        // inputs that share a scale in 4 bits
 enum { TILE_OUTPUTS = 4 };  // outputs that one pass over the activations computes
 enum { TILE_ROWS = LANES == 16 ? 4 : 2 };  // rows of activations, as many as sums fit into the registers
+enum { REGISTER = 64 };     // inputs are padded to multiples of this
 
 enum { LINE = 64 };  // bytes that memory delivers at once
 
@@ -29,7 +30,17 @@ static inline void prefetch_after(const void *from) { __builtin_prefetch((const 
 
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef uint32_t lanes_of_bits __attribute__((vector_size(4 * LANES)));
+typedef uint32_t pairs_of_halves __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef double double_of_floats __attribute__((aligned(4), may_alias));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+// Rows of activations in the form that a kind of weights multiplies; ``row`` numbers from one to the next.
+typedef struct {
+    const float *x;
+    int64_t row;
+} operand;
+
+#include "cpu_digits.h"
 
 // GCC widens vectors of 8 and 16 bits number by number, which takes longer than memory delivers them.
 #if defined __AVX512F__
@@ -74,42 +85,60 @@ static inline vec load_int4(const int8_t *from, int high) {
     return __builtin_convertvector((high ? both >> 4 & 15 : both & 15) - 8, vec);
 }
 
-static inline __attribute__((always_inline)) vec load_weights(const char *row, int64_t at, const weight_kind kind) {
-    if (kind == BFLOAT16) return load_bfloat16((const uint16_t *)row + at);
-    if (kind == INT8) return load_int8((const int8_t *)row + at);
-    return load((const float *)row + at);
+// bfloat16 weights are read two at a time, as the halves of a float's bits: the even ones, and the odd ones. They are
+// multiplied with activations in the same order: of each 2 LANES, first the even ones.
+static inline void separate_pairs(const float *x, int64_t inputs, float *to) {
+    lanes_of_int even;
+    for (int n = 0; n < LANES; n++) even[n] = 2 * n;
+    for (int64_t k = 0; k < inputs; k += 2 * LANES) {
+        vec first = load(x + k), second = load(x + k + LANES);
+        store(to + k, __builtin_shuffle(first, second, even));
+        store(to + k + LANES, __builtin_shuffle(first, second, even + 1));
+    }
 }
 
-// sums[o][r] += the products of rows o of the weights and r of x, over inputs begin .. end. Everything stays in registers.
+// LANES weights from ``at`` on; of bfloat16, the even or odd ones of 2 LANES.
+static inline __attribute__((always_inline)) vec load_weights(const char *row, int64_t at, const weight_kind kind) {
+    if (kind == INT8) return load_int8((const int8_t *)row + at);
+    if (kind == FLOAT32) return load((const float *)row + at);
+    const int64_t pair = at / (2 * LANES) * (2 * LANES);
+    lanes_of_bits both = *(const pairs_of_halves *)((const uint16_t *)row + pair);
+    return (vec)(at == pair ? both << 16 : both & 0xffff0000);
+}
+
+// sums[r][o] += the products of rows o of the weights and r of x. Everything stays in registers.
 // The ``first`` pass over the weights asks memory for those that follow.
 static inline __attribute__((always_inline)) void add_products(
-    vec sums[TILE_OUTPUTS][TILE_ROWS], const char *weight, int64_t row_bytes, const float *x, int64_t x_row, int64_t begin,
-    int64_t end, const int outputs, const int rows, const weight_kind kind, const int first) {
+    vec sums[TILE_ROWS][TILE_OUTPUTS], const matrix *w, const char *weight, operand in, const int outputs, const int rows,
+    const weight_kind kind, const int first) {
     const int64_t bytes_of_one = kind == BFLOAT16 ? 2 : kind == INT8 ? 1 : 4;
-    for (int64_t k = begin; k < end; k += LANES) {
-        if (first && k * bytes_of_one % LINE == 0)
-            for (int o = 0; o < outputs; o++) prefetch_after(weight + o * row_bytes + k * bytes_of_one);
-        vec right[TILE_ROWS];
+    for (int64_t block = 0; block < w->inputs; block += 2 * LANES)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const int64_t k = block + half * LANES;
+            if (first && k * bytes_of_one % LINE == 0)
+                for (int o = 0; o < outputs; o++) prefetch_after(weight + o * w->row_bytes + k * bytes_of_one);
+            vec right[TILE_ROWS];
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) right[r] = load(x + r * x_row + k);
+            for (int r = 0; r < rows; r++) right[r] = load(in.x + r * in.row + k);
 #pragma GCC unroll 4
-        for (int o = 0; o < outputs; o++) {
-            vec left = load_weights(weight + o * row_bytes, k, kind);
+            for (int o = 0; o < outputs; o++) {
+                vec left = load_weights(weight + o * w->row_bytes, k, kind);
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) sums[o][r] += left * right[r];
+                for (int r = 0; r < rows; r++) sums[r][o] += left * right[r];
+            }
         }
-    }
 }
 
 // The same for 4 bits: a group's bytes hold its first half in their low halves and its second in their high halves.
 static inline __attribute__((always_inline)) void add_products_int4(
-    vec sums[TILE_OUTPUTS][TILE_ROWS], const char *weight, const float *scale, int64_t row_bytes, const float *x, int64_t x_row,
-    int64_t inputs, const int outputs, const int rows, const int first) {
-    const int64_t groups = inputs / GROUP;
+    vec sums[TILE_ROWS][TILE_OUTPUTS], const matrix *w, const char *weight, const float *scale, operand in,
+    const int outputs, const int rows, const int first) {
+    const int64_t groups = w->inputs / GROUP;
     for (int64_t g = 0; g < groups; g++)
 #pragma GCC unroll 4
         for (int o = 0; o < outputs; o++) {
-            const int8_t *from = (const int8_t *)weight + o * row_bytes + g * (GROUP / 2);
+            const int8_t *from = (const int8_t *)weight + o * w->row_bytes + g * (GROUP / 2);
             if (first && g % (2 * LINE / GROUP) == 0) prefetch_after(from);
             vec part[TILE_ROWS] = {{0}};
             for (int high = 0; high < 2; high++)
@@ -117,67 +146,78 @@ static inline __attribute__((always_inline)) void add_products_int4(
                     vec left = load_int4(from + at, high);
 #pragma GCC unroll 4
                     for (int r = 0; r < rows; r++)
-                        part[r] += left * load(x + r * x_row + g * GROUP + high * (GROUP / 2) + at);
+                        part[r] += left * load(in.x + r * in.row + g * GROUP + high * (GROUP / 2) + at);
                 }
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) sums[o][r] += part[r] * scale[o * groups + g];
+            for (int r = 0; r < rows; r++) sums[r][o] += part[r] * scale[o * groups + g];
         }
 }
 
-// y[o] of ``outputs`` outputs from ``first`` on, for ``rows`` (1 or TILE_ROWS) rows of x. The ``first_pass`` over the weights prefetches.
+// Outputs ``first`` to ``first + outputs`` for some rows. The ``first_pass`` over the weights prefetches.
 static inline __attribute__((always_inline)) void products_tile(
-    const matrix *w, int64_t first, const float *x, int64_t x_row, float *y, int64_t y_row, const int outputs,
-    const int rows, const weight_kind kind, const int first_pass) {
-    vec sums[TILE_OUTPUTS][TILE_ROWS] = {{{0}}};
+    const matrix *w, int64_t first, operand in, float *y, int64_t y_row, const int outputs, const int rows,
+    const weight_kind kind, const int first_pass) {
+    vec sums[TILE_ROWS][TILE_OUTPUTS] = {{{0}}};
     const char *weight = w->weight + first * w->row_bytes;
-    if (kind == INT4) {
-        const float *scale = w->scale + first * (w->inputs / GROUP);
-        add_products_int4(sums, weight, scale, w->row_bytes, x, x_row, w->inputs, outputs, rows, first_pass);
-    } else {
-        add_products(sums, weight, w->row_bytes, x, x_row, 0, w->inputs, outputs, rows, kind, first_pass);
-    }
+    const float *scale = kind == INT4 ? w->scale + first * (w->inputs / GROUP) : 0;
+    if (kind == INT4 && HAS_DIGITS) add_digits_int4(sums[0], w->inputs, w->row_bytes, weight, scale, in, outputs, rows, first_pass);
+    else if (kind == INT4) add_products_int4(sums, w, weight, scale, in, outputs, rows, first_pass);
+    else if (kind == INT8 && HAS_DIGITS) add_digits_int8(sums[0], w->inputs, w->row_bytes, weight, in, outputs, rows, first_pass);
+    else add_products(sums, w, weight, in, outputs, rows, kind, first_pass);
 #pragma GCC unroll 4
-    for (int o = 0; o < outputs; o++)
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            float sum = sum_of(sums[o][r]);
-            if (kind == INT8) sum *= w->scale[first + o];
-            y[r * y_row + first + o] = sum + (w->bias ? w->bias[first + o] : 0.0f);
+    for (int r = 0; r < rows; r++) {
+        four sum = sums_of_four(sums[r]);
+        if (kind >= INT8 && HAS_DIGITS) sum *= unit_of_digits(in.x + r * in.row);
+        for (int o = 0; o < outputs; o++) {
+            float one = kind == INT8 ? sum[o] * w->scale[first + o] : sum[o];
+            y[r * y_row + first + o] = w->bias ? one + w->bias[first + o] : one;
         }
+    }
 }
 
-#define PRODUCTS_OF(name, kind)                                                                                      \
-    static void name(const matrix *w, int64_t begin, int64_t end, const float *x, int64_t x_row, int64_t rows, float *y, \
-                     int64_t y_row) {                                                                                \
-        for (int64_t o = begin; o < end; o += TILE_OUTPUTS)                                                          \
-            if (end - o >= TILE_OUTPUTS) {                                                                           \
-                int64_t r = 0;                                                                                       \
-                for (; r + TILE_ROWS <= rows; r += TILE_ROWS)                                                        \
-                    TILE(o, r, TILE_OUTPUTS, TILE_ROWS, kind);                                                       \
-                for (; r < rows; r++) TILE(o, r, TILE_OUTPUTS, 1, kind);                                             \
-            } else                                                                                                   \
-                for (int64_t one = o; one < end; one++)                                                              \
-                    for (int64_t r = 0; r < rows; r++) TILE(one, r, 1, 1, kind);                                     \
+// ``many``: rows of one pass.
+#define PRODUCTS_OF(name, kind, many)                                                                                 \
+    static void name(const matrix *w, int64_t begin, int64_t end, operand in, int64_t rows, float *y, int64_t y_row) { \
+        for (int64_t o = begin; o < end; o += TILE_OUTPUTS)                                                           \
+            if (end - o >= TILE_OUTPUTS) {                                                                            \
+                int64_t r = 0;                                                                                        \
+                for (; r + many <= rows; r += many) TILE(o, r, TILE_OUTPUTS, many, kind);                             \
+                for (; r < rows; r++) TILE(o, r, TILE_OUTPUTS, 1, kind);                                              \
+            } else                                                                                                    \
+                for (int64_t one = o; one < end; one++)                                                               \
+                    for (int64_t r = 0; r < rows; r++) TILE(one, r, 1, 1, kind);                                      \
     }
 
 #define TILE(o, r, outputs, rows, kind) \
-    products_tile(w, o, x + (r) * x_row, x_row, y + (r) * y_row, y_row, outputs, rows, kind, (r) == 0)
+    products_tile(w, o, (operand){in.x + (r) * in.row, in.row}, y + (r) * y_row, y_row, outputs, rows, kind, (r) == 0)
 
-PRODUCTS_OF(products_float32, FLOAT32)
-PRODUCTS_OF(products_bfloat16, BFLOAT16)
-PRODUCTS_OF(products_int8, INT8)
-PRODUCTS_OF(products_int4, INT4)
+PRODUCTS_OF(products_float32, FLOAT32, TILE_ROWS)
+PRODUCTS_OF(products_bfloat16, BFLOAT16, TILE_ROWS)
+PRODUCTS_OF(products_int8, INT8, 2)
+PRODUCTS_OF(products_int4, INT4, 2)
 
 #undef PRODUCTS_OF
 #undef TILE
 
-// y (rows, outputs begin .. end) = x wᵀ + bias. Rows of x hold ``inputs`` numbers, zeros after the layer's own inputs.
-static inline void products(const matrix *w, int64_t begin, int64_t end, const float *x, int64_t x_row, int64_t rows,
-                            float *y, int64_t y_row) {
+// Numbers that a row of an operand takes at most.
+static inline int64_t operand_row(int64_t inputs) { return inputs + DIGITS_HEAD; }
+
+// Rows of x as ``w`` multiplies them, in ``room`` if they change. Rows of x hold ``inputs`` numbers, zeros after the layer's own inputs.
+static inline operand operand_for(const matrix *w, const float *x, int64_t rows, float *room) {
+    const int64_t row = operand_row(w->inputs);
+    if (w->kind == FLOAT32 || (w->kind != BFLOAT16 && !HAS_DIGITS)) return (operand){x, w->inputs};
+    for (int64_t r = 0; r < rows; r++)
+        if (w->kind == BFLOAT16) separate_pairs(x + r * w->inputs, w->inputs, room + r * row);
+        else write_digits(x + r * w->inputs, w->inputs, w->kind == INT4, room + r * row);
+    return (operand){room, row};
+}
+
+// y (rows, outputs begin .. end) = x wᵀ + bias.
+static inline void products(const matrix *w, int64_t begin, int64_t end, operand in, int64_t rows, float *y, int64_t y_row) {
     switch (w->kind) {
-    case FLOAT32: products_float32(w, begin, end, x, x_row, rows, y, y_row); break;
-    case BFLOAT16: products_bfloat16(w, begin, end, x, x_row, rows, y, y_row); break;
-    case INT8: products_int8(w, begin, end, x, x_row, rows, y, y_row); break;
-    default: products_int4(w, begin, end, x, x_row, rows, y, y_row);
+    case FLOAT32: products_float32(w, begin, end, in, rows, y, y_row); break;
+    case BFLOAT16: products_bfloat16(w, begin, end, in, rows, y, y_row); break;
+    case INT8: products_int8(w, begin, end, in, rows, y, y_row); break;
+    default: products_int4(w, begin, end, in, rows, y, y_row);
     }
 }

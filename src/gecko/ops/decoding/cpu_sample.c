@@ -1,22 +1,26 @@
 // Choosing a token from the logits of each row: the most likely one, or one drawn at a temperature.
-#include <math.h>
-#include <stdint.h>
+#include "../backends/cpu.h"
 
 // The number of the first row with a logit that is not finite, or -1.
 int64_t decoding_first_broken(const float *logits, int64_t rows, int64_t vocabulary) {
     for (int64_t r = 0; r < rows; r++) {
-        float sum = 0;  // x - x is zero, or NaN
-        for (int64_t i = 0; i < vocabulary; i++) sum += logits[r * vocabulary + i] - logits[r * vocabulary + i];
-        if (sum != 0) return r;
+        vec sum = {0};  // x - x is zero, or NaN
+        for (int64_t i = 0; i < vocabulary; i += LANES) {
+            vec x = load_some(logits + r * vocabulary + i, least(LANES, vocabulary - i));
+            sum += x - x;
+        }
+        if (sum_of(sum) != 0) return r;
     }
     return -1;
 }
 
 static int64_t most_likely(const float *logits, int64_t vocabulary) {
-    float most = logits[0];
-    for (int64_t i = 1; i < vocabulary; i++) most = logits[i] > most ? logits[i] : most;
-    int64_t first = 0;
-    while (logits[first] != most) first++;
+    vec most = every(logits[0]);
+    int64_t whole = vocabulary / LANES * LANES, first = 0;
+    for (int64_t i = 0; i < whole; i += LANES) most = larger(most, load(logits + i));
+    float largest = largest_across(most)[0];
+    for (int64_t i = whole; i < vocabulary; i++) largest = logits[i] > largest ? logits[i] : largest;
+    while (logits[first] != largest) first++;
     return first;
 }
 

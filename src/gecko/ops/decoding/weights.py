@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-REGISTER = 16
-"""Rows of weights are whole registers of a CPU: multiples of 16 numbers."""
+REGISTER = 64
+"""Rows of weights are whole registers of a CPU in every format: multiples of 64 numbers."""
 GROUP = 32
 """Consecutive weights of a row that share a scale in 4 bits."""
 
