@@ -87,9 +87,14 @@ class CheckpointSettings:
     """Number of newest checkpoints to keep; the one with the lowest training loss is kept too."""
     keep_every: int | None = None
     """Also keep all checkpoints whose step is a multiple of this number."""
+    memory_every: int | None = None
+    """Steps between two copies of the state in the memory of the nodes, from which ``--resume`` continues. None: none.
+    With replicas (``parallel.replicate``) the ranks of a lost node receive theirs from another one."""
+    memory_folder: str = "/dev/shm"
+    """Folder of these copies on each node; it is in memory, and only the ranks of its node need to see it."""
 
     def __post_init__(self) -> None:
-        check_counts(self, ("every", "keep", "keep_every"), "checkpoint.")
+        check_counts(self, ("every", "keep", "keep_every", "memory_every"), "checkpoint.")
 
 
 @dataclass(frozen=True)
@@ -210,6 +215,7 @@ class Run:
         self._check_warmups()
         self._check_profile()
         self._check_adapters()
+        self._check_copies()
 
     @property
     def tokens_per_step(self) -> int:
@@ -324,6 +330,13 @@ class Run:
         if self.data.carry_state and self.model.chunk_size is None:
             raise ValueError(
                 "data.carry_state must be false for a Llama, which has no state of constant size; got true."
+            )
+
+    def _check_copies(self) -> None:
+        if self.checkpoint.memory_every is not None and self.data.carry_state:
+            raise ValueError(
+                "checkpoint.memory_every copies what replicas share, and with data.carry_state=true each rank has "
+                f"lanes that no other rank has; got {self.checkpoint.memory_every}. Set checkpoint.memory_every=none."
             )
 
     def _check_context(self, ranks: int) -> None:
