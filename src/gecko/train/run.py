@@ -146,7 +146,12 @@ class SampleSettings:
         check_not_negative(self, ("tokens", "temperature"), "sample.")
 
 
-Precision = Literal["auto", "float32", "bfloat16"]
+Precision = Literal["auto", "float32", "bfloat16", "float8", "float8_emulated"]
+
+
+def is_half(precision: Precision) -> bool:
+    """Return whether a run computes in bfloat16 under autocast; with float8, all that is not in float8."""
+    return precision not in ("auto", "float32")
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,9 @@ class Run:
     Held-out losses are without it. A common value is 1e-4."""
     precision: Precision = "float32"
     """``bfloat16``: matrix products in bf16 under autocast; parameters, optimizer and statistics stay float32.
-    ``auto``: bfloat16 if the device has bf16 instructions, else float32; chosen once when the run starts."""
+    ``auto``: bfloat16 if the device has bf16 instructions, else float32; chosen once when the run starts.
+    ``float8``: as bfloat16, with the products of the blocks' linear layers in float8; needs the extra ``quantize`` and
+    a GPU that multiplies float8. ``float8_emulated`` rounds alike on any device, and is slow."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """``full``: recompute each block in the backward pass instead of keeping its activations.
     ``selective``: keep the outputs of its linear layers and recompute the rest."""
@@ -364,10 +371,17 @@ class Run:
 
     def _check_adapters(self) -> None:
         check_counts(self, ("lora_rank",))
-        if self.lora_rank is not None and (self.init_from is None or self.compile):
+        if self.lora_rank is None:
+            return
+        if self.init_from is None or self.compile:
             raise ValueError(
                 "lora_rank trains adapters of a trained model without compilation: set init_from and compile=false, "
                 "or lora_rank=none."
+            )
+        if self.precision.startswith("float8"):
+            raise ValueError(
+                "precision must be float32 or bfloat16 for adapters, which replace the linear layers that float8 would "
+                f"replace; got {self.precision}. Try precision=bfloat16, or lora_rank=none."
             )
 
     def _check_profile(self) -> None:

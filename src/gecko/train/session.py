@@ -38,6 +38,7 @@ from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.checkpoints.node_copies import NodeCopies
 from gecko.train.data import RunData, load_data
 from gecko.train.evaluate import Evaluation
+from gecko.train.float8 import check_float8
 from gecko.train.health import LauncherWatch, StopSignal, TrainingNotice, Watchdog, reported_hangs
 from gecko.train.metrics import (
     METRICS,
@@ -118,6 +119,7 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: fl
     run, checkpoint = _start(run, resume, ranks)
     if run.precision == "auto":
         run = run.with_precision(ranks.broadcast("bfloat16" if multiplies_bfloat16(device) else "float32"))
+    ranks.run_or_abort_all(lambda: check_float8(run.precision, device))
     _set_up(run, ranks, console)
     data = ranks.run_or_abort_all(lambda: _load_data(run, checkpoint, ranks, console))
     model = starting_model(run, ranks, device, fresh=checkpoint is None)
