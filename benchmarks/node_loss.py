@@ -75,7 +75,9 @@ def why_not() -> str | None:
     name = f"gecko-{os.getpid()}-try"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode == 0:
-        made = subprocess.run(["ip", "-n", name, "link", "add", "b", "type", "bridge"], capture_output=True, text=True)
+        made = subprocess.run(
+            ["ip", "-n", name, "link", "add", "name", "try", "type", "bridge"], capture_output=True, text=True
+        )
         _ip("netns", "delete", name)
     return None if made.returncode == 0 else f"ip cannot make network namespaces with a bridge: {made.stderr.strip()}"
 
