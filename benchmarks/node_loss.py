@@ -39,6 +39,12 @@ INTERFACE, PORT = "eth0", 29500
 SETUP = 'mount -t tmpfs tmpfs /dev/shm; sysctl -qw net.ipv4.tcp_retries2=5; exec "$@"'
 """What a node does first. With five repetitions of a packet a connection to a node without power ends after 13 s."""
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": INTERFACE,
+    # PyTorch 2.13: else the other nodes keep the address of the first round, and a new node waits for it in its round.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Case:
@@ -107,7 +113,7 @@ class Node:
             f"--rdzv-conf=is_host={int(self is head)},last_call_timeout=5",
             *("--rdzv-id=job", "--max-restarts=9", "--monitor-interval=0.1", *command),
         ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+        environment = {**os.environ, **ENVIRONMENT}
         with log.open("w", encoding="utf-8") as file:
             begin = ["ip", "netns", "exec", self.space, "sh", "-c", SETUP, "node"]
             subprocess.Popen([*begin, *torchrun], stdout=file, stderr=file, env=environment)
@@ -236,15 +242,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if (reason := why_not()) is not None:
         parser.error(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
     outcomes = {}
     for name in arguments.cases:
         with tempfile.TemporaryDirectory() as folder:
             outcomes[name] = lose_a_node(CASES[name], Path(folder))
         print(name, outcomes[name], flush=True)
-    text = report(outcomes)
-    print(text)
-    if arguments.write:
-        RESULTS.write_text(text, encoding="utf-8")
+        if arguments.write:
+            RESULTS.write_text(report(outcomes), encoding="utf-8")
+    print(report(outcomes))
 
 
 if __name__ == "__main__":
