@@ -88,7 +88,8 @@ def report(losses: dict[Trial, float], widths: Sequence[int], steps: int, seeds:
         f"{date.today()}, {machine}. Command: `python benchmarks/rates.py --out runs/rates --steps {steps} "
         f"--seeds {seeds} --widths {' '.join(map(str, widths))} --write`.", "",
         f"`tiny` at {len(widths)} widths; {steps} steps of {ROWS} rows of {LENGTH} bytes of Python's standard library, "
-        f"cosine schedule, float32, one thread. Held-out loss in nats per byte, the mean of {seeds} seed{'s' * (seeds > 1)}. “Same” uses "
+        "cosine schedule, float32, one thread. Held-out loss in nats per byte, the mean of "
+        f"{seeds} seed{'s' * (seeds > 1)}. “Same” uses "
         f"the rate for all parameters; “rule” sets `optimizer.base_width={BASE}`.",
     ]  # fmt: skip
     for optimizer, rates in RATES.items():
