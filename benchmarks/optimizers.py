@@ -1,23 +1,36 @@
 """Muon beside AdamW on ``tiny``: curves of several seeds, each optimizer at the best of the same learning rates.
 
-    python benchmarks/optimizers.py --out runs/optimizers             # hours on a CPU; the same command continues
+    python benchmarks/optimizers.py --out runs/optimizers --write     # hours on a CPU; the same command continues
     python benchmarks/optimizers.py --out runs/optimizers --steps 20 --tuning-steps 10 --seeds 0    # a trial
 
 It writes one recipe per optimizer and runs ``gecko compare``, whose page has the curves and the differences. Then it
-prints the first held-out loss of Muon that is as low as AdamW's last one.
+trains Muon once more with three quarters of the steps, at the same rate, and compares that with AdamW's last loss.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
+import torch
+
 from gecko.recipes import apply_overrides, get_recipe
+from gecko.train import Run, train
+from gecko.train.checkpoints.checkpointer import RECIPE
 from gecko.train.metrics import METRICS, read_metrics
+from gecko.train.report import RESULTS as RUN_RESULTS
+from gecko.train.throughput import describe_hardware
+
+RESULTS = Path(__file__).parent / "results" / "optimizers.md"
+PART = 0.75
+"""Part of the steps after which Muon should be where AdamW ends."""
 
 OPTIMIZERS = ("adamw", "muon")
 
@@ -48,6 +61,56 @@ def held_out(folder: Path, seeds: Sequence[str]) -> dict[int, float]:
     return {step: sum(curve[step] for curve in curves) / len(curves) for step in curves[0]}
 
 
+def shorter(folder: Path, compared: Path, seeds: Sequence[str]) -> list[Run]:
+    """Train Muon with ``PART`` of the steps and return the runs."""
+    runs = []
+    for seed in seeds:
+        whole = Run.load(compared / "muon" / f"seed-{seed}" / RECIPE)
+        assert whole.steps is not None
+        short = dataclasses.replace(whole, steps=round(PART * whole.steps), output=str(folder / f"seed-{seed}"))
+        if not (short.folder / RUN_RESULTS).is_file() and not train(short, resume=True).finished:
+            raise SystemExit("stopped; the same command continues")
+        runs.append(short)
+    return runs
+
+
+def final_loss(run: Run) -> float:
+    return json.loads((run.folder / RUN_RESULTS).read_text(encoding="utf-8"))["nats_per_byte"]
+
+
+def report(compared: Path, short: Sequence[Run], seeds: Sequence[str], command: str) -> str:
+    curves = {name: held_out(compared / name, seeds) for name in OPTIMIZERS}
+    runs = {n: [Run.load(compared / n / f"seed-{seed}" / RECIPE) for seed in seeds] for n in OPTIMIZERS}
+    one = runs["adamw"][0]
+    machine = "; ".join(describe_hardware(torch.device("cpu"), 1).values())
+    last = statistics.fmean(map(final_loss, runs["adamw"]))
+    steps = sorted(curves["adamw"])
+    shown = [steps[round(part * (len(steps) - 1) / 10)] for part in range(1, 11)]
+    rows = [f"| {step} | {curves['adamw'][step]:.4f} | {curves['muon'][step]:.4f} |" for step in shown]
+    ends = {"AdamW": runs["adamw"], "Muon": runs["muon"], f"Muon, {PART:.0%} of the steps": list(short)}
+    results = [
+        f"| {name} | {some[0].steps} | {some[0].optimizer.learning_rate:g} | "
+        f"{statistics.fmean(map(final_loss, some)):.4f} | {', '.join(f'{final_loss(run):.4f}' for run in some)} |"
+        for name, some in ends.items()
+    ]
+    reached = next((step for step, loss in curves["muon"].items() if loss <= curves["adamw"][steps[-1]]), None)
+    ended = statistics.fmean(map(final_loss, short))
+    verdict = "at most that of AdamW" if ended <= last else f"{ended - last:.4f} above that of AdamW"
+    missed = "Within the run of all steps, whose rate is still high then, its curve does not reach AdamW's last loss."
+    within = f"Within the run of all steps, its curve reaches AdamW's last loss in step {reached}."
+    return "\n".join([
+        "# Muon beside AdamW", "",
+        f"{date.today()}, {machine}. Command: `{command}`.", "",
+        f"`{one.recipe or 'tiny'}`, {one.batch_size} rows of {one.sequence_length} tokens a step, {len(seeds)} seeds. "
+        "Each optimizer uses the best of the same learning rates, found with one seed and fewer steps. Losses are held "
+        "out, in nats per byte.", "",
+        "| optimizer | steps | rate | final loss, mean | of each seed |", "|---|---:|---:|---:|---|", *results, "",
+        f"With {PART:.0%} of the steps, Muon's final loss is {verdict}. {missed if reached is None else within}",
+        "", "Curves, mean of the seeds, on fewer rows than the final losses:", "",
+        "| step | AdamW | Muon |", "|---:|---:|---:|", *rows,
+    ]) + "\n"  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -56,18 +119,21 @@ def main() -> None:
     parser.add_argument("--tuning-steps", type=int, default=200)
     parser.add_argument("--learning-rates", default="2e-3,4e-3,8e-3,16e-3")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to both recipes")
     given = parser.parse_args()
-    recipes = write_recipes(given.out / "recipes", given.recipe, given.steps)
+    recipes, seeds = write_recipes(given.out / "recipes", given.recipe, given.steps), given.seeds.split(",")
     compared = given.out / "comparison"
     command = [sys.executable, "-m", "gecko", "compare", *map(str, recipes), "--out", str(compared)]
     command += [*given.overrides, "--seeds", given.seeds, "--learning-rates", given.learning_rates]
     subprocess.run([*command, "--tuning-steps", str(given.tuning_steps)], check=True)
-    adamw, muon = (held_out(compared / name, given.seeds.split(",")) for name in OPTIMIZERS)
-    last = adamw[max(adamw)]
-    reached = next((step for step, loss in muon.items() if loss <= last), None)
-    print(f"AdamW ends at {last:.4f} nats per byte after {max(adamw)} steps, Muon at {muon[max(muon)]:.4f}")
-    print("Muon does not reach it" if reached is None else f"Muon reaches it after {reached} steps")
+    short = shorter(given.out / "short", compared, seeds)
+    asked = f"--steps {given.steps} --tuning-steps {given.tuning_steps} --learning-rates {given.learning_rates}"
+    names = ["python benchmarks/optimizers.py --out runs/optimizers", asked, "--write", *given.overrides]
+    text = report(compared, short, seeds, " ".join(names))
+    print(text)
+    if given.write:
+        RESULTS.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,20 @@ def test_resumed_by_as_many_ranks_it_is_the_same_run_bit_for_bit(jobs: Jobs, run
         assert all(torch.equal(left[key], right[key]) for key in left)
 
 
+def test_all_saves_have_one_plan_and_the_same_memory(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """Ranks plan in the first save, and exchange no plans after it. The last save writes what a first one would."""
+    thrice, once = (run_in(f"{every}", steps=9, checkpoint=CheckpointSettings(every=every)) for every in (3, 9))
+    for sent, memory in jobs.run(2, work.plans_of_saves, thrice):
+        assert sent == [True, False, False]
+        assert memory[0] == memory[1] == memory[2] and len(set(memory[0].values())) > 10
+    jobs.run(2, work.train_run, once)
+    for rank in (1, 2):
+        name = f"step-00000009/shards/shard-0000{rank}-model-00001-of-00001.safetensors"
+        left, right = (work.file_of(checkpoints_folder(run) / name) for run in (thrice, once))
+        assert left.keys() == right.keys() and len(left) > 10
+        assert all(torch.equal(left[key], right[key]) for key in left)
+
+
 def test_the_joined_model_has_the_logits_of_the_parts(
     jobs: Jobs, trained: Run, run_in: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -78,8 +78,10 @@ def test_bfloat16_is_gathered_for_matrices_only_and_kept_nowhere(jobs: Jobs, run
     assert sum(gathered == torch.bfloat16 for gathered, _, _ in dtypes.values()) > 10
 
 
-def test_bfloat16_on_ranks_learns_as_on_one(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    one, many = (run_in(name, precision="bfloat16", steps=8) for name in ("one", "many"))
+@pytest.mark.parametrize("precision", ["bfloat16", "float8_emulated"])
+def test_half_precision_on_ranks_learns_as_on_one(jobs: Jobs, run_in: Callable[..., Run], precision: str) -> None:
+    """Ranks gather matrices in bfloat16 before they are rounded to float8; a single device rounds once."""
+    one, many = (run_in(name, precision=precision, steps=8) for name in ("one", "many"))
     jobs.run(1, work.train_run, one)
     jobs.run(2, work.train_run, many)
     np.testing.assert_allclose(curve(many), curve(one), rtol=5e-3)

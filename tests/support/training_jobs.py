@@ -11,7 +11,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from gecko.data import IGNORED, Batch
 from gecko.io import checkpoints
@@ -32,6 +33,7 @@ from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
 from gecko.train import Run, train
 from gecko.train.batches import Prefetcher
 from gecko.train.checkpoints.checkpointer import Checkpointer
+from gecko.train.checkpoints.shards import CachedPlanner
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.optimizers.build import build_optimizer
 from gecko.train.step import compute_gradients, split_batch, train_step
@@ -387,3 +389,34 @@ def run_with_a_lost_folder(run: Run, rank: int, method: str, name: str) -> dict[
 
     with mock.patch.object(Path, method, looking):
         return train_run(run, resume=True)
+
+
+def run_on_nodes(run: Run, memories: list[Path], failed: int | None = None, resume: bool = False) -> dict[str, Any]:
+    """Run training with one rank per node, whose memory is a folder; all ranks fail before step ``failed``."""
+    checkpoint = replace(run.checkpoint, memory_folder=str(memories[_rank()]))
+
+    def fail() -> None:
+        raise RuntimeError("a node is lost")
+
+    with mock.patch.dict(os.environ, LOCAL_RANK="0"), contextlib.ExitStack() as stack:
+        if failed is not None:
+            stack.enter_context(_before_step(failed, fail))
+        return train_run(replace(run, checkpoint=checkpoint), resume)
+
+
+def plans_of_saves(run: Run) -> tuple[list[bool], list[dict[str, int]]]:
+    """Return, for each save of a run, whether this rank sent a plan, and the addresses of its copies."""
+    sent: list[bool] = []
+    memory: list[dict[str, int]] = []
+    original = CachedPlanner.create_local_plan
+
+    def planning(self: CachedPlanner) -> Any:
+        plan = original(self)
+        sent.append(plan.usable)
+        local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in self.state_dict.items()}
+        memory.append({name: x.data_ptr() for name, x in local.items()})
+        return plan
+
+    with mock.patch.object(CachedPlanner, "create_local_plan", planning):
+        train_run(run)
+    return sent, memory

@@ -17,6 +17,7 @@ from gecko.inference.llama import LlamaStream, prefill_llama
 from gecko.models import LanguageModel, Llama
 from gecko.parallel.fsdp import release
 from gecko.parallel.mesh import Ranks
+from gecko.train.float8 import without_float8
 from gecko.train.run import Precision, Run
 from gecko.train.step import autocast
 
@@ -151,7 +152,8 @@ class SamplePrompt:
 
 def sample_text(run: Run, model: LanguageModel, tokenizer: Tokenizer, prompt: SamplePrompt) -> str:
     """Generate and return the continuation of a prompt."""
-    return tokenizer.decode([token for _, token in _tokens(run, model, prompt.ids, prompt.stops)])
+    with without_float8(model, run.precision):
+        return tokenizer.decode([token for _, token in _tokens(run, model, prompt.ids, prompt.stops)])
 
 
 def _tokens(run: Run, model: LanguageModel, prompt: Tensor, stops: frozenset[int]) -> Iterable[NewToken]:

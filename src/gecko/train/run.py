@@ -89,9 +89,14 @@ class CheckpointSettings:
     """Number of newest checkpoints to keep; the one with the lowest training loss is kept too."""
     keep_every: int | None = None
     """Also keep all checkpoints whose step is a multiple of this number."""
+    memory_every: int | None = None
+    """Steps between two copies of the state in the memory of the nodes, from which ``--resume`` continues. None: none.
+    With replicas (``parallel.replicate``) the ranks of a lost node receive theirs from another one."""
+    memory_folder: str = "/dev/shm"
+    """Folder of these copies on each node; it is in memory, and only the ranks of its node need to see it."""
 
     def __post_init__(self) -> None:
-        check_counts(self, ("every", "keep", "keep_every"), "checkpoint.")
+        check_counts(self, ("every", "keep", "keep_every", "memory_every"), "checkpoint.")
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,12 @@ class SampleSettings:
         check_not_negative(self, ("tokens", "temperature"), "sample.")
 
 
-Precision = Literal["auto", "float32", "bfloat16"]
+Precision = Literal["auto", "float32", "bfloat16", "float8", "float8_emulated"]
+
+
+def is_half(precision: Precision) -> bool:
+    """Return whether a run computes in bfloat16 under autocast; with float8, all that is not in float8."""
+    return precision not in ("auto", "float32")
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,9 @@ class Run:
     Held-out losses are without it. A common value is 1e-4."""
     precision: Precision = "float32"
     """``bfloat16``: matrix products in bf16 under autocast; parameters, optimizer and statistics stay float32.
-    ``auto``: bfloat16 if the device has bf16 instructions, else float32; chosen once when the run starts."""
+    ``auto``: bfloat16 if the device has bf16 instructions, else float32; chosen once when the run starts.
+    ``float8``: as bfloat16, with the products of the blocks' linear layers in float8; needs the extra ``quantize`` and
+    a GPU that multiplies float8. ``float8_emulated`` rounds alike on any device, and is slow."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """``full``: recompute each block in the backward pass instead of keeping its activations.
     ``selective``: keep the outputs of its linear layers and recompute the rest."""
@@ -212,6 +224,7 @@ class Run:
         self._check_warmups()
         self._check_profile()
         self._check_adapters()
+        self._check_copies()
 
     @property
     def tokens_per_step(self) -> int:
@@ -334,6 +347,13 @@ class Run:
                 "data.carry_state must be false for a Llama, which has no state of constant size; got true."
             )
 
+    def _check_copies(self) -> None:
+        if self.checkpoint.memory_every is not None and self.data.carry_state:
+            raise ValueError(
+                "checkpoint.memory_every copies what replicas share, and with data.carry_state=true each rank has "
+                f"lanes that no other rank has; got {self.checkpoint.memory_every}. Set checkpoint.memory_every=none."
+            )
+
     def _check_context(self, ranks: int) -> None:
         if self.model.chunk_size is None:
             raise ValueError(
@@ -359,7 +379,9 @@ class Run:
 
     def _check_adapters(self) -> None:
         check_counts(self, ("lora_rank",))
-        if self.lora_rank is not None and (self.init_from is None or self.compile):
+        if self.lora_rank is None:
+            return
+        if self.init_from is None or self.compile:
             raise ValueError(
                 "lora_rank trains adapters of a trained model without compilation: set init_from and compile=false, "
                 "or lora_rank=none."
@@ -368,6 +390,11 @@ class Run:
             raise ValueError(
                 f"lora_rank must be at most the model's width, {self.model.model_dim}; got {self.lora_rank}. Try "
                 f"{min(16, self.model.model_dim)}."
+            )
+        if self.precision.startswith("float8"):
+            raise ValueError(
+                "precision must be float32 or bfloat16 for adapters, which replace the linear layers that float8 would "
+                f"replace; got {self.precision}. Try precision=bfloat16, or lora_rank=none."
             )
 
     def _check_profile(self) -> None:

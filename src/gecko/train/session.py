@@ -35,8 +35,10 @@ from gecko.train.checkpoints.checkpointer import (
     tokenizer_folder,
 )
 from gecko.train.checkpoints.folders import latest_checkpoint
+from gecko.train.checkpoints.node_copies import NodeCopies
 from gecko.train.data import RunData, load_data
 from gecko.train.evaluate import Evaluation
+from gecko.train.float8 import check_float8
 from gecko.train.health import LauncherWatch, StopSignal, TrainingNotice, Watchdog, reported_hangs
 from gecko.train.metrics import (
     METRICS,
@@ -117,6 +119,7 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: fl
     run, checkpoint = _start(run, resume, ranks)
     if run.precision == "auto":
         run = run.with_precision(ranks.broadcast("bfloat16" if multiplies_bfloat16(device) else "float32"))
+    ranks.run_or_abort_all(lambda: check_float8(run.precision, device))
     _set_up(run, ranks, console)
     data = ranks.run_or_abort_all(lambda: _load_data(run, checkpoint, ranks, console))
     model = starting_model(run, ranks, device, fresh=checkpoint is None)
@@ -279,13 +282,19 @@ def _check_same_minutes(run: Run, saved: Run) -> None:
 
 def _check_same_run(run: Run, earlier: Run, what: str) -> None:
     """Raise ValueError if ``run`` cannot continue or replace ``earlier``, which ``what`` names in the message."""
-    given = flatten(run.to_dict())
-    for name, value in flatten(earlier.to_dict()).items():
-        if not {name, name.partition(".")[0]}.isdisjoint(_SAME_ON_RESUME) and value != given.get(name):
+    given = _fixed_settings(run)
+    for name, value in _fixed_settings(earlier).items():
+        if value != given.get(name):
             raise ValueError(
                 f"{name} must be what {what}, {value!r}; got {given.get(name)!r}. "
                 "Leave it as it was, or start a new run with another output=."
             )
+
+
+def _fixed_settings(run: Run) -> dict[str, Any]:
+    """Return the settings that all sessions of a run have in common."""
+    names = set(_SAME_ON_RESUME)
+    return {name: x for name, x in flatten(run.to_dict()).items() if {name, name.partition(".")[0]} & names}
 
 
 def _load_data(run: Run, checkpoint: Path | None, ranks: Ranks, console: Console) -> RunData:
@@ -324,25 +333,59 @@ def _fit(
 ) -> TrainerState:
     optimizer = build_optimizer(model, run.optimizer)
     carried = carried_state(run, model, ranks)
-    position = TrainerState() if checkpoint is None else restore_snapshot(checkpoint, model, optimizer, carried)
-    if checkpoint is not None:
-        console.print(f"continuing after step {position.step}, from {checkpoint}")
-        if run.profile is not None and run.profile[1] <= position.step:
-            console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
-    went_on = None if checkpoint is None else position.step
-    ranks.run_or_abort_all(lambda: _save_recipe(run, model, data, went_on, ranks))
     assert run.steps is not None
     with ExitStack() as stack:
+        copies = None if run.checkpoint.memory_every is None else stack.enter_context(_copies(run, data, ranks))
+        recovered = None if copies is None else _recovered(run, model, optimizer, checkpoint, copies, ranks)
+        position = recovered or TrainerState()
+        if recovered is None and checkpoint is not None:
+            position = restore_snapshot(checkpoint, model, optimizer, carried)
+        went_on = None if position == TrainerState() and checkpoint is None else position.step
+        if went_on is not None:
+            _print_position(run, went_on, "the memory of the nodes" if recovered else str(checkpoint), console)
+        ranks.run_or_abort_all(lambda: _save_recipe(run, model, data, went_on, ranks))
         display = stack.enter_context(TrainingProgress(console, position.step, run.steps))
         metrics = stack.enter_context(ranks.run_or_abort_all(lambda: _metrics(run, went_on, ranks)))
         # The checkpointer waits for the disk when it exits, also after an error; the watchdog covers this wait.
         watchdog = stack.enter_context(_watchdog(run, ranks))
         beat = _nothing if watchdog is None else watchdog.beat
         saver = stack.enter_context(Checkpointer(run, ranks, beat, data.record, carried))
-        sinks = Sinks(saver, display, metrics, beat)
+        if recovered is not None:  # a state that is in memory only would be lost with the next node
+            saver.save(model, optimizer, position)
+        sinks = Sinks(saver, display, metrics, beat, copies)
         trainer = Trainer(run, model, optimizer, batches, data.held_out, position, sinks, ranks, carried)
         trainer.fit(stop)
+        if copies is not None:
+            copies.clear()
     return trainer.position
+
+
+def _copies(run: Run, data: RunData, ranks: Ranks) -> NodeCopies:
+    return NodeCopies(run, ranks, ranks.broadcast(f"{_fixed_settings(run)} {data.record.digest}"))
+
+
+def _recovered(
+    run: Run, model: LanguageModel, optimizer: torch.optim.Optimizer, checkpoint: Path | None, copies: NodeCopies,
+    ranks: Ranks,
+) -> TrainerState | None:  # fmt: skip
+    """Load the state from the nodes' memory if it is newer than the checkpoint. None: it is not, or incomplete.
+
+    A step without a record in the metrics is not taken: the curve would have a hole.
+    """
+    after = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    return copies.restore(model, optimizer, after, ranks.broadcast(_last_step(run) if ranks.is_main else 0))
+
+
+def _last_step(run: Run) -> int:
+    """Return the last step in the metrics; 0 if there is none."""
+    path = run.folder / METRICS
+    return max((r["step"] for r in read_metrics(path) if r["kind"] == "train"), default=0) if path.exists() else 0
+
+
+def _print_position(run: Run, step: int, source: str, console: Console) -> None:
+    console.print(f"continuing after step {step}, from {source}")
+    if run.profile is not None and run.profile[1] <= step:
+        console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
 
 
 def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None, ranks: Ranks) -> None:

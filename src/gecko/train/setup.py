@@ -31,8 +31,9 @@ from gecko.train.checkpoints.checkpointer import RECIPE
 from gecko.train.checkpoints.lora import add_adapters
 from gecko.train.data import RunData
 from gecko.train.evaluate import evaluate, sample_text
+from gecko.train.float8 import use_float8
 from gecko.train.optimizers.build import build_optimizer
-from gecko.train.run import Run
+from gecko.train.run import Run, is_half
 from gecko.train.step import split_batch, train_step
 
 _PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'\nÀ là niña, Straße, Привет, 你好, 🙂"
@@ -92,8 +93,7 @@ def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool)
     if run.lora_rank is not None:
         raise ValueError(f"lora_rank trains adapters in one process; got {ranks.world}. Set lora_rank=none.")
     template = configured(meta_model(run.model), run)
-    bfloat16 = run.precision == "bfloat16"
-    model = empty_sharded_model(template, ranks.sharding_mesh, device, bfloat16=bfloat16)
+    model = empty_sharded_model(template, ranks.sharding_mesh, device, bfloat16=is_half(run.precision))
     if fresh:
         weights = ranks.run_or_abort_all(lambda: dict(_initial(run).named_parameters()) if ranks.is_main else None)
         fill(model, weights)
@@ -103,6 +103,7 @@ def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool)
 def configured(model: LanguageModel, run: Run) -> LanguageModel:
     """Return ``model`` with the run's settings; its blocks are compiled if the run says so."""
     model.activation_checkpointing, model.z_loss = run.activation_checkpointing, run.z_loss
+    use_float8(model, run.precision)
     if run.compile:
         for block in model.blocks:
             compile_block(block)

@@ -27,7 +27,7 @@ from gecko.runtime.transfer import HostCopy, to_device
 from gecko.train.carried import CarriedState
 from gecko.train.optimizers.build import set_learning_rate, step_unless
 from gecko.train.optimizers.settings import ScheduleSettings
-from gecko.train.run import Precision, SkipSettings
+from gecko.train.run import Precision, SkipSettings, is_half
 
 
 def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int) -> float:
@@ -206,7 +206,7 @@ def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = _
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_half(precision))
 
 
 def compute_gradients(

@@ -23,7 +23,7 @@ from gecko.models import LlamaConfig, ModelConfig, meta_model
 from gecko.ops.backends import cpu as native
 from gecko.runtime.private import has_bfloat16_products, has_bfloat16_tiles
 from gecko.runtime.process import processor_name
-from gecko.train.run import Run
+from gecko.train.run import Run, is_half
 
 
 def describe_hardware(device: torch.device, ranks: int = 1) -> dict[str, str]:
@@ -130,7 +130,7 @@ class ThroughputMeter:
     """Converts a run's tokens/s into MFU."""
 
     def __init__(self, run: Run, device: torch.device, devices: int) -> None:
-        dtype = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if is_half(run.precision) else torch.float32
         self._per_token = flops_per_token(run.model, run.sequence_length) / (devices * peak_flops(device, dtype))
 
     def utilisation(self, tokens_per_second: float) -> float:

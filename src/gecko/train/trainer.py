@@ -27,6 +27,7 @@ from gecko.state import GeckoState
 from gecko.train.batches import Prefetcher
 from gecko.train.carried import CarriedState
 from gecko.train.checkpoints.checkpointer import Checkpointer, TrainerState
+from gecko.train.checkpoints.node_copies import NodeCopies
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.health import StopSignal, find_nonfinite, skip_failure
 from gecko.train.metrics import Kind, MetricsWriter
@@ -56,6 +57,8 @@ class Sinks:
     """None on all ranks but the first."""
     beat: Callable[[], None]
     """Reports progress to the watchdog, if there is one."""
+    copies: NodeCopies | None
+    """None without copies in the memory of the nodes."""
 
 
 @dataclass
@@ -159,8 +162,15 @@ class Trainer:
             self._evaluate()
         self._overdue |= self._due(self.run.checkpoint.every, step)
         # During a streak of skipped steps the weights may be bad. The save after the loop ignores this.
-        if self._overdue and not self.position.consecutive_skips:
-            self._save()
+        if not self.position.consecutive_skips:
+            self._copy()
+            if self._overdue:
+                self._save()
+
+    def _copy(self) -> None:
+        every, copies = self.run.checkpoint.memory_every, self.sinks.copies
+        if every is not None and copies is not None and self._due(every, self.position.step):
+            copies.save(self.model, self.optimizer, self.position)
 
     def _step(self) -> None:
         """Start the next step, then finish the one before it, while the device computes."""
@@ -171,8 +181,13 @@ class Trainer:
             # The device has held the step that was started, because the one before it was skipped.
             pending = self._start(number)
         pending.seconds, self._pending = self._lap(), pending
-        if self._overdue or any(self._due(part.every, number) for part in (self.run.evaluation, self.run.checkpoint)):
+        if self._overdue or any(every is not None and self._due(every, number) for every in self._intervals):
             self._settle()
+
+    @property
+    def _intervals(self) -> tuple[int | None, ...]:
+        """Steps between two evaluations, checkpoints and copies, which need the state after a step."""
+        return self.run.evaluation.every, self.run.checkpoint.every, self.run.checkpoint.memory_every
 
     def _start(self, number: int) -> _Pending:
         """Start a step, counted from 1. The host waits for nothing but the batch."""
@@ -239,6 +254,8 @@ class Trainer:
 
     def _give_up(self, cause: str) -> NoReturn:
         self.sinks.saver.wait()
+        if self.sinks.copies is not None:  # they hold the weights that led here
+            self.sinks.copies.clear()
         taken = self.position.step - self.position.consecutive_skips
         resume_point = self.ranks.run_or_abort_all(lambda: self.sinks.saver.set_aside(taken))
         self.ranks.run_or_abort_all(partial(skip_failure, self.position, self.run.max_skips, cause, resume_point))

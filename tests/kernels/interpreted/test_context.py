@@ -20,17 +20,29 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    processes = Processes(2, tmp_path_factory.mktemp("context"))
-    yield processes
-    processes.close()
+    """Return a function from a number of ranks to as many processes."""
+    started: dict[int, Processes] = {}
+
+    def of(ranks: int) -> Processes:
+        if ranks not in started:
+            started[ranks] = Processes(ranks, tmp_path_factory.mktemp("context"))
+        return started[ranks]
+
+    yield of
+    for some in started.values():
+        some.close()
 
 
 @pytest.mark.parametrize(
     ("variant", "text"),
-    [("gecko", Text(2, 2, "few", batch=1)), ("window-linear", Text(2, 2, "few", read=16, batch=1))],
+    [
+        ("gecko", Text(2, 2, "few", batch=1)),
+        ("gecko", Text(4, 2, "few", batch=1)),
+        ("window-linear", Text(2, 2, "few", read=16, batch=1)),
+    ],
     ids=str,
 )
 def test_ranks_with_kernels_are_one_device(processes, variant, text):
-    parts = processes.run(read_interpreted, variant, text, "full", 1)
+    parts = processes(text.ranks).run(read_interpreted, variant, text, "full", 1)
     assert_near(parts, read(variant, text, "none", None, model_for_kernels(variant, 1).double()))
     assert set(parts[0]["ran"]) >= EXPECTED

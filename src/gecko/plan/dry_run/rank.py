@@ -52,9 +52,10 @@ class RankStep:
 def dry_step(run: Run, sizes: MeshSizes, rank: int) -> RankStep:
     """Run one step of ``run`` as ``rank`` of a mesh of ``sizes``, on a fake device and without communication.
 
-    Blocks are not compiled. Rows hold random documents, other ones for each data rank.
+    Blocks are not compiled, and float8 is taken for bfloat16. Rows hold random documents, other ones for each data
+    rank.
     """
-    run = replace(run, compile=False, precision="bfloat16" if run.precision == "auto" else run.precision)
+    run = replace(run, compile=False, precision="float32" if run.precision == "float32" else "bfloat16")
     ledger, trace = MemoryLedger(), Trace()
     batch = random_batch(run, sizes, rank)
     with connected(sizes, rank, trace) as ranks, FakeGPU(ledger, trace).running(), ledger.recording():

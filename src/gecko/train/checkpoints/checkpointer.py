@@ -26,9 +26,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from gecko.data.chat import TEMPLATE
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
@@ -51,6 +50,7 @@ from gecko.train.checkpoints.folders import (
     write_manifest,
 )
 from gecko.train.checkpoints.lora import check_base, has_adapters, merged, save_adapters
+from gecko.train.checkpoints.shards import ShardWriter
 from gecko.train.metrics import DataRecord
 from gecko.train.optimizers.build import named_parameters, optimizer_tensors
 from gecko.train.overrides import build
@@ -139,7 +139,7 @@ def restore_snapshot(
     read_tensors(path, training_tensors(model, optimizer))
     if carried is not None:
         carried.restore(partial(read_tensors, path))
-    _set_random_state(path / _RANDOM)
+    set_random_state(load_file(path / _RANDOM))
     return read_trainer_state(path)
 
 
@@ -211,8 +211,7 @@ def random_state() -> dict[str, Tensor]:
     return state
 
 
-def _set_random_state(path: Path) -> None:
-    state = load_file(path)
+def set_random_state(state: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
@@ -257,7 +256,10 @@ class Checkpointer:
     ) -> None:
         self.run, self.ranks, self._beat, self.data, self._carried = run, ranks, beat, data, carried
         self.folder = checkpoints_folder(run)
-        self._group = dist.new_group(backend="gloo", timeout=ranks.timeout) if ranks.world > 1 else None
+        self._group: dist.ProcessGroup | None = None
+        if ranks.mesh is not None:
+            group = dist.new_group(backend="gloo", timeout=ranks.timeout)
+            self._group, self._shards = group, ShardWriter(ranks.mesh.device_type, group)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -274,7 +276,7 @@ class Checkpointer:
         partial = self.ranks.broadcast(self.ranks.run_or_abort_all(lambda: self._begin(position.step)))
         random = random_state()
         lanes = {} if self._carried is None else self._carried.tensors()
-        shards = self._write_shards(partial, {**training_tensors(model, optimizer), **lanes})
+        shards = self._shards.start(partial, {**training_tensors(model, optimizer), **lanes})
         self._writing = self._executor.submit(self._complete, partial, shards, position, random)
 
     def wait(self) -> None:
@@ -321,6 +323,8 @@ class Checkpointer:
         if isinstance(error, Exception) and self._writing is not None and not self._writing.done():
             print(f"rank {self.ranks.rank} ends once its checkpoint is written: {error!r}", file=sys.stderr, flush=True)
         self._executor.shutdown()
+        if self._group is not None:
+            self._shards.close()
 
     def _keep_newest(self, step: int) -> None:
         if self.ranks.is_main:
@@ -335,12 +339,6 @@ class Checkpointer:
             return begin_checkpoint(self.folder, step)
         except OSError as error:
             raise write_failure(self.folder, step, error) from error
-
-    def _write_shards(self, partial: Path, tensors: dict[str, Tensor]) -> Future[Any]:
-        writer = HuggingFaceStorageWriter(str(partial / SHARDS), save_distributed=True)
-        written = async_save(tensors, storage_writer=writer, process_group=self._group)
-        assert isinstance(written, Future)
-        return written
 
     def _complete(
         self, partial: Path, shards: Future[Any], position: TrainerState, random: Mapping[str, Tensor]

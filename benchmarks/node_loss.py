@@ -1,0 +1,257 @@
+"""Takes a node away from a job of four nodes: seconds until it trains again, and the steps that are computed again.
+
+    python benchmarks/node_loss.py --write             # all cases; writes benchmarks/results/node_loss.md
+    python benchmarks/node_loss.py --cases replaced    # one of them
+
+Four network namespaces stand for the nodes: each has its own interface, address and memory folder (``/dev/shm``), and
+runs ``torchrun`` with one gloo rank. They share the disk. Needs Linux, root and iproute2. The cases are in ``CASES``.
+Losses are compared with those of the same run, undisturbed, on one node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+import torch
+from kill_recovery import RESUMED, Job, small_run
+
+from gecko.train import CheckpointSettings, ParallelSettings
+from gecko.train.metrics import read_metrics
+from gecko.train.throughput import describe_hardware
+
+RESULTS = Path(__file__).parent / "results" / "node_loss.md"
+NODES, LOST, STEPS = 4, 2, 60
+PATIENCE = 240
+"""Seconds without progress after which a job counts as lost."""
+INTERFACE, PORT = "eth0", 29500
+SETUP = 'mount -t tmpfs tmpfs /dev/shm; sysctl -qw net.ipv4.tcp_retries2=5; exec "$@"'
+"""What a node does first. With five repetitions of a packet a connection to a node without power ends after 13 s."""
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": INTERFACE,
+    # PyTorch 2.13: else the other nodes keep the address of the first round, and a new node waits for it in its round.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    unplugged: bool
+    """Whether the node's network is gone before its processes, as without power: its connections are not closed."""
+    nodes: str
+    """``--nnodes``."""
+    settings: dict[str, ParallelSettings | CheckpointSettings | int]
+
+    @property
+    def replaced(self) -> bool:
+        """Whether a new node joins when the node is lost."""
+        return ":" not in self.nodes
+
+
+_HSDP = {"parallel": ParallelSettings(replicate=2), "checkpoint": CheckpointSettings(every=20, memory_every=1)}
+CASES = {
+    "replaced": Case("killed, replaced; 2 × 2 ranks, copies in memory each step", False, "4", _HSDP),
+    "no-power": Case("without power, replaced; 2 × 2 ranks, copies in memory each step", True, "4", _HSDP),
+    "three-left": Case(
+        "killed, not replaced; 4, then 3 shards, checkpoint each 7th step", False, "3:4",
+        {"parallel": ParallelSettings(), "checkpoint": CheckpointSettings(every=7), "batch_size": 12},
+    ),
+}  # fmt: skip
+
+
+def why_not() -> str | None:
+    """Return why this machine cannot have network namespaces, or None if it can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    if shutil.which("ip") is None:
+        return "network namespaces need iproute2"
+    name = f"gecko-{os.getpid()}-try"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode == 0:
+        made = subprocess.run(
+            ["ip", "-n", name, "link", "add", "name", "try", "type", "bridge"], capture_output=True, text=True
+        )
+        _ip("netns", "delete", name)
+    return None if made.returncode == 0 else f"ip cannot make network namespaces with a bridge: {made.stderr.strip()}"
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+class Node:
+    """A network namespace with one interface, which a bridge connects with those of the other nodes."""
+
+    def __init__(self, cluster: str, number: int) -> None:
+        self.number, self.address = number, f"10.77.0.{number + 1}"
+        self.space, self._switch, self._port = f"{cluster}-{number}", f"{cluster}-switch", f"port{number}"
+        _ip("netns", "add", self.space)
+        wire = ("link", "add", INTERFACE, "netns", self.space, "type", "veth")
+        _ip(*wire, "peer", "name", self._port, "netns", self._switch)
+        _ip("-n", self._switch, "link", "set", self._port, "master", "bridge", "up")
+        _ip("-n", self.space, "address", "add", f"{self.address}/24", "dev", INTERFACE)
+        for interface in (INTERFACE, "lo"):
+            _ip("-n", self.space, "link", "set", interface, "up")
+
+    def start(self, nodes: str, head: Node, command: Sequence[str], log: Path) -> None:
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"),
+            *(f"--local-addr={self.address}", "--rdzv-backend=c10d", f"--rdzv-endpoint={head.address}:{PORT}"),
+            f"--rdzv-conf=is_host={int(self is head)},last_call_timeout=5",
+            *("--rdzv-id=job", "--max-restarts=9", "--monitor-interval=0.1", *command),
+        ]
+        environment = {**os.environ, **ENVIRONMENT}
+        with log.open("w", encoding="utf-8") as file:
+            begin = ["ip", "netns", "exec", self.space, "sh", "-c", SETUP, "node"]
+            subprocess.Popen([*begin, *torchrun], stdout=file, stderr=file, env=environment)
+
+    def unplug(self) -> None:
+        _ip("-n", self._switch, "link", "set", self._port, "down")
+
+    def kill(self) -> None:
+        """Kill all processes at once; their memory folder goes with them."""
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def processes(self) -> list[int]:
+        return [int(line) for line in _ip("netns", "pids", self.space).split()]
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[list[Node]]:
+    """Context with four connected nodes; the list may grow. At the end all processes are killed."""
+    name = f"gecko-{os.getpid()}"
+    _ip("netns", "add", f"{name}-switch")
+    nodes: list[Node] = []
+    try:
+        _ip("-n", f"{name}-switch", "link", "add", "bridge", "type", "bridge")
+        _ip("-n", f"{name}-switch", "link", "set", "bridge", "up")
+        nodes += [Node(name, number) for number in range(NODES)]
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+            _ip("netns", "delete", node.space)
+        _ip("netns", "delete", f"{name}-switch")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    seconds: float
+    """Seconds from the loss until the first new step was finished."""
+    finished: int
+    """Last finished step when the node was lost."""
+    resumed: int
+    """Step after which the job continued."""
+    difference: float
+    """Largest relative difference of a step's loss to the undisturbed run."""
+
+
+def lose_a_node(case: Case, folder: Path) -> Outcome:
+    """Train twice, once with the loss of a node, and compare. RuntimeError if the job does not come back."""
+    run = replace(small_run(folder, STEPS), **case.settings)
+    recipe = folder / "run.json"
+    run.save(recipe)
+    alone = Job(recipe, folder / "alone", NODES, 0)
+    alone.wait()
+    output = folder / "lost"
+    command = ["-m", "gecko", "train", str(recipe), f"output={output}", "--resume"]
+    with cluster() as nodes:
+        logs = [folder / f"node-{number}.log" for number in range(NODES + 1)]
+        for node in nodes:
+            node.start(case.nodes, nodes[0], command, logs[node.number])
+        _wait(lambda: last_step(output) >= STEPS // 2, logs)
+        if case.unplugged:
+            nodes[LOST].unplug()
+        nodes[LOST].kill()
+        begin, finished = time.monotonic(), last_step(output)
+        if case.replaced:
+            nodes.append(Node(f"gecko-{os.getpid()}", NODES))
+            nodes[NODES].start(case.nodes, nodes[0], command, logs[NODES])
+        _wait(lambda: resumed_at(logs) is not None and last_step(output) > (resumed_at(logs) or 0), logs)
+        seconds, resumed = time.monotonic() - begin, resumed_at(logs)
+        _wait(lambda: (output / "results.json").is_file() and not any(node.processes() for node in nodes), logs)
+    assert resumed is not None
+    pairs = zip(losses(alone.output), losses(output), strict=True)
+    return Outcome(seconds, finished, resumed, max(abs(a - b) / a for a, b in pairs))
+
+
+def _wait(happened: object, logs: Sequence[Path]) -> None:
+    assert callable(happened)
+    end = time.monotonic() + PATIENCE
+    while not happened():
+        if time.monotonic() > end:
+            raise RuntimeError("\n".join(log.read_text()[-3000:] for log in logs if log.exists()))
+        time.sleep(0.05)
+
+
+def resumed_at(logs: Sequence[Path]) -> int | None:
+    found = [RESUMED.findall(log.read_text(encoding="utf-8")) for log in logs if log.exists()]
+    return max((int(step) for steps in found for step in steps), default=None)
+
+
+def last_step(output: Path) -> int:
+    path = output / "metrics.jsonl"
+    return max((record["step"] for record in read_metrics(path)), default=0) if path.exists() else 0
+
+
+def losses(output: Path) -> list[float]:
+    """Return the loss of every step; each must occur once."""
+    records = [record for record in read_metrics(output / "metrics.jsonl") if record["kind"] == "train"]
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    return [record["loss"] for record in records]
+
+
+def report(outcomes: dict[str, Outcome]) -> str:
+    machine = "; ".join(describe_hardware(torch.device("cpu")).values())
+    rows = [
+        f"| {CASES[name].name} | {one.seconds:.0f} | {one.finished} | {one.resumed} | "
+        f"{max(0, one.finished - one.resumed)} | {one.difference:.1e} |"
+        for name, one in outcomes.items()
+    ]
+    return "\n".join([
+        "# A job that loses one of four nodes", "",
+        f"{date.today()}, {machine}. Command: `python benchmarks/node_loss.py --write`.", "",
+        f"Four network namespaces with one gloo rank each, under `torchrun --rdzv-backend c10d`, on this one machine, "
+        f"whose cores start all processes. The third node is lost after step {STEPS // 2}. “Seconds” are from the loss "
+        "to the first new step; a node that replaces it is started at once. “Difference” is the largest relative "
+        "difference of a step's loss to the undisturbed run.", "",
+        "| case | seconds | last finished step | continued after step | steps computed again | difference |",
+        "|---|---:|---:|---:|---:|---:|", *rows,
+    ]) + "\n"  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.name}")
+    arguments = parser.parse_args()
+    if (reason := why_not()) is not None:
+        parser.error(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
+    outcomes = {}
+    for name in arguments.cases:
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes[name] = lose_a_node(CASES[name], Path(folder))
+        print(name, outcomes[name], flush=True)
+        if arguments.write:
+            RESULTS.write_text(report(outcomes), encoding="utf-8")
+    print(report(outcomes))
+
+
+if __name__ == "__main__":
+    main()

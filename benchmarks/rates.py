@@ -1,0 +1,138 @@
+"""Does a learning rate that was found at one width serve wider models? A sweep with and without ``base_width``.
+
+    python benchmarks/rates.py --out runs/rates             # the same command continues after an interruption
+    python benchmarks/rates.py --out runs/rates --write     # and writes benchmarks/results/rates.md
+    python benchmarks/rates.py --out runs/rates --widths 64 128
+
+Models like ``tiny`` at several widths, all of whose dimensions grow with the width, are trained by AdamW and Muon at
+rates that are a factor of 2 apart. The page shows the held-out loss of each, and what the rate that is best at the
+first width costs at the others: the difference to the best loss of the same width over both ways to set the rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from gecko.recipes import get_recipe
+from gecko.train import CheckpointSettings, EvaluationSettings, Run, SampleSettings, SkipSettings, train
+from gecko.train.report import RESULTS as RUN_RESULTS
+from gecko.train.throughput import describe_hardware
+
+RESULTS = Path(__file__).parent / "results" / "rates.md"
+WIDTHS = (64, 128, 256)
+BASE = WIDTHS[0]
+RATES = {name: (4e-3, 8e-3, 16e-3, 32e-3) for name in ("adamw", "muon")}
+ROWS, LENGTH = 2, 256
+
+
+@dataclass(frozen=True)
+class Trial:
+    optimizer: str
+    width: int
+    ruled: bool
+    """Whether the rates follow the width, by ``base_width``."""
+    rate: float
+
+    def run(self, folder: Path, steps: int, seed: int) -> Run:
+        """Return the run. ``tiny`` has width 128; its dimensions are scaled, and heads, chunks and modes stay."""
+        tiny, times = get_recipe("tiny"), self.width / 128
+        sizes = {name: int(getattr(tiny.model, name) * times) for name in ("key_dim", "value_dim", "ffn_dim")}
+        optimizer = replace(
+            tiny.optimizer, name=self.optimizer, learning_rate=self.rate, base_width=BASE if self.ruled else None
+        )
+        return replace(
+            tiny, model=replace(tiny.model, model_dim=self.width, **sizes), output=str(folder / self.name(seed)),
+            batch_size=ROWS, sequence_length=LENGTH, steps=steps, minutes=None, precision="float32", threads=1,
+            seed=seed, optimizer=optimizer, evaluation=EvaluationSettings(10**6, 1, 128),
+            checkpoint=CheckpointSettings(every=10**6), sample=SampleSettings(tokens=0), skip=SkipSettings(None),
+        )  # fmt: skip
+
+    def name(self, seed: int) -> str:
+        rule = "rule" if self.ruled else "same"
+        return f"{self.optimizer}-{self.width}-{rule}-{self.rate:g}-seed-{seed}"
+
+    def loss(self, folder: Path, steps: int, seed: int) -> float:
+        """Return the held-out loss of the trained model in nats per byte; train it if it was not."""
+        results = folder / self.name(seed) / RUN_RESULTS
+        if not results.is_file() and not train(self.run(folder, steps, seed), resume=True).finished:
+            raise SystemExit("stopped; the same command continues")
+        return json.loads(results.read_text(encoding="utf-8"))["nats_per_byte"]
+
+
+def trials(widths: Sequence[int]) -> list[Trial]:
+    return [
+        Trial(optimizer, width, ruled, rate)
+        for width in widths
+        for optimizer, rates in RATES.items()
+        for ruled in ways(width)
+        for rate in rates
+    ]
+
+
+def ways(width: int) -> tuple[bool, ...]:
+    """Return with and without the rule; at the width for which the rates are given, it changes nothing."""
+    return (False,) if width == BASE else (False, True)
+
+
+def report(losses: dict[Trial, float], widths: Sequence[int], steps: int, seeds: int) -> str:
+    machine = "; ".join(describe_hardware(torch.device("cpu")).values())
+    lines = [
+        "# Learning rates across widths", "",
+        f"{date.today()}, {machine}. Command: `python benchmarks/rates.py --out runs/rates --steps {steps} "
+        f"--seeds {seeds} --widths {' '.join(map(str, widths))} --write`.", "",
+        f"`tiny` at {len(widths)} widths; {steps} steps of {ROWS} rows of {LENGTH} bytes of Python's standard library, "
+        "cosine schedule, float32, one thread. Held-out loss in nats per byte, the mean of "
+        f"{seeds} seed{'s' * (seeds > 1)}. “Same” uses "
+        f"the rate for all parameters; “rule” sets `optimizer.base_width={BASE}`.",
+    ]  # fmt: skip
+    for optimizer, rates in RATES.items():
+        lines += ["", f"## {optimizer}", "", "| width | rates | " + " | ".join(f"{rate:g}" for rate in rates) + " |"]
+        lines.append("|---:|---|" + "---:|" * len(rates))
+        for width in widths:
+            for ruled in ways(width):
+                found = [losses[Trial(optimizer, width, ruled, rate)] for rate in rates]
+                cells = (f"**{loss:.4f}**" if loss == min(found) else f"{loss:.4f}" for loss in found)
+                lines.append(f"| {width} | {'rule' if ruled else 'same'} | {' | '.join(cells)} |")
+        lines += ["", *_costs(losses, optimizer, widths)]
+    return "\n".join(lines) + "\n"
+
+
+def _costs(losses: dict[Trial, float], optimizer: str, widths: Sequence[int]) -> list[str]:
+    """Return what the best rate of the first width costs at the other widths."""
+    best = min(RATES[optimizer], key=lambda rate: losses[Trial(optimizer, BASE, False, rate)])
+    begin = f"The best rate at width {BASE} is {best:g}. At the other widths it ends this far above their best:"
+    lines = [begin, "", "| width | same | rule |", "|---:|---:|---:|"]
+    for width in [width for width in widths if width != BASE]:
+        least = min(loss for one, loss in losses.items() if (one.optimizer, one.width) == (optimizer, width))
+        costs = (losses[Trial(optimizer, width, ruled, best)] - least for ruled in (False, True))
+        lines.append(f"| {width} | " + " | ".join(f"{cost:.4f}" for cost in costs) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help=f"multiples of 32, one of them {BASE}")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    given = parser.parse_args()
+    losses = {
+        one: sum(one.loss(given.out, given.steps, seed) for seed in range(given.seeds)) / given.seeds
+        for one in trials(given.widths)
+    }
+    text = report(losses, given.widths, given.steps, given.seeds)
+    print(text)
+    if given.write:
+        RESULTS.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

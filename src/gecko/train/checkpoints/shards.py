@@ -1,0 +1,73 @@
+"""Writes the shards of a checkpoint while training continues, with memory and a plan that all saves share."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from gecko.io.checkpoints import SHARDS
+
+
+def host_stager(device: str) -> DefaultStager:
+    """Return a stager, which copies tensors of a kind of device to host memory that it keeps for the next copy.
+
+    For CUDA the memory is pinned, because a GPU copies to it several times as fast. The host waits for the copy: the
+    next step of the optimizer changes the tensors.
+    """
+    on_gpu = device == "cuda" and torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+        )
+    )
+
+
+class CachedPlanner(DefaultSavePlanner):
+    """Planner of one run's saves, which have one plan: who writes which part of which tensor.
+
+    The first save gathers and divides the ranks' plans. Later ones compare their own part with it and exchange nothing
+    if it is the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+        # PyTorch caches plans by the class. Another run in this process has other tensors or other ranks.
+        self._cached_plans_key = f"{type(self).__name__}-{id(self)}"
+
+    def forget(self) -> None:
+        """Remove the plan from PyTorch's caches, which outlive this planner."""
+        for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+            getattr(self, f"_cached_{name}", {}).pop(self._cached_plans_key, None)
+
+
+class ShardWriter:
+    """Writes the shards of all ranks of ``group``, one save at a time."""
+
+    def __init__(self, device: str, group: dist.ProcessGroup) -> None:
+        self._group, self._stager, self._planner = group, host_stager(device), CachedPlanner()
+
+    def start(self, checkpoint: Path, tensors: dict[str, Tensor]) -> Future[Any]:
+        """Copy ``tensors`` to host memory and start to write them to ``checkpoint``. All ranks call it together.
+
+        The memory is that of the last save, which must have ended.
+        """
+        writer = HuggingFaceStorageWriter(str(checkpoint / SHARDS), save_distributed=True)
+        written = async_save(
+            tensors, storage_writer=writer, planner=self._planner, process_group=self._group, async_stager=self._stager
+        )
+        assert isinstance(written, Future)
+        return written
+
+    def close(self) -> None:
+        """Free the memory; the last save must have ended."""
+        self._stager.close()
+        self._planner.forget()

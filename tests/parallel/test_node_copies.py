@@ -1,0 +1,145 @@
+"""A job that lost nodes continues from the memory of the others, without the last steps being computed again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import training_jobs as work
+from support.jobs import Jobs
+
+from gecko.io.checkpoints import checkpoint_step, list_checkpoints
+from gecko.train import CheckpointSettings, DataSettings, Run
+from gecko.train.checkpoints.checkpointer import checkpoints_folder
+from gecko.train.metrics import read_metrics
+
+RANKS = 4
+FAILED = 10
+"""Step before which all ranks fail; the last checkpoint is that of step 6."""
+
+
+def losses(run: Run) -> list[tuple[int, float]]:
+    records = [r for r in read_metrics(run.folder / "metrics.jsonl") if r["kind"] == "train"]
+    return [(record["step"], record["loss"]) for record in records]
+
+
+@pytest.fixture
+def lost(jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path) -> tuple[Run, list[Path]]:
+    """Return a run of two replicas of two shards that failed in step 10, and the memory of its four nodes."""
+    nodes = [tmp_path / f"node-{rank}" for rank in range(RANKS)]
+    run = run_in("lost", replicate=2, checkpoint=CheckpointSettings(every=6, memory_every=1), steps=14)
+    for answer in jobs.answers(RANKS, work.run_on_nodes, run, nodes, FAILED):
+        assert answer.error is not None and "a node is lost" in answer.error
+    assert all(len(list(node.rglob("*.safetensors"))) == 2 for node in nodes)
+    return run, nodes
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, list[tuple[int, float]]]:
+    return {}
+
+
+@pytest.fixture
+def whole(
+    jobs: Jobs, run_in: Callable[..., Run], undisturbed: dict[str, list[tuple[int, float]]]
+) -> list[tuple[int, float]]:
+    """Return the losses of the same run, undisturbed and without copies."""
+    if "losses" not in undisturbed:
+        run = run_in("whole", replicate=2, steps=14)
+        jobs.run(RANKS, work.train_run, run)
+        undisturbed["losses"] = losses(run)
+    return undisturbed["losses"]
+
+
+@pytest.mark.parametrize(
+    ("gone", "order", "step"),
+    [
+        ((), (0, 1, 2, 3), 9),
+        ((0, 3), (0, 1, 2, 3), 9),
+        ((2,), (3, 2, 0, 1), 9),  # torchrun gives the nodes other ranks
+        ((1, 3), (0, 1, 2, 3), 6),  # nobody has the second shard, so all return to the checkpoint
+    ],
+)
+def test_ranks_of_a_lost_node_take_their_shards_from_another_replica(
+    jobs: Jobs, lost: tuple[Run, list[Path]], whole: list[tuple[int, float]], gone: tuple[int, ...],
+    order: tuple[int, ...], step: int,
+) -> None:  # fmt: skip
+    run, nodes = lost
+    for node in gone:
+        shutil.rmtree(nodes[node])
+    first, *_ = jobs.answers(RANKS, work.run_on_nodes, run, [nodes[node] for node in order], None, True)
+    assert first.error is None, first.trace
+    assert f"continuing after step {step}, from " in first.output
+    assert ("the memory of the nodes" in first.output) == (step == FAILED - 1)
+    assert losses(run) == whole
+    assert not any(list(node.rglob("*.safetensors")) for node in nodes)
+
+
+def test_a_step_without_numbers_is_not_taken(
+    jobs: Jobs, lost: tuple[Run, list[Path]], whole: list[tuple[int, float]]
+) -> None:
+    """The first rank's node was lost before it wrote them, so that the curve would have a hole."""
+    run, nodes = lost
+    path = run.folder / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    first, *_ = jobs.answers(RANKS, work.run_on_nodes, run, nodes, None, True)
+    assert first.error is None and "continuing after step 8, from the memory" in first.output
+    assert losses(run) == whole
+
+
+def test_a_recovered_state_is_on_disk_at_once(jobs: Jobs, lost: tuple[Run, list[Path]]) -> None:
+    """Else it would be lost with the next node. The job fails again in the same step, and all memory is lost."""
+    run, nodes = lost
+    answers = jobs.answers(RANKS, work.run_on_nodes, run, nodes, FAILED, True)
+    assert all(answer.error is not None and "a node is lost" in answer.error for answer in answers)
+    assert checkpoint_step(list_checkpoints(checkpoints_folder(run))[0]) == FAILED - 1
+
+
+def test_a_run_that_begins_anew_takes_no_copies(
+    jobs: Jobs, lost: tuple[Run, list[Path]], whole: list[tuple[int, float]]
+) -> None:
+    run, nodes = lost
+    shutil.rmtree(run.folder)
+    first, *_ = jobs.answers(RANKS, work.run_on_nodes, run, nodes, None, True)
+    assert first.error is None and "continuing" not in first.output
+    assert losses(run) == whole
+
+
+def test_copies_of_another_division_are_not_read(
+    jobs: Jobs, lost: tuple[Run, list[Path]], whole: list[tuple[int, float]]
+) -> None:
+    """Two ranks have other shards than four."""
+    run, nodes = lost
+    two = replace(run, parallel=replace(run.parallel, replicate=1))
+    first, *_ = jobs.answers(2, work.run_on_nodes, two, nodes, None, True)
+    assert first.error is None and "continuing after step 6" in first.output
+    np.testing.assert_allclose(losses(run), whole, rtol=1e-5)
+
+
+def test_weights_that_diverged_are_not_kept(jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path) -> None:
+    """All steps after 7 are skipped, until the run gives up; it must not continue from their weights."""
+    run = run_in("x", checkpoint=CheckpointSettings(6, memory_every=1, memory_folder=str(tmp_path / "m")), max_skips=2)
+    layer = "blocks.1.feed_forward.fc2"
+    first, _ = jobs.answers(2, work.poisoned_run, run, layer, 1, range(8, 20), float("inf"))
+    assert first.error is not None and first.error.startswith("NonFiniteError")
+    assert not list((tmp_path / "m").rglob("*.safetensors"))
+
+
+def test_memory_that_is_full_ends_the_copies_and_not_the_run(
+    jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    run = run_in("x", checkpoint=CheckpointSettings(memory_every=1, memory_folder=str(tmp_path / "file")))
+    assert [result["step"] for result in jobs.run(2, work.train_run, run)] == [20, 20]
+
+
+def test_carried_states_are_refused(run_in: Callable[..., Run]) -> None:
+    """Each data rank has lanes of its own, which no replica has."""
+    run = run_in("x")
+    data = DataSettings(source=run.data.source, carry_state=True)
+    with pytest.raises(ValueError, match=r"checkpoint\.memory_every.*data\.carry_state=true.*memory_every=none"):
+        replace(run, data=data, checkpoint=CheckpointSettings(memory_every=1))
