@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# Many tests wait for other processes, so more workers than processors keep the processors busy.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() * 3 // 2)')
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
@@ -12,7 +14,7 @@ test: .venv/test  ## Check style, types and import directions, and run the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n auto --dist loadgroup --ignore tests/serving/test_attacks.py
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --ignore tests/serving/test_attacks.py
 	$(MAKE) --no-print-directory test-attacks
 
 ci: test docs test-tutorial test-docs test-kernels test-simulated test-hf-oldest test-upstream test-vllm  ## Run everything that continuous integration runs

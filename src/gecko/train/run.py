@@ -386,7 +386,7 @@ class Run:
                 "lora_rank trains adapters of a trained model without compilation: set init_from and compile=false, "
                 "or lora_rank=none."
             )
-        if self.lora_rank is not None and self.lora_rank > self.model.model_dim:
+        if self.lora_rank > self.model.model_dim:
             raise ValueError(
                 f"lora_rank must be at most the model's width, {self.model.model_dim}; got {self.lora_rank}. Try "
                 f"{min(16, self.model.model_dim)}."
