@@ -43,9 +43,8 @@ multiprocessor. ``enter_kernel`` works at the ends of chunks only."""
 
 
 SPILLED = {"gradients_kernel": 40}
-"""Bytes per thread that kernels may spill; others 8, which ptxas keeps on the stack in a few tiles of norms at any number
-of warps. ``gradients_kernel`` keeps the states between tiles of 8,192 tokens there: the loops inside a tile have 255
-registers, and take a quarter of the time that they took when tables of half the steps fitted into 212."""
+"""Bytes per thread that kernels may spill. Others: 8, which ptxas keeps on the stack in a few tiles of norms at any
+number of warps. ``gradients_kernel`` keeps states between tiles of 8,192 tokens there."""
 
 
 def _budget(configuration: Configuration) -> int:

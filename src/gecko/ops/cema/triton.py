@@ -1,31 +1,31 @@
 """Triton backend of CEMA: launches of the filter and of its gradients, and the custom operator.
 
 A program processes a few channels of one row, one tile of sixteen items at a time (``varlen_tiles.py``). For each
-channel the items are the rows of matrix products with the tables of a chunk of C = 16 steps (``chunked.py``), which are
+channel the items are the rows of matrix products with the tables of a chunk of C steps (``chunked.py``), which are
 kept in registers. The program computes what each item adds to the state, x G, then the state before each item by a scan
 over the sixteen items. Then it reads x again from the cache and computes y = x T + h W and h ← q^C h + x G.
 
 The gradient of x is the same filter run backwards in time with γ and p exchanged. The skip connection ω x is added to
 k[0], so it needs no extra pass. The gradients of the coefficients need one more forward pass with ∂h / ∂ log q
-(``triton_backward.py``). Only x and the states before and after the call are saved for the backward pass.
+(``triton_backward.py``). Only x, the states before and after the call and small tables are saved for the backward pass.
 
-**Cost** for B = 1, T = 32,768, D = 4,096, N = 16, bfloat16 (x is 268 MB). Multiply-adds of matrix products and
-instructions per thread are per token and channel; instructions are counted in the code compiled for sm_90:
+**Cost** for B = 1, T = 32,768, D = 2,048, N = 16, bfloat16 (x is 134 MB). Multiply-adds of matrix products and
+instructions per thread are per token and channel; instructions are counted in the code compiled for sm_90
+(``benchmarks/gpu_budget.py``):
 
-    part                     passes over memory    bytes      floor        multiply-adds     instructions
-    forward                  2: x, y               537 MB     537 MB       C + 6 N = 112     42
-    backward, inputs         2: g, dx              537 MB                  C + 6 N = 112     42
-    backward, coefficients   2: x, g               537 MB     805 MB       2 C + 12 N = 224  130
+    part                     passes over memory    bytes      multiply-adds           instructions
+    forward                  2: x, y               268 MB     2 C + 14 N = 288        26
+    backward, inputs         2: g, dx              268 MB     2 C + 14 N = 288        26
+    backward, coefficients   2: x, g               268 MB     C + 12 N = 224          36
 
-The floor of the backward pass is for both parts together. With 132 SMs at 1.75 GHz that issue 4 warp instructions per
-cycle, 42 instructions take 0.19 ms and 130 take 0.59 ms; 537 MB at 4.3 TB/s take 0.125 ms. Instructions are therefore
-the limit, above all those of the coefficient gradients. These are estimates, not measured times. The second read of a
-tile (16 items of at most 256 tokens, 8 or 16 channels: at most 128 KiB) hits the L2 cache, as does the read for the
-second block of 8 modes. One row gives D / 16 programs: with fewer than 132 · 16 channels over all rows, SMs are idle.
+With 132 SMs at 1.755 GHz that issue 4 warp instructions per cycle, 26 instructions take 0.06 ms, as long as the bytes
+at 4.3 TB/s, and 36 take 0.08 ms. These are predictions, not measured times. The second read of a tile (16 items of at
+most 512 tokens, 8 channels: 128 KiB) hits the L2 cache. One row gives D / 8 programs.
 
-Matrix products are tf32 for 16-bit x. tf32 represents x exactly. Tables (once) and states (once per chunk) are rounded
-to 11 bits by one instruction, because tensor cores truncate. The error of a number is less than the rounding error of
-the largest number of its tensor in 16 bits. For float32, each product is three tf32 products.
+For bfloat16 x, C = 32 and factors are bfloat16: x is exact, tables and states are the sum of two bfloat16 numbers (16
+bits), except in the pass over coefficients, where tables are one. For float16 x, C = 16 and products are tf32, which
+represents x exactly; tables and states are rounded to 11 bits by one instruction, because tensor cores truncate. For
+float32, C = 16 and each product is three tf32 products.
 """
 
 from __future__ import annotations
