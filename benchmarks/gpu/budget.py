@@ -53,7 +53,7 @@ _WIDTHS = {"8": 1, "U8": 1, "16": 2, "U16": 2, "64": 8, "128": 16}
 
 def _average_trips(a: dict[str, Any]) -> list[float]:
     """Return the tiles of a row, and the chunks of a unit."""
-    return [a["p_first"].numel() / a["items"] / a["p_before"].shape[0], a["unit"] / a["chunk"]]
+    return [a["p_first"].numel() / a["items"] / (a["p_tiles"].numel() - 1), a["unit"] / a["chunk"]]
 
 
 def _chain_trips(a: dict[str, Any]) -> list[float]:
@@ -64,7 +64,8 @@ def _chain_trips(a: dict[str, Any]) -> list[float]:
 TRIPS: dict[str, Callable[[dict[str, Any]], list[float]]] = {
     "cema.filter_kernel": _average_trips,
     "cema.gradients_kernel": _average_trips,
-    "cema.coefficient_gradients_kernel": lambda a: [a["chunk"]],
+    "cema.response_kernel": lambda a: [a["chunk"]],
+    "cema.coefficient_gradients_kernel": lambda a: [a["batch"], a["chunk"]],
     "timestep_norm.normalise_tiles": lambda _: [2.0],  # polls for the tiles before
     "timestep_norm.gradient_carries": lambda a: [blocks(a["tiles"] - 1, a["tiles_at_once"])],
     "loss._token": lambda a: [blocks(a["vocabulary"], a["block"])],

@@ -56,7 +56,7 @@ def use_float8(model: LanguageModel, precision: Precision) -> None:
 @contextmanager
 def without_float8(model: LanguageModel, precision: Precision) -> Iterator[None]:
     """Context that undoes ``use_float8``: torchao's layers do not run under ``torch.inference_mode``."""
-    kind = _library().float8_linear.Float8Linear if precision.startswith("float8") else None
+    kind: Any = _library().float8_linear.Float8Linear if precision.startswith("float8") else None
     changed = [] if kind is None else [module for module in model.modules() if type(module) is kind]
     try:
         for module in changed:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gecko.ops.backends.dispatch import Backend, choose_backend, kernels_of
 from gecko.ops.cema.chunked import CEMACoefficients, cema_chunked, cema_step
-from gecko.ops.cema.varlen_tiles import CHUNK, MOST_MODES
+from gecko.ops.cema.varlen_tiles import FEWEST, MOST_MODES
 from gecko.ops.common import check_segments, check_shape, compute_dtype, full_precision, run_by_length
 from gecko.runtime.records import TensorRecord
 from gecko.segments import Segments
@@ -44,8 +44,8 @@ def cema(
     modes = coefficients.input.shape[1]
     check_shape("coefficients.input", coefficients.input, (channels, modes))
     dtype = compute_dtype(x)
-    state = empty_cema_state(batch, channels, modes, dtype, x.device) if state is None else state
-    check_shape("state", state, (batch, channels, modes, 2))
+    if state is not None:
+        check_shape("state", state, (batch, channels, modes, 2))
     segments = segments or Segments.build(batch, length, device=x.device)
     check_segments(segments, batch, length)
     if skip is not None:
@@ -53,12 +53,15 @@ def cema(
     with full_precision(x):
         backend = _backend(x, coefficients, state, skip)
         if segments.ends is not None and backend != "cpu":
+            state = empty_cema_state(batch, channels, modes, dtype, x.device) if state is None else state
             return _cema_by_length(x, coefficients, state, segments, skip)
         match backend:
             case "triton":
                 return kernels_of("cema", "triton").cema_triton(x, coefficients, state, segments, skip)
             case "cpu":
+                state = empty_cema_state(batch, channels, modes, dtype) if state is None else state
                 return kernels_of("cema", "cpu").cema_cpu(x, coefficients, state, segments, skip)
+        state = empty_cema_state(batch, channels, modes, dtype, x.device) if state is None else state
         if length > 1:
             y, state = cema_chunked(x.to(dtype), coefficients, state, segments, skip)
             return y.to(x.dtype), state
@@ -88,12 +91,12 @@ def _cema_by_length(
     return y, moving.h
 
 
-def _backend(x: Tensor, coefficients: CEMACoefficients, state: Tensor, skip: Tensor | None) -> Backend:
+def _backend(x: Tensor, coefficients: CEMACoefficients, state: Tensor | None, skip: Tensor | None) -> Backend:
     """Return the backend for a call of several tokens; a call of one token is always "eager" here."""
     length, modes = x.shape[1], coefficients.input.shape[1]
     return choose_backend(
         x, coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output, state, skip,
-        triton=length >= CHUNK and modes <= MOST_MODES,
+        triton=length >= FEWEST and modes <= MOST_MODES,
         cpu=length > 1 and modes <= MOST_CPU_MODES,
     )  # fmt: skip
 

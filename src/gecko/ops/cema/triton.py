@@ -1,31 +1,31 @@
 """Triton backend of CEMA: launches of the filter and of its gradients, and the custom operator.
 
 A program processes a few channels of one row, one tile of sixteen items at a time (``varlen_tiles.py``). For each
-channel the items are the rows of matrix products with the tables of a chunk of C = 16 steps (``chunked.py``), which are
+channel the items are the rows of matrix products with the tables of a chunk of C steps (``chunked.py``), which are
 kept in registers. The program computes what each item adds to the state, x G, then the state before each item by a scan
 over the sixteen items. Then it reads x again from the cache and computes y = x T + h W and h ← q^C h + x G.
 
 The gradient of x is the same filter run backwards in time with γ and p exchanged. The skip connection ω x is added to
 k[0], so it needs no extra pass. The gradients of the coefficients need one more forward pass with ∂h / ∂ log q
-(``triton_backward.py``). Only x and the states before and after the call are saved for the backward pass.
+(``triton_backward.py``). Only x, the states before and after the call and small tables are saved for the backward pass.
 
-**Cost** for B = 1, T = 32,768, D = 4,096, N = 16, bfloat16 (x is 268 MB). Multiply-adds of matrix products and
-instructions per thread are per token and channel; instructions are counted in the code compiled for sm_90:
+**Cost** for B = 1, T = 32,768, D = 2,048, N = 16, bfloat16 (x is 134 MB). Multiply-adds of matrix products and
+instructions per thread are per token and channel; instructions are counted in the code compiled for sm_90
+(``benchmarks/gpu_budget.py``):
 
-    part                     passes over memory    bytes      floor        multiply-adds     instructions
-    forward                  2: x, y               537 MB     537 MB       C + 6 N = 112     42
-    backward, inputs         2: g, dx              537 MB                  C + 6 N = 112     42
-    backward, coefficients   2: x, g               537 MB     805 MB       2 C + 12 N = 224  130
+    part                     passes over memory    bytes      multiply-adds           instructions
+    forward                  2: x, y               268 MB     2 C + 14 N = 288        26
+    backward, inputs         2: g, dx              268 MB     2 C + 14 N = 288        26
+    backward, coefficients   2: x, g               268 MB     C + 12 N = 224          36
 
-The floor of the backward pass is for both parts together. With 132 SMs at 1.75 GHz that issue 4 warp instructions per
-cycle, 42 instructions take 0.19 ms and 130 take 0.59 ms; 537 MB at 4.3 TB/s take 0.125 ms. Instructions are therefore
-the limit, above all those of the coefficient gradients. These are estimates, not measured times. The second read of a
-tile (16 items of at most 256 tokens, 8 or 16 channels: at most 128 KiB) hits the L2 cache, as does the read for the
-second block of 8 modes. One row gives D / 16 programs: with fewer than 132 · 16 channels over all rows, SMs are idle.
+With 132 SMs at 1.755 GHz that issue 4 warp instructions per cycle, 26 instructions take 0.06 ms, as long as the bytes
+at 4.3 TB/s, and 36 take 0.08 ms. These are predictions, not measured times. The second read of a tile (16 items of at
+most 512 tokens, 8 channels: 128 KiB) hits the L2 cache. One row gives D / 8 programs.
 
-Matrix products are tf32 for 16-bit x. tf32 represents x exactly. Tables (once) and states (once per chunk) are rounded
-to 11 bits by one instruction, because tensor cores truncate. The error of a number is less than the rounding error of
-the largest number of its tensor in 16 bits. For float32, each product is three tf32 products.
+For bfloat16 x, C = 32 and factors are bfloat16: x is exact, tables and states are the sum of two bfloat16 numbers (16
+bits), except in the pass over coefficients, where tables are one. For float16 x, C = 16 and products are tf32, which
+represents x exactly; tables and states are rounded to 11 bits by one instruction, because tensor cores truncate. For
+float32, C = 16 and each product is three tf32 products.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gecko.ops.backends.dispatch import Launch, blocks, custom_op
 from gecko.ops.cema.chunked import CEMACoefficients, cema_chunked
 from gecko.ops.cema.triton_backward import coefficient_gradients_kernel, gradients_kernel, response_kernel
 from gecko.ops.cema.triton_forward import filter_kernel
-from gecko.ops.cema.varlen_tiles import CHUNK, ITEMS, MOST_MODES, VarlenTilePlan
+from gecko.ops.cema.varlen_tiles import ITEMS, MOST_MODES, VarlenTilePlan
 from gecko.segments import Segments
 
 _CHANNELS = 16
@@ -48,22 +48,27 @@ _CHANNELS = 16
 
 
 def cema_triton(
-    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None = None
+    x: Tensor, coefficients: CEMACoefficients, state: Tensor | None, segments: Segments, skip: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``cema`` for at least ``CHUNK`` tokens. The chunked form processes the first T mod unit tokens."""
+    """Compute ``cema`` for at least ``FEWEST`` tokens. The chunked form processes the first T mod unit tokens."""
     plan = VarlenTilePlan.of(segments)
     head = x[:, : plan.head]
     if plan.head_segments is not None:
+        if state is None:
+            state = x.new_zeros(len(x), *coefficients.output.shape, dtype=torch.float32)
         y_head, state = cema_chunked(head.float(), coefficients, state, plan.head_segments)
         head = y_head.to(x.dtype) if skip is None else torch.addcmul(y_head, head, skip).to(x.dtype)
-    before = (state * plan.continues.view(-1, 1, 1, 1)).contiguous()
     given = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
-    y, after = _cema_op(
-        x[:, plan.head :].contiguous(), *(tensor.to(before.dtype).contiguous() for tensor in given),
-        before.new_zeros(x.shape[-1]) if skip is None else skip.to(before.dtype),
-        before, plan.forwards.tensors(), plan.backwards.tensors(), plan.unit,
+    y, after, *_ = _cema_op(
+        x[:, plan.head :].contiguous(), *(_table(tensor) for tensor in given), None if skip is None else _table(skip),
+        None if state is None else _table(state), plan.continues, plan.forwards.tensors(), plan.backwards.tensors(),
+        plan.unit,
     )  # fmt: skip
     return (torch.cat([head, y], dim=1) if plan.head else y), after
+
+
+def _table(tensor: Tensor) -> Tensor:
+    return tensor.float().contiguous()
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,16 @@ class _Tables:
     input: Tensor
 
     @classmethod
-    def of(cls, coefficients: CEMACoefficients, skip: Tensor) -> _Tables:
-        p, output = coefficients.input, coefficients.output
-        decay = torch.view_as_real(coefficients.factor)
-        response, pair = skip.new_empty(len(skip), CHUNK), torch.empty_like(decay)
+    def of(
+        cls, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor | None, chunk: int
+    ) -> _Tables:
+        response = input.new_empty(len(input), chunk)
+        decay, pair = torch.empty_like(output), torch.empty_like(output)
         tensors = {
-            "p_in": p, "p_out": output, "p_decay": decay, "p_skip": skip, "p_response": response, "p_pair": pair
+            "p_in": input, "p_log": log_damping, "p_angle": angle, "p_out": output, "p_skip": skip,
+            "p_response": response, "p_decay": decay, "p_pair": pair,
         }  # fmt: skip
-        Launch(response_kernel, _grid(p), tensors | _sizes(p), warps=4).run()
+        Launch(response_kernel, _grid(input), tensors | _sizes(input, chunk), warps=4).run()
         return cls(response, decay, pair)
 
 
@@ -90,44 +97,45 @@ def _grid(p: Tensor) -> tuple[int]:
     return (blocks(len(p), _CHANNELS),)
 
 
-def _sizes(p: Tensor) -> dict[str, int]:
+def _sizes(p: Tensor, chunk: int) -> dict[str, int]:
     """Return the size arguments of kernels over coefficients p (D, N)."""
-    return {"channels": p.shape[0], "modes": p.shape[1], "chunk": CHUNK, "b_d": _CHANNELS, "b_n": MOST_MODES}
+    return {"channels": p.shape[0], "modes": p.shape[1], "chunk": chunk, "b_d": _CHANNELS, "b_n": MOST_MODES}
 
 
 def _forward(
-    x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor, before: Tensor,
-    forwards: list[Tensor], backwards: list[Tensor], unit: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    tables = _Tables.of(CEMACoefficients(input, log_damping, angle, output), skip)
-    return _filter(x, tables, tables.input, output, before, forwards, unit, reverse=False)
+    x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor | None,
+    before: Tensor | None, continues: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    tables = _Tables.of(input, log_damping, angle, output, skip, _chunk(x))
+    y, after = _filter(x, tables, tables.input, output, before, None, forwards, unit)
+    return y, after, tables.response, tables.decay, tables.input
 
 
 def _filter(
-    x: Tensor, tables: _Tables, into: Tensor, out: Tensor, before: Tensor, items: list[Tensor], unit: int, *,
-    reverse: bool,
+    x: Tensor, tables: _Tables, into: Tensor, out: Tensor, before: Tensor | None, continues: Tensor | None,
+    items: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    y, after = torch.empty_like(x), torch.empty_like(before)
+    """Return y and the state after it; with ``continues``, backwards in time."""
+    (batch, _, channels), modes = x.shape, into.shape[1]
+    y, after = torch.empty_like(x), into.new_empty(batch, channels, modes, 2)
     arguments = {
-        "p_x": x, "p_y": y, "p_response": tables.response, "p_in": into, "p_out": out,
-        "p_decay": tables.decay, "p_before": before, "p_after": after, **_named(items),
-        "channels": x.shape[-1], "modes": before.shape[2], "unit": unit, "reverse": reverse, "b_n": MOST_MODES,
-        **_constants(x),
+        "p_x": x, "p_y": y, "p_response": tables.response, "p_in": into, "p_out": out, "p_decay": tables.decay,
+        "p_before": before, "p_after": after, "p_continues": continues, **_named(items), "channels": channels,
+        "modes": modes, "unit": unit, "reverse": continues is not None, "b_n": MOST_MODES, **_constants(x),
     }  # fmt: skip
     # One channel per warp: the tables and the sixteen items of two channels do not fit into its registers.
-    b_d = 16 if _is_rough(x) else 8
-    grid = (x.shape[0], blocks(x.shape[-1], b_d))
-    Launch(filter_kernel, grid, {**arguments, "b_d": b_d}, warps=b_d).run()
+    Launch(filter_kernel, (batch, blocks(channels, 8)), {**arguments, "b_d": 8}, warps=8).run()
     return y, after
 
 
 def _constants(x: Tensor) -> dict[str, Any]:
-    return {"precision": "tf32" if _is_rough(x) else "tf32x3", "chunk": CHUNK, "items": ITEMS}
+    precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(x.dtype, "tf32x3")
+    return {"precision": precision, "chunk": _chunk(x), "items": ITEMS}
 
 
-def _is_rough(x: Tensor) -> bool:
-    """Return whether outputs have no more than the 11 bits of tf32."""
-    return x.dtype != torch.float32
+def _chunk(x: Tensor) -> int:
+    """Return the steps of an item per matrix product. Tables of more steps in 32 bits do not fit in registers."""
+    return 32 if x.dtype == torch.bfloat16 else 16
 
 
 def _named(items: list[Tensor]) -> dict[str, Tensor]:
@@ -139,56 +147,53 @@ _cema_op = custom_op("cema")(_forward)
 
 @_cema_op.register_fake
 def _(
-    x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor, before: Tensor,
-    forwards: list[Tensor], backwards: list[Tensor], unit: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(x), torch.empty_like(before)
+    x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor | None,
+    before: Tensor | None, continues: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    after = input.new_empty(x.shape[0], *output.shape)
+    tables = input.new_empty(len(input), _chunk(x)), torch.empty_like(output), torch.empty_like(output)
+    return torch.empty_like(x), after, *tables
 
 
 def _backward(
-    grad: Tensor, grad_after: Tensor, x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor,
-    skip: Tensor, before: Tensor, after: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
+    grad: Tensor, grad_after: Tensor | None, x: Tensor, output: Tensor, response: Tensor, decay: Tensor,
+    input: Tensor, before: Tensor | None, after: Tensor, continues: Tensor, forwards: list[Tensor],
+    backwards: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x, input, log_damping, angle, output, skip and before."""
-    tables = _Tables.of(CEMACoefficients(input, log_damping, angle, output), skip)
-    handed_in = _conjugate(grad_after)
-    grad_x, handed = _filter(grad, tables, output, tables.input, handed_in, backwards, unit, reverse=True)
-    grad_before = _conjugate(handed)
+    tables = _Tables(response, decay, input)
+    grad_x, grad_before = _filter(grad, tables, output, input, grad_after, continues, backwards, unit)
     sums = _sums(grad, x, tables, before, forwards, unit)
-
     states = {"p_after": after, "p_grad_after": grad_after, "p_before": before, "p_grad_before": grad_before}
-    given = {"p_in": input, "p_out": output, "p_decay": tables.decay, "batch": len(x), **sums, **states}
-    by_input, by_log, by_angle, by_output, by_skip = map(torch.empty_like, (input, input, input, output, skip))
+    given = {"p_in": input, "p_out": output, "p_decay": decay, "batch": len(x), **sums, **states}
+    by_input, by_log, by_angle = (input.new_empty(input.shape[:2]) for _ in range(3))
+    by_output, by_skip = torch.empty_like(output), input.new_empty(len(input))
     gradients = {
         "p_grad_in": by_input, "p_grad_log": by_log, "p_grad_angle": by_angle, "p_grad_out": by_output,
         "p_grad_skip": by_skip,
     }  # fmt: skip
-    Launch(coefficient_gradients_kernel, _grid(input), given | gradients | _sizes(input), warps=4).run()
+    sizes = _sizes(input, _chunk(x))
+    Launch(coefficient_gradients_kernel, _grid(input), given | gradients | sizes, warps=4).run()
     return grad_x, by_input, by_log, by_angle, by_output, by_skip, grad_before
 
 
-def _conjugate(pairs: Tensor) -> Tensor:
-    """Conjugate complex pairs. A multiplication by a tensor of signs from the host would synchronise with the GPU."""
-    return torch.view_as_real(torch.view_as_complex(pairs).conj_physical())
-
-
 def _sums(
-    grad: Tensor, x: Tensor, tables: _Tables, before: Tensor, items: list[Tensor], unit: int
+    grad: Tensor, x: Tensor, tables: _Tables, before: Tensor | None, items: list[Tensor], unit: int
 ) -> dict[str, Tensor]:
     """Return Σ g h and Σ g ∂h/∂log q without the inputs of the chunk of each step, ∂h/∂log q after the last step, all
-    (B, D, N, 2), and the correlation Σ x_s g_t of steps s and t within a chunk over all chunks and rows, (D, C, C)."""
-    sums, derivatives, last = (torch.empty_like(before) for _ in range(3))
-    batch, channels, modes = before.shape[:3]
-    correlation = before.new_empty(batch, channels, CHUNK, CHUNK)
-    b_d, b_n = 8, 8
+    (B, D, N, 2), and the correlation Σ x_s g_t of steps s and t within a chunk over all chunks, (B, D, C, C)."""
+    (batch, _, channels), modes, constants = x.shape, tables.input.shape[1], _constants(x)
+    sums, derivatives, last = (tables.input.new_empty(batch, channels, modes, 2) for _ in range(3))
+    correlation = tables.input.new_empty(batch, channels, constants["chunk"], constants["chunk"])
+    b_d, b_n = 8, MOST_MODES if constants["precision"] == "bf16" else 8
     arguments = {
         "p_x": x, "p_grad": grad, "p_in": tables.input, "p_decay": tables.decay, "p_before": before, "p_sums": sums,
         "p_derivatives": derivatives, "p_correlation": correlation, "p_after": last, **_named(items),
-        "channels": channels, "modes": modes, "unit": unit, "b_d": b_d, "b_n": b_n, **_constants(x),
+        "channels": channels, "modes": modes, "unit": unit, "b_d": b_d, "b_n": b_n, **constants,
     }  # fmt: skip
     grid = (batch, blocks(channels, b_d) * blocks(modes, b_n))
     Launch(gradients_kernel, grid, arguments, warps=8).run()
-    return {"p_sums": sums, "p_derivatives": derivatives, "p_last": last, "p_correlation": correlation.sum(0)}
+    return {"p_sums": sums, "p_derivatives": derivatives, "p_last": last, "p_correlation": correlation}
 
 
 _backward_op = custom_op("cema_backward")(_backward)
@@ -196,27 +201,42 @@ _backward_op = custom_op("cema_backward")(_backward)
 
 @_backward_op.register_fake
 def _(
-    grad: Tensor, grad_after: Tensor, x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor,
-    skip: Tensor, before: Tensor, after: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
+    grad: Tensor, grad_after: Tensor | None, x: Tensor, output: Tensor, response: Tensor, decay: Tensor,
+    input: Tensor, before: Tensor | None, after: Tensor, continues: Tensor, forwards: list[Tensor],
+    backwards: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    shaped = (x, input, log_damping, angle, output, skip, before)
-    return tuple(torch.empty_like(tensor) for tensor in shaped)  # type: ignore[return-value]
+    of_modes = (input.new_empty(input.shape[:2]) for _ in range(3))
+    return (
+        torch.empty_like(x),
+        *of_modes,
+        torch.empty_like(output),
+        input.new_empty(len(input)),
+        torch.empty_like(after),
+    )  # type: ignore[return-value]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, forwards, backwards, ctx.unit = inputs
-    ctx.counts = len(tensors) + 1, len(forwards)
-    ctx.save_for_backward(*tensors, output[1], *forwards, *backwards)
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, _, _, out, skip, before, continues, forwards, backwards, ctx.unit = inputs
+    _, after, *tables = output
+    ctx.absent = skip is None, before is None
+    ctx.items = len(forwards)
+    ctx.save_for_backward(x, out, *tables, before, after, continues, *forwards, *backwards)
+    ctx.mark_non_differentiable(*tables)
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor, grad_after: Tensor) -> tuple[Any, ...]:
-    values, items = ctx.counts
-    saved = list(ctx.saved_tensors)
+def _differentiate(ctx: Any, grad: Tensor | None, grad_after: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    x, *saved = ctx.saved_tensors
+    items = -2 * ctx.items
+    grad = torch.zeros_like(x) if grad is None else grad.contiguous()
     grads = _backward_op(
-        grad.contiguous(), grad_after.contiguous(), *saved[:values],
-        saved[values : values + items], saved[values + items :], ctx.unit,
+        grad, None if grad_after is None else grad_after.contiguous(), x, *saved[:items],
+        saved[items : -ctx.items], saved[-ctx.items :], ctx.unit,
     )  # fmt: skip
-    return *grads, [None] * items, [None] * items, None
+    without_skip, without_before = ctx.absent
+    *given, by_skip, grad_before = grads
+    by_skip, grad_before = None if without_skip else by_skip, None if without_before else grad_before
+    return *given, by_skip, grad_before, None, [None] * ctx.items, [None] * ctx.items, None
 
 
 _cema_op.register_autograd(_differentiate, setup_context=_setup)

@@ -43,9 +43,8 @@ def power(q_real, q_imag, exponent, bits: tl.constexpr):
 
 @triton.jit
 def add_product(real, imag, a_real, a_imag, b_real, b_imag):
-    """Return real + i imag + a b."""
-    more_real, more_imag = complex_product(a_real, a_imag, b_real, b_imag)
-    return real + more_real, imag + more_imag
+    """Return real + i imag + a b, in an order of which each step is one fused multiply-add."""
+    return real + a_real * b_real - a_imag * b_imag, imag + a_real * b_imag + a_imag * b_real
 
 
 @triton.jit
@@ -56,17 +55,26 @@ def power_for_items(q_real, q_imag, exponent, bits: tl.constexpr):
 
 
 @triton.jit
-def into_state(in_real, in_imag, q_real, q_imag, exponents, precision: tl.constexpr):
+def into_state(in_real, in_imag, q_real, q_imag, exponents):
     """Return in q^exponent, (channels, steps, modes): the matrix from the inputs of a chunk to the state."""
-    real, imag = power(q_real[:, None, :], q_imag[:, None, :], exponents[None, :, None], 5)
-    real, imag = complex_product(in_real[:, None, :], in_imag[:, None, :], real, imag)
-    return rounded(real, precision), rounded(imag, precision)
+    real, imag = power(q_real[:, None, :], q_imag[:, None, :], exponents[None, :, None], 6)
+    return complex_product(in_real[:, None, :], in_imag[:, None, :], real, imag)
 
 
 @triton.jit
 def load_pair(p_pair, i_pair, mask):
     """Load interleaved complex numbers as (real, imaginary); zero outside the mask."""
     return tl.load(p_pair + 2 * i_pair, mask=mask, other=0.0), tl.load(p_pair + 2 * i_pair + 1, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_state(p_state, state, i_mode, mask):
+    """Load the complex numbers of a row that begins at ``state``; zeros if there is no state."""
+    if p_state is None:
+        real, imag = tl.zeros(i_mode.shape, tl.float32), tl.zeros(i_mode.shape, tl.float32)
+    else:
+        real, imag = load_pair(p_state + state, i_mode, mask)
+    return real, imag
 
 
 @triton.jit
@@ -88,19 +96,68 @@ def load_borders(p_first, p_begin, p_end, i_item):
 
 @triton.jit
 def places(i_first, i_begin, i_end, step, unit, i_d, channels, reverse: tl.constexpr, chunk: tl.constexpr):
-    """Return the offsets and the mask (items, chunk, channels) of chunk ``step`` of every item. If ``reverse``, chunks
-    and their steps are counted from the end of the unit."""
-    i_t = step * chunk + tl.arange(0, chunk)[None, :]
+    """Return the offsets and the mask (2, items, chunk / 2, channels) of chunk ``step`` of every item. If ``reverse``,
+    chunks and their steps are counted from the end of the unit. Axis 0 is the step within a pair of steps: a thread
+    holds both steps of a pair, so that it moves both at once when the tile is transposed."""
+    i_t = step * chunk + 2 * tl.arange(0, chunk // 2)[None, None, :] + tl.arange(0, 2)[:, None, None]
     i_t = unit - 1 - i_t if reverse else i_t
-    held = (i_t >= i_begin[:, None]) & (i_t < i_end[:, None])
-    offsets = (i_first[:, None] + i_t)[:, :, None] * channels + i_d[None, None, :]
-    return offsets, held[:, :, None] & (i_d < channels)[None, None, :]
+    held = (i_t >= i_begin[None, :, None]) & (i_t < i_end[None, :, None])
+    offsets = (i_first[None, :, None] + i_t)[:, :, :, None] * channels + i_d[None, None, None, :]
+    return offsets, held[:, :, :, None] & (i_d < channels)[None, None, None, :]
 
 
 @triton.jit
-def load_channels(p_x, offsets, mask):
-    """Load (channels, items, chunk) in float32; zero outside the mask."""
-    return tl.permute(tl.load(p_x + offsets, mask=mask, other=0.0).to(tl.float32), (2, 0, 1))
+def load_channels(p_x, offsets, mask, precision: tl.constexpr):
+    """Load (channels, items, chunk), the left factor of a product; zero outside the mask."""
+    b_x = tl.permute(tl.load(p_x + offsets, mask=mask, other=0.0), (3, 1, 2, 0))
+    b_x = tl.reshape(b_x, (b_x.shape[0], b_x.shape[1], 2 * b_x.shape[2]))
+    return b_x if precision == "bf16" else b_x.to(tl.float32)
+
+
+@triton.jit
+def factor(b_x, precision: tl.constexpr):
+    """Return b_x as a factor of products: rounded, or as two bfloat16 numbers, whose sum has 16 bits."""
+    if precision == "bf16":
+        bits = b_x.to(tl.int32, bitcast=True) & -65536  # the high half of a float32 is the bfloat16 below it
+        b_high = bits.to(tl.float32, bitcast=True)
+        b_low = (b_x - b_high).to(tl.bfloat16)
+        b_high = b_high.to(tl.bfloat16)
+    else:
+        b_high = rounded(b_x, precision)
+        b_low = b_high
+    return b_high, b_low
+
+
+@triton.jit
+def rounded_factor(b_x, precision: tl.constexpr):
+    """Return b_x as a factor of ``rough_product``."""
+    return b_x.to(tl.bfloat16) if precision == "bf16" else rounded(b_x, precision)
+
+
+@triton.jit
+def rough_product(b_x, right, b_sum, precision: tl.constexpr):
+    """Return b_sum + b_x right, for inputs b_x and inputs or a ``rounded_factor`` right."""
+    mode: tl.constexpr = "ieee" if precision == "bf16" else precision
+    return tl.dot(b_x, right, b_sum, input_precision=mode)
+
+
+@triton.jit
+def product(b_x, right, b_sum, precision: tl.constexpr):
+    """Return b_sum + b_x right, for inputs b_x and a right ``factor``."""
+    b_sum = rough_product(b_x, right[0], b_sum, precision)
+    if precision == "bf16":
+        b_sum = rough_product(b_x, right[1], b_sum, precision)
+    return b_sum
+
+
+@triton.jit
+def wide_product(b_z, right, b_sum, precision: tl.constexpr):
+    """Return b_sum + b_z right, for float32 numbers b_z and a right ``factor``."""
+    high, low = factor(b_z, precision)
+    b_sum = product(high, right, b_sum, precision)
+    if precision == "bf16":
+        b_sum = rough_product(low, right[0], b_sum, precision)
+    return b_sum
 
 
 @triton.jit
@@ -123,16 +180,16 @@ def last_item(b_h, items: tl.constexpr):
 def _follow(a_real, a_imag, u_real, u_imag, b_real, b_imag, v_real, v_imag):
     """Compose z → a z + u and then z → b z + v into one step."""
     decay_real, decay_imag = complex_product(b_real, b_imag, a_real, a_imag)
-    real, imag = complex_product(b_real, b_imag, u_real, u_imag)
-    return decay_real, decay_imag, real + v_real, imag + v_imag
+    real, imag = add_product(v_real, v_imag, b_real, b_imag, u_real, u_imag)
+    return decay_real, decay_imag, real, imag
 
 
 @triton.jit
 def _out_of_state(out_real, out_imag, q_real, q_imag, exponents, precision: tl.constexpr):
     """Return the conjugate of out q^exponent, (channels, modes, steps). Its real product with z is Re(out q^e z)."""
-    real, imag = power(q_real[:, :, None], q_imag[:, :, None], exponents[None, None, :], 5)
+    real, imag = power(q_real[:, :, None], q_imag[:, :, None], exponents[None, None, :], 6)
     real, imag = complex_product(out_real[:, :, None], out_imag[:, :, None], real, imag)
-    return rounded(real, precision), rounded(-imag, precision)
+    return factor(real, precision), factor(-imag, precision)
 
 
 @triton.jit
@@ -142,15 +199,14 @@ def _load_responses(p_response, i_d, channels, chunk: tl.constexpr, precision: t
     i_lag = i_t[None, :] - i_t[:, None]
     mask = (i_d < channels)[:, None, None] & (i_lag >= 0)[None, :, :]
     b_response = tl.load(p_response + i_d[:, None, None] * chunk + i_lag[None, :, :], mask=mask, other=0.0)
-    return rounded(b_response, precision)
+    return factor(b_response, precision)
 
 
 @triton.jit
 def _advance(z_real, z_imag, b_x, g_real, g_imag, step_real, step_imag, precision: tl.constexpr):
     """Return z after one more chunk of inputs (channels, items, chunk)."""
     z_real, z_imag = complex_product(z_real, z_imag, step_real, step_imag)
-    z_real = tl.dot(b_x, g_real, z_real, input_precision=precision)
-    return z_real, tl.dot(b_x, g_imag, z_imag, input_precision=precision)
+    return product(b_x, g_real, z_real, precision), product(b_x, g_imag, z_imag, precision)
 
 
 @triton.jit
@@ -163,16 +219,19 @@ def _added(
     z_imag = tl.zeros((b_d, items, b_n), tl.float32)
     for step in range(unit // chunk):
         offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, reverse, chunk)
-        b_x = load_channels(p_x, offsets, mask)
+        b_x = load_channels(p_x, offsets, mask, precision)
         z_real, z_imag = _advance(z_real, z_imag, b_x, g_real, g_imag, step_real, step_imag, precision)
     return z_real, z_imag
 
 
 @triton.jit
-def _entering(kind, z_real, z_imag, unit_real, unit_imag, c_real, c_imag):
-    """Return z before each item of a tile, from ``_added`` for the item before each and from z before the tile (c)."""
-    continues = (kind == 1)[None, :, None]
-    a_real = tl.where(continues, unit_real, tl.where((kind == 2)[None, :, None], 1.0, 0.0))
+def entering(kind, z_real, z_imag, unit_real, unit_imag, c_real, c_imag, items: tl.constexpr):
+    """Return z before each item of a tile, from ``_added`` for the item before each and from z after the tile before
+    (c), which the first item continues."""
+    first = tl.arange(0, items) == 0
+    continues = ((kind == 1) & (first == 0))[None, :, None]
+    passes = (kind == 2) | ((kind == 1) & first)
+    a_real = tl.where(continues, unit_real, tl.where(passes[None, :, None], 1.0, 0.0))
     a_imag = tl.where(continues, unit_imag, 0.0)
     z_real = tl.where(continues, z_real, 0.0)
     z_imag = tl.where(continues, z_imag, 0.0)
@@ -188,24 +247,29 @@ def _write_outputs(
     """Store y of the items of a tile, given z before each item, and return z after each."""
     for step in range(unit // chunk):
         offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, reverse, chunk)
-        b_x = load_channels(p_x, offsets, mask)
+        b_x = load_channels(p_x, offsets, mask, precision)
         # The states are multiplied first, so that the registers of their rounded copies are free for the inputs.
-        b_y = tl.dot(rounded(z_real, precision), w_real, input_precision=precision)
-        b_y = tl.dot(rounded(z_imag, precision), w_imag, b_y, input_precision=precision)
-        b_y = tl.dot(b_x, b_response, b_y, input_precision=precision)
-        tl.store(p_y + offsets, tl.permute(b_y, (1, 2, 0)).to(p_y.dtype.element_ty), mask=mask)
+        b_y = tl.zeros((b_x.shape[0], b_x.shape[1], chunk), tl.float32)
+        b_y = wide_product(z_real, w_real, b_y, precision)
+        b_y = wide_product(z_imag, w_imag, b_y, precision)
+        b_y = product(b_x, b_response, b_y, precision).to(p_y.dtype.element_ty)
+        b_y = tl.permute(tl.reshape(b_y, (b_y.shape[0], b_y.shape[1], chunk // 2, 2)), (3, 1, 2, 0))
+        tl.store(p_y + offsets, b_y, mask=mask)
         z_real, z_imag = _advance(z_real, z_imag, b_x, g_real, g_imag, step_real, step_imag, precision)
     return z_real, z_imag
 
 
 @triton.jit(do_not_specialize=["unit"])
 def filter_kernel(
-    p_x, p_y, p_response, p_in, p_out, p_decay, p_before, p_after, p_first, p_begin, p_end, p_kind, p_tiles,
-    channels, modes, unit,
+    p_x, p_y, p_response, p_in, p_out, p_decay, p_before, p_after, p_continues, p_first, p_begin, p_end, p_kind,
+    p_tiles, channels, modes, unit,
     reverse: tl.constexpr, precision: tl.constexpr, chunk: tl.constexpr, items: tl.constexpr,
     b_d: tl.constexpr, b_n: tl.constexpr,
 ):  # fmt: skip
-    """Compute y and the last z of one row from the z before it.
+    """Compute y and the last z of one row from the z before it, which is zero if p_before is None.
+
+    If ``reverse``, the states before and after are gradients: conjugates of z. That after is zero if the row does not
+    continue the document before it (p_continues, (rows,)).
 
     p_x, p_y: (tokens, channels). p_response: (channels, chunk). p_in, p_out, p_decay: (channels, modes, 2).
     p_before, p_after: (rows, channels, modes, 2). p_first … p_kind: (tiles · items,). p_tiles: (rows + 1,).
@@ -222,34 +286,38 @@ def filter_kernel(
     # The matrices of a chunk: into the state (g), out of it (w), and from input to output.
     i_t = tl.arange(0, chunk)
     late: tl.constexpr = 1 if reverse else 0
-    g_real, g_imag = into_state(in_real, in_imag, q_real, q_imag, chunk - 1 + late - i_t, precision)
+    g_real, g_imag = into_state(in_real, in_imag, q_real, q_imag, chunk - 1 + late - i_t)
+    g_real, g_imag = factor(g_real, precision), factor(g_imag, precision)
     w_real, w_imag = _out_of_state(out_real, out_imag, q_real, q_imag, i_t + 1 - late, precision)
     b_response = _load_responses(p_response, i_d, channels, chunk, precision)
-    step_real, step_imag = power_for_items(q_real, q_imag, chunk, 5)
-    unit_real, unit_imag = power_for_items(q_real, q_imag, unit, 9)
+    step_real, step_imag = power_for_items(q_real, q_imag, chunk, 6)
+    unit_real, unit_imag = power_for_items(q_real, q_imag, unit, 10)
 
-    i_state = row * channels * modes + i_mode
-    c_real, c_imag = load_pair(p_before, i_state, m_mode)
+    state = 2 * row * channels * modes
+    c_real, c_imag = load_state(p_before, state, i_mode, m_mode)
+    if reverse:
+        c_imag = -c_imag
     for tile in range(tl.load(p_tiles + row), tl.load(p_tiles + row + 1)):
         i_item = tile * items + tl.arange(0, items)
-        # What the item before each item adds to z. Due to this shift, one scan gives z before every item. The first
-        # item of a row gets another row's item or item −1, which is ignored because a first item never CONTINUES.
+        # What the item before each item adds to z. Due to this shift, one scan gives z before every item. That of the
+        # first item of the tile is ignored: it is part of z after the tile before.
         i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item - 1)
         z_real, z_imag = _added(
             p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, step_real, step_imag, reverse, precision,
             chunk, items, b_d, b_n,
         )  # fmt: skip
-        z_real, z_imag = _entering(tl.load(p_kind + i_item), z_real, z_imag, unit_real, unit_imag, c_real, c_imag)
-        c_real = last_item(z_real, items)
-        c_imag = last_item(z_imag, items)
+        z_real, z_imag = entering(tl.load(p_kind + i_item), z_real, z_imag, unit_real, unit_imag, c_real, c_imag, items)
         # Now the state before each item is known: read the inputs again, from the cache.
         i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item)
         z_real, z_imag = _write_outputs(
             p_x, p_y, i_first, i_begin, i_end, i_d, channels, unit, z_real, z_imag, b_response, w_real, w_imag, g_real,
             g_imag, step_real, step_imag, reverse, precision, chunk,
         )  # fmt: skip
-        if tile == tl.load(p_tiles + row + 1) - 1:
-            store_pair(p_after, i_state, last_item(z_real, items), last_item(z_imag, items), m_mode)
+        c_real, c_imag = last_item(z_real, items), last_item(z_imag, items)
+    if reverse:
+        kept = tl.load(p_continues + row).to(tl.float32)
+        c_real, c_imag = c_real * kept, -c_imag * kept
+    store_pair(p_after + state, i_mode, c_real, c_imag, m_mode)
 
 
 @triton.jit

@@ -19,11 +19,11 @@ from gecko.segments import Segments
 ITEMS = 16
 """Items per tile: rows of a matrix product."""
 
-CHUNK = 16
-"""Steps of an item per matrix product."""
+FEWEST = 16
+"""Minimum tokens of a call for the kernels."""
 
-MOST = 256
-"""Maximum tokens per unit: a tile must stay in the cache between its two reads."""
+LEAST, MOST = 16, 512
+"""Minimum tokens per unit, and their maximum: a tile must stay in the cache between its two reads."""
 
 MOST_MODES = 16
 """Maximum modes per channel for the kernels: the tables of more modes do not fit in registers."""
@@ -65,7 +65,7 @@ class VarlenTilePlan:
 
     @classmethod
     def of(cls, segments: Segments) -> VarlenTilePlan:
-        """Return the plan of a call of at least ``CHUNK`` tokens. It is computed once for all layers."""
+        """Return the plan of a call of at least ``FEWEST`` tokens. It is computed once for all layers."""
         return segments.shared("cema items", lambda: cls.build(segments))
 
     @classmethod
@@ -87,7 +87,7 @@ class VarlenTilePlan:
 
 def unit_of(length: int) -> int:
     """Return the tokens per unit: the largest power of two that gives a row at least ``ITEMS`` units, within limits."""
-    return int(max(CHUNK, min(MOST, 1 << (length // ITEMS).bit_length() - 1))) if length >= ITEMS else CHUNK
+    return int(max(LEAST, min(MOST, 1 << (length // ITEMS).bit_length() - 1))) if length >= ITEMS else LEAST
 
 
 def _part(segments: Segments, length: int) -> Segments:
@@ -127,9 +127,7 @@ def _items(rows: list[np.ndarray], device: torch.device) -> VarlenTiles:
     tiles = np.cumsum([0, *(row.shape[1] // ITEMS for row in filled)])
     first, begin, end, kind = np.concatenate(filled, axis=1)
 
-    def on_device(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return to_device(torch.from_numpy(np.ascontiguousarray(array)).to(dtype), device)
+    def on_device(array: np.ndarray, dtype: type[np.signedinteger]) -> Tensor:
+        return to_device(torch.from_numpy(np.ascontiguousarray(array, dtype)), device)
 
-    return VarlenTiles(
-        on_device(first, torch.int64), *(on_device(x, torch.int32) for x in (begin, end, kind, tiles)),
-    )  # fmt: skip
+    return VarlenTiles(on_device(first, np.int64), *(on_device(x, np.int32) for x in (begin, end, kind, tiles)))
