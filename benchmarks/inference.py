@@ -2,9 +2,10 @@
 
     python benchmarks/inference.py --write
 
-The byte limit of a step is the bytes of weights and states that it must read, over the read bandwidth that the same run
-measures. Cases and bandwidth alternate, because the neighbours of a virtual machine use its memory too, and medians
-count. ``--only NAME`` measures the cases whose name contains NAME.
+The byte limit of a step is the bytes of weights and states that it must read, over the read bandwidth. The neighbours
+of a virtual machine use its memory too. So every round measures the bandwidth immediately before and after a case, and
+the faster one counts. Times and shares are medians over rounds. ``--only NAME`` measures the cases whose name contains
+NAME.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 
 import torch
 from measuring import of_processor, publish
@@ -46,47 +48,71 @@ class Case:
     """Number of steps in one measurement."""
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Result of a case in one round."""
+
+    seconds: float
+    """Of a step."""
+    bandwidth: float
+    """Bytes per second of reading memory, beside the case."""
+
+
 def main() -> None:
     arguments = _arguments()
     torch.manual_seed(0)
     cases = [case for case in _cases() if arguments.only in case.name]
-    bandwidths: list[float] = []
-    seconds = measure(cases, bandwidths)
-    sections = [_steps_table(cases, seconds, statistics.median(bandwidths))]
+    rounds = [[measured_beside_memory(case) for case in cases] for _ in range(ROUNDS)]
+    sections = [_steps_table(cases, rounds)]
     if arguments.only in "generate":
         sections.append(_generate_table())
     if arguments.only in "positions":
         sections.append(_positions_table())
-    page = "\n".join([_heading(bandwidths), *sections])
+    page = "\n".join([_heading([step.bandwidth for steps in rounds for step in steps]), *sections])
     publish(of_processor("inference"), page.splitlines(), arguments.write)
 
 
 def read_bandwidth() -> float:
     """Return bytes per second of reading memory: the best of several sums over a gibibyte."""
-    numbers = torch.ones(2**28)
+    numbers = _numbers()
     best = float("inf")
-    for _ in range(5):
+    for _ in range(4):
         begin = time.perf_counter()
         numbers.sum()
         best = min(best, time.perf_counter() - begin)
     return numbers.nbytes / best
 
 
-def measure(cases: list[Case], bandwidths: list[float] | None = None) -> dict[str, float]:
-    """Return the median seconds of a step; every round takes each case once, and appends to ``bandwidths``."""
+@cache
+def _numbers() -> torch.Tensor:
+    return torch.ones(2**28)
+
+
+def measured_beside_memory(case: Case) -> Measured:
+    """Return the seconds of a step, and the bandwidth of memory at that time."""
+    before = read_bandwidth()
+    seconds = median_step(case)
+    return Measured(seconds, max(before, read_bandwidth()))
+
+
+def measure(cases: list[Case]) -> dict[str, float]:
+    """Return the median seconds of a step; every round takes each case once."""
     found: dict[str, list[float]] = {case.name: [] for case in cases}
     for _ in range(ROUNDS):
-        if bandwidths is not None:
-            bandwidths.append(read_bandwidth())
         for case in cases:
-            case.step()
-            times = []
-            for _ in range(case.steps):
-                begin = time.perf_counter()
-                case.step()
-                times.append(time.perf_counter() - begin)
-            found[case.name].append(statistics.median(times))
+            found[case.name].append(median_step(case))
     return {name: statistics.median(times) for name, times in found.items()}
+
+
+def median_step(case: Case) -> float:
+    """Return the median seconds of the steps of one measurement."""
+    case.step()
+    times = []
+    for _ in range(case.steps):
+        begin = time.perf_counter()
+        case.step()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def bytes_of_weights(model: gecko.Gecko) -> int:
@@ -190,17 +216,16 @@ def _llama_case(preset: str, model: gecko.Gecko, context: int, steps: int) -> Ca
     return Case(f"Llama like {preset}, float32, context {context:,}", 1, step, total, steps)
 
 
-def _steps_table(cases: list[Case], seconds: dict[str, float], bandwidth: float) -> str:
+def _steps_table(cases: list[Case], rounds: list[list[Measured]]) -> str:
     lines = [
         f"## A decoded token, Gecko after {PROMPT:,} tokens", "",
         "| case | ms per step | tokens/s | MB read | share of the byte limit |", "|---|---:|---:|---:|---:|",
     ]  # fmt: skip
-    for case in cases:
-        took = seconds[case.name]
-        limit = case.bytes_read / bandwidth
+    for case, measured in zip(cases, zip(*rounds, strict=True), strict=True):
+        took = statistics.median(one.seconds for one in measured)
+        share = statistics.median(case.bytes_read / one.bandwidth / one.seconds for one in measured)
         lines.append(
-            f"| {case.name} | {took * 1e3:.3f} | {case.rows / took:,.0f} | {case.bytes_read / 1e6:,.1f} | "
-            f"{limit / took:.0%} |"
+            f"| {case.name} | {took * 1e3:.3f} | {case.rows / took:,.0f} | {case.bytes_read / 1e6:,.1f} | {share:.0%} |"
         )
     return "\n".join([*lines, ""])
 
@@ -244,7 +269,7 @@ def _heading(bandwidths: list[float]) -> str:
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     return (
         f"# Inference on the CPU\n\n{date.today()}, {hardware}, {torch.get_num_threads()} threads. "
-        f"Memory is read at {middle:.1f} GB/s ({least:.1f} to {most:.1f} in different rounds). Random weights. "
+        f"Memory is read at {middle:.1f} GB/s ({least:.1f} to {most:.1f} beside different cases). Random weights. "
         f"Medians of {ROUNDS} alternating rounds. Command: `python benchmarks/inference.py --write`.\n"
     )
 
