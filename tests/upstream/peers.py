@@ -4,8 +4,8 @@ After ``make test-upstream``, run ``python tests/upstream/peers.py`` with ``test
 four minutes. Gecko passes every test that ``not_passing.py`` does not list; a test of that list which a peer passes is
 an error, unless ``OTHER_FIELDS`` names it.
 
-Tests of attention weights are off, as in upstream's own tests of Mamba, Mamba2 and RecurrentGemma. In those of Bamba,
-whose attention layers keep all keys, they are on.
+Tests of attention weights are off for all models, because Gecko returns none. Upstream's own tests of RecurrentGemma
+turn them off too; those of Bamba, whose attention layers keep all keys, leave them on.
 """
 
 from __future__ import annotations
