@@ -124,7 +124,7 @@ def _op_arguments(length: int = 40) -> tuple[object, ...]:
     parts = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
     given = x[:, plan.head :], *parts, torch.randn(5), state
     leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
-    return (*leaves, plan.forwards.tensors(), plan.backwards.tensors(), plan.unit)
+    return (*leaves, plan.continues, plan.forwards.tensors(), plan.backwards.tensors(), plan.unit)
 
 
 def test_the_operator_is_registered_in_full():
@@ -135,7 +135,7 @@ def test_the_operator_compiles_in_one_graph():
     arguments = _op_arguments()
 
     def squared(*given: object) -> torch.Tensor:
-        y, after = torch.ops.gecko.cema(*given)
+        y, after, *_ = torch.ops.gecko.cema(*given)
         return (y * y).sum() + after.sum()
 
     compiled = torch.compile(squared, backend="aot_eager", fullgraph=True)

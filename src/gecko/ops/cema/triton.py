@@ -106,7 +106,7 @@ def _forward(
     x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor | None,
     before: Tensor | None, continues: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    tables = _Tables.of(input, log_damping, angle, output, skip, _chunk(x))
+    tables = _Tables.of(input, log_damping, angle, output, skip, _chunk(x, unit))
     y, after = _filter(x, tables, tables.input, output, before, None, forwards, unit)
     return y, after, tables.response, tables.decay, tables.input
 
@@ -121,21 +121,21 @@ def _filter(
     arguments = {
         "p_x": x, "p_y": y, "p_response": tables.response, "p_in": into, "p_out": out, "p_decay": tables.decay,
         "p_before": before, "p_after": after, "p_continues": continues, **_named(items), "channels": channels,
-        "modes": modes, "unit": unit, "reverse": continues is not None, "b_n": MOST_MODES, **_constants(x),
+        "modes": modes, "unit": unit, "reverse": continues is not None, "b_n": MOST_MODES, **_constants(x, unit),
     }  # fmt: skip
     # One channel per warp: the tables and the sixteen items of two channels do not fit into its registers.
     Launch(filter_kernel, (batch, blocks(channels, 8)), {**arguments, "b_d": 8}, warps=8).run()
     return y, after
 
 
-def _constants(x: Tensor) -> dict[str, Any]:
+def _constants(x: Tensor, unit: int) -> dict[str, Any]:
     precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(x.dtype, "tf32x3")
-    return {"precision": precision, "chunk": _chunk(x), "items": ITEMS}
+    return {"precision": precision, "chunk": _chunk(x, unit), "items": ITEMS}
 
 
-def _chunk(x: Tensor) -> int:
+def _chunk(x: Tensor, unit: int) -> int:
     """Return the steps of an item per matrix product. Tables of more steps in 32 bits do not fit in registers."""
-    return 32 if x.dtype == torch.bfloat16 else 16
+    return 32 if x.dtype == torch.bfloat16 and unit >= 32 else 16
 
 
 def _named(items: list[Tensor]) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ def _(
     before: Tensor | None, continues: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     after = input.new_empty(x.shape[0], *output.shape)
-    tables = input.new_empty(len(input), _chunk(x)), torch.empty_like(output), torch.empty_like(output)
+    tables = input.new_empty(len(input), _chunk(x, unit)), torch.empty_like(output), torch.empty_like(output)
     return torch.empty_like(x), after, *tables
 
 
@@ -172,7 +172,7 @@ def _backward(
         "p_grad_in": by_input, "p_grad_log": by_log, "p_grad_angle": by_angle, "p_grad_out": by_output,
         "p_grad_skip": by_skip,
     }  # fmt: skip
-    sizes = _sizes(input, _chunk(x))
+    sizes = _sizes(input, _chunk(x, unit))
     Launch(coefficient_gradients_kernel, _grid(input), given | gradients | sizes, warps=4).run()
     return grad_x, by_input, by_log, by_angle, by_output, by_skip, grad_before
 
@@ -182,7 +182,7 @@ def _sums(
 ) -> dict[str, Tensor]:
     """Return Σ g h and Σ g ∂h/∂log q without the inputs of the chunk of each step, ∂h/∂log q after the last step, all
     (B, D, N, 2), and the correlation Σ x_s g_t of steps s and t within a chunk over all chunks, (B, D, C, C)."""
-    (batch, _, channels), modes, constants = x.shape, tables.input.shape[1], _constants(x)
+    (batch, _, channels), modes, constants = x.shape, tables.input.shape[1], _constants(x, unit)
     sums, derivatives, last = (tables.input.new_empty(batch, channels, modes, 2) for _ in range(3))
     correlation = tables.input.new_empty(batch, channels, constants["chunk"], constants["chunk"])
     b_d, b_n = 8, MOST_MODES if constants["precision"] == "bf16" else 8
