@@ -35,15 +35,25 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, _: int) -> Any
     from triton.runtime.interpreter import TensorHandle
 
     total = d.data.dtype
-    left, right = a.data, b.data
+    left, right = _wide(a), _wide(b)
     product = np.matmul(left, right, dtype=total)
-    if left.dtype == np.float32 and "TF32x3" in str(input_precision):
+    is_float32 = a.data.dtype == np.float32
+    if is_float32 and "TF32x3" in str(input_precision):
         high, low = _rounded(left), _rounded(left - _rounded(left))
         product = np.matmul(high, _rounded(right)) + np.matmul(low, _rounded(right))
         product += np.matmul(high, _rounded(right - _rounded(right)))
-    elif left.dtype == np.float32 and "TF32" in str(input_precision):
+    elif is_float32 and "TF32" in str(input_precision):
         product = np.matmul(_truncated(left), _truncated(right))
     return TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def _wide(x: Any) -> np.ndarray:
+    """Return the numbers of a factor. The interpreter keeps bfloat16 as the high halves of float32."""
+    from triton.language import bfloat16
+
+    if x.dtype.scalar == bfloat16:
+        return (x.data.astype(np.uint32) << 16).view(np.float32)
+    return x.data
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
