@@ -130,8 +130,13 @@ def factor(b_x, precision: tl.constexpr):
 
 @triton.jit
 def rounded_factor(b_x, precision: tl.constexpr):
-    """Return b_x as a factor of ``rough_product``."""
-    return b_x.to(tl.bfloat16) if precision == "bf16" else rounded(b_x, precision)
+    """Return b_x as a factor of ``rough_product``. It is rounded here because Triton's interpreter truncates."""
+    if precision == "bf16":
+        bits = (b_x.to(tl.int32, bitcast=True) + 32768) & -65536
+        b_x = bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        b_x = rounded(b_x, precision)
+    return b_x
 
 
 @triton.jit
