@@ -86,7 +86,9 @@ def train(name: str, config: ModelConfig, length: int, bench: Bench) -> Training
 
 def planned(config: ModelConfig, length: int, checkpointing: ActivationCheckpointing, bench: Bench) -> int:
     """Return the bytes on one card that ``gecko plan`` computes."""
-    run = Run(config, "", batch_size=1, sequence_length=length, steps=1, activation_checkpointing=checkpointing)
+    run = Run(
+        config, "runs/planned", batch_size=1, sequence_length=length, steps=1, activation_checkpointing=checkpointing
+    )
     return sum(step_memory(run, Share(1, 1, length, 1, bench.dtype == torch.bfloat16)).values())
 
 

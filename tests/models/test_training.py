@@ -137,7 +137,9 @@ def test_comparison_needs_equal_runs_of_equal_size() -> None:
     assert {"compare_gecko", "compare_megalodon", "compare_llama"} <= runs.keys()
     assert len({run.model for run in runs.values()}) == len(runs)
     for name, run in runs.items():
-        assert replace(run, model=first.model, output="", recipe="") == replace(first, output="", recipe=""), name
+        assert replace(run, model=first.model, output="runs/one", recipe="") == replace(
+            first, output="runs/one", recipe=""
+        ), name
         assert run.output == f"runs/{name}"
         count = sum(parameter.numel() for parameter in meta_model(run.model).parameters())
         assert count == pytest.approx(993_280, rel=0.02), name

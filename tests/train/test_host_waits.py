@@ -75,7 +75,7 @@ def started(run: Run, model: Gecko, device: torch.device, count: int = 4) -> lis
 
 
 def tiny_run(**changes: object) -> Run:
-    return replace(Run(BYTE_MODEL, "", batch_size=4, sequence_length=40, steps=4), **changes)
+    return replace(Run(BYTE_MODEL, "runs/tiny", batch_size=4, sequence_length=40, steps=4), **changes)
 
 
 @pytest.mark.parametrize(
