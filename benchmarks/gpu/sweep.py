@@ -66,7 +66,7 @@ def places(step: Step) -> dict[Place, Launch]:
 def variants(launch: Launch) -> list[Launch]:
     """Return the launch itself, and the same with half and twice the warps and 1 to 3 stages."""
     warps = [w for w in (launch.warps // 2, launch.warps, 2 * launch.warps) if 1 <= w <= max(MOST_WARPS, launch.warps)]
-    others = [dataclasses.replace(launch, warps=w, stages=s) for w in warps for s in STAGES]
+    others = [dataclasses.replace(launch, warps=w, stages=s, registers=None) for w in warps for s in STAGES]
     return [launch, *(x for x in others if (x.warps, x.stages) != (launch.warps, launch.stages))]
 
 

@@ -37,8 +37,7 @@ def compiled(configuration: Configuration, capability: int) -> Any:
     constants = dict(configuration.constants)
     attributes = {place: [list(fact) for fact in facts] for place, facts in configuration.attributes}
     source = ASTSource(configuration.kernel, dict(configuration.signature), constants, attributes)
-    options = {"num_warps": configuration.warps, "num_stages": configuration.stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(configuration.options))
 
 
 def resources(configuration: Configuration, capability: int) -> Resources:

@@ -32,8 +32,8 @@ class Configuration:
     constants: tuple[tuple[Any, Any], ...]
     attributes: tuple[tuple[Any, Any], ...]
     """Facts about arguments that Triton uses, such as alignment."""
-    warps: int
-    stages: int
+    options: tuple[tuple[str, int], ...]
+    """The compiler's options, by Triton's names."""
 
     @classmethod
     def of(cls, launch: Launch) -> Configuration:
@@ -42,12 +42,16 @@ class Configuration:
         bound, specialization, _ = bind(**launch.arguments)
         _, signature, constants, attributes = kernel._pack_args(backend, {}, bound, specialization, None)
         facts = tuple((place, tuple(map(tuple, given))) for place, given in attributes.items())
-        return cls(kernel, tuple(signature.items()), tuple(constants.items()), facts, launch.warps, launch.stages)
+        return cls(kernel, tuple(signature.items()), tuple(constants.items()), facts, tuple(launch.options.items()))
 
     def __str__(self) -> str:
         names = [name for name, _ in self.signature]
         constants = {names[place[0]]: value for place, value in self.constants}
-        return f"{self.kernel.__name__} with {self.warps} warps, {self.stages} stages and {constants}"
+        return f"{self.kernel.__name__} with {self.warps} warps, {dict(self.options)} and {constants}"
+
+    @property
+    def warps(self) -> int:
+        return dict(self.options)["num_warps"]
 
 
 class _WithoutNumbers(TorchDispatchMode):

@@ -187,12 +187,20 @@ class Launch:
     """Tensors, numbers and constants by parameter name."""
     warps: int
     stages: int = 1
+    registers: int | None = None
+    """Most registers per thread that the compiler may use; None: as many as it wants."""
 
     def run(self) -> None:
         """Run the kernel on the device of its first tensor, which need not be the current device."""
         first = next(x for x in self.arguments.values() if isinstance(x, Tensor))
         with torch.cuda.device_of(first):
-            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The compiler's options, by Triton's names."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 def blocks(total: int, size: int) -> int:

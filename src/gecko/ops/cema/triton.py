@@ -124,7 +124,8 @@ def _filter(
         "modes": modes, "unit": unit, "reverse": continues is not None, "b_n": MOST_MODES, **_constants(x, unit),
     }  # fmt: skip
     # One channel per warp: the tables and the sixteen items of two channels do not fit into its registers.
-    Launch(filter_kernel, (batch, blocks(channels, 8)), {**arguments, "b_d": 8}, warps=8).run()
+    grid = batch, blocks(channels, 8)
+    Launch(filter_kernel, grid, {**arguments, "b_d": 8}, warps=8, registers=_registers(x)).run()
     return y, after
 
 
@@ -136,6 +137,11 @@ def _constants(x: Tensor, unit: int) -> dict[str, Any]:
 def _chunk(x: Tensor, unit: int) -> int:
     """Return the steps of an item per matrix product. Tables of more steps in 32 bits do not fit in registers."""
     return 32 if x.dtype == torch.bfloat16 and unit >= 32 else 16
+
+
+def _registers(x: Tensor) -> int | None:
+    """Return the limit of registers. In 16 bits the compiler takes more without one, but spills nothing with it."""
+    return None if x.dtype == torch.float32 else 224
 
 
 def _named(items: list[Tensor]) -> dict[str, Tensor]:
@@ -185,14 +191,14 @@ def _sums(
     (batch, _, channels), modes, constants = x.shape, tables.input.shape[1], _constants(x, unit)
     sums, derivatives, last = (tables.input.new_empty(batch, channels, modes, 2) for _ in range(3))
     correlation = tables.input.new_empty(batch, channels, constants["chunk"], constants["chunk"])
-    b_d, b_n = 8, MOST_MODES if constants["precision"] == "bf16" else 8
+    b_d, b_n = 8, 8
     arguments = {
         "p_x": x, "p_grad": grad, "p_in": tables.input, "p_decay": tables.decay, "p_before": before, "p_sums": sums,
         "p_derivatives": derivatives, "p_correlation": correlation, "p_after": last, **_named(items),
         "channels": channels, "modes": modes, "unit": unit, "b_d": b_d, "b_n": b_n, **constants,
     }  # fmt: skip
     grid = (batch, blocks(channels, b_d) * blocks(modes, b_n))
-    Launch(gradients_kernel, grid, arguments, warps=8).run()
+    Launch(gradients_kernel, grid, arguments, warps=8, registers=_registers(x)).run()
     return {"p_sums": sums, "p_derivatives": derivatives, "p_last": last, "p_correlation": correlation}
 
 
