@@ -53,7 +53,7 @@ class Measured:
     """Result of a case in one round."""
 
     seconds: float
-    """Of a step."""
+    """Time of one step."""
     bandwidth: float
     """Bytes per second of reading memory, beside the case."""
 

@@ -37,7 +37,7 @@ PATIENCE = 240
 """Seconds without progress after which a job counts as lost."""
 INTERFACE, PORT = "eth0", 29500
 SETUP = 'mount -t tmpfs tmpfs /dev/shm; sysctl -qw net.ipv4.tcp_retries2=5; exec "$@"'
-"""What a node does first. With five repetitions of a packet a connection to a node without power ends after 13 s."""
+"""Commands that prepare a node. With five repetitions of a packet, a connection to a lost node ends after 13 s."""
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": INTERFACE,

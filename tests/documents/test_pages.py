@@ -41,7 +41,7 @@ QUESTIONS = {
     "chat": "gecko chat", "serve": "gecko serve", "long book": "gecko read", "convert": "gecko convert",
     "evaluate": "gecko eval", "many GPUs": "torchrun",
 }  # fmt: skip
-"""What a newcomer asks, and what the answering command contains."""
+"""Questions of newcomers, each with a part of the command that answers it."""
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -61,7 +61,7 @@ def whole(
         ((), (0, 1, 2, 3), 9),
         ((0, 3), (0, 1, 2, 3), 9),
         ((2,), (3, 2, 0, 1), 9),  # torchrun gives the nodes other ranks
-        ((1, 3), (0, 1, 2, 3), 6),  # nobody has the second shard, so all return to the checkpoint
+        ((1, 3), (0, 1, 2, 3), 6),  # no rank has the second shard, so all return to the checkpoint
     ],
 )
 def test_ranks_of_a_lost_node_take_their_shards_from_another_replica(
@@ -138,7 +138,7 @@ def test_memory_that_is_full_ends_the_copies_and_not_the_run(
 
 
 def test_carried_states_are_refused(run_in: Callable[..., Run]) -> None:
-    """Each data rank has lanes of its own, which no replica has."""
+    """Data ranks have different lanes, and no replica holds the lanes of another rank."""
     run = run_in("x")
     data = DataSettings(source=run.data.source, carry_state=True)
     with pytest.raises(ValueError, match=r"checkpoint\.memory_every.*data\.carry_state=true.*memory_every=none"):

@@ -130,7 +130,7 @@ def _has_message(error: Exception) -> bool:
 
 
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
-"""What PyTorch's errors contain if memory is missing, on a CPU and on a GPU."""
+"""Texts in PyTorch's errors of missing memory, on a CPU and on a GPU."""
 
 
 def _message(error: Exception) -> str:

@@ -152,7 +152,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float8", "float8_emulated"]
 
 
 def is_half(precision: Precision) -> bool:
-    """Return whether a run computes in bfloat16 under autocast; with float8, all that is not in float8."""
+    """Return whether a run uses autocast to bfloat16. With float8, the other operations compute in bfloat16."""
     return precision not in ("auto", "float32")
 
 

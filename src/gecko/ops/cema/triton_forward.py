@@ -304,8 +304,8 @@ def filter_kernel(
         c_imag = -c_imag
     for tile in range(tl.load(p_tiles + row), tl.load(p_tiles + row + 1)):
         i_item = tile * items + tl.arange(0, items)
-        # What the item before each item adds to z. Due to this shift, one scan gives z before every item. That of the
-        # first item of the tile is ignored: it is part of z after the tile before.
+        # For each item, add up the inputs of the item before it. With this shift, one scan gives z before every item.
+        # The sum of the tile's first item is ignored: it is part of z after the tile before.
         i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item - 1)
         z_real, z_imag = _added(
             p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, step_real, step_imag, reverse, precision,
