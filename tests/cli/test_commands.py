@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +107,15 @@ def _write_broken_models(folder: Path) -> None:
 
 
 @pytest.fixture
+def fresh_folder(folder: Path) -> Iterator[Path]:
+    """Return the folder, and remove afterwards what the command wrote, so that no command sees another's files."""
+    before = set(folder.rglob("*"))
+    yield folder
+    for path in sorted(set(folder.rglob("*")) - before, reverse=True):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+@pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any) -> list[Any]:
         raise OSError("no name record")
@@ -116,9 +126,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("entry", _entries(), ids=lambda entry: entry.arguments or "nothing")
 def test_a_command_answers(
-    entry: Entry, folder: Path, no_network: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    entry: Entry,
+    fresh_folder: Path,
+    no_network: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(fresh_folder)
     monkeypatch.setenv("COLUMNS", "80")
     result = CliRunner().invoke(app, shlex.split(entry.arguments), input=b"", prog_name="gecko")
     answer = " ".join(result.output.replace("│", " ").split())
