@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from gecko.data import IGNORED
 from gecko.models import PRESETS, Llama, LlamaConfig, build_model, llama, load_any, load_config, meta_model
-from gecko.models.gecko import ActivationCheckpointing, Gecko
+from gecko.models.common import ActivationCheckpointing
+from gecko.models.gecko import Gecko
 from gecko.train.setup import compile_block
 
 LENGTH = 23

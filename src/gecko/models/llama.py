@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gecko.config import check_above, check_counts, check_switches, checked_fields, named, read_fields
 from gecko.io.model_folder import Layout, fill, read_folder, write_folder
-from gecko.models.gecko import ActivationCheckpointing, check_tokens, run_block, trained_targets
+from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
 from gecko.runtime.process import require, without_log_warnings
 from gecko.segments import Segments

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gecko.models import LanguageModel, LlamaConfig, ModelConfig, meta_model
-from gecko.models.gecko import ActivationCheckpointing
+from gecko.models.common import ActivationCheckpointing
 from gecko.ops.loss import GPU_BLOCK_ELEMENTS
 from gecko.plan.counts import FLOAT, HALF, counts_of
 from gecko.train import Run
