@@ -14,7 +14,7 @@ from gecko.models.gecko import ActivationCheckpointing
 from gecko.plan.memory import Share, step_memory
 from gecko.train import Run
 from gecko.train.optimizers.build import build_optimizer
-from gecko.train.run import OptimizerSettings
+from gecko.train.settings import OptimizerSettings
 from gecko.train.step import Part, train_step
 from gecko.train.throughput import flops_per_token
 

@@ -18,7 +18,7 @@ from gecko.plan.memory import group_sizes, kept_by_model, state_memory
 from gecko.recipes import get_recipe
 from gecko.segments import Segments
 from gecko.train.optimizers.build import build_optimizer
-from gecko.train.run import OptimizerSettings, ParallelSettings
+from gecko.train.settings import OptimizerSettings, ParallelSettings
 
 BASE: dict[str, Any] = {
     "vocab_size": 64, "num_layers": 2, "model_dim": 128, "key_dim": 64, "value_dim": 256, "num_heads": 2,

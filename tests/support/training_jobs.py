@@ -31,9 +31,9 @@ from gecko.models import LanguageModel, build_model, meta_model
 from gecko.parallel.fsdp import empty_sharded_model, fill, whole
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
 from gecko.train import Run, train
-from gecko.train.batches import Prefetcher
 from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.checkpoints.shards import CachedPlanner
+from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.optimizers.build import build_optimizer
 from gecko.train.step import compute_gradients, split_batch, train_step

@@ -17,9 +17,8 @@ from gecko.models import LlamaConfig
 from gecko.models.gecko import Gecko
 from gecko.parallel.mesh import Ranks
 from gecko.train import DataSettings, Run, ScheduleSettings, train
-from gecko.train.batches import batch_of_step
 from gecko.train.carried import CarriedState
-from gecko.train.data import load_data
+from gecko.train.data import batch_of_step, load_data
 from gecko.train.step import compute_gradients, split_batch
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 from gecko.data import IGNORED, Batch
 from gecko.models.gecko import Gecko
 from gecko.train.optimizers.build import build_optimizer
-from gecko.train.run import OptimizerSettings
+from gecko.train.settings import OptimizerSettings
 from gecko.train.step import compute_gradients, split_batch, train_step
 
 CPU = torch.device("cpu")

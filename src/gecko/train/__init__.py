@@ -3,17 +3,18 @@
 from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.data import replayed
 from gecko.train.health import NonFiniteError
-from gecko.train.optimizers.settings import OptimizerSettings, ScheduleSettings
-from gecko.train.run import (
+from gecko.train.run import Run
+from gecko.train.session import TrainResult, train
+from gecko.train.settings import (
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
+    OptimizerSettings,
     ParallelSettings,
-    Run,
     SampleSettings,
+    ScheduleSettings,
     SkipSettings,
 )
-from gecko.train.session import TrainResult, train
 
 __all__ = [
     "CheckpointSettings",

@@ -1,8 +1,10 @@
-"""Data of a run: tokenizer, training batches and held-out rows."""
+"""Data of a run: tokenizer, rows, held-out rows, and the batches of its steps, which a thread makes ahead of time."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,11 +28,13 @@ from gecko.data.loader import ROW_LAYOUT, batch_of
 from gecko.data.sources import check_apart
 from gecko.io.checkpoints import list_checkpoints, model_folder
 from gecko.parallel.mesh import Ranks
-from gecko.train.batches import batch_of_step
 from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
 from gecko.train.evaluate import HeldOut, SamplePrompt
 from gecko.train.metrics import DataRecord, row_layout
 from gecko.train.run import Run
+
+AHEAD = 4
+"""Batches that are made ahead of time. A row that takes long to read then delays no step."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,49 @@ def _report_long(training: ChatCorpus, held_out: ChatCorpus, room: int, console:
             f"{long:,} of {len(lengths):,} chats are longer than a row of {room - 1:,} tokens; what follows is left "
             f"out. sequence_length={max(lengths) - 1} takes all of every chat"
         )
+
+
+def batch_of_step(run: Run, rows: Callable[[range], Batch], step: int, ranks: Ranks) -> Batch:
+    """Return this rank's rows of ``step``, counted from 0.
+
+    The ranks divide the rows of a step, which do not depend on the number of ranks. Rows are cut into the shorter ones
+    of this step.
+    """
+    count = (run.rows_before(step + 1) - run.rows_before(step)) // ranks.data_ranks
+    first = run.rows_before(step) + ranks.data_rank * count
+    batch, length = rows(range(first, first + count)), run.length_at(step)
+    return Batch(*(x.reshape(-1, length) for x in (batch.tokens, batch.targets, batch.segment_ids)))
+
+
+class Prefetcher:
+    """Makes this rank's rows of each batch in a thread, ``AHEAD`` steps ahead; ``rows`` returns those of a range.
+
+    With ``pinned``, tokens and targets are in memory from which a GPU copies while the host continues.
+    """
+
+    def __init__(self, run: Run, rows: Callable[[range], Batch], ranks: Ranks, *, pinned: bool = False) -> None:
+        self._run, self._rows, self._ranks, self._pinned = run, rows, ranks, pinned
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next = 0
+        self._ahead: deque[Future[Batch]] = deque()
+        """Batches from ``_next`` on."""
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's rows of ``step``, counted from 0, and start to make those of the next steps."""
+        if step != self._next:
+            for made in self._ahead:
+                made.cancel()
+            self._ahead.clear()
+        while len(self._ahead) <= AHEAD:
+            self._ahead.append(self._executor.submit(self._make, step + len(self._ahead)))
+        self._next = step + 1
+        return self._ahead.popleft().result()
+
+    def _make(self, step: int) -> Batch:
+        batch = batch_of_step(self._run, self._rows, step, self._ranks)
+        if not self._pinned:
+            return batch
+        return Batch(batch.tokens.pin_memory(), batch.targets.pin_memory(), batch.segment_ids)
 
 
 def replayed(run: Run, step: int) -> Iterator[str]:

@@ -11,20 +11,17 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
 from gecko.data.chat import TEMPLATE
-from gecko.data.tokenizers import SETTINGS, TOKENIZERS, copy_tokenizer
-from gecko.io.checkpoints import checkpoint_path, checkpoint_step, list_checkpoints
-from gecko.io.files import locked, mend_lines, whole_file
-from gecko.io.model_folder import CONFIG, WEIGHTS
+from gecko.data.tokenizers import copy_tokenizer
+from gecko.io.checkpoints import checkpoint_path, checkpoint_step
+from gecko.io.files import locked, whole_file
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.runtime.process import flushed_denormals, keep_freed_memory
-from gecko.train.batches import Prefetcher
 from gecko.train.carried import carried_state
 from gecko.train.checkpoints.checkpointer import (
     RECIPE,
@@ -34,9 +31,9 @@ from gecko.train.checkpoints.checkpointer import (
     restore_snapshot,
     tokenizer_folder,
 )
-from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.checkpoints.node_copies import NodeCopies
-from gecko.train.data import RunData, load_data
+from gecko.train.checkpoints.resuming import check_no_model, fixed_settings, start_or_resume
+from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
 from gecko.train.float8 import check_float8
 from gecko.train.health import LauncherWatch, StopSignal, TrainingNotice, Watchdog, reported_hangs
@@ -45,25 +42,18 @@ from gecko.train.metrics import (
     SESSIONS,
     MetricsWriter,
     check_same_data,
-    mend_metrics,
     read_metrics,
     record_session,
     row_layout,
 )
 from gecko.train.optimizers.build import build_optimizer
-from gecko.train.overrides import flatten
-from gecko.train.report import REPORT, RESULTS, SAMPLE, finish_run, remove_results
+from gecko.train.report import finish_run, remove_results
 from gecko.train.run import Run
 from gecko.train.setup import Budget, starting_model, steps_in_budget
 from gecko.train.throughput import describe_hardware, multiplies_bfloat16, select_device
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress
 
 _LOCK = ".training"
-_SAME_ON_RESUME = (
-    "model", "data", "batch_size", "sequence_length", "seed", "lora_rank", "optimizer.name",
-    "schedule.initial_batch_size", "schedule.batch_size_steps", "schedule.initial_sequence_length",
-    "schedule.sequence_length_steps",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,14 +99,14 @@ def train(run: Run, resume: bool = False) -> TrainResult:
     timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
     with LauncherWatch(), flushed_denormals(), connected(sizes, device, timeout) as ranks, ExitStack() as stack:
         # Before the lock, which is a file in the folder: a model's folder must stay as it is.
-        ranks.run_or_abort_all(lambda: _check_no_model(run) if ranks.is_main else None)
+        ranks.run_or_abort_all(lambda: check_no_model(run) if ranks.is_main else None)
         ranks.run_or_abort_all(lambda: stack.enter_context(_lock(run, ranks)))
         return _train(run, resume, ranks, device, begin)
 
 
 def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: float) -> TrainResult:
     console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not ranks.is_main)
-    run, checkpoint = _start(run, resume, ranks)
+    run, checkpoint = start_or_resume(run, resume, ranks)
     if run.precision == "auto":
         run = run.with_precision(ranks.broadcast("bfloat16" if multiplies_bfloat16(device) else "float32"))
     ranks.run_or_abort_all(lambda: check_float8(run.precision, device))
@@ -158,143 +148,6 @@ def _print_budget(run: Run, budget: Budget, console: Console) -> None:
 def _lock(run: Run, ranks: Ranks) -> AbstractContextManager[None]:
     """Return the lock of the run's folder: two sessions would mix metrics and remove each other's checkpoints."""
     return locked(run.folder / _LOCK, wait=False) if ranks.is_main else nullcontext()
-
-
-def _start(run: Run, resume: bool, ranks: Ranks) -> tuple[Run, Path | None]:
-    """Return the run with the settings that earlier sessions fixed, and its newest sound checkpoint or None."""
-    ranks.run_or_abort_all(lambda: _check_overwrites_nothing(run, resume) if ranks.is_main else None)
-    if resume:
-        ranks.run_or_abort_all(lambda: _mend_records(run) if ranks.is_main else None)
-    checkpoint = latest_checkpoint(checkpoints_folder(run), ranks)
-    if checkpoint is None:
-        return ranks.run_or_abort_all(lambda: _begun_run(run)) if resume else run, None
-    return ranks.run_or_abort_all(lambda: _resumed_run(run, checkpoint)), checkpoint
-
-
-def _check_no_model(run: Run) -> None:
-    if (run.folder / CONFIG).exists():
-        raise FileExistsError(
-            f"a run must have a folder without a model; {run.folder} has a {CONFIG}, and no command could tell that "
-            f"model from the run's. Choose another folder with output=, or move {CONFIG} and {WEIGHTS} away."
-        )
-
-
-def _check_overwrites_nothing(run: Run, resume: bool) -> None:
-    """Raise FileExistsError if the folder holds a run that this session would overwrite."""
-    if (folder := checkpoints_folder(run)).exists() and not folder.is_dir():
-        raise FileExistsError(
-            f"{folder} must be a folder, or the name of a new one; it is a file. Move it away, or choose another "
-            "folder with output=."
-        )
-    saved = bool(list_checkpoints(folder))
-    _check_files_of_others(run)
-    begun, finished = (run.folder / METRICS).exists(), (run.folder / RESULTS).exists()
-    if finished and not saved:
-        raise FileExistsError(
-            f"{run.folder} must hold the checkpoints of its run, which is finished; they are gone, and nothing there "
-            "is overwritten. Choose another folder with output=, or move it away."
-        )
-    if (saved or begun) and not resume:
-        raise FileExistsError(
-            f"{run.folder} already holds a run, and nothing there is overwritten. Continue it with --resume, "
-            "or choose another folder with output=."
-        )
-
-
-def _check_files_of_others(run: Run) -> None:
-    """Raise FileExistsError if the folder is not that of a run, but has a file that a run would replace or delete."""
-    if (run.folder / METRICS).exists() or _holds_recipe(run.folder / RECIPE):
-        return
-    replaced = [run.folder / name for name in (RECIPE, SAMPLE, REPORT)]
-    if tokenizer_folder(run).resolve() not in (path := Path(run.data.tokenizer).resolve(), path.parent):
-        replaced += [tokenizer_folder(run) / name for name in (*TOKENIZERS, *SETTINGS)]
-    found = next((path for path in replaced if path.exists()), None)
-    if found is not None:
-        raise FileExistsError(
-            f"{run.folder} must be a new folder or that of a run; it has a {found.relative_to(run.folder)} that no run "
-            "wrote, and the run would replace it. Choose another folder with output=, or move the file away."
-        )
-
-
-def _holds_recipe(path: Path) -> bool:
-    try:
-        Run.load(path)
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
-    return True
-
-
-def _mend_records(run: Run) -> None:
-    """Remove torn and damaged lines from the metrics and sessions, so that lines can be appended."""
-    mend_metrics(run.folder / METRICS)
-    mend_lines(run.folder / SESSIONS)
-
-
-def _begun_run(run: Run) -> Run:
-    """Return ``run`` with the number of steps measured in its folder. ValueError if another run trained there."""
-    recipe = run.folder / RECIPE
-    if not recipe.is_file():
-        return run
-    begun = Run.load(recipe)
-    if any(record["kind"] == "train" for record in read_metrics(run.folder / METRICS)):
-        _check_same_run(run, begun, f"the run in {run.folder} was begun with")
-    return _measured_run(run, begun)
-
-
-def _measured_run(run: Run, begun: Run) -> Run:
-    """Return ``run`` with the measured number of steps of a session that was killed before its first checkpoint."""
-    if run.steps is not None or begun.steps is None:
-        return run
-    measured = (run.with_precision(begun.precision) if run.precision == "auto" else run).with_steps(begun.steps)
-    return measured if _settings(measured) == _settings(begun) else run
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """Return the settings without ``overrides``, which only say how they were given."""
-    return {**run.to_dict(), "overrides": None}
-
-
-def _resumed_run(run: Run, checkpoint: Path) -> Run:
-    """Return ``run`` with the number of steps of its checkpoint. ValueError if the checkpoint is of another run."""
-    saved = Run.load(checkpoint / RECIPE)
-    _check_same_run(run, saved, "the checkpoint was trained with")
-    if run.precision == "auto":
-        run = run.with_precision(saved.precision)
-    if run.steps is None and saved.steps is not None:
-        _check_same_minutes(run, saved)
-        run = run.with_steps(saved.steps)
-    done = checkpoint_step(checkpoint)
-    if run.steps is not None and run.steps < done:
-        raise ValueError(
-            f"steps must be at least the {done} that are done; got {run.steps}. Start a new run for fewer."
-        )
-    return run
-
-
-def _check_same_minutes(run: Run, saved: Run) -> None:
-    """Raise ValueError if ``minutes`` changed: it has no effect on a resumed run, whose number of steps is fixed."""
-    if run.minutes != saved.minutes:
-        raise ValueError(
-            f"minutes become steps once, when a run starts, and this one's are fixed at {saved.steps}; "
-            f"got minutes={run.minutes:g}. Set steps= for another length, or start a new run with another output=."
-        )
-
-
-def _check_same_run(run: Run, earlier: Run, what: str) -> None:
-    """Raise ValueError if ``run`` cannot continue or replace ``earlier``, which ``what`` names in the message."""
-    given = _fixed_settings(run)
-    for name, value in _fixed_settings(earlier).items():
-        if value != given.get(name):
-            raise ValueError(
-                f"{name} must be what {what}, {value!r}; got {given.get(name)!r}. "
-                "Leave it as it was, or start a new run with another output=."
-            )
-
-
-def _fixed_settings(run: Run) -> dict[str, Any]:
-    """Return the settings that all sessions of a run have in common."""
-    names = set(_SAME_ON_RESUME)
-    return {name: x for name, x in flatten(run.to_dict()).items() if {name, name.partition(".")[0]} & names}
 
 
 def _load_data(run: Run, checkpoint: Path | None, ranks: Ranks, console: Console) -> RunData:
@@ -361,7 +214,7 @@ def _fit(
 
 
 def _copies(run: Run, data: RunData, ranks: Ranks) -> NodeCopies:
-    return NodeCopies(run, ranks, ranks.broadcast(f"{_fixed_settings(run)} {data.record.digest}"))
+    return NodeCopies(run, ranks, ranks.broadcast(f"{fixed_settings(run)} {data.record.digest}"))
 
 
 def _recovered(

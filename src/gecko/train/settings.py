@@ -1,11 +1,52 @@
-"""Settings of the optimizer, of its learning rate over a run, and of the growth of batches."""
+"""Groups of a run's settings: data, optimizer, schedule, evaluation, checkpoints, ranks, skipped steps and sample.
+
+Each group is a frozen dataclass that validates its fields. Error messages name a field as overrides do.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from gecko.train.overrides import check_counts, check_fractions, check_not_negative, check_positive
+from gecko.train.overrides import check_counts, check_fractions, check_limits, check_not_negative, check_positive
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    source: str = "stdlib"
+    """A folder of token shards (``gecko tokenize``), or texts: ``stdlib``, a file, a folder, a glob, a data set.
+    ``gecko.data.load_documents`` reads texts; they are tokenized and held in memory."""
+    sources: tuple[str, ...] = ()
+    """A mixture in place of ``source``: ``SOURCE=WEIGHT`` for each. Weights are the proportions of rows."""
+    format: Literal["text", "chat"] = "text"
+    """``chat``: the source is JSON Lines of chats (``messages``), and the loss is on the assistant's answers only."""
+    field: str = "text"
+    """Field of JSON Lines, Parquet and data sets that holds the text. It does not apply to token shards."""
+    tokenizer: str = "bytes"
+    """``bytes``, a ``tokenizer.json``, its folder, a SentencePiece ``.model``, or a name on the Hugging Face hub."""
+    validation: str | None = None
+    """Source of the held-out texts. None: ``validation_fraction`` of the documents.
+    It takes anything that ``source`` takes; all of ``source`` or ``sources`` is then trained on, and a file that is in
+    both is refused."""
+    validation_fraction: float = 0.05
+    """Fraction of the documents that is held out if ``validation`` is None."""
+    carry_state: bool = False
+    """Carry the state from step to step: truncated backpropagation through time.
+    Each row of a batch goes on where that of the step before ended, and gradients end at the row's start. Rows are then
+    not shuffled."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"data.validation_fraction must lie between 0 and 1; got {self.validation_fraction}.")
+        if self.format == "chat" and self.carry_state:
+            raise ValueError(
+                "data.carry_state=true reads documents over several rows, and with data.format=chat a row holds whole "
+                "chats. Set data.carry_state=false."
+            )
+        if self.format == "chat" and self.sources:
+            raise ValueError(
+                "data.format=chat takes one source, a file, folder or glob; got data.sources. Name them by a glob."
+            )
 
 
 @dataclass(frozen=True)
@@ -71,3 +112,83 @@ class ScheduleSettings:
                 f"schedule.warmup and schedule.decay are parts of one run, so their sum must be at most 1; "
                 f"got {self.warmup} + {self.decay}."
             )
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    every: int = 100
+    """Steps between two evaluations of the held-out loss."""
+    rows: int = 64
+    """Number of rows of each evaluation; always the same rows, evenly spaced among ``final_rows``."""
+    final_rows: int = 1024
+    """Maximum number of held-out rows for the loss of the finished model."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("every", "rows", "final_rows"), "evaluation.")
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    every: int = 500
+    """Steps between two checkpoints; one more is written at the end."""
+    keep: int = 2
+    """Number of newest checkpoints to keep; the one with the lowest training loss is kept too."""
+    keep_every: int | None = None
+    """Also keep all checkpoints whose step is a multiple of this number."""
+    memory_every: int | None = None
+    """Steps between two copies of the state in the memory of the nodes, from which ``--resume`` continues. None: none.
+    With replicas (``parallel.replicate``) the ranks of a lost node receive theirs from another one."""
+    memory_folder: str = "/dev/shm"
+    """Folder of these copies on each node; it is in memory, and only the ranks of its node need to see it."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("every", "keep", "keep_every", "memory_every"), "checkpoint.")
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """Device mesh of the processes that ``torchrun`` starts; their number is ``replicate · shard · context``.
+
+    A batch is divided into ``replicate · shard`` groups of rows, and each row into ``context`` parts.
+    """
+
+    replicate: int = 1
+    """Copies of the model (HSDP), each sharded over ``shard · context`` ranks, which need the fastest links."""
+    shard: int | None = None
+    """Ranks that shard parameters, gradients and optimizer state (FSDP2), together with those of ``context``.
+    None: the number of processes divided by ``replicate · context``."""
+    context: int = 1
+    """Ranks that hold consecutive parts of each row; a part consists of whole attention chunks."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("replicate", "shard", "context"), "parallel.")
+
+
+@dataclass(frozen=True)
+class SkipSettings:
+    """Rule that skips spikes, by the rolling mean and standard deviation of loss and gradient norm."""
+
+    deviations: float | None = 6.0
+    """Skip a step whose loss or gradient norm is more than this many standard deviations above the mean.
+    Both are of the last ``window`` steps. None: skip only steps with non-finite values."""
+    window: int = 128
+    """Number of previous steps in mean and deviation; no spike is skipped before half of them are done."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("window",), "skip.")
+        check_limits(self, ("deviations",), "skip.")
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """Text that the finished model generates at the end of a run."""
+
+    prompt: str = "The "
+    """Prompt of the generated text."""
+    tokens: int = 600
+    """Maximum number of tokens generated after the prompt."""
+    temperature: float = 0.7
+    """Sampling temperature; 0 takes the most probable token each time."""
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, ("tokens", "temperature"), "sample.")

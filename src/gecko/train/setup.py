@@ -26,10 +26,9 @@ from gecko.models import LanguageModel, build_model, load_any, meta_model
 from gecko.models.gecko import Block
 from gecko.parallel.fsdp import empty_sharded_model, fill
 from gecko.parallel.mesh import Ranks
-from gecko.train.batches import Prefetcher
 from gecko.train.checkpoints.checkpointer import RECIPE
 from gecko.train.checkpoints.lora import add_adapters
-from gecko.train.data import RunData
+from gecko.train.data import Prefetcher, RunData
 from gecko.train.evaluate import evaluate, sample_text
 from gecko.train.float8 import use_float8
 from gecko.train.optimizers.build import build_optimizer

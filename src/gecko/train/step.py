@@ -26,8 +26,8 @@ from gecko.parallel.mesh import Ranks
 from gecko.runtime.transfer import HostCopy, to_device
 from gecko.train.carried import CarriedState
 from gecko.train.optimizers.build import set_learning_rate, step_unless
-from gecko.train.optimizers.settings import ScheduleSettings
-from gecko.train.run import Precision, SkipSettings, is_half
+from gecko.train.run import Precision, is_half
+from gecko.train.settings import ScheduleSettings, SkipSettings
 
 
 def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int) -> float:

@@ -24,10 +24,10 @@ from gecko.models import LanguageModel
 from gecko.parallel.mesh import DelayedSum, Ranks
 from gecko.runtime.process import SteadyCollection
 from gecko.state import GeckoState
-from gecko.train.batches import Prefetcher
 from gecko.train.carried import CarriedState
 from gecko.train.checkpoints.checkpointer import Checkpointer, TrainerState
 from gecko.train.checkpoints.node_copies import NodeCopies
+from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.health import StopSignal, find_nonfinite, skip_failure
 from gecko.train.metrics import Kind, MetricsWriter

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gecko.train.optimizers.muon import Muon
-from gecko.train.optimizers.settings import OptimizerSettings
+from gecko.train.settings import OptimizerSettings
 
 _FACTOR = "rate_factor"
 """Key of a group's factor of the learning rate."""

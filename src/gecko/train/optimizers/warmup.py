@@ -6,7 +6,7 @@ of ranks and of accumulated parts that divides the first batch divides all.
 
 from __future__ import annotations
 
-from gecko.train.optimizers.settings import ScheduleSettings
+from gecko.train.settings import ScheduleSettings
 
 
 def rows_before(schedule: ScheduleSettings, batch_size: int, step: int) -> int:
