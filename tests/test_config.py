@@ -20,6 +20,8 @@ from gecko.config import PRESETS
     ("changes", "message"),
     [
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1; got 0"),
+        ({"num_layers": 10**9}, "num_layers must be at most 10,000; got 1,000,000,000. Check the file"),
+        ({"model_dim": 2 * (10**12 + 39)}, "timestep_groups must divide model_dim; got 4 and 2000000000078. Try .*=2"),
         ({"model_dim": -32}, "model_dim must be a whole number of at least 1; got -32"),
         ({"chunk_size": 8.0}, "chunk_size must be a whole number of at least 1; got 8.0"),
         ({"vocab_size": "64"}, "vocab_size must be a whole number of at least 1; got '64'"),

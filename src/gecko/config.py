@@ -140,6 +140,7 @@ class GeckoConfig:
     def _check_numbers(self) -> None:
         check_counts(self, ("vocab_size", "num_layers", "model_dim", "key_dim", "value_dim", "num_heads", "ffn_dim",
                             "cema_modes", "chunk_size", "timestep_groups", "norm_groups"))  # fmt: skip
+        check_layers(self.num_layers)
         check_above(self, {"memory_key_length": 0, "norm_eps": 0, "rope_base": 1})
 
     def _check_choices(self) -> None:
@@ -155,15 +156,14 @@ class GeckoConfig:
                             ("model_dim", "timestep_groups"), ("model_dim", "norm_groups")):  # fmt: skip
             total, count = getattr(self, whole), getattr(self, part)
             if total % count:
-                fits = [n for n in range(1, total + 1) if total % n == 0]
-                near = min(fits, key=lambda n: abs(n - count))
+                near = min(_divisors(total), key=lambda n: abs(n - count))
                 raise ValueError(f"{part} must divide {whole}; got {count} and {total}. Try {part}={near}.")
 
     def _check_groups(self) -> None:
         """Check that groups have at least 2 features. One feature has variance only over time (cumulative norm)."""
         for name in ("norm_groups",) if self.timestep_betas is None else ("timestep_groups", "norm_groups"):
             if getattr(self, name) == self.model_dim:
-                near = max((n for n in range(1, self.model_dim) if self.model_dim % n == 0), default=1)
+                near = max((n for n in _divisors(self.model_dim) if n < self.model_dim), default=1)
                 raise ValueError(
                     f"{name} must leave at least 2 features to a group, which is divided by their deviation; "
                     f"got {self.model_dim} for {self.model_dim}. Try {name}={near}."
@@ -209,6 +209,18 @@ def check_counts(config: object, names: Iterable[str]) -> None:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
+
+
+def check_layers(layers: int) -> None:
+    """Raise ValueError if there are so many layers that the model takes minutes to build, even without its weights."""
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"num_layers must be at most {_MOST_LAYERS:,}; got {layers:,}. Check the file of the config.")
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of ``number``, the smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def check_above(config: object, bounds: Mapping[str, float]) -> None:
@@ -259,6 +271,8 @@ def _nearest(name: str, choices: list[str]) -> list[str]:
     return list(dict.fromkeys([*same_end, *(small[choice] for choice in near)]))
 
 
+_MOST_LAYERS = 10_000
+"""Largest number of layers; a block without weights is built in a few milliseconds."""
 _MOST_LISTED = 20
 """Largest number of names that an error message lists."""
 

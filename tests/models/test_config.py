@@ -52,6 +52,7 @@ def test_files_say_the_same_to_us_and_to_transformers(config: LlamaConfig, tmp_p
         ({"key_value_heads": 3}, "key_value_heads must divide num_heads; got 3 and 4"),
         ({"key_value_heads": 0}, "num_key_value_heads must be a whole number"),
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1; got 0"),
+        ({"num_layers": 10**9}, "num_layers must be at most 10,000; got 1,000,000,000"),
         ({"norm_eps": 0.0}, "norm_eps must be a number, positive"),
         ({"rope_base": 1.0}, "rope_base must be a number, above 1"),
     ],

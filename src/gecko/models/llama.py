@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gecko.config import check_above, check_counts, check_switches, checked_fields, named, read_fields
+from gecko.config import check_above, check_counts, check_layers, check_switches, checked_fields, named, read_fields
 from gecko.io.model_folder import Layout, fill, read_folder, write_folder
 from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
@@ -57,6 +57,7 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         check_counts(self, ("vocab_size", "num_layers", "model_dim", "num_heads", "ffn_dim", "num_key_value_heads"))
+        check_layers(self.num_layers)
         if self.model_dim % (2 * self.num_heads):
             raise ValueError(
                 "rotary embedding turns pairs of features, so model_dim must be a multiple of 2 · num_heads; "

@@ -6,7 +6,7 @@ The first part is for a model on one device (``gecko info``), the second for one
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -27,8 +27,10 @@ COMPONENTS = ("embedding", "CEMA", "norms", "attention projections", "feed-forwa
 def parameters_by_component(config: ModelConfig) -> dict[str, int]:
     """Count the parameters of each component without allocating them. A tied head counts as zero."""
     counts = dict.fromkeys(COMPONENTS, 0)
-    for name, parameter in meta_model(config).named_parameters():
-        counts[_component(name)] += parameter.numel()
+    model = meta_model(replace(config, num_layers=1))  # all blocks have the same shapes
+    of_blocks = {id(parameter) for parameter in model.blocks.parameters()}
+    for name, parameter in model.named_parameters():
+        counts[_component(name)] += parameter.numel() * (config.num_layers if id(parameter) in of_blocks else 1)
     if isinstance(config, LlamaConfig):
         del counts["CEMA"]
     return counts
