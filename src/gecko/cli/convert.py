@@ -104,7 +104,8 @@ def consolidate(
         gecko consolidate runs/1b/checkpoints/step-00010000 --out models/1b
     """
     from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
-    from gecko.train.checkpoints.checkpointer import RECIPE, write_model
+    from gecko.train.checkpoints.checkpointer import write_model
+    from gecko.train.run import RECIPE
 
     checkpoint = _find_checkpoint(Path(source).expanduser())
     target = _consolidation_target(out, checkpoint)
@@ -132,8 +133,9 @@ def average(
     """
     from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
     from gecko.io.checkpoints import list_checkpoints
-    from gecko.train.checkpoints.checkpointer import RECIPE, write_average
+    from gecko.train.checkpoints.checkpointer import write_average
     from gecko.train.checkpoints.folders import verify_checkpoint
+    from gecko.train.run import RECIPE
 
     found = list_checkpoints(run.expanduser() / "checkpoints")
     if len(found) < last:

@@ -57,14 +57,14 @@ def train(
 
         gecko train runs/demo/recipe.json --replay 117
     """
+    if show_list:
+        _list_recipes()
+        return
     from gecko.parallel.mesh import only_first_rank_reports
     from gecko.recipes import apply_overrides, get_recipe, shown
     from gecko.train import replayed
     from gecko.train import train as run_training
 
-    if show_list:
-        _list_recipes()
-        return
     with only_first_rank_reports():
         if recipe is None:
             raise ValueError("RECIPE must be named, for example: gecko train tiny. `gecko train --list` shows all.")

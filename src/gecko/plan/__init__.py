@@ -9,7 +9,7 @@ from gecko.models import ModelConfig
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan.counts import Flops, counts_of
 from gecko.plan.memory import GroupSizes, Share, group_sizes, step_memory
-from gecko.train import Run
+from gecko.train.run import Run
 from gecko.train.throughput import flops_per_token
 
 __all__ = ["GPU", "GPUS", "Assumptions", "Plan", "find_gpu", "make_plan"]

@@ -16,8 +16,8 @@ from gecko.models import LanguageModel, LlamaConfig, ModelConfig, meta_model
 from gecko.models.common import ActivationCheckpointing
 from gecko.ops.loss import GPU_BLOCK_ELEMENTS
 from gecko.plan.counts import FLOAT, HALF, counts_of
-from gecko.train import Run
 from gecko.train.optimizers.build import block_matrix_names, matrix_names
+from gecko.train.run import Run
 
 WORK_FACTOR = 2
 """Memory in use during one block's forward pass, relative to its activations for backward; measured on the CPU."""

@@ -10,9 +10,8 @@ from pathlib import Path
 from gecko.config import unknown_name
 from gecko.io.files import read_object
 from gecko.recipes.recipes import RECIPES
-from gecko.train import Run
-from gecko.train.checkpoints.checkpointer import RECIPE
 from gecko.train.overrides import current_override, set_fields, settings_help
+from gecko.train.run import RECIPE, Run
 
 __all__ = ["RECIPES", "apply_overrides", "get_recipe", "shown"]
 

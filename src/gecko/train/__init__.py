@@ -1,10 +1,14 @@
-"""Training: a ``Run`` holds all settings, ``train`` runs it on one device or as one of several ranks."""
+"""Training: a ``Run`` holds all settings, ``train`` runs it on one device or as one of several ranks.
 
-from gecko.train.checkpoints.folders import latest_checkpoint
-from gecko.train.data import replayed
-from gecko.train.health import NonFiniteError
+The functions that run are imported on first use: settings and plans need neither checkpoints nor reports.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from gecko.train.run import Run
-from gecko.train.session import TrainResult, train
 from gecko.train.settings import (
     CheckpointSettings,
     DataSettings,
@@ -15,6 +19,27 @@ from gecko.train.settings import (
     ScheduleSettings,
     SkipSettings,
 )
+
+if TYPE_CHECKING:
+    from gecko.train.checkpoints.folders import latest_checkpoint
+    from gecko.train.data import replayed
+    from gecko.train.health import NonFiniteError
+    from gecko.train.session import TrainResult, train
+else:
+    _MODULES = {
+        "NonFiniteError": "gecko.train.health",
+        "TrainResult": "gecko.train.session",
+        "latest_checkpoint": "gecko.train.checkpoints.folders",
+        "replayed": "gecko.train.data",
+        "train": "gecko.train.session",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return value
+
 
 __all__ = [
     "CheckpointSettings",

@@ -36,6 +36,8 @@ from gecko.train.settings import (
     SkipSettings,
 )
 
+RECIPE = "recipe.json"
+"""File of a run in its folder and in each checkpoint."""
 _MOST_THREADS = 1024
 
 

@@ -24,7 +24,6 @@ from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_firs
 from gecko.runtime.process import flushed_denormals, keep_freed_memory
 from gecko.train.carried import carried_state
 from gecko.train.checkpoints.checkpointer import (
-    RECIPE,
     Checkpointer,
     TrainerState,
     checkpoints_folder,
@@ -48,7 +47,7 @@ from gecko.train.metrics import (
 )
 from gecko.train.optimizers.build import build_optimizer
 from gecko.train.report import finish_run, remove_results
-from gecko.train.run import Run
+from gecko.train.run import RECIPE, Run
 from gecko.train.setup import Budget, starting_model, steps_in_budget
 from gecko.train.throughput import describe_hardware, multiplies_bfloat16, select_device
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress

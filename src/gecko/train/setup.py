@@ -26,13 +26,12 @@ from gecko.models import LanguageModel, build_model, load_any, meta_model
 from gecko.models.gecko import Block
 from gecko.parallel.fsdp import empty_sharded_model, fill
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpoints.checkpointer import RECIPE
 from gecko.train.checkpoints.lora import add_adapters
 from gecko.train.data import Prefetcher, RunData
 from gecko.train.evaluate import evaluate, sample_text
 from gecko.train.float8 import use_float8
 from gecko.train.optimizers.build import build_optimizer
-from gecko.train.run import Run, is_half
+from gecko.train.run import RECIPE, Run, is_half
 from gecko.train.step import split_batch, train_step
 
 _PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'\nÀ là niña, Straße, Привет, 你好, 🙂"

@@ -54,9 +54,8 @@ from gecko.train.checkpoints.shards import ShardWriter
 from gecko.train.metrics import DataRecord
 from gecko.train.optimizers.build import named_parameters, optimizer_tensors
 from gecko.train.overrides import build
-from gecko.train.run import Run
+from gecko.train.run import RECIPE, Run
 
-RECIPE = "recipe.json"
 _OPTIMIZER, _RANDOM, _TRAINER = "optimizer.safetensors", "random.safetensors", "trainer.json"
 _LANES = "lanes.safetensors"
 

@@ -14,12 +14,12 @@ from gecko.io.checkpoints import checkpoint_step, list_checkpoints
 from gecko.io.files import mend_lines
 from gecko.io.model_folder import CONFIG, WEIGHTS
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpoints.checkpointer import RECIPE, checkpoints_folder, tokenizer_folder
+from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
 from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.metrics import METRICS, SESSIONS, mend_metrics, read_metrics
 from gecko.train.overrides import flatten
 from gecko.train.report import REPORT, RESULTS, SAMPLE
-from gecko.train.run import Run
+from gecko.train.run import RECIPE, Run
 
 _SAME_ON_RESUME = (
     "model", "data", "batch_size", "sequence_length", "seed", "lora_rank", "optimizer.name",
