@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -19,11 +20,28 @@ from gecko.ops.backends.dispatch import _cpu_kernels_installed, cpu_kernels_run_
 from gecko.ops.cema import CEMACoefficients, cema
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the path of a library that the first build of these tests leaves for the others, which copy it."""
+    return tmp_path_factory.mktemp("built") / "library.so"
+
+
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Use an empty cache, with nothing loaded. Builds are not optimised, which takes a fifth of the time."""
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: Path) -> Iterator[Path]:
+    """Use an empty cache, with nothing loaded. Builds are not optimised, and only the first one compiles."""
+    run = native._run
+
+    def run_or_copy(command: list[str]) -> str:
+        if "-o" not in command:
+            return run(command)
+        if not kept.exists():
+            run([str(kept) if command[i - 1] == "-o" else word for i, word in enumerate(command)])
+        shutil.copyfile(kept, command[command.index("-o") + 1])
+        return ""
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in native._FLAGS))
+    monkeypatch.setattr(native, "_run", run_or_copy)
     for cached in (native._loaded, _cpu_kernels_installed):
         cached.cache_clear()
     yield tmp_path / "gecko"
@@ -37,23 +55,41 @@ def _average() -> torch.Tensor:
     return cema(torch.randn(2, 70, 5, generator=generator), CEMACoefficients.from_parameters(*parameters))[0]
 
 
-def _processes(count: int) -> list[int]:
-    """Return the exit codes of processes that load the library at the same time."""
+SLOW_COMPILER = """#!/bin/sh
+case " $* " in
+*" -o "*)
+    while [ "$1" != "-o" ]; do shift; done
+    echo once >> "$(dirname "$0")/built"
+    head -c 50000 LIBRARY > "$2" && sleep 1 && cat LIBRARY > "$2" ;;
+*) exec COMPILER "$@" ;;
+esac
+"""
+"""A compiler that copies a library, and takes a second, in which the file is not whole."""
+
+
+def _processes(count: int, folder: Path, library: Path) -> list[int]:
+    """Return the exit codes of processes that build the library at the same time, with a slow compiler."""
+    script = SLOW_COMPILER.replace("LIBRARY", str(library)).replace("COMPILER", native._compiler())
+    folder.mkdir()
+    for name in native.COMPILERS:
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     code = "from gecko.ops.backends.cpu import library; assert library() is not None"
-    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
+    started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(count)]
     return [process.wait() for process in started]
 
 
 @needs_compiler
 def test_it_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.library() is not None
-    (built,) = fresh.iterdir()
+    (built,) = fresh.glob("*.so")
     native._loaded.cache_clear()
     commands: list[list[str]] = []
     run = native._run
     monkeypatch.setattr(native, "_run", lambda command: commands.append(command) or run(command))
     assert native.library() is not None
-    assert [built] == list(fresh.iterdir())
+    assert [built] == list(fresh.glob("*.so"))
     assert not [command for command in commands if "-o" in command]
 
 
@@ -63,13 +99,16 @@ def test_other_sources_are_another_library(fresh: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-DOTHER"))
     native._loaded.cache_clear()
     native.library()
-    assert len(list(fresh.iterdir())) == 2
+    assert len(list(fresh.glob("*.so"))) == 2
 
 
 @needs_compiler
-def test_processes_that_build_at_once_do_not_disturb_each_other(fresh: Path) -> None:
-    assert _processes(3) == [0, 0, 0]
-    assert len(list(fresh.iterdir())) == 1
+def test_of_processes_that_start_together_one_builds(fresh: Path, kept: Path, tmp_path: Path) -> None:
+    native.library()
+    shutil.rmtree(fresh)
+    assert _processes(3, tmp_path / "compilers", kept) == [0, 0, 0]
+    assert len(list(fresh.glob("*.so"))) == 1
+    assert (tmp_path / "compilers" / "built").read_text() == "once\n"
 
 
 @needs_compiler
@@ -105,7 +144,7 @@ def test_without_a_compiler_the_eager_forms_run(
     torch.testing.assert_close(without, with_kernels, rtol=1e-5, atol=1e-5)
     (line,) = caplog.messages
     assert ("none of gcc, cc is installed" if compiler == "missing" else "no space left") in line
-    assert not fresh.exists() or not list(fresh.iterdir())
+    assert not list(fresh.glob("*.so"))
 
 
 def test_what_the_kernels_do_not_take() -> None:

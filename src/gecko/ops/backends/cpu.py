@@ -5,8 +5,9 @@ autograd functions in ``ops/NAME/cpu.py``, and code shared by the C files in ``o
 contiguous float32 tensors on the CPU. ``dispatch.choose_backend`` decides when they run.
 
 **Build.** All files become one library, which is compiled for the processor of this machine when an operator first
-needs it. This takes a few seconds. The library is kept in the user's cache. Its name is a hash of the sources, the
-compiler and the processor's features, so machines that share a home directory keep one library each.
+needs it. This takes ten to thirty seconds. The library is kept in the user's cache. Its name is a hash of the sources, the
+compiler and the processor's features, so machines that share a home directory keep one library each. Processes that
+start together wait for the one that builds it.
 
 **Threads** are PyTorch's: its OpenMP runtime is in the process before the library, which uses the same one. Work is
 divided by shape and not by the number of threads, and sums have a fixed order: results are the same on any number of
@@ -40,13 +41,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.io.files import whole_file
+from gecko.io.files import locked, whole_file
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH, cpu_kernels_run_on, is_plain_float32, products_are_rounded
 from gecko.runtime.private import onednn_linear
 from gecko.runtime.process import processor_field
 
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
 COMPILERS = ("gcc", "cc")
+_LOCK = ".building"
 
 
 def refuse_second_derivatives() -> None:
@@ -159,8 +161,10 @@ def _built(compiler: str) -> Path:
     name = hashlib.sha256("\0".join((*_FLAGS, features, *read)).encode()).hexdigest()[:24]
     path = _folder() / f"native-{name}.so"
     if not path.exists():
-        with whole_file(path) as temporary:
-            _run([compiler, *_FLAGS, *map(str, sources), "-o", str(temporary), "-lm"])
+        with locked(path.parent / _LOCK, wait=True):  # of processes that start together, one builds
+            if not path.exists():
+                with whole_file(path) as temporary:
+                    _run([compiler, *_FLAGS, *map(str, sources), "-o", str(temporary), "-lm"])
     return path
 
 
