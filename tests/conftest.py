@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+# Threads of OpenMP that wait would keep a processor busy, which other tests need. PyTorch reads this when it is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
@@ -24,6 +28,11 @@ def poisoned() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def pictures() -> None:
+    """Let runs draw the pictures of their reports, where the other tests of a folder have plain reports."""
 
 
 @pytest.fixture
