@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from support.corpora import write_corpus
+from support.whole_runs import plain_report
 
 pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
@@ -43,6 +44,12 @@ def random_llama(config: LlamaConfig, dtype: torch.dtype = torch.float64) -> Lla
 @pytest.fixture(scope="session", params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> Llama:
     return random_llama(CONFIGS[request.param])
+
+
+@pytest.fixture(autouse=True)
+def _plain_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("gecko.train.report.write_report", plain_report)
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,7 @@ def test_stopped_and_resumed_is_uninterrupted(
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_learns_and_leaves_a_model_for_us_and_for_transformers(run_in: Runs) -> None:
     run = run_in("run")
     result = train(run)

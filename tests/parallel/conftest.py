@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import training_jobs as work
 from support.corpora import BYTE_MODEL, write_corpus
-from support.jobs import Jobs
+from support.jobs import Exact, Jobs
+from support.processes import Processes
 
 from gecko.train import (
     CheckpointSettings,
@@ -27,6 +29,28 @@ def jobs() -> Iterator[Jobs]:
     jobs = Jobs(4)
     yield jobs
     jobs.close()
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Return four processes of one group, which stay connected."""
+    processes = Processes(4, tmp_path_factory.mktemp("context"))
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def exact(jobs: Jobs) -> Exact:
+    """Return a function that gives three steps of a run on one rank, which are computed once for a model."""
+    found: dict[Any, dict[str, Any]] = {}
+
+    def steps(run: Run) -> dict[str, Any]:
+        key = run.model, run.optimizer
+        if key not in found:
+            ((found[key],),) = jobs.run(1, work.exact_steps, [run], 3)
+        return found[key]
+
+    return steps
 
 
 @pytest.fixture(scope="session")

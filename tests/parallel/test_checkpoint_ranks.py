@@ -21,6 +21,7 @@ from gecko.train import CheckpointSettings, ParallelSettings, Run, train
 from gecko.train.checkpoints.checkpointer import checkpoints_folder, write_model
 from gecko.train.checkpoints.folders import latest_checkpoint, verify_checkpoint, write_manifest
 from gecko.train.metrics import read_metrics
+from gecko.train.report import write_report
 
 
 def losses(run: Run) -> np.ndarray:
@@ -107,9 +108,9 @@ def test_the_joined_model_has_the_logits_of_the_parts(
 def test_a_tied_model_is_joined(jobs: Jobs, run_in: Callable[..., Run]) -> None:
     """Also at the end of its run. The weight shared by embedding and head is written once."""
     run = run_in("tied", steps=2, model=replace(BYTE_MODEL, tie_embedding=True))
-    jobs.run(2, work.train_run, run)
+    jobs.run(2, work.train_run, run, False, write_report)
     checkpoint = latest_checkpoint(checkpoints_folder(run))
-    assert checkpoint is not None and (run.folder / "report.html").is_file()
+    assert checkpoint is not None and "<svg" in (run.folder / "report.html").read_text(encoding="utf-8")
     model = gecko.load(checkpoint)
     assert model.head.weight is model.embedding.weight
     tokens = torch.arange(24).reshape(2, 12)

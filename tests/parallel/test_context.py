@@ -17,16 +17,8 @@ from support.context_cases import (
     refusal,
     slice_refusal,
 )
-from support.processes import Processes
 
 TOLERANCE = 1e-9
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    processes = Processes(4, tmp_path_factory.mktemp("context"))
-    yield processes
-    processes.close()
 
 
 def assert_same(got, wanted, name):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from support.context_cases import Text, assert_near, model_for_kernels, read, read_on_kernels
 from support.native_agreement import needs_compiler
-from support.processes import Processes
 
 pytestmark = needs_compiler
 
@@ -14,13 +13,6 @@ EXPECTED = {
     for name in ("timestep_norm", "cema", "working_memory_chain", "working_memory_read", "chunk_attention")
     for direction in ("forward", "backward")
 } - {"working_memory_chain_forward", "working_memory_read_forward"} | {"working_memory_chain", "working_memory_read"}
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    processes = Processes(4, tmp_path_factory.mktemp("context"))
-    yield processes
-    processes.close()
 
 
 @pytest.mark.parametrize(

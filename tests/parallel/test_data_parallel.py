@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import training_jobs as work
-from support.jobs import Jobs
+from support.jobs import Exact, Jobs
 
 from gecko.parallel.mesh import MeshSizes
 from gecko.train import OptimizerSettings, Run, train
@@ -36,11 +36,11 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_steps_on_ranks_are_steps_on_one(jobs: Jobs, run_in: Callable[..., Run], mesh: str) -> None:
+def test_steps_on_ranks_are_steps_on_one(jobs: Jobs, run_in: Callable[..., Run], exact: Exact, mesh: str) -> None:
     """Compare loss, gradient norm and, after three steps of AdamW, every parameter, in float64 on every rank."""
     ranks, sizes = MESHES[mesh]
     model = replace(run_in("x").model, tie_embedding=mesh == "shard-4")
-    ((expected,),) = jobs.run(1, work.exact_steps, [run_in("one", model=model)], 3)
+    expected = exact(run_in("one", model=model))
     runs = [run_in("many", model=model, **sizes, **settings) for settings in SETTINGS]
     for per_rank in jobs.run(ranks, work.exact_steps, runs, 3):
         for got, settings in zip(per_rank, SETTINGS, strict=True):
@@ -101,18 +101,19 @@ def test_accumulated_gradients_are_shards(jobs: Jobs, run_in: Callable[..., Run]
         assert found["bytes after each part"] == [shard] * parts
 
 
-@pytest.mark.parametrize("mesh", ["shard-2", "context-2", "shard-4", "shard-2-context-2"])
-def test_held_out_loss_is_that_of_one_process(jobs: Jobs, run_in: Callable[..., Run], mesh: str) -> None:
+def test_held_out_loss_is_that_of_one_process(jobs: Jobs, run_in: Callable[..., Run]) -> None:
     """Also if the rows do not divide evenly, or are fewer than the ranks."""
-    ranks, sizes = MESHES[mesh]
     cases = [(1, 2), (5, 2), (8, 1)]
     (expected,) = jobs.run(1, work.evaluations, run_in("x"), cases)
-    for found in jobs.run(ranks, work.evaluations, run_in("x", **sizes), cases):
-        for got, wanted in zip(found, expected, strict=True):
-            assert got["tokens"] == wanted["tokens"]
-            assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-9)
-            for kept in ("loss_by_position", "row_losses", "row_targets"):
-                np.testing.assert_allclose(*(np.array(one[kept], dtype=float) for one in (got, wanted)), rtol=1e-9)
+    for mesh in ("shard-2", "context-2", "shard-4", "shard-2-context-2"):
+        ranks, sizes = MESHES[mesh]
+        for found in jobs.run(ranks, work.evaluations, run_in("x", **sizes), cases):
+            for got, wanted in zip(found, expected, strict=True):
+                assert got["tokens"] == wanted["tokens"], mesh
+                assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-9), mesh
+                for kept in ("loss_by_position", "row_losses", "row_targets"):
+                    values = (np.array(one[kept], dtype=float) for one in (got, wanted))
+                    np.testing.assert_allclose(*values, rtol=1e-9, err_msg=mesh)
 
 
 def test_any_number_of_ranks_sees_the_same_batches(jobs: Jobs, run_in: Callable[..., Run]) -> None:
@@ -126,11 +127,11 @@ def test_any_number_of_ranks_sees_the_same_batches(jobs: Jobs, run_in: Callable[
 
 
 @pytest.mark.parametrize("mesh", ["shard-2", "replicate-2-shard-2", "shard-2-context-2"])
-def test_muon_on_ranks_is_muon_on_one(jobs: Jobs, run_in: Callable[..., Run], mesh: str) -> None:
+def test_muon_on_ranks_is_muon_on_one(jobs: Jobs, run_in: Callable[..., Run], exact: Exact, mesh: str) -> None:
     """Each rank orthogonalises its part of the matrices; the other ranks receive them."""
     ranks, sizes = MESHES[mesh]
     muon = OptimizerSettings(name="muon", learning_rate=1e-2)
-    ((expected,),) = jobs.run(1, work.exact_steps, [run_in("one", optimizer=muon)], 3)
+    expected = exact(run_in("one", optimizer=muon))
     for (got,) in jobs.run(ranks, work.exact_steps, [run_in("many", optimizer=muon, **sizes)], 3):
         np.testing.assert_allclose(got["curve"], expected["curve"], rtol=1e-9)
         for name, value in expected["parameters"].items():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import training_jobs as work
-from support.jobs import Jobs
+from support.jobs import Exact, Jobs
 
 pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
@@ -40,11 +40,11 @@ def losses(run: Run) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_steps_on_ranks_are_steps_on_one(jobs: Jobs, run_in: Callable[..., Run], mesh: str) -> None:
+def test_steps_on_ranks_are_steps_on_one(jobs: Jobs, run_in: Callable[..., Run], exact: Exact, mesh: str) -> None:
     """Compare loss, gradient norm and, after three steps of AdamW, every parameter, in float64 on every rank."""
     ranks, sizes = MESHES[mesh]
     model = replace(CONFIG, tie_embedding=mesh == "shard-4")
-    ((expected,),) = jobs.run(1, work.exact_steps, [run_in("one", model=model)], 3)
+    expected = exact(run_in("one", model=model))
     runs = [run_in("many", model=model, **sizes, **settings) for settings in SETTINGS]
     for per_rank in jobs.run(ranks, work.exact_steps, runs, 3):
         for got, settings in zip(per_rank, SETTINGS, strict=True):

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+Exact = Callable[[Any], dict[str, Any]]
+"""Function from a run to its steps on one rank; see ``tests/parallel/conftest.py``."""
 LIMIT = 300.0
 """Seconds within which a rank must answer."""
 

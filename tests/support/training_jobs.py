@@ -20,6 +20,7 @@ from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
+from support.whole_runs import plain_report
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
@@ -42,9 +43,9 @@ from gecko.train.trainer import Trainer
 CPU = torch.device("cpu")
 
 
-def train_run(run: Run, resume: bool = False) -> dict[str, Any]:
-    """Run training and return its result as plain values."""
-    with warnings.catch_warnings(record=True) as caught:
+def train_run(run: Run, resume: bool = False, report: Callable[..., Path] = plain_report) -> dict[str, Any]:
+    """Run training with this report and return its result as plain values."""
+    with warnings.catch_warnings(record=True) as caught, mock.patch("gecko.train.report.write_report", report):
         warnings.simplefilter("always")
         result = train(run, resume=resume)
     said = [str(warning.message) for warning in caught]

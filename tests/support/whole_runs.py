@@ -12,10 +12,18 @@ from safetensors.torch import load_file
 
 from gecko.train import Run, TrainResult
 from gecko.train.metrics import read_metrics
+from gecko.train.report import REPORT, RunFacts
 from gecko.train.step import SpikeRule, Verdict
 from gecko.train.trainer import Trainer
 
 _TIMES = ("seconds", "tokens_per_second", "mfu", "memory_gib", "data_seconds")
+
+
+def plain_report(run: Run, facts: RunFacts) -> Path:
+    """Write a report without pictures, which take as long as a run of twelve steps."""
+    path = run.folder / REPORT
+    path.write_text(repr(facts), encoding="utf-8")
+    return path
 
 
 def curve(run: Run) -> list[dict[str, Any]]:

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 from support.corpora import BYTE_MODEL, write_corpus
+from support.whole_runs import plain_report
 
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
+
+
+@pytest.fixture(autouse=True)
+def _plain_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("gecko.train.report.write_report", plain_report)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.data import load_data
 
 
+@pytest.mark.usefixtures("pictures")
 def test_what_a_run_leaves_behind(small_run: Run) -> None:
     result = train(small_run)
     assert result.evaluation is not None
@@ -29,6 +30,7 @@ def test_what_a_run_leaves_behind(small_run: Run) -> None:
     assert json.loads((small_run.folder / "results.json").read_text())["loss"] == result.evaluation.loss
     assert (small_run.folder / "sample.txt").read_text(encoding="utf-8").startswith("red ")
     assert result.report == small_run.folder / "report.html"
+    assert "<svg" in result.report.read_text(encoding="utf-8")
     losses = [record["loss"] for record in curve(small_run) if record["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.5
     assert [record["step"] for record in curve(small_run) if record["kind"] == "validation"] == [0, 5, 10, 12]
