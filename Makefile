@@ -2,7 +2,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Many tests wait for other processes, so more workers than processors keep the processors busy.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() * 3 // 2)')
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Modules are compiled when they are imported: most of what is installed never is.
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
+
+# After the tests, two of these run side by side, the longest first: installations wait for the network, and some use one
+# processor.
+STAGES := test-vllm test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-upstream docs
 
 .PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
@@ -17,7 +23,8 @@ test: .venv/test  ## Check style, types and import directions, and run the tests
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --ignore tests/serving/test_attacks.py
 	$(MAKE) --no-print-directory test-attacks
 
-ci: test docs test-tutorial test-docs test-kernels test-simulated test-hf-oldest test-upstream test-vllm  ## Run everything that continuous integration runs
+ci: test  ## Run everything that continuous integration runs
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(STAGES)
 
 test-attacks: .venv/test  ## Attack a running server; its answers are timed, so no other test runs meanwhile
 	$(BIN)/pytest tests/serving/test_attacks.py
@@ -106,7 +113,7 @@ clean:
 	$(INSTALL) --editable '.[dev]'
 	touch $@
 
-.venv/upstream: .venv/test  # upstream's tests import parameterized, and need an __init__.py to be a package
+.venv/upstream: .venv/simulated  # one installation at a time in .venv; upstream's tests import parameterized, and need an __init__.py to be a package
 	$(INSTALL) parameterized
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --constraint constraints.txt \
 		--no-binary transformers --no-deps --dest build transformers
@@ -129,7 +136,7 @@ clean:
 
 .venv-docs/docs: constraints.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	.venv-docs/bin/python $(PIP) --constraint constraints.txt \
 		mkdocstrings-python zensical
 	touch $@
 
@@ -137,7 +144,7 @@ clean:
 	$(PYTHON) -m venv .venv-oldest
 	awk -F== 'NR == FNR {replaced[$$1]; print; next} !($$1 in replaced)' \
 		constraints-oldest.txt constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt \
+	.venv-oldest/bin/python $(PIP) --constraint .venv-oldest/constraints.txt \
 		--editable '.[finetune]' hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
@@ -148,7 +155,7 @@ clean:
 # There is no build of vLLM 0.33 for the CPU. Its Python, from the package for GPUs, runs with the compiled parts of 0.32.
 build/vllm-newest/ready: .venv-vllm/test
 	rm -rf build/vllm-newest
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/vllm-newest \
+	.venv-vllm/bin/python $(PIP) --no-deps --target build/vllm-newest \
 		vllm==0.33.0 orjson==3.13.0
 	rm build/vllm-newest/vllm/*.so && cp .venv-vllm/lib/python3*/site-packages/vllm/*.so build/vllm-newest/vllm
 	sed -i.original 's/^Version: .*/&+cpu/' build/vllm-newest/vllm-*.dist-info/METADATA

@@ -79,6 +79,7 @@ def _environment() -> dict[str, str]:
         "PATH": f"{python}:{kept['PATH']}",
         "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
         "PIP_QUIET": "1",
+        "PIP_NO_COMPILE": "1",  # modules are compiled when they are imported
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,21 @@ from gecko.train import (
     Run,
     SampleSettings,
 )
+
+
+class Kept:
+    """A run whose folder can be restored after changes to it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._folder = run, run.folder.parent
+        self._copy = self._folder.with_name(f"{self._folder.name}-kept")
+        shutil.copytree(self._folder, self._copy)
+
+    def restored(self) -> Run:
+        """Restore the folder that contains the run's folder, and return the run."""
+        shutil.rmtree(self._folder)
+        shutil.copytree(self._copy, self._folder)
+        return self._run
 
 
 @pytest.fixture(scope="session")
@@ -58,14 +74,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
-@pytest.fixture
-def run_in(corpus: Path, tmp_path: Path) -> Callable[..., Run]:
-    """Return a function that makes the small run of 20 steps, in a folder of the given name, with changes."""
+@pytest.fixture(scope="session")
+def run_at(corpus: Path) -> Callable[..., Run]:
+    """Return a function that makes the small run of 20 steps, in the given folder, with changes."""
 
-    def make(name: str, *, replicate: int = 1, shard: int | None = None, context: int = 1, **changes: Any) -> Run:
+    def make(folder: Path, *, replicate: int = 1, shard: int | None = None, context: int = 1, **changes: Any) -> Run:
         run = Run(
             model=BYTE_MODEL,
-            output=str(tmp_path / name),
+            output=str(folder),
             data=DataSettings(source=str(corpus), validation_fraction=0.2),
             batch_size=8,
             sequence_length=32,
@@ -81,6 +97,25 @@ def run_in(corpus: Path, tmp_path: Path) -> Callable[..., Run]:
         return replace(run, **changes)
 
     return make
+
+
+@pytest.fixture
+def run_in(run_at: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
+    """Return a function that makes the small run in a folder of the given name, with changes."""
+    return lambda name, **changes: run_at(tmp_path / name, **changes)
+
+
+@pytest.fixture(scope="session")
+def trained_once(jobs: Jobs, run_at: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    run = run_at(tmp_path_factory.mktemp("trained") / "run", steps=8)
+    jobs.run(2, work.train_run, run)
+    return Kept(run)
+
+
+@pytest.fixture
+def trained(trained_once: Kept) -> Run:
+    """Return a run of eight steps on two ranks, with the files that it left, whatever other tests did to them."""
+    return trained_once.restored()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

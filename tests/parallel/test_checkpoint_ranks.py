@@ -34,14 +34,6 @@ def kept(run: Run) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(checkpoints_folder(run)))
 
 
-@pytest.fixture
-def trained(jobs: Jobs, run_in: Callable[..., Run]) -> Run:
-    """Return a run of eight steps on two ranks."""
-    run = run_in("trained", steps=8)
-    jobs.run(2, work.train_run, run)
-    return run
-
-
 def test_four_ranks_then_two_then_one_then_four(jobs: Jobs, run_in: Callable[..., Run]) -> None:
     """The schedule is that of the whole run; SIGTERM ends each session."""
     one, changing = run_in("one"), run_in("changing", checkpoint=CheckpointSettings(every=7, keep=9))

@@ -30,11 +30,9 @@ def test_a_checkpoint_that_cannot_be_begun(jobs: Jobs, run_in: Callable[..., Run
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_checkpoint_that_one_rank_cannot_read(jobs: Jobs, run_in: Callable[..., Run], rank: int) -> None:
+def test_a_checkpoint_that_one_rank_cannot_read(jobs: Jobs, trained: Run, rank: int) -> None:
     """Both ranks skip it and use the one before."""
-    run = run_in("x", steps=8)
-    jobs.run(2, work.train_run, run)
-    first, second = jobs.run(2, work.run_with_an_unreadable_checkpoint, run, rank, "step-00000008")
+    first, second = jobs.run(2, work.run_with_an_unreadable_checkpoint, trained, rank, "step-00000008")
     assert (first["step"], second["step"]) == (8, 8)
     assert any("skipping the checkpoint step-00000008: " in warning for warning in first["warnings"])
 
@@ -58,18 +56,16 @@ def test_a_step_that_fails_on_one_rank_while_a_checkpoint_is_written(jobs: Jobs,
 
 
 def test_a_folder_in_which_another_trains(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    run = run_in("x")
+    run = run_in("x", steps=4)
     with locked(run.folder / ".training", wait=False):
         assert "ValueError: one process at a time" in refused(jobs.answers(2, work.train_run, run))
-    assert jobs.run(2, work.train_run, run)[0]["step"] == 20
+    assert jobs.run(2, work.train_run, run)[0]["step"] == 4
 
 
-def test_numbers_that_are_damaged(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    run = run_in("x", steps=4)
-    jobs.run(2, work.train_run, run)
-    (run.folder / "metrics.jsonl").write_text("{broken\n{}\n")
-    first, second = jobs.run(2, work.train_run, run, True)
-    assert (first["step"], second["step"]) == (4, 4)
+def test_numbers_that_are_damaged(jobs: Jobs, trained: Run) -> None:
+    (trained.folder / "metrics.jsonl").write_text("{broken\n{}\n")
+    first, second = jobs.run(2, work.train_run, trained, True)
+    assert (first["step"], second["step"]) == (8, 8)
     for line in (1, 2):
         assert any(f"metrics.jsonl, line {line}, must be" in warning for warning in first["warnings"])
 
@@ -82,15 +78,12 @@ def test_a_folder_that_the_first_rank_cannot_look_into(
     assert said.startswith("OSError: [Errno 116]") and name in said
 
 
-def test_a_recipe_that_one_rank_cannot_read(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    run = run_in("x", steps=4)
-    jobs.run(2, work.train_run, run)
-    answers = jobs.answers(2, work.run_with_a_lost_folder, run, 1, "read_text", "recipe.json")
+def test_a_recipe_that_one_rank_cannot_read(jobs: Jobs, trained: Run) -> None:
+    answers = jobs.answers(2, work.run_with_a_lost_folder, trained, 1, "read_text", "recipe.json")
     assert "RuntimeError: on rank 1: " in refused(answers)
 
 
-def test_checkpoints_that_are_all_damaged(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    run = run_in("x", steps=4)
-    jobs.run(2, work.train_run, run)
-    (checkpoints_folder(run) / "step-00000004" / "manifest.json").unlink()
-    assert "must hold a sound checkpoint" in refused(jobs.answers(2, work.train_run, run, True))
+def test_checkpoints_that_are_all_damaged(jobs: Jobs, trained: Run) -> None:
+    for checkpoint in list_checkpoints(checkpoints_folder(trained)):
+        (checkpoint / "manifest.json").unlink()
+    assert "must hold a sound checkpoint" in refused(jobs.answers(2, work.train_run, trained, True))

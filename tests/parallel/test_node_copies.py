@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from parallel.conftest import Kept
 from support import training_jobs as work
 from support.jobs import Jobs
 
@@ -27,32 +28,33 @@ def losses(run: Run) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records]
 
 
-@pytest.fixture
-def lost(jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path) -> tuple[Run, list[Path]]:
-    """Return a run of two replicas of two shards that failed in step 10, and the memory of its four nodes."""
-    nodes = [tmp_path / f"node-{rank}" for rank in range(RANKS)]
-    run = run_in("lost", replicate=2, checkpoint=CheckpointSettings(every=6, memory_every=1), steps=14)
-    for answer in jobs.answers(RANKS, work.run_on_nodes, run, nodes, FAILED):
+@pytest.fixture(scope="module")
+def failed(jobs: Jobs, run_at: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    folder = tmp_path_factory.mktemp("nodes")
+    run = run_at(folder / "lost", replicate=2, checkpoint=CheckpointSettings(every=6, memory_every=1), steps=14)
+    for answer in jobs.answers(RANKS, work.run_on_nodes, run, nodes_in(folder), FAILED):
         assert answer.error is not None and "a node is lost" in answer.error
-    assert all(len(list(node.rglob("*.safetensors"))) == 2 for node in nodes)
-    return run, nodes
+    assert all(len(list(node.rglob("*.safetensors"))) == 2 for node in nodes_in(folder))
+    return Kept(run)
+
+
+def nodes_in(folder: Path) -> list[Path]:
+    return [folder / f"node-{rank}" for rank in range(RANKS)]
+
+
+@pytest.fixture
+def lost(failed: Kept) -> tuple[Run, list[Path]]:
+    """Return a run of two replicas of two shards that failed in step 10, and the memory of its four nodes."""
+    run = failed.restored()
+    return run, nodes_in(run.folder.parent)
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, list[tuple[int, float]]]:
-    return {}
-
-
-@pytest.fixture
-def whole(
-    jobs: Jobs, run_in: Callable[..., Run], undisturbed: dict[str, list[tuple[int, float]]]
-) -> list[tuple[int, float]]:
+def whole(jobs: Jobs, run_at: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
     """Return the losses of the same run, undisturbed and without copies."""
-    if "losses" not in undisturbed:
-        run = run_in("whole", replicate=2, steps=14)
-        jobs.run(RANKS, work.train_run, run)
-        undisturbed["losses"] = losses(run)
-    return undisturbed["losses"]
+    run = run_at(tmp_path_factory.mktemp("whole") / "run", replicate=2, steps=14)
+    jobs.run(RANKS, work.train_run, run)
+    return losses(run)
 
 
 @pytest.mark.parametrize(

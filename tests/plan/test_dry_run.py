@@ -23,6 +23,8 @@ from gecko.train import ParallelSettings, Run
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.xdist_group("dry run")
+
 SIZES = MeshSizes(2, 2, 2)
 
 

