@@ -36,10 +36,10 @@ test-docs: .venv/test  ## Run the commands and snippets of README, docs/ and exa
 	$(BIN)/python tests/documents/check.py
 
 test-kernels: .venv/test  ## Run the Triton kernels under Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/pytest -n auto tests/kernels/interpreted
+	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist loadgroup tests/kernels/interpreted
 
 test-simulated: .venv/simulated  ## Run the Triton kernels under ttsem, as compiled for sm_90, and check each launch for races
-	PYTHONPATH=tests $(BIN)/pytest -p kernels.simulated -n auto tests/kernels/interpreted
+	PYTHONPATH=tests $(BIN)/pytest -p kernels.simulated -n auto --dist loadgroup tests/kernels/interpreted
 
 test-hf-oldest: .venv-oldest/test  ## Run the tests that need transformers with its oldest supported version
 	.venv-oldest/bin/pytest -n auto tests/hf tests/models/test_llama.py tests/models/test_config.py

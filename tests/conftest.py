@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # Threads of OpenMP that wait would keep a processor busy, which other tests need. PyTorch reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -11,6 +12,26 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 from hypothesis import settings
+
+TOGETHER = (
+    "tests/experiments/report/", "tests/kernels/compiled/test_barriers.py", "tests/kernels/compiled/test_census.py",
+    "tests/kernels/interpreted/test_context.py", "tests/ops/test_cpu_library.py", "tests/ops/test_cpu_memory.py",
+    "tests/parallel/", "tests/plan/test_dry_run.py",
+)  # fmt: skip
+"""Folders and files of tests that share what takes long to make, such as four processes: each runs in one worker."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return the scheduler of ``--dist loadgroup``. That of pytest-xdist 3.8 finds no groups under pytest 9.2."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((place for place in TOGETHER if nodeid.startswith(place)), nodeid)
+
+    return Together(config, log) if config.getoption("dist") == "loadgroup" else None
+
 
 settings.register_profile("gecko", deadline=None, derandomize=True)
 settings.load_profile("gecko")

@@ -19,8 +19,6 @@ from gecko.ops.backends import cpu as native
 from gecko.ops.backends.dispatch import _cpu_kernels_installed, cpu_kernels_run_on
 from gecko.ops.cema import CEMACoefficients, cema
 
-pytestmark = pytest.mark.xdist_group("C library")
-
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,7 +21,7 @@ from gecko.ops.backends import dispatch as kernels
 from gecko.ops.feed_forward import swiglu
 from gecko.ops.norms import group_rms_norm
 
-pytestmark = [needs_compiler, pytest.mark.xdist_group("C library")]
+pytestmark = needs_compiler
 
 SOURCES = sorted(Path(native.__file__).parents[1].glob("*/cpu*.c"))
 

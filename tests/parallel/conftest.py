@@ -116,10 +116,3 @@ def trained_once(jobs: Jobs, run_at: Callable[..., Run], tmp_path_factory: pytes
 def trained(trained_once: Kept) -> Run:
     """Return a run of eight steps on two ranks, with the files that it left, whatever other tests did to them."""
     return trained_once.restored()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run all tests with several ranks in one worker of pytest-xdist: more processes than cores would only wait."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.xdist_group("ranks"))

@@ -23,8 +23,6 @@ from gecko.train import ParallelSettings, Run
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.xdist_group("dry run")
-
 SIZES = MeshSizes(2, 2, 2)
 
 

@@ -133,10 +133,3 @@ def copied(runs: Path, tmp_path: Path) -> Callable[[str, int], Path]:
         return folder
 
     return copy
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of the report in one worker of pytest-xdist, which then trains their runs once."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.xdist_group("report"))

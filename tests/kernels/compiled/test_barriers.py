@@ -16,8 +16,6 @@ from kernels.sass import Code
 
 from gecko import GeckoConfig
 
-pytestmark = pytest.mark.xdist_group("machine code")
-
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, list[Any]]:

@@ -11,8 +11,6 @@ from kernels.sass import Code, Loop
 
 from gecko import GeckoConfig
 
-pytestmark = pytest.mark.xdist_group("machine code")
-
 PRODUCTS = {
     "cema.triton_forward.filter_kernel": "HMMA", "cema.triton_backward.gradients_kernel": "HMMA",
     "chunk_attention.triton_wide._log_sum_kernel": "HGMMA", "chunk_attention.triton_wide._weights_kernel": "HGMMA",
