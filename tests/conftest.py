@@ -14,11 +14,11 @@ import torch
 from hypothesis import settings
 
 TOGETHER = (
-    "tests/experiments/report/", "tests/kernels/compiled/test_barriers.py", "tests/kernels/compiled/test_census.py",
-    "tests/kernels/interpreted/test_context.py", "tests/ops/test_cpu_library.py", "tests/ops/test_cpu_memory.py",
-    "tests/parallel/", "tests/plan/test_dry_run.py",
+    "tests/experiments/report/", "tests/kernels/compiled/", "tests/kernels/interpreted/test_context.py",
+    "tests/ops/test_cpu_library.py", "tests/ops/test_cpu_memory.py", "tests/parallel/", "tests/plan/test_dry_run.py",
 )  # fmt: skip
-"""Folders and files of tests that share what takes long to make, such as four processes: each runs in one worker."""
+"""Folders and files of tests that share what takes long to make, such as four processes or compiled kernels. Each runs
+in one worker."""
 
 
 @pytest.hookimpl(optionalhook=True)

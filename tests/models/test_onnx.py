@@ -13,7 +13,7 @@ pytest.importorskip("onnxscript", reason="pip install 'gecko-lm[onnx]'")
 runtime = pytest.importorskip("onnxruntime")
 
 ARCHITECTURES = {
-    "gecko": {},
+    "gecko": {"num_layers": 2},
     "linear memory, tied": {"memory": "linear", "tie_embedding": True, "attention": "chunk"},
     "Megalodon": {"memory": "none", "attention": "sliding_window", "timestep_betas": None, "cema_skip": "learned"},
 }
@@ -21,7 +21,8 @@ ARCHITECTURES = {
 
 def built(**changes: object) -> gecko.Gecko:
     torch.manual_seed(0)
-    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=2, chunk_size=8, **changes)).requires_grad_(False)
+    config = gecko.GeckoConfig.preset("tiny", **{"num_layers": 1, "chunk_size": 8, **changes})
+    model = gecko.Gecko(config).requires_grad_(False)
     for parameter in model.parameters():  # many are 0 at first
         parameter.add_(torch.randn_like(parameter), alpha=0.05)
     return model
