@@ -5,8 +5,8 @@ autograd functions in ``ops/NAME/cpu.py``, and code shared by the C files in ``o
 contiguous float32 tensors on the CPU. ``dispatch.choose_backend`` decides when they run.
 
 **Build.** All files become one library, which is compiled for the processor of this machine when an operator first
-needs it. This takes ten to thirty seconds. The library is kept in the user's cache. Its name is a hash of the sources, the
-compiler and the processor's features, so machines that share a home directory keep one library each. Processes that
+needs it. This takes ten to thirty seconds. The library is kept in the user's cache. Its name is a hash of the sources,
+the compiler and the processor's features, so machines that share a home directory keep one library each. Processes that
 start together wait for the one that builds it.
 
 **Threads** are PyTorch's: its OpenMP runtime is in the process before the library, which uses the same one. Work is
