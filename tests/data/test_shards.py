@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gecko.data import IGNORED, ByteTokenizer, Loader, ShardFolder, TokenizedCorpus, load_tokenizer
 from gecko.data.packing import Shuffle
 from gecko.data.shards import FIRST_EPOCH, Manifest, Shard, ShardedRows, ShardRecord, SplitShards, TokenizerRecord
-from gecko.data.training_data import DataRequest, open_training_data
+from gecko.data.training_data import DataRequest, open_training_data, read_sources
 
 any_case = settings(max_examples=60, deadline=None)
 TOKENIZER = TokenizerRecord("numbers", "numbers", 1 << 20, 0, 0)
@@ -261,7 +261,7 @@ def test_a_changed_byte_is_found(shard_folder: Path, suffix: str) -> None:
         open_training_data(str(shard_folder), (), ByteTokenizer(), REQUEST)
     # Each of two ranks checks its own shards.
     request = DataRequest(8, 0.2, 0, rank=0, ranks=2)
-    open_training_data(str(shard_folder), (), ByteTokenizer(), request)
+    read_sources(str(shard_folder), (), ByteTokenizer(), request)
 
 
 def test_a_missing_and_a_short_file_are_found(shard_folder: Path) -> None:

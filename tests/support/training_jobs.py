@@ -8,6 +8,7 @@ import gc
 import os
 import resource
 import signal
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,15 +21,17 @@ from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
+from support.corpora import write_tokenizer
 from support.whole_runs import plain_report
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gecko.data import IGNORED, Batch
+from gecko.data import IGNORED, Batch, CorpusShare, TokenizedCorpus, Tokenizer, load_tokenizer, packing
 from gecko.io import checkpoints
 from gecko.models import LanguageModel, build_model, meta_model
+from gecko.parallel.corpus import whole_corpus
 from gecko.parallel.fsdp import empty_sharded_model, fill, whole
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
 from gecko.train import Run, train
@@ -66,6 +69,36 @@ def rows_seen(run: Run, steps: int) -> list[tuple[int, list[Any]]]:
     with ranks_of(run) as ranks:
         batches = Prefetcher(run, load_data(run, ranks, Console(quiet=True)).rows, ranks)
         return [(ranks.data_rank, batches.batch(step).tokens.tolist()) for step in range(steps)]
+
+
+def corpus_of_shares(texts_of_ranks: list[list[str]], merges: list[tuple[str, str]]) -> tuple[TokenizedCorpus, int]:
+    """Return the corpus that this rank has after all have tokenized their shares, and how many texts it tokenized.
+
+    Batches are small, so that every rank has several.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Counting(load_tokenizer(write_tokenizer(Path(folder) / "tokenizer", merges)))
+    with (
+        mock.patch.object(packing, "BATCH_CHARACTERS", 40),
+        connected(MeshSizes.of(launched()[1], 1, None, 1), CPU, None) as ranks,
+    ):
+        share = CorpusShare.build(texts_of_ranks[ranks.rank], tokenizer, ranks.rank, ranks.world)
+        return whole_corpus("texts", share, ranks), tokenizer.texts
+
+
+class Counting:
+    """Tokenizer that counts texts. Blanks have no tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.texts = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode_batch(self, texts: list[str]) -> list[Any]:
+        self.texts += len(texts)
+        encoded = self._tokenizer.encode_batch(texts)
+        return [ids if text.strip() else ids[:0] for text, ids in zip(texts, encoded, strict=True)]
 
 
 @contextlib.contextmanager

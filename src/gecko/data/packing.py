@@ -95,19 +95,10 @@ class TokenizedCorpus:
         Raises:
             ValueError: no text has tokens.
         """
-        dtype: type[np.uint16 | np.uint32] = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-        tokens, lengths, text_bytes = bytearray(), array("q"), array("q")
-        start = np.array([tokenizer.document_start], dtype).tobytes()
-        end = np.array([tokenizer.document_end], dtype).tobytes()
-        for batch in batches(texts):
-            for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-                if len(ids):
-                    tokens += start + ids.astype(dtype).tobytes() + end
-                    lengths.append(len(ids) + 2)
-                    text_bytes.append(len(text.encode("utf-8")))
-        if not lengths:
+        corpus = _tokenized(batches(texts), tokenizer)
+        if not len(corpus):
             raise ValueError("a corpus must hold at least one document with text; got none.")
-        return cls.of_whole(np.frombuffer(tokens, dtype), lengths, text_bytes)
+        return corpus
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -191,6 +182,49 @@ class TokenizedCorpus:
             self.tokens, self.offsets[documents], self.lengths[documents], self.text_tokens[documents],
             self.text_bytes[documents],
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CorpusShare:
+    """The share of a corpus that one of several processes tokenizes: every n-th batch of the texts."""
+
+    parts: list[TokenizedCorpus]
+    """One corpus for each batch, possibly without documents."""
+    texts: str
+    """SHA-256 of all texts of the corpus, which every process reads."""
+    dtype: np.dtype[np.unsignedinteger]
+    """Type of the ids."""
+
+    @classmethod
+    def build(cls, texts: Iterable[str], tokenizer: Tokenizer, rank: int, ranks: int) -> CorpusShare:
+        """Read all ``texts``, and tokenize every ``ranks``-th batch from ``rank`` on."""
+        digest, parts = hashlib.sha256(), []
+        for number, batch in enumerate(batches(texts)):
+            for text in batch:
+                content = text.encode("utf-8")
+                digest.update(len(content).to_bytes(8, "little") + content)
+            if number % ranks == rank:
+                parts.append(_tokenized([batch], tokenizer))
+        return cls(parts, digest.hexdigest(), _dtype(tokenizer))
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+
+def _tokenized(groups: Iterable[list[str]], tokenizer: Tokenizer) -> TokenizedCorpus:
+    """Tokenize batches of texts; texts without tokens are dropped."""
+    dtype = _dtype(tokenizer)
+    tokens, lengths, text_bytes = bytearray(), array("q"), array("q")
+    start = np.array([tokenizer.document_start], dtype).tobytes()
+    end = np.array([tokenizer.document_end], dtype).tobytes()
+    for batch in groups:
+        for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+            if len(ids):
+                tokens += start + ids.astype(dtype).tobytes() + end
+                lengths.append(len(ids) + 2)
+                text_bytes.append(len(text.encode("utf-8")))
+    return TokenizedCorpus.of_whole(np.frombuffer(tokens, dtype), lengths, text_bytes)
 
 
 def held_out_count(documents: int, validation_fraction: float) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gecko.data.lanes import LaneRows, MixedLanes
 from gecko.data.loader import ROW_LAYOUT, Loader, OrderedRows, PackedRows, Row, Rows
-from gecko.data.packing import TokenizedCorpus, permutation
+from gecko.data.packing import CorpusShare, TokenizedCorpus, permutation
 from gecko.data.shards import ShardFolder, SplitShards, is_shard_folder
 from gecko.data.sources import check_apart, check_disjoint, load_documents
 from gecko.data.tokenizers import Tokenizer
@@ -106,6 +106,9 @@ def _order(counts: Sequence[int], seed: int, block: int) -> tuple[NDArray[np.int
     return sources, ordinals
 
 
+Corpus = ShardFolder | TokenizedCorpus
+
+
 class Split(Protocol):
     """Documents of one source, divided into training and held-out documents."""
 
@@ -145,35 +148,6 @@ class SplitDocuments:
         return self._held_out.head(max_tokens)
 
 
-def split_source(
-    source: str,
-    tokenizer: Tokenizer,
-    validation_fraction: float,
-    seed: int,
-    *,
-    field: str = "text",
-    rank: int = 0,
-    ranks: int = 1,
-) -> Split:
-    """Open a folder of token shards, or read any source of ``load_documents`` into memory.
-
-    Args:
-        validation_fraction: fraction of the documents that is held out, 0 to 1.
-        field: field of records that holds the text.
-        rank, ranks: this process verifies every ``ranks``-th shard from ``rank`` on; all processes together verify all.
-
-    Raises:
-        FileNotFoundError, ValueError: the source cannot be read, is damaged or was made with another tokenizer.
-    """
-    if not is_shard_folder(source):
-        corpus = TokenizedCorpus.build(load_documents(source, field=field), tokenizer)
-        return SplitDocuments(corpus, validation_fraction, seed)
-    folder = ShardFolder.open(source)
-    folder.check_tokenizer(tokenizer)
-    folder.verify(rank, ranks, stamped=True)
-    return SplitShards(folder, validation_fraction, seed)
-
-
 VALIDATION_SEED = 0
 """Seed of the order of documents in a separate validation source: the same for every seed of a run."""
 
@@ -188,7 +162,8 @@ class DataRequest:
     seed: int
     rank: int = 0
     ranks: int = 1
-    """This process verifies every ``ranks``-th shard from ``rank`` on; all processes together verify all."""
+    """This process verifies every ``ranks``-th shard from ``rank`` on, and tokenizes every ``ranks``-th batch of texts;
+    all processes together verify and tokenize all."""
     field: str = "text"
     """Field of records that holds the text."""
     layout: int = ROW_LAYOUT
@@ -230,6 +205,44 @@ class TrainingData:
         return Loader(self.rows, batch_size // parts)
 
 
+def read_sources(
+    source: str,
+    sources: Sequence[str],
+    tokenizer: Tokenizer,
+    request: DataRequest,
+    *,
+    validation: str | None = None,
+) -> dict[str, Corpus | CorpusShare]:
+    """Return the sources by name: folders of shards, and texts, which are tokenized into memory.
+
+    Of several processes, each verifies a share of the shards and returns a share of the texts. Arguments are those of
+    ``open_training_data``.
+
+    Raises:
+        FileNotFoundError, ValueError: a source cannot be read, is damaged, was made with another tokenizer, or shares
+            files with ``validation`` or, if both hold out documents, with another source.
+    """
+    mixture = [parse_source(item)[0] for item in sources]
+    if validation is not None:
+        check_apart(validation, mixture or [source])
+    elif request.validation_fraction > 0:
+        check_disjoint(mixture)
+    names = [*(mixture or [source]), *([] if validation is None else [validation])]
+    return {name: _read_source(name, tokenizer, request) for name in dict.fromkeys(names)}
+
+
+def _read_source(source: str, tokenizer: Tokenizer, request: DataRequest) -> Corpus | CorpusShare:
+    if is_shard_folder(source):
+        folder = ShardFolder.open(source)
+        folder.check_tokenizer(tokenizer)
+        folder.verify(request.rank, request.ranks, stamped=True)
+        return folder
+    texts = load_documents(source, field=request.field)
+    if request.ranks == 1:
+        return TokenizedCorpus.build(texts, tokenizer)
+    return CorpusShare.build(texts, tokenizer, request.rank, request.ranks)
+
+
 def open_training_data(
     source: str,
     sources: Sequence[str],
@@ -237,6 +250,7 @@ def open_training_data(
     request: DataRequest,
     *,
     validation: str | None = None,
+    corpora: Mapping[str, Corpus] | None = None,
 ) -> TrainingData:
     """Open ``source``, or the mixture ``sources`` if it is not empty.
 
@@ -245,19 +259,20 @@ def open_training_data(
         sources: items ``SOURCE=WEIGHT``.
         validation: source of the held-out documents; all documents of ``source`` or ``sources`` are then trained on.
             None: ``request.validation_fraction`` of the documents is held out.
+        corpora: all sources by name, which several processes have read together. None: this process reads them.
 
     Raises:
-        FileNotFoundError, ValueError: a source cannot be read, is damaged, was made with another tokenizer, is shorter
-            than a row, or shares files with ``validation`` or, if both hold out documents, with another source.
+        FileNotFoundError, ValueError: as for ``read_sources``; or a source is shorter than a row.
     """
+    if corpora is None:
+        alone = replace(request, rank=0, ranks=1)
+        read = read_sources(source, sources, tokenizer, alone, validation=validation)
+        corpora = {name: found for name, found in read.items() if not isinstance(found, CorpusShare)}
     mixture = [parse_source(item) for item in sources]
     if validation is None:
-        if request.validation_fraction > 0:
-            check_disjoint([name for name, _ in mixture])
-        return _open_training(source, mixture, tokenizer, request)
-    check_apart(validation, [name for name, _ in mixture] or [source])
-    training = _open_training(source, mixture, tokenizer, replace(request, validation_fraction=0))
-    rest = _split(validation, tokenizer, replace(request, validation_fraction=1, seed=VALIDATION_SEED))
+        return _open_training(source, mixture, corpora, request)
+    training = _open_training(source, mixture, corpora, replace(request, validation_fraction=0))
+    rest = _split(corpora[validation], replace(request, validation_fraction=1, seed=VALIDATION_SEED))
     return replace(
         training,
         held_out_documents=rest.held_out_documents,
@@ -268,12 +283,12 @@ def open_training_data(
 
 
 def _open_training(
-    source: str, mixture: Sequence[tuple[str, float]], tokenizer: Tokenizer, request: DataRequest
+    source: str, mixture: Sequence[tuple[str, float]], corpora: Mapping[str, Corpus], request: DataRequest
 ) -> TrainingData:
     if not mixture:
-        return _open_source(source, tokenizer, request)
+        return _open_source(source, corpora[source], request)
     weights = [weight for _, weight in mixture]
-    splits = [_split(name, tokenizer, request) for name, _ in mixture]
+    splits = [_split(corpora[name], request) for name, _ in mixture]
     parts = [split.rows(request.sequence_length, request.layout) for split in splits]
     rows = _mixed_rows(parts, weights, request)
     opened = [_described(name, split, part) for (name, _), split, part in zip(mixture, splits, parts, strict=True)]
@@ -316,8 +331,8 @@ def parse_source(item: str) -> tuple[str, float]:
     raise ValueError(f"data.sources must read SOURCE=WEIGHT, separated by commas, as web=0.7,books=0.3; got {item!r}.")
 
 
-def _open_source(source: str, tokenizer: Tokenizer, request: DataRequest) -> TrainingData:
-    split = _split(source, tokenizer, request)
+def _open_source(source: str, corpus: Corpus, request: DataRequest) -> TrainingData:
+    split = _split(corpus, request)
     rows = split.rows(request.sequence_length, request.layout)
     return _described(source, split, rows if request.lanes is None else LaneRows(rows, request.lanes, request.seed))
 
@@ -329,11 +344,10 @@ def _described(source: str, split: Split, rows: Rows) -> TrainingData:
     )  # fmt: skip
 
 
-def _split(source: str, tokenizer: Tokenizer, request: DataRequest) -> Split:
-    return split_source(
-        source, tokenizer, request.validation_fraction, request.seed,
-        field=request.field, rank=request.rank, ranks=request.ranks,
-    )  # fmt: skip
+def _split(corpus: Corpus, request: DataRequest) -> Split:
+    if isinstance(corpus, ShardFolder):
+        return SplitShards(corpus, request.validation_fraction, request.seed)
+    return SplitDocuments(corpus, request.validation_fraction, request.seed)
 
 
 def _joined_digest(digests: Sequence[str]) -> str:

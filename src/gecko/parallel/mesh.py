@@ -199,6 +199,11 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
+    def broadcast_into(self, values: Tensor, source: int) -> None:
+        """Overwrite a CPU tensor with that of rank ``source``, which has the same size."""
+        if self.world > 1 and values.numel():
+            dist.broadcast(values, group=self.control, group_src=source)
+
     def run_or_abort_all(self, work: Callable[[], T]) -> T:
         """Return the result of ``work()`` on each rank. If it fails on one rank, all raise; only the first says why.
 

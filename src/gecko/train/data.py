@@ -15,18 +15,22 @@ from rich.console import Console
 from gecko.data import (
     IGNORED,
     Batch,
+    CorpusShare,
     DataRequest,
     Tokenizer,
+    TrainingData,
     check_vocabulary,
     is_shard_folder,
     load_tokenizer,
     open_training_data,
+    read_sources,
 )
 from gecko.data.chat import TEMPLATE, TemplateChat, Turn, tuning_format
 from gecko.data.chats import ChatCorpus, ChatRows, load_chats
 from gecko.data.loader import ROW_LAYOUT, batch_of
 from gecko.data.sources import check_apart
 from gecko.io.checkpoints import list_checkpoints, model_folder
+from gecko.parallel.corpus import whole_corpus
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
 from gecko.train.evaluate import HeldOut, SamplePrompt
@@ -60,11 +64,36 @@ class RunData:
 
 
 def load_data(run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT) -> RunData:
-    """Read, tokenize and split the run's source.
+    """Read, tokenize and split the run's source. Each rank tokenizes a share of the texts, and gets all of them.
 
-    ``layout`` is the row layout that the run started with. Raise ValueError if the source is too small or the tokenizer
-    does not fit the model.
+    ``layout`` is the row layout that the run started with. All ranks call it together.
+
+    Raises:
+        ValueError: on the first rank, the source is too small or the tokenizer does not fit the model.
+        SystemExit: on all other ranks.
     """
+    tokenizer = ranks.run_or_abort_all(lambda: _load_tokenizer(run, console))
+    if run.data.format == "chat":
+        return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, tokenizer))
+    settings = run.data
+    request = DataRequest(
+        run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world, settings.field, layout,
+        run.batch_size if settings.carry_state else None,
+    )  # fmt: skip
+    given = settings.source, settings.sources, tokenizer, request
+    with console.status(f"reading {', '.join(settings.sources) or settings.source}"):
+        read = ranks.run_or_abort_all(lambda: read_sources(*given, validation=settings.validation))
+        corpora = {
+            name: whole_corpus(name, found, ranks) if isinstance(found, CorpusShare) else found
+            for name, found in read.items()
+        }
+        data = ranks.run_or_abort_all(
+            lambda: open_training_data(*given, validation=settings.validation, corpora=corpora)
+        )
+    return ranks.run_or_abort_all(lambda: _run_data(run, data, tokenizer, ranks, console, layout))
+
+
+def _load_tokenizer(run: Run, console: Console) -> Tokenizer:
     tokenizer = load_tokenizer(run.data.tokenizer)
     check_vocabulary(tokenizer, run.model.vocab_size)
     if 2 * tokenizer.vocab_size < run.model.vocab_size:
@@ -73,15 +102,13 @@ def load_data(run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT
             f"{tokenizer.vocab_size:,}: name the tokenizer with data.tokenizer, or set "
             f"model.vocab_size={-(-tokenizer.vocab_size // 8) * 8}"
         )
-    if run.data.format == "chat":
-        return _load_chats(run, ranks, console, tokenizer)
+    return tokenizer
+
+
+def _run_data(
+    run: Run, data: TrainingData, tokenizer: Tokenizer, ranks: Ranks, console: Console, layout: int
+) -> RunData:
     settings = run.data
-    request = DataRequest(
-        run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world, settings.field, layout,
-        run.batch_size if settings.carry_state else None,
-    )  # fmt: skip
-    with console.status(f"reading {', '.join(settings.sources) or settings.source}"):
-        data = open_training_data(settings.source, settings.sources, tokenizer, request, validation=settings.validation)
     console.print(f"training: {data.documents:,} documents, {data.tokens:,} tokens of {data.name}")
     of = "" if settings.validation is None else f" of {settings.validation}"
     if data.holds_out_end:

@@ -110,7 +110,8 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: fl
         run = run.with_precision(ranks.broadcast("bfloat16" if multiplies_bfloat16(device) else "float32"))
     ranks.run_or_abort_all(lambda: check_float8(run.precision, device))
     _set_up(run, ranks, console)
-    data = ranks.run_or_abort_all(lambda: _load_data(run, checkpoint, ranks, console))
+    data = load_data(run, ranks, console, ranks.run_or_abort_all(lambda: row_layout(checkpoint)))
+    ranks.run_or_abort_all(lambda: _check_same_texts(run, checkpoint, data, console) if ranks.is_main else None)
     model = starting_model(run, ranks, device, fresh=checkpoint is None)
     batches = Prefetcher(run, data.rows, ranks, pinned=device.type == "cuda")
     notice = TrainingNotice()
@@ -149,14 +150,13 @@ def _lock(run: Run, ranks: Ranks) -> AbstractContextManager[None]:
     return locked(run.folder / _LOCK, wait=False) if ranks.is_main else nullcontext()
 
 
-def _load_data(run: Run, checkpoint: Path | None, ranks: Ranks, console: Console) -> RunData:
-    data = load_data(run, ranks, console, row_layout(checkpoint))
-    if checkpoint is not None and ranks.is_main and not check_same_data(run.folder, checkpoint, data.record.digest):
+def _check_same_texts(run: Run, checkpoint: Path | None, data: RunData, console: Console) -> None:
+    """Raise ValueError if the texts are other ones than those that the run started with."""
+    if checkpoint is not None and not check_same_data(run.folder, checkpoint, data.record.digest):
         console.print(
             f"cannot check that the texts are those that the run started with: neither {checkpoint} nor "
             f"{run.folder / SESSIONS} has their digest"
         )
-    return data
 
 
 def _set_up(run: Run, ranks: Ranks, console: Console) -> None:
