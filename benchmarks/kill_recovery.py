@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,15 @@ def small_run(folder: Path, steps: int) -> Run:
 
 
 class Job:
-    """The run under torchrun, in its own folder."""
+    """The run under torchrun, in its own folder, with changes to the recipe."""
 
-    def __init__(self, recipe: Path, output: Path, ranks: int, restarts: int) -> None:
+    def __init__(self, recipe: Path, output: Path, ranks: int, restarts: int, overrides: Sequence[str] = ()) -> None:
         self.output = output
         self.log = output.with_suffix(".log")
         command = [
             *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--monitor-interval=0.1"),
             *(f"--max-restarts={restarts}", "-m", "gecko", "train", str(recipe), f"output={output}", "--resume"),
+            *overrides,
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with self.log.open("w", encoding="utf-8") as log:

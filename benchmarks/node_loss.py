@@ -161,12 +161,19 @@ class Outcome:
     """Largest relative difference of a step's loss to the undisturbed run."""
 
 
-def lose_a_node(case: Case, folder: Path) -> Outcome:
-    """Train twice, once with the loss of a node, and compare. RuntimeError if the job does not come back."""
-    run = replace(small_run(folder, STEPS), **case.settings)
+def lose_a_node(case: Case, folder: Path, steps: int = STEPS, undisturbed: int = NODES) -> Outcome:
+    """Train twice, once with the loss of a node in the middle, and compare.
+
+    Args:
+        undisturbed: ranks of the other run.
+
+    Raises:
+        RuntimeError: the job does not come back.
+    """
+    run = replace(small_run(folder, steps), **case.settings)
     recipe = folder / "run.json"
     run.save(recipe)
-    alone = Job(recipe, folder / "alone", NODES, 0)
+    alone = Job(recipe, folder / "alone", undisturbed, 0, ["parallel.replicate=1"] if undisturbed == 1 else [])
     alone.wait()
     output = folder / "lost"
     command = ["-m", "gecko", "train", str(recipe), f"output={output}", "--resume"]
@@ -174,7 +181,7 @@ def lose_a_node(case: Case, folder: Path) -> Outcome:
         logs = [folder / f"node-{number}.log" for number in range(NODES + 1)]
         for node in nodes:
             node.start(case.nodes, nodes[0], command, logs[node.number])
-        _wait(lambda: last_step(output) >= STEPS // 2, logs)
+        _wait(lambda: last_step(output) >= steps // 2, logs)
         if case.unplugged:
             nodes[LOST].unplug()
         nodes[LOST].kill()
@@ -186,7 +193,7 @@ def lose_a_node(case: Case, folder: Path) -> Outcome:
         seconds, resumed = time.monotonic() - begin, resumed_at(logs)
         _wait(lambda: (output / "results.json").is_file() and not any(node.processes() for node in nodes), logs)
     assert resumed is not None
-    pairs = zip(losses(alone.output), losses(output), strict=True)
+    pairs = zip(losses(alone.output, steps), losses(output, steps), strict=True)
     return Outcome(seconds, finished, resumed, max(abs(a - b) / a for a, b in pairs))
 
 
@@ -209,10 +216,10 @@ def last_step(output: Path) -> int:
     return max((record["step"] for record in read_metrics(path)), default=0) if path.exists() else 0
 
 
-def losses(output: Path) -> list[float]:
+def losses(output: Path, steps: int) -> list[float]:
     """Return the loss of every step; each must occur once."""
     records = [record for record in read_metrics(output / "metrics.jsonl") if record["kind"] == "train"]
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
     return [record["loss"] for record in records]
 
 

@@ -1,7 +1,8 @@
 """Speed of this code beside the code of another commit, in one run.
 
-    git worktree add --detach ../other d317867
+    git worktree add --detach ../other ab0e082
     python benchmarks/paired.py ../other --write     # writes benchmarks/results/paired_PROCESSOR.md
+    python benchmarks/paired.py ../other --speeds "training at 2K" "gecko train" --write    # these alone
 
 A separate process runs each measurement. Its ``PYTHONPATH`` is one of the two trees, in turns. The table
 gives the median ratio of neighbouring runs, so that a slow minute of the machine slows both.
@@ -13,12 +14,13 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -90,9 +92,24 @@ def _median_seconds(work: Callable[[], None], repeats: int) -> float:
     return statistics.median(seconds)
 
 
+def training_command() -> float:
+    """Tokens per second of ``gecko train tiny`` on rows of 2,048 bytes: the median of ten steps, as it reports them."""
+    settings = (
+        "steps=14 minutes=None sequence_length=2048 batch_size=4 evaluation.every=1000 evaluation.rows=1 "
+        "evaluation.final_rows=1 checkpoint.every=1000 sample.tokens=0"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        command = [sys.executable, "-m", "gecko", "train", "tiny", "--out", str(run), *settings.split()]
+        subprocess.run(command, check=True, capture_output=True)
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(record["tokens_per_second"] for record in records if record["kind"] == "train")
+
+
 WORK: dict[str, Callable[[], float]] = {
     "training at 2K": lambda: training(2048),
     "training at 8K": lambda: training(8192),
+    "gecko train": training_command,
     "reading": reading,
     "decoding": decoding,
 }
@@ -154,10 +171,10 @@ def golden_logits() -> str:
 STARTS = {"import gecko": ["-c", "import gecko"], "gecko --help": ["-m", "gecko", "--help"]}
 
 
-def speeds(trees: tuple[Path, Path], repeats: int) -> list[str]:
+def speeds(trees: tuple[Path, Path], names: Sequence[str], repeats: int) -> list[str]:
     """Rows of the table of speeds: medians of both trees, and the median ratio of neighbouring runs."""
     rows = ["| tokens per second | other | this | this / other |", "|---|---|---|---|"]
-    for work in WORK:
+    for work in names:
         pairs = [[float(output_of(tree, work)) for tree in trees] for _ in range(repeats)]
         other, this = (statistics.median(values) for values in zip(*pairs, strict=True))
         ratio = statistics.median(after / before for before, after in pairs)
@@ -196,6 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("other", nargs="?", type=Path, help="Folder with the code of the other commit.")
     parser.add_argument("--only", choices=[*WORK, "logits"], help="Print one measurement of the imported package.")
+    parser.add_argument(
+        "--speeds", nargs="+", choices=WORK, help="Measure these speeds, and neither starts nor results."
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
@@ -219,11 +239,11 @@ def main() -> None:
         f"{date.today()}, {hardware}. Other: {commits[0].strip()}; this: {commits[1].strip()}."
         f" Medians of {arguments.repeats} runs in turns. {load()}",
         "",
-        *sameness(trees),
+        f"Command: `python benchmarks/paired.py FOLDER {shlex.join(sys.argv[2:])}`.",
         "",
-        *speeds(trees, arguments.repeats),
-        "",
-        *starts(trees, arguments.repeats),
+        *([] if arguments.speeds else [*sameness(trees), ""]),
+        *speeds(trees, arguments.speeds or list(WORK), arguments.repeats),
+        *([] if arguments.speeds else ["", *starts(trees, arguments.repeats)]),
     ]
     publish(of_processor("paired"), page, arguments.write)
 
