@@ -55,7 +55,8 @@ def main() -> None:
         f"--recipes {' '.join(arguments.recipes)} --write`. {load()}", "",
         "One training step by `gecko plan RECIPE --verify`, for ranks at the corners of the mesh, on tensors without "
         "numbers. “Planned” is the plan without its reserve. Collectives are those of a rank; they are equal in the "
-        "process groups of which several ranks were run, and each send has its receive, or the command fails. Graphs are counted on a narrow model.", "",
+        "process groups of which several ranks were run. Each send has its receive, or the command fails. Graphs are "
+        "counted on a narrow model.", "",
         "| recipe | ranks run | planned, GB | dry run, GB | difference | collectives | groups | sends | "
         "compiled graphs | seconds | host memory, GB |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|", *rows,
