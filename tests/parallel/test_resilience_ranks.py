@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -125,9 +126,12 @@ def test_hung_and_killed_ranks_come_back_by_themselves(jobs: Jobs, run_in: Calla
     code, said, errors = torchrun(str(tmp_path / "faulty.py"), str(tmp_path))
     assert code == 0, errors[-3000:]
     assert (tmp_path / "hung").exists() and (tmp_path / "killed").exists()
-    stacks = {path.name: path.read_text() for path in (faulty.folder / "stacks").iterdir()}
+    stacks = {path.name: path.read_text() for path in (faulty.folder / "stacks").glob("*.txt")}
     assert "stand_still" in stacks["rank-00001.txt"]
     assert "Timeout" in stacks["rank-00000.txt"] and "in _start" in stacks["rank-00000.txt"]
+    for rank in range(2):
+        recorded = pickle.loads((faulty.folder / "stacks" / f"flight-{rank}").read_bytes())["entries"]
+        assert any(entry["profiling_name"].startswith("gloo:") for entry in recorded)
     assert "an earlier session hung" in said
     assert said.count("continuing after step") >= 2
     losses = [np.array([record["loss"] for record in records(run)]) for run in (whole, faulty)]

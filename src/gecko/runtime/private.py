@@ -53,6 +53,16 @@ softmax_gradient = _private("_softmax_backward_data", _softmax_gradient)
 """(gradient of y, y, dim, dtype) to the gradient of x, for y = softmax(x, dim)."""
 
 
+def recorded_collectives() -> bytes:
+    """Return the last collectives of this process, as Flight Recorder pickles them; empty if PyTorch cannot."""
+    collectives = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):  # a PyTorch for CUDA has both; the second has gloo's alone
+        dump = getattr(collectives, name, None)
+        if dump is not None:
+            return bytes(dump())
+    return b""
+
+
 def forward_mode_level() -> int:
     """Return the level of forward-mode differentiation; −1 if there is none."""
     return int(getattr(torch.autograd.forward_ad, "_current_level", 0))

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gecko.parallel.mesh import Ranks
+from gecko.runtime.private import recorded_collectives
 from gecko.train.checkpoints.checkpointer import TrainerState
 from gecko.train.checkpoints.folders import GoingOn
 from gecko.train.optimizers.build import named_parameters
@@ -242,6 +244,7 @@ class _Arrivals:
         os.close(self._read)
 
 
+LOOK_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 """Seconds between writing the stacks and the end. Once one rank ends, the others fail without a stack."""
 
@@ -252,24 +255,37 @@ class Watchdog:
     Without a ``beat`` for ``minutes``, the stacks of all threads are written to ``folder/rank-N.txt``, and soon after
     the process ends by SIGALRM. Ranks that wait for a hanging rank end in the same way, so every rank writes its stack.
     One timer is a C thread and the other one the kernel's, so neither needs the hanging interpreter.
+
+    If the interpreter runs, a thread also writes the last collectives of the rank to ``folder/flight-N``.
     """
 
     def __init__(self, folder: Path, rank: int, minutes: float) -> None:
-        self.path = folder / f"rank-{rank:05d}.txt"
+        self.path, self._flight = folder / f"rank-{rank:05d}.txt", folder / f"flight-{rank}"
         self._seconds = minutes * 60
+        self._end = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
 
     def beat(self) -> None:
         """Report progress, which restarts the timers."""
+        self._beaten = time.monotonic()
         faulthandler.dump_traceback_later(self._seconds, file=self._file)
         signal.setitimer(signal.ITIMER_REAL, self._seconds + GRACE_SECONDS)
 
     def __enter__(self) -> Watchdog:
         self._file = self.path.open("a", encoding="utf-8")
         self.beat()
+        threading.Thread(target=self._record, name="flight recorder", daemon=True).start()
         return self
 
+    def _record(self) -> None:
+        """Write the last collectives once there was no beat for too long."""
+        while not self._end.wait(LOOK_SECONDS):
+            if time.monotonic() - self._beaten > self._seconds:
+                self._flight.write_bytes(recorded_collectives())
+                return
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
@@ -280,7 +296,6 @@ def reported_hangs(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("rank-*.txt") if path.stat().st_size)
 
 
-LOOK_SECONDS = 1.0
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
