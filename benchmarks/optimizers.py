@@ -4,7 +4,8 @@
     python benchmarks/optimizers.py --out runs/optimizers --steps 20 --tuning-steps 10 --seeds 0    # a trial
 
 It writes one recipe per optimizer and runs ``gecko compare``, whose page has the curves and the differences. Then it
-trains Muon once more with three quarters of the steps, at the same rate, and compares that with AdamW's last loss.
+trains Muon once more with three quarters of the steps, at the same rate, and compares that with AdamW's last loss. At
+last it trains with AdamW and linear layers in emulated float8, at AdamW's rate (extra ``quantize``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,33 +63,36 @@ def held_out(folder: Path, seeds: Sequence[str]) -> dict[int, float]:
     return {step: sum(curve[step] for curve in curves) / len(curves) for step in curves[0]}
 
 
-def shorter(folder: Path, compared: Path, seeds: Sequence[str]) -> list[Run]:
-    """Train Muon with ``PART`` of the steps and return the runs."""
-    runs = []
+def trained_again(folder: Path, runs: Path, seeds: Sequence[str], part: float = 1.0, **changes: Any) -> list[Run]:
+    """Train the runs of all seeds again with ``part`` of the steps and other changes, and return them."""
+    again = []
     for seed in seeds:
-        whole = Run.load(compared / "muon" / f"seed-{seed}" / RECIPE)
-        assert whole.steps is not None
-        short = dataclasses.replace(whole, steps=round(PART * whole.steps), output=str(folder / f"seed-{seed}"))
-        if not (short.folder / RUN_RESULTS).is_file() and not train(short, resume=True).finished:
+        before = Run.load(runs / f"seed-{seed}" / RECIPE)
+        assert before.steps is not None
+        output = str(folder / f"seed-{seed}")
+        run = dataclasses.replace(before, steps=round(part * before.steps), output=output, **changes)
+        if not (run.folder / RUN_RESULTS).is_file() and not train(run, resume=True).finished:
             raise SystemExit("stopped; the same command continues")
-        runs.append(short)
-    return runs
+        again.append(run)
+    return again
 
 
 def final_loss(run: Run) -> float:
     return json.loads((run.folder / RUN_RESULTS).read_text(encoding="utf-8"))["nats_per_byte"]
 
 
-def report(compared: Path, short: Sequence[Run], seeds: Sequence[str], command: str) -> str:
+def report(compared: Path, short: Sequence[Run], float8: Sequence[Run], seeds: Sequence[str], command: str) -> str:
     curves = {name: held_out(compared / name, seeds) for name in OPTIMIZERS}
+    curves["float8"] = held_out(float8[0].folder.parent, seeds)
     runs = {n: [Run.load(compared / n / f"seed-{seed}" / RECIPE) for seed in seeds] for n in OPTIMIZERS}
     one = runs["adamw"][0]
     machine = "; ".join(describe_hardware(torch.device("cpu"), 1).values())
     last = statistics.fmean(map(final_loss, runs["adamw"]))
     steps = sorted(curves["adamw"])
     shown = [steps[round(part * (len(steps) - 1) / 10)] for part in range(1, 11)]
-    rows = [f"| {step} | {curves['adamw'][step]:.4f} | {curves['muon'][step]:.4f} |" for step in shown]
-    ends = {"AdamW": runs["adamw"], "Muon": runs["muon"], f"Muon, {PART:.0%} of the steps": list(short)}
+    rows = [f"| {step} | {' | '.join(f'{curve[step]:.4f}' for curve in curves.values())} |" for step in shown]
+    ends = {"AdamW": runs["adamw"], "Muon": runs["muon"], f"Muon, {PART:.0%} of the steps": list(short),
+            "AdamW, float8 emulated": list(float8)}  # fmt: skip
     results = [
         f"| {name} | {some[0].steps} | {some[0].optimizer.learning_rate:g} | "
         f"{statistics.fmean(map(final_loss, some)):.4f} | {', '.join(f'{final_loss(run):.4f}' for run in some)} |"
@@ -99,15 +104,15 @@ def report(compared: Path, short: Sequence[Run], seeds: Sequence[str], command: 
     missed = "Within the run of all steps, whose rate is still high then, its curve does not reach AdamW's last loss."
     within = f"Within the run of all steps, its curve reaches AdamW's last loss in step {reached}."
     return "\n".join([
-        "# Muon beside AdamW", "",
+        "# Muon and float8 beside AdamW", "",
         f"{date.today()}, {machine}. Command: `{command}`.", "",
-        f"`{one.recipe or 'tiny'}`, {one.batch_size} rows of {one.sequence_length} tokens a step, {len(seeds)} seeds. "
-        "Each optimizer uses the best of the same learning rates, found with one seed and fewer steps. Losses are held "
-        "out, in nats per byte.", "",
+        f"`{one.recipe or 'tiny'}` in {one.precision}, {one.batch_size} rows of {one.sequence_length} tokens a step, "
+        f"{len(seeds)} seeds. Each optimizer uses the best of the same learning rates, found with one seed and fewer "
+        "steps. Losses are held out, in nats per byte. Emulated float8 rounds as the layers of a GPU do, at AdamW's rate.", "",
         "| optimizer | steps | rate | final loss, mean | of each seed |", "|---|---:|---:|---:|---|", *results, "",
         f"With {PART:.0%} of the steps, Muon's final loss is {verdict}. {missed if reached is None else within}",
         "", "Curves, mean of the seeds, on fewer rows than the final losses:", "",
-        "| step | AdamW | Muon |", "|---:|---:|---:|", *rows,
+        "| step | AdamW | Muon | AdamW, float8 emulated |", "|---:|---:|---:|---:|", *rows,
     ]) + "\n"  # fmt: skip
 
 
@@ -127,10 +132,11 @@ def main() -> None:
     command = [sys.executable, "-m", "gecko", "compare", *map(str, recipes), "--out", str(compared)]
     command += [*given.overrides, "--seeds", given.seeds, "--learning-rates", given.learning_rates]
     subprocess.run([*command, "--tuning-steps", str(given.tuning_steps)], check=True)
-    short = shorter(given.out / "short", compared, seeds)
+    short = trained_again(given.out / "short", compared / "muon", seeds, PART)
+    float8 = trained_again(given.out / "float8", compared / "adamw", seeds, precision="float8_emulated")
     asked = f"--steps {given.steps} --tuning-steps {given.tuning_steps} --learning-rates {given.learning_rates}"
     names = ["python benchmarks/optimizers.py --out runs/optimizers", asked, "--write", *given.overrides]
-    text = report(compared, short, seeds, " ".join(names))
+    text = report(compared, short, float8, seeds, " ".join(names))
     print(text)
     if given.write:
         RESULTS.write_text(text, encoding="utf-8")
