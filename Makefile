@@ -73,6 +73,7 @@ bench: .venv/bench  ## Measure the numbers in benchmarks/results that need no tr
 	$(BIN)/python benchmarks/server_load.py --write
 	$(BIN)/python benchmarks/kill_recovery.py
 	$(BIN)/python benchmarks/context_exchange.py --write
+	$(BIN)/python benchmarks/host_waits.py --write
 	$(BIN)/python benchmarks/cpu_breakdown.py --write
 	$(BIN)/python benchmarks/start_up.py --write
 	$(BIN)/python benchmarks/host.py --write

@@ -108,7 +108,8 @@ def report(compared: Path, short: Sequence[Run], float8: Sequence[Run], seeds: S
         f"{date.today()}, {machine}. Command: `{command}`.", "",
         f"`{one.recipe or 'tiny'}` in {one.precision}, {one.batch_size} rows of {one.sequence_length} tokens a step, "
         f"{len(seeds)} seeds. Each optimizer uses the best of the same learning rates, found with one seed and fewer "
-        "steps. Losses are held out, in nats per byte. Emulated float8 rounds as the layers of a GPU do, at AdamW's rate.", "",
+        "steps. Losses are held out, in nats per byte. Emulated float8 rounds as the layers of a GPU do. "
+        "It uses AdamW's rate.", "",
         "| optimizer | steps | rate | final loss, mean | of each seed |", "|---|---:|---:|---:|---|", *results, "",
         f"With {PART:.0%} of the steps, Muon's final loss is {verdict}. {missed if reached is None else within}",
         "", "Curves, mean of the seeds, on fewer rows than the final losses:", "",
