@@ -33,6 +33,8 @@ from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "node_loss.md"
 NODES, LOST, STEPS = 4, 2, 60
+AFTER = 2
+"""Steps from the middle of the run, where it evaluates, until the node is lost."""
 PATIENCE = 240
 """Seconds without progress after which a job counts as lost."""
 INTERFACE, PORT = "eth0", 29500
@@ -181,7 +183,7 @@ def lose_a_node(case: Case, folder: Path, steps: int = STEPS, undisturbed: int =
         logs = [folder / f"node-{number}.log" for number in range(NODES + 1)]
         for node in nodes:
             node.start(case.nodes, nodes[0], command, logs[node.number])
-        _wait(lambda: last_step(output) >= steps // 2, logs)
+        _wait(lambda: last_step(output) >= steps // 2 + AFTER, logs)
         if case.unplugged:
             nodes[LOST].unplug()
         nodes[LOST].kill()
@@ -234,8 +236,9 @@ def report(outcomes: dict[str, Outcome]) -> str:
         "# A job that loses one of four nodes", "",
         f"{date.today()}, {machine}. Command: `python benchmarks/node_loss.py --write`.", "",
         f"Four network namespaces with one gloo rank each, under `torchrun --rdzv-backend c10d`, on this one machine, "
-        f"whose cores start all processes. The third node is lost after step {STEPS // 2}. “Seconds” are from the loss "
-        "to the first new step; a node that replaces it is started at once. “Difference” is the largest relative "
+        f"whose cores start all processes. The third node is lost after step {STEPS // 2 + AFTER}. “Seconds” are from "
+        "the loss to the first new step; a node that replaces it is started at once. A step is finished when the first "
+        "rank has recorded it; the others may still be copying their shards. “Difference” is the largest relative "
         "difference of a step's loss to the undisturbed run.", "",
         "| case | seconds | last finished step | continued after step | steps computed again | difference |",
         "|---|---:|---:|---:|---:|---:|", *rows,
