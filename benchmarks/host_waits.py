@@ -165,7 +165,7 @@ def report(steps: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=720)
+    parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.name}")
     arguments = parser.parse_args()
     text = report(arguments.steps)
