@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gecko.data import IGNORED, Batch, CorpusShare, TokenizedCorpus, Tokenizer, load_tokenizer, packing
+from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, load_tokenizer, packing
+from gecko.data.packing import CorpusShare
 from gecko.io import checkpoints
 from gecko.models import LanguageModel, build_model, meta_model
 from gecko.parallel.corpus import whole_corpus

@@ -1,18 +1,17 @@
 """Data pipeline: sources of documents, tokenizers, token shards, packed rows and batches."""
 
 from gecko.data.loader import IGNORED, Batch, Loader, PackedLoader, Rows, validation_batches
-from gecko.data.packing import CorpusShare, TokenizedCorpus
+from gecko.data.packing import TokenizedCorpus
 from gecko.data.shards import ShardFolder, is_shard_folder
 from gecko.data.sources import load_documents
 from gecko.data.text_stream import StreamDecoder
 from gecko.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
-from gecko.data.training_data import DataRequest, TrainingData, open_training_data, read_sources
+from gecko.data.training_data import DataRequest, TrainingData, open_training_data
 
 __all__ = [
     "IGNORED",
     "Batch",
     "ByteTokenizer",
-    "CorpusShare",
     "DataRequest",
     "Loader",
     "PackedLoader",
@@ -27,6 +26,5 @@ __all__ = [
     "load_documents",
     "load_tokenizer",
     "open_training_data",
-    "read_sources",
     "validation_batches",
 ]

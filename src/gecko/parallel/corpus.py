@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gecko.data import CorpusShare, TokenizedCorpus
+from gecko.data.packing import CorpusShare, TokenizedCorpus
 from gecko.parallel.mesh import Ranks
 
 

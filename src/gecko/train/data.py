@@ -15,7 +15,6 @@ from rich.console import Console
 from gecko.data import (
     IGNORED,
     Batch,
-    CorpusShare,
     DataRequest,
     Tokenizer,
     TrainingData,
@@ -23,12 +22,13 @@ from gecko.data import (
     is_shard_folder,
     load_tokenizer,
     open_training_data,
-    read_sources,
 )
 from gecko.data.chat import TEMPLATE, TemplateChat, Turn, tuning_format
 from gecko.data.chats import ChatCorpus, ChatRows, load_chats
 from gecko.data.loader import ROW_LAYOUT, batch_of
+from gecko.data.packing import CorpusShare
 from gecko.data.sources import check_apart
+from gecko.data.training_data import read_sources
 from gecko.io.checkpoints import list_checkpoints, model_folder
 from gecko.parallel.corpus import whole_corpus
 from gecko.parallel.mesh import Ranks
