@@ -32,8 +32,8 @@ def some_texts(count: int) -> list[str]:
 def test_the_corpus_is_that_of_a_single_process(jobs: Jobs, ranks: int, count: int) -> None:
     """With two texts, some ranks have no share. Every text is tokenized once."""
     texts = some_texts(count)
-    ((expected, all_texts),) = jobs.run(1, work.corpus_of_shares, [texts], MERGES)
-    results = jobs.run(ranks, work.corpus_of_shares, [texts] * ranks, MERGES)
+    ((expected, all_texts),) = jobs.run(1, work.corpus_of_shares, [texts], [MERGES])
+    results = jobs.run(ranks, work.corpus_of_shares, [texts] * ranks, [MERGES] * ranks)
     for got, _ in results:
         assert got.digest() == expected.digest() and got.tokens.dtype == expected.tokens.dtype
         for name in ("offsets", "lengths", "text_tokens", "text_bytes"):
@@ -41,17 +41,19 @@ def test_the_corpus_is_that_of_a_single_process(jobs: Jobs, ranks: int, count: i
     assert all_texts == count == sum(tokenized for _, tokenized in results)
 
 
-def test_ranks_that_read_other_texts_are_refused(jobs: Jobs) -> None:
+@pytest.mark.parametrize("other", ["texts", "tokenizer"])
+def test_ranks_that_read_other_texts_are_refused(jobs: Jobs, other: str) -> None:
     """The second rank's texts have the same lengths."""
     texts = some_texts(7)
-    other = [*texts[:-1], texts[-1].swapcase()]
-    first, second = jobs.answers(2, work.corpus_of_shares, [texts, other], MERGES)
+    second_texts = [*texts[:-1], texts[-1].swapcase()] if other == "texts" else texts
+    merges = [MERGES, MERGES if other == "texts" else MERGES[:2]]
+    first, second = jobs.answers(2, work.corpus_of_shares, [texts, second_texts], merges)
     assert first.error is not None and "ValueError: all ranks must read the same texts" in first.error
     assert second.error == "SystemExit: 2"
 
 
 def test_texts_without_tokens_are_refused(jobs: Jobs) -> None:
-    first, second = jobs.answers(2, work.corpus_of_shares, [["  ", " "]] * 2, MERGES)
+    first, second = jobs.answers(2, work.corpus_of_shares, [["  ", " "]] * 2, [MERGES] * 2)
     assert first.error is not None and "must hold at least one document with text; got none" in first.error
     assert second.error == "SystemExit: 2"
 

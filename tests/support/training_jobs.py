@@ -72,13 +72,15 @@ def rows_seen(run: Run, steps: int) -> list[tuple[int, list[Any]]]:
         return [(ranks.data_rank, batches.batch(step).tokens.tolist()) for step in range(steps)]
 
 
-def corpus_of_shares(texts_of_ranks: list[list[str]], merges: list[tuple[str, str]]) -> tuple[TokenizedCorpus, int]:
+def corpus_of_shares(
+    texts_of_ranks: list[list[str]], merges_of_ranks: list[list[tuple[str, str]]]
+) -> tuple[TokenizedCorpus, int]:
     """Return the corpus that this rank has after all have tokenized their shares, and how many texts it tokenized.
 
     Batches are small, so that every rank has several.
     """
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = Counting(load_tokenizer(write_tokenizer(Path(folder) / "tokenizer", merges)))
+        tokenizer = Counting(load_tokenizer(write_tokenizer(Path(folder) / "tokenizer", merges_of_ranks[_rank()])))
     with (
         mock.patch.object(packing, "BATCH_CHARACTERS", 40),
         connected(MeshSizes.of(launched()[1], 1, None, 1), CPU, None) as ranks,

@@ -191,14 +191,14 @@ class CorpusShare:
     parts: list[TokenizedCorpus]
     """One corpus for each batch, possibly without documents."""
     texts: str
-    """SHA-256 of all texts of the corpus, which every process reads."""
+    """SHA-256 of the tokenizer and of all texts of the corpus, which every process reads."""
     dtype: np.dtype[np.unsignedinteger]
     """Type of the ids."""
 
     @classmethod
     def build(cls, texts: Iterable[str], tokenizer: Tokenizer, rank: int, ranks: int) -> CorpusShare:
         """Read all ``texts``, and tokenize every ``ranks``-th batch from ``rank`` on."""
-        digest, parts = hashlib.sha256(), []
+        digest, parts = hashlib.sha256(tokenizer.digest.encode()), []
         for number, batch in enumerate(batches(texts)):
             for text in batch:
                 content = text.encode("utf-8")

@@ -20,7 +20,7 @@ class _Contents:
     """What a rank tells the others about its share."""
 
     texts: str
-    """Digest of the texts that it read."""
+    """Digest of the tokenizer and the texts that it read."""
     batches: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
     """Lengths and text bytes of the documents of each of its batches."""
 
@@ -31,7 +31,7 @@ def whole_corpus(source: str, share: CorpusShare, ranks: Ranks) -> TokenizedCorp
     All ranks call it together.
 
     Raises:
-        ValueError: on the first rank, if the ranks have read different texts, or no text has tokens.
+        ValueError: on the first rank, if the ranks have different texts or tokenizers, or no text has tokens.
         SystemExit: on all other ranks.
     """
     found = ranks.gather(_Contents(share.texts, [(part.lengths, part.text_bytes) for part in share.parts]))
@@ -52,12 +52,12 @@ def whole_corpus(source: str, share: CorpusShare, ranks: Ranks) -> TokenizedCorp
 
 
 def _check(source: str, found: list[_Contents]) -> None:
-    """Raise ValueError unless all ranks have read the same texts, and one has a document."""
+    """Raise ValueError unless all ranks have the same texts and tokenizer, and one has a document."""
     other = [rank for rank, contents in enumerate(found) if contents.texts != found[0].texts]
     if other:
         raise ValueError(
-            f"all ranks must read the same texts from {source!r}; rank {other[0]} has read other texts than rank 0. "
-            "Give every node the same files, or use a folder that all share."
+            f"all ranks must read the same texts from {source!r} and have the same tokenizer; rank {other[0]} has "
+            "other ones than rank 0. Give every node the same files, or use a folder that all share."
         )
     if not any(len(lengths) for contents in found for lengths, _ in contents.batches):
         raise ValueError(f"{source!r} must hold at least one document with text; got none.")
