@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gecko.inference.packed_weights import Network, PackedWeights, decoder_of
 from gecko.models.gecko import Gecko
+from gecko.runtime.process import prefer_huge_pages
 from gecko.state import GeckoState
 
 FIRST_SLOTS = 4
@@ -172,4 +173,12 @@ def _with_window(state: GeckoState, dtype: torch.dtype | None) -> GeckoState:
 def _new_slots(state: GeckoState, count: int) -> GeckoState:
     """Return a state of ``count`` rows with the sizes and dtypes of ``state``."""
     with torch.inference_mode(False):  # tensors of that mode can only be changed in it
-        return state.map(lambda x: x.new_zeros(count, *x.shape[1:]))
+        return state.map(lambda x: _zeros(x, count))
+
+
+def _zeros(like: Tensor, count: int) -> Tensor:
+    """Return zeros of ``count`` rows. A step reads most of them, so on the CPU they are in large pages."""
+    slots = like.new_empty(count, *like.shape[1:])
+    if slots.device.type == "cpu":
+        prefer_huge_pages(slots.data_ptr(), slots.nbytes)
+    return slots.zero_()

@@ -40,6 +40,14 @@ typedef struct {
     int64_t row;
 } operand;
 
+// Keeps a value in a register: GCC would read it again from memory for each of its uses, and loads are the limit.
+static inline __attribute__((always_inline)) vec kept(vec x) {
+#ifdef __AVX512F__
+    __asm__("" : "+v"(x));
+#endif
+    return x;
+}
+
 #include "cpu_digits.h"
 
 // GCC widens vectors of 8 and 16 bits number by number, which takes longer than memory delivers them.
@@ -120,10 +128,10 @@ static inline __attribute__((always_inline)) void add_products(
                 for (int o = 0; o < outputs; o++) prefetch_after(weight + o * w->row_bytes + k * bytes_of_one);
             vec right[TILE_ROWS];
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) right[r] = load(in.x + r * in.row + k);
+            for (int r = 0; r < rows; r++) right[r] = kept(load(in.x + r * in.row + k));
 #pragma GCC unroll 4
             for (int o = 0; o < outputs; o++) {
-                vec left = load_weights(weight + o * w->row_bytes, k, kind);
+                const vec left = kept(load_weights(weight + o * w->row_bytes, k, kind));
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++) sums[r][o] += left * right[r];
             }
@@ -153,6 +161,28 @@ static inline __attribute__((always_inline)) void add_products_int4(
         }
 }
 
+// y[r][first + o] = the sum of sums[r][o], scaled, plus the bias.
+static inline __attribute__((always_inline)) void store_products(
+    const matrix *w, int64_t first, operand in, float *y, int64_t y_row, vec sums[TILE_ROWS][TILE_OUTPUTS],
+    const int outputs, const int rows, const weight_kind kind) {
+    four scale = {1, 1, 1, 1}, bias = {0};
+    if (kind == INT8) memcpy(&scale, w->scale + first, sizeof(float) * outputs);
+    if (w->bias) memcpy(&bias, w->bias + first, sizeof(float) * outputs);
+    float all[TILE_ROWS * TILE_OUTPUTS] __attribute__((aligned(64)));
+    if (rows * outputs == LANES) store(all, sums_of(sums[0]));
+    else
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) *(four *)(all + r * TILE_OUTPUTS) = sums_of_four(sums[r]);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        four sum = *(four *)(all + r * TILE_OUTPUTS);
+        if (kind >= INT8 && HAS_DIGITS) sum *= unit_of_digits(in.x + r * in.row);
+        if (kind == INT8) sum *= scale;
+        if (w->bias) sum += bias;
+        memcpy(y + r * y_row + first, &sum, sizeof(float) * outputs);
+    }
+}
+
 // Outputs ``first`` to ``first + outputs`` for some rows. The ``first_pass`` over the weights prefetches.
 static inline __attribute__((always_inline)) void products_tile(
     const matrix *w, int64_t first, operand in, float *y, int64_t y_row, const int outputs, const int rows,
@@ -164,15 +194,7 @@ static inline __attribute__((always_inline)) void products_tile(
     else if (kind == INT4) add_products_int4(sums, w, weight, scale, in, outputs, rows, first_pass);
     else if (kind == INT8 && HAS_DIGITS) add_digits_int8(sums[0], w->inputs, w->row_bytes, weight, in, outputs, rows, first_pass);
     else add_products(sums, w, weight, in, outputs, rows, kind, first_pass);
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) {
-        four sum = sums_of_four(sums[r]);
-        if (kind >= INT8 && HAS_DIGITS) sum *= unit_of_digits(in.x + r * in.row);
-        for (int o = 0; o < outputs; o++) {
-            float one = kind == INT8 ? sum[o] * w->scale[first + o] : sum[o];
-            y[r * y_row + first + o] = w->bias ? one + w->bias[first + o] : one;
-        }
-    }
+    store_products(w, first, in, y, y_row, sums, outputs, rows, kind);
 }
 
 // ``many``: rows of one pass.
