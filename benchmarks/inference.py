@@ -2,10 +2,9 @@
 
     python benchmarks/inference.py --write
 
-The byte limit of a step is the bytes of weights and states that it must read, over the read bandwidth. The neighbours
-of a virtual machine use its memory too. So every round measures the bandwidth immediately before and after a case, and
-the faster one counts. Times and shares are medians over rounds. ``--only NAME`` measures the cases whose name contains
-NAME.
+The byte limit of a step is the bytes of weights and states that it must read, over the rate at which a loop in C reads
+the same memory (``memory_rate.py``), immediately before or after the step; the faster one counts. Times and shares are
+medians over rounds. ``--only NAME`` measures the cases whose name contains NAME.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cache
 
 import torch
 from measuring import of_processor, publish
+from memory_rate import read_rate
 from torch import nn
 
 import gecko
@@ -46,6 +45,8 @@ class Case:
     """By one step."""
     steps: int
     """Number of steps in one measurement."""
+    memory: Sequence[torch.Tensor]
+    """Weights and states."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Measured:
 
     seconds: float
     """Time of one step."""
-    bandwidth: float
-    """Bytes per second of reading memory, beside the case."""
+    rate: float
+    """Bytes per second at which this memory can be read."""
 
 
 def main() -> None:
@@ -68,31 +69,15 @@ def main() -> None:
         sections.append(_generate_table())
     if arguments.only in "positions":
         sections.append(_positions_table())
-    page = "\n".join([_heading([step.bandwidth for steps in rounds for step in steps]), *sections])
+    page = "\n".join([_heading(), *sections])
     publish(of_processor("inference"), page.splitlines(), arguments.write)
 
 
-def read_bandwidth() -> float:
-    """Return bytes per second of reading memory: the best of several sums over a gibibyte."""
-    numbers = _numbers()
-    best = float("inf")
-    for _ in range(4):
-        begin = time.perf_counter()
-        numbers.sum()
-        best = min(best, time.perf_counter() - begin)
-    return numbers.nbytes / best
-
-
-@cache
-def _numbers() -> torch.Tensor:
-    return torch.ones(2**28)
-
-
 def measured_beside_memory(case: Case) -> Measured:
-    """Return the seconds of a step, and the bandwidth of memory at that time."""
-    before = read_bandwidth()
+    """Return the seconds of a step, and the rate at which its memory can be read at that time."""
+    before = read_rate(case.memory)
     seconds = median_step(case)
-    return Measured(seconds, max(before, read_bandwidth()))
+    return Measured(seconds, max(before, read_rate(case.memory)))
 
 
 def measure(cases: list[Case]) -> dict[str, float]:
@@ -117,8 +102,12 @@ def median_step(case: Case) -> float:
 
 def bytes_of_weights(model: gecko.Gecko) -> int:
     """Return the bytes of all weights that a token reads: all but the embedding, unless it is the head too."""
-    total = sum(_stored_bytes(parameter) for parameter in model.parameters())
-    return total - (0 if model.config.tie_embedding else _stored_bytes(model.embedding.weight))
+    return sum(map(_stored_bytes, _weights_read(model)))
+
+
+def _weights_read(model: gecko.Gecko) -> list[nn.Parameter]:
+    unread = None if model.config.tie_embedding else model.embedding.weight
+    return [parameter for parameter in model.parameters() if parameter is not unread]
 
 
 def _stored_bytes(parameter: nn.Parameter) -> int:
@@ -175,10 +164,12 @@ def gecko_case(
     with torch.inference_mode():
         for _ in range(rows):
             decoder.add(prefill.state, prefill.seen)
-    assert decoder.backend == "cpu", name
+    assert decoder.backend == "cpu" and decoder._all is not None, name
     tokens = [65] * rows
     count = bytes_of_weights(model) + rows * bytes_of_state(prefill, model.config, window_dtype)
-    return Case(name, rows, lambda: decoder.step(tokens), count, steps)
+    weights = [tensor for parameter in _weights_read(model) for tensor in plain_tensors(parameter)]
+    states = [tensor[:rows] for tensor in decoder._all.tensors().values()]
+    return Case(name, rows, lambda: decoder.step(tokens), count, steps, [*weights, *states])
 
 
 def llama_hidden(model: gecko.Gecko) -> int:
@@ -213,19 +204,22 @@ def _llama_case(preset: str, model: gecko.Gecko, context: int, steps: int) -> Ca
 
     total = sum(parameter.nbytes for parameter in llama.parameters())
     total += 2 * layers * context * config.model_dim * 4
-    return Case(f"Llama like {preset}, float32, context {context:,}", 1, step, total, steps)
+    return Case(f"Llama like {preset}, float32, context {context:,}", 1, step, total, steps, list(llama.parameters()))
 
 
 def _steps_table(cases: list[Case], rounds: list[list[Measured]]) -> str:
     lines = [
         f"## A decoded token, Gecko after {PROMPT:,} tokens", "",
-        "| case | ms per step | tokens/s | MB read | share of the byte limit |", "|---|---:|---:|---:|---:|",
+        "| case | ms per step | tokens/s | MB read | GB/s of this memory | share of the byte limit |",
+        "|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for case, measured in zip(cases, zip(*rounds, strict=True), strict=True):
         took = statistics.median(one.seconds for one in measured)
-        share = statistics.median(case.bytes_read / one.bandwidth / one.seconds for one in measured)
+        share = statistics.median(case.bytes_read / one.rate / one.seconds for one in measured)
+        rate = statistics.median(one.rate for one in measured)
         lines.append(
-            f"| {case.name} | {took * 1e3:.3f} | {case.rows / took:,.0f} | {case.bytes_read / 1e6:,.1f} | {share:.0%} |"
+            f"| {case.name} | {took * 1e3:.3f} | {case.rows / took:,.0f} | {case.bytes_read / 1e6:,.1f} | "
+            f"{rate / 1e9:.1f} | {share:.0%} |"
         )
     return "\n".join([*lines, ""])
 
@@ -264,13 +258,12 @@ def _positions_table() -> str:
     return "\n".join([*lines, ""])
 
 
-def _heading(bandwidths: list[float]) -> str:
-    least, middle, most = (choose(bandwidths) / 1e9 for choose in (min, statistics.median, max))
+def _heading() -> str:
     hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     return (
         f"# Inference on the CPU\n\n{date.today()}, {hardware}, {torch.get_num_threads()} threads. "
-        f"Memory is read at {middle:.1f} GB/s ({least:.1f} to {most:.1f} beside different cases). Random weights. "
-        f"Medians of {ROUNDS} alternating rounds. Command: `python benchmarks/inference.py --write`.\n"
+        "The limit of a step is the rate at which a loop in C reads its weights and states, also from caches. "
+        f"Random weights. Medians of {ROUNDS} alternating rounds. Command: `python benchmarks/inference.py --write`.\n"
     )
 
 
