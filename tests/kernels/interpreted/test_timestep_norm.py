@@ -34,9 +34,8 @@ DECAY, FAST_DECAY, CUMULATIVE = (
 def small_tiles(monkeypatch):
     """Set small tiles: texts of many tiles, carries of many blocks, groups that do not fill a tile."""
     sizes = kernels._sizes
-    monkeypatch.setattr(kernels, "_sizes", lambda *shape: {**sizes(*shape), "steps": 4, "together": 4})
+    monkeypatch.setattr(kernels, "_sizes", lambda *shape: {**sizes(*shape), "span": 2, "spans": 2, "together": 4})
     monkeypatch.setattr(kernels, "_tiles_in_block", lambda together: 4)
-    monkeypatch.setattr(kernels, "_carry_sizes", lambda groups: {"columns": 1, "tiles_at_once": 2})
 
 
 CASES = [replace(case, dtype=torch.float32) for case in cases.ONE_CONFIGURATION]

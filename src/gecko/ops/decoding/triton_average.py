@@ -8,18 +8,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gecko.ops.timestep_norm.triton_forward import feature_mask, feature_offsets, group_moments, one_minus_exp
+from gecko.ops.timestep_norm.triton_tiles import centered_moments, feature_mask, feature_offsets, one_minus_exp
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
 @triton.jit
 def _running_norm(
-    b_x, m_x, p_count, p_mean, p_variance, row, i_group, beta_mean, beta_variance, added_mean, added_variance,
+    b_x, p_count, p_mean, p_variance, row, i_group, beta_mean, beta_variance, added_mean, added_variance,
     log_mean, log_variance, groups: tl.constexpr, size: tl.constexpr, cumulative: tl.constexpr,
 ):  # fmt: skip
     """Add the step x (1, groups, features) to the statistics. Return mean and variance to normalise it with."""
-    b_mu, b_sigma2 = group_moments(b_x, m_x, size)
+    _, b_mu, b_sigma2 = centered_moments(b_x, size)
     i_state = (row * groups + i_group)[None]
     m_state = (i_group < groups)[None]
     b_m = tl.load(p_mean + i_state, mask=m_state, other=0.0)
@@ -77,7 +77,7 @@ def average_kernel(
     i_feature, m_x = feature_offsets(i_group, size, width), feature_mask(i_group, groups, size, width)
     b_x = tl.load(p_x + row * features + i_feature, mask=m_x, other=0.0)
     b_center, b_spread = _running_norm(
-        b_x[None], m_x[None], p_count, p_mean, p_variance, row, i_group, beta_mean, beta_variance, added_mean,
+        b_x[None], p_count, p_mean, p_variance, row, i_group, beta_mean, beta_variance, added_mean,
         added_variance, log_mean, log_variance, groups, size, cumulative,
     )  # fmt: skip
     b_scale = tl.load(p_scale + i_feature, mask=m_x, other=0.0)

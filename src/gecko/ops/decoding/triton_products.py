@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gecko.ops.timestep_norm.triton_forward import feature_mask, feature_offsets
+from gecko.ops.timestep_norm.triton_tiles import feature_mask, feature_offsets
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

@@ -1,23 +1,22 @@
 """Triton backend of the timestep norm, parallel over time.
 
 A program processes one tile: some steps of some groups of features. A tile may hold several documents; the scan is
-reset where one starts. The forward pass is one launch: a program computes the statistics of its tile alone, stores them
-for later tiles, waits for those of the tiles before, and computes y, with x in registers all the time.
+reset where one starts. Both passes are one launch each: a program computes the sums of its tile alone, stores them for
+later tiles, waits for those of the tiles before, and computes its result. x stays in registers, or in the cache where
+there is too much of it. The backward pass goes through the tiles from the last to the first.
 
-- **Order.** Tiles form blocks of ``in_block``. The statistics before a tile are those after the block before, then
-  those of the tiles since, always in this order: results do not depend on which program runs first.
+- **Order.** Tiles form blocks of ``in_block``. What is before a tile are the sums after the block before, and those of
+  the tiles since, always added in this order: results do not depend on which program runs first.
 - **Waiting.** A program takes its number from a counter when it starts, and waits for smaller numbers only. Those have
   started, so some program can always go on, in whatever order the GPU starts programs.
 - **Visibility.** A number and the bit that says that it is there are one word of 64 bits, written and read by atomic
   operations. So no order between several words is needed.
 
-The backward pass has three launches in reverse time: ``gradient_summaries`` computes sums over each tile except the
-first (reads x and the gradient of y), ``gradient_carries`` those over all later tiles (small), and ``gradients`` the
-gradients (reads x and the gradient of y, writes the gradient of x). Only x and the statistics before tiles are saved.
+Only x and the statistics before tiles are saved.
 
-Memory traffic for B = 1, T = 32,768, D = 4,096, G = 64 in bfloat16 (one pass over x is 268 MB, statistics between
-programs 2 MB, partial sums of the weight gradient 17 MB): forward 2 passes, the minimum; backward 5 passes of at
-least 3. Scanning the steps of a tile costs each warp the same, so there are few warps with many numbers each.
+Memory traffic for B = 1, T = 32,768, D = 4,096, G = 64 in bfloat16 (one pass over x is 268 MB, words and statistics
+between programs 2 MB, partial sums of the weight gradient 8 MB): forward 2 passes, backward 3, the minimum of both.
+Instructions per number of x: ``benchmarks/results/gpu_budget.md``.
 
 Cumulative statistics are combined as (count, mean, mean variance), which avoids cancellation if the mean is large.
 """
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
-from gecko.ops.timestep_norm.triton_backward import gradient_carries, gradient_summaries, gradients
+from gecko.ops.timestep_norm.triton_backward import gradients
 from gecko.ops.timestep_norm.triton_forward import normalise_tiles
 from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
@@ -71,13 +70,26 @@ def _begins(segments: Segments) -> Tensor:
     return to_device(torch.from_numpy(np.maximum.accumulate(steps, axis=1).astype(np.int32)), segments.device)
 
 
-def _sizes(length: int, features: int, groups: int) -> dict[str, int]:
+def _sizes(length: int, features: int, groups: int, cumulative: bool) -> dict[str, int]:
     """Return the sizes of a tile. It spans at least 64 adjacent numbers per step (whole cache lines) if D allows."""
     size = features // groups
     width = tile(size, 1)
     together = min(tile(groups, 1), max(1, 64 // width))
     steps = 4 if length <= 4 else min(128, max(4, 8192 // (together * width)))
-    return {"features": features, "groups": groups, "size": size, "width": width, "together": together, "steps": steps}
+    span = min(steps, _numbers_of_warp(cumulative) // 256)  # a warp moves 256 numbers of 16 bits at a time
+    return {
+        "features": features, "groups": groups, "size": size, "width": width, "together": together, "span": span,
+        "spans": steps // span,
+    }  # fmt: skip
+
+
+def _numbers_of_warp(cumulative: bool) -> int:
+    return 1024 if cumulative else 2048
+
+
+def _warps(sizes: dict[str, int], cumulative: bool) -> int:
+    numbers = sizes["span"] * sizes["spans"] * sizes["together"] * sizes["width"]
+    return max(1, numbers // _numbers_of_warp(cumulative))
 
 
 def _tiles_in_block(together: int) -> int:
@@ -86,9 +98,15 @@ def _tiles_in_block(together: int) -> int:
     return max(2, min(32, 64 // together))
 
 
-def _carry_sizes(groups: int) -> dict[str, int]:
-    columns = min(16, tile(groups, 1))
-    return {"columns": columns, "tiles_at_once": 2048 // columns}
+def _tiling(length: int, sizes: dict[str, int]) -> tuple[int, int]:
+    """Return the number of tiles of a row in time, and across its features."""
+    return blocks(length, sizes["span"] * sizes["spans"]), blocks(sizes["groups"], sizes["together"])
+
+
+def _words(count: Tensor, tiles: int, groups: int, in_block: int) -> Tensor | None:
+    """Return the zeros by which programs exchange numbers, or None if a row has one tile."""
+    words = 1 + len(count) * (tiles + blocks(tiles, in_block)) * groups * 2
+    return count.new_zeros(words) if tiles > 1 else None
 
 
 def decay_arguments(betas: list[float] | None) -> dict[str, Any]:
@@ -107,65 +125,45 @@ def _forward(
     begins: Tensor | None, groups: int, betas: list[float] | None, eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, length, features = x.shape
-    sizes, decay = _sizes(length, features, groups), decay_arguments(betas)
-    tiles, across = blocks(length, sizes["steps"]), blocks(groups, sizes["together"])
+    sizes, decay = _sizes(length, features, groups, betas is None), decay_arguments(betas)
+    tiles, across = _tiling(length, sizes)
+    in_block = _tiles_in_block(sizes["together"])
     x, count, mean, variance = (x.contiguous() for x in (x, count, mean, variance))
     carry = mean.new_empty(batch, tiles - 1, 2, groups)
     y = torch.empty_like(x, dtype=dtype)
     after = (torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance))
-    in_block = _tiles_in_block(sizes["together"])
-    words = 1 + batch * (tiles + blocks(tiles, in_block)) * groups * 2
     Launch(normalise_tiles, (batch * tiles * across,), {
-        "p_x": x, "p_begin": begins, "p_carry": carry, "p_words": count.new_zeros(words) if tiles > 1 else None,
+        "p_x": x, "p_begin": begins, "p_carry": carry, "p_words": _words(count, tiles, groups, in_block),
         "length": length, "tiles": tiles, "p_count": count, "p_mean": mean, "p_variance": variance,
         "p_weight": weight, "p_bias": bias, "p_y": y, "p_count_after": after[0], "p_mean_after": after[1],
         "p_variance_after": after[2], "eps": eps, **sizes, **decay, "in_block": in_block,
-    }, _warps(sizes, 1024 if decay["cumulative"] else 2048)).run()  # fmt: skip
+    }, _warps(sizes, betas is None)).run()  # fmt: skip
     return y, *after, carry
-
-
-def _warps(sizes: dict[str, int], numbers: int) -> int:
-    """Return the number of warps for tiles with ``numbers`` of them per warp."""
-    return max(1, sizes["steps"] * sizes["together"] * sizes["width"] // numbers)
-
-
-def _run_carries(kernel: Any, batch: int, groups: int, arguments: dict[str, Any]) -> None:
-    sizes = _carry_sizes(groups)
-    Launch(kernel, (batch * blocks(groups, sizes["columns"]),), {**arguments, **sizes}, 4).run()
 
 
 def _backward(
     grad_y: Tensor, grad_mean: Tensor, grad_variance: Tensor, x: Tensor, weight: Tensor | None, count: Tensor,
     mean: Tensor, variance: Tensor, begins: Tensor | None, carry: Tensor, groups: int, betas: list[float] | None,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of x, weight, bias, and the mean and variance of the state."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of x, of weight and bias (2, D), and of the mean and variance of the state."""
     batch, length, features = x.shape
-    sizes, decay = _sizes(length, features, groups), decay_arguments(betas)
-    tiles, across = blocks(length, sizes["steps"]), blocks(groups, sizes["together"])
-    later = mean.new_empty(batch, tiles - 1, 3, groups)
-    given = {
-        "p_x": x.contiguous(), "p_grad_y": grad_y.contiguous(), "p_begin": begins, "p_count": count.contiguous(),
-        "p_mean": mean.contiguous(), "p_variance": variance.contiguous(), "p_carry": carry, "p_weight": weight,
-        "p_grad_mean_after": grad_mean.contiguous(), "p_grad_variance_after": grad_variance.contiguous(),
-        "p_later": later, "length": length, "tiles": tiles, "eps": eps,
-    }  # fmt: skip
-    if tiles > 1:
-        Launch(
-            gradient_summaries, (batch * (tiles - 1) * across,), {**given, **sizes, **decay}, _warps(sizes, 2048)
-        ).run()
-        _run_carries(gradient_carries, batch, groups, {
-            "p_begin": begins, "p_later": later, "length": length, "tiles": tiles, "groups": groups,
-            "steps": sizes["steps"], **decay,
-        })  # fmt: skip
+    sizes, decay = _sizes(length, features, groups, betas is None), decay_arguments(betas)
+    tiles, across = _tiling(length, sizes)
+    in_block = _tiles_in_block(sizes["together"])
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     grad_before = grad_mean.new_empty(grad_mean.shape), grad_variance.new_empty(grad_variance.shape)
     parts = mean.new_empty(2, batch * tiles, features)
     Launch(gradients, (batch * tiles * across,), {
-        **given, "p_grad_x": grad_x, "p_scale_parts": parts[0], "p_shift_parts": parts[1],
-        "p_grad_mean": grad_before[0], "p_grad_variance": grad_before[1], **sizes, **decay,
-    }, _warps(sizes, 512 if decay["cumulative"] else 1024)).run()  # fmt: skip
-    return grad_x, parts[0].sum(0), parts[1].sum(0), *grad_before
+        "p_x": x.contiguous(), "p_grad_y": grad_y.contiguous(), "p_begin": begins, "p_count": count.contiguous(),
+        "p_mean": mean.contiguous(), "p_variance": variance.contiguous(), "p_carry": carry,
+        "p_words": _words(count, tiles, groups, in_block), "p_weight": weight,
+        "p_grad_mean_after": grad_mean.contiguous(), "p_grad_variance_after": grad_variance.contiguous(),
+        "p_grad_x": grad_x, "p_scale_parts": parts[0], "p_shift_parts": parts[1], "p_grad_mean": grad_before[0],
+        "p_grad_variance": grad_before[1], "length": length, "tiles": tiles, "eps": eps, **sizes, **decay,
+        "in_block": in_block,
+    }, _warps(sizes, betas is None)).run()  # fmt: skip
+    return grad_x, parts.sum(1), *grad_before
 
 
 _timestep_norm = custom_op("timestep_norm")(_forward)
@@ -178,7 +176,7 @@ def _(
     begins: Tensor | None, groups: int, betas: list[float] | None, eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, length, features = x.shape
-    tiles = blocks(length, _sizes(length, int(features), groups)["steps"])
+    tiles, _ = _tiling(length, _sizes(length, int(features), groups, betas is None))
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     carry = mean.new_empty(batch, tiles - 1, 2, groups)
     return y, *(x.new_empty(x.shape) for x in (count, mean, variance)), carry
@@ -186,9 +184,8 @@ def _(
 
 @_timestep_norm_backward.register_fake
 def _(grad_y: Tensor, grad_mean: Tensor, grad_variance: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    scale = grad_mean.new_empty(x.shape[-1])
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return grad_x, scale, torch.empty_like(scale), *(x.new_empty(x.shape) for x in (grad_mean, grad_variance))
+    return grad_x, grad_mean.new_empty(2, x.shape[-1]), *(x.new_empty(x.shape) for x in (grad_mean, grad_variance))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -198,11 +195,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _propagate(ctx: Any, grad_y: Tensor, _: Any, grad_mean: Tensor, grad_variance: Tensor, __: Any) -> tuple[Any, ...]:
     x, weight, bias, count, mean, variance, begins, carry = ctx.saved_tensors
-    grad_x, scale, shift, grad_mean, grad_variance = _timestep_norm_backward(
+    grad_x, affine, grad_mean, grad_variance = _timestep_norm_backward(
         grad_y, grad_mean, grad_variance, x, weight, count, mean, variance, begins, carry, *ctx.fixed
     )
-    grad_weight = None if weight is None else scale.to(weight.dtype)
-    grad_bias = None if bias is None else shift.to(bias.dtype)
+    grad_weight = None if weight is None else affine[0].to(weight.dtype)
+    grad_bias = None if bias is None else affine[1].to(bias.dtype)
     return grad_x, grad_weight, grad_bias, None, grad_mean, grad_variance, *[None] * 5
 
 
