@@ -43,7 +43,7 @@ from gecko.ops.cema.triton_forward import filter_kernel
 from gecko.ops.cema.varlen_tiles import ITEMS, MOST_MODES, VarlenTilePlan
 from gecko.segments import Segments
 
-_CHANNELS = 16
+_CHANNELS = 8
 """Channels per program of the kernels over coefficients."""
 
 
@@ -178,7 +178,7 @@ def _backward(
         "p_grad_in": by_input, "p_grad_log": by_log, "p_grad_angle": by_angle, "p_grad_out": by_output,
         "p_grad_skip": by_skip,
     }  # fmt: skip
-    sizes = _sizes(input, _chunk(x, unit))
+    sizes = _sizes(input, _chunk(x, unit)) | {"lags": 8}
     Launch(coefficient_gradients_kernel, _grid(input), given | gradients | sizes, warps=4).run()
     return grad_x, by_input, by_log, by_angle, by_output, by_skip, grad_before
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gecko.ops.backends.triton_axis import at_step
 from gecko.ops.cema.triton_forward import (
     add_product,
     complex_product,
@@ -232,19 +233,24 @@ def response_kernel(
 @triton.jit
 def _add_correlations(
     p_correlation, sum_real, sum_imag, by_real, by_imag, b_skip, p_real, p_imag, q_real, q_imag, i_d, m_d,
-    chunk: tl.constexpr,
+    chunk: tl.constexpr, lags: tl.constexpr,
 ):  # fmt: skip
-    """Add the inputs of the chunk of each step to the sums of one row: p q^lag times the correlation at each lag."""
-    i_s = tl.arange(0, chunk)
-    for lag in range(0, chunk):
-        i_pair = i_d[:, None] * (chunk * chunk) + (i_s * (chunk + 1) + lag)[None, :]
-        m_pair = m_d[:, None] & (i_s + lag < chunk)[None, :]
-        b_lag = tl.sum(tl.load(p_correlation + i_pair, mask=m_pair, other=0.0), 1)
-        b_skip += tl.where(lag == 0, b_lag, 0.0)
-        real, imag = p_real * b_lag[:, None], p_imag * b_lag[:, None]
-        sum_real, sum_imag = sum_real + real, sum_imag + imag
-        by_real, by_imag = by_real + lag * real, by_imag + lag * imag
-        p_real, p_imag = complex_product(p_real, p_imag, q_real, q_imag)
+    """Add the inputs of the chunk of each step to the sums of one row: p q^lag times the correlation at each lag.
+
+    ``lags`` of them are loaded at once, so that enough bytes are in flight; a thread holds all lags of its places."""
+    i_lag, i_s = tl.arange(0, lags)[:, None, None], tl.arange(0, chunk)[None, None, :]
+    i_d = i_d[None, :, None] * (chunk * chunk)
+    for first in range(0, chunk, lags):
+        m_pair = m_d[None, :, None] & (i_s + i_lag + first < chunk)
+        b_pair = tl.load(p_correlation + i_d + i_s * (chunk + 1) + i_lag + first, mask=m_pair, other=0.0)
+        b_lags = tl.sum(b_pair, 2)
+        for i in tl.static_range(lags):
+            b_lag = at_step(b_lags, i)
+            b_skip += tl.where(first + i == 0, b_lag, 0.0)
+            real, imag = p_real * b_lag[:, None], p_imag * b_lag[:, None]
+            sum_real, sum_imag = sum_real + real, sum_imag + imag
+            by_real, by_imag = by_real + (first + i) * real, by_imag + (first + i) * imag
+            p_real, p_imag = complex_product(p_real, p_imag, q_real, q_imag)
     return sum_real, sum_imag, by_real, by_imag, b_skip
 
 
@@ -252,7 +258,7 @@ def _add_correlations(
 def coefficient_gradients_kernel(
     p_in, p_out, p_decay, p_correlation, p_sums, p_derivatives, p_last, p_after, p_grad_after, p_before, p_grad_before,
     p_grad_in, p_grad_log, p_grad_angle, p_grad_out, p_grad_skip, batch, channels, modes, chunk: tl.constexpr,
-    b_d: tl.constexpr, b_n: tl.constexpr,
+    b_d: tl.constexpr, b_n: tl.constexpr, lags: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients from sums over time (rows, channels, modes) and correlations (rows, channels, chunk, chunk).
 
@@ -270,7 +276,20 @@ def coefficient_gradients_kernel(
         real, imag = load_pair(p_derivatives, i_at, m_k)
         by_real, by_imag = by_real + real, by_imag + imag
         sum_real, sum_imag, by_real, by_imag, b_skip = _add_correlations(
-            p_correlation, sum_real, sum_imag, by_real, by_imag, b_skip, b_p, zero, q_real, q_imag, i_d, m_d, chunk
+            p_correlation,
+            sum_real,
+            sum_imag,
+            by_real,
+            by_imag,
+            b_skip,
+            b_p,
+            zero,
+            q_real,
+            q_imag,
+            i_d,
+            m_d,
+            chunk,
+            lags,
         )
         if p_grad_after is not None:
             given_real, given_imag = load_pair(p_grad_after, i_at, m_k)
