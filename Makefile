@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 # processor.
 STAGES := test-vllm test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-upstream docs
 
-.PHONY: demo test ci test-attacks test-kernels test-simulated test-hf-oldest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-attacks test-kernels test-kernels-oldest test-simulated test-hf-oldest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -37,6 +37,9 @@ test-docs: .venv/test  ## Run the commands and snippets of README, docs/ and exa
 
 test-kernels: .venv/test  ## Run the Triton kernels under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist loadgroup tests/kernels/interpreted
+
+test-kernels-oldest: build/triton-3.6/ready  ## Compile the Triton kernels with the oldest supported Triton, and check their registers and spills
+	PYTHONPATH=build/triton-3.6 $(BIN)/pytest -n auto tests/kernels/compiled
 
 test-simulated: .venv/simulated  ## Run the Triton kernels under ttsem, as compiled for sm_90, and check each launch for races
 	PYTHONPATH=tests $(BIN)/pytest -p kernels.simulated -n auto --dist loadgroup tests/kernels/interpreted
@@ -151,6 +154,11 @@ clean:
 
 .venv-vllm/test: pyproject.toml constraints-vllm.txt tests/support/vllm_install.py
 	$(PYTHON) tests/support/vllm_install.py .venv-vllm --editable '.[eval,serve]' accelerate hypothesis psutil pytest pytest-timeout tenacity torchao
+	touch $@
+
+build/triton-3.6/ready: .venv/test  # beside the pinned version, so without the constraints
+	rm -rf build/triton-3.6
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/triton-3.6 triton==3.6.0
 	touch $@
 
 # There is no build of vLLM 0.33 for the CPU. Its Python, from the package for GPUs, runs with the compiled parts of 0.32.
