@@ -20,65 +20,53 @@ from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 
-# ruff: noqa: RUF005 -- Triton compiles no starred elements of tuples
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: disable-error-code=assignment
 
 
-MOST = 4
-"""Most rows of one launch."""
-WARPS = 4
-"""Warps for a tile of 1,024 numbers."""
 PROGRAMS = 512
 """Maximum programs per head of the backward kernel. Each writes a row of the parameter gradients."""
 
 
 def qk_scale_shift_triton(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
     """Compute ``qk_scale_shift`` for the dtypes of the kernels."""
-    if len(scale) <= MOST:
-        return tuple(_qk_scale_shift(z, scale, offset, heads, eps))
-    first = _qk_scale_shift(z, scale[:MOST], offset[:MOST], heads, eps)
-    return *first, *qk_scale_shift_triton(z, scale[MOST:], offset[MOST:], heads, eps)
+    rows: Tensor = _qk_scale_shift(z, scale, offset, heads, eps)
+    return rows.unbind(0)
 
 
 def _sizes(rows: int, features: int, heads: int) -> dict[str, Any]:
     size = features // heads
-    width = tile(size, 1)
+    width, held = tile(size, 1), tile(rows, 1)
+    steps = max(1, 4096 // (width * held))
     return {
-        "features": features, "heads": heads, "size": size, "copies": rows, "width": width,
-        "steps": max(1, 1024 // width), "factor": size**-0.5,
+        "features": features, "heads": heads, "size": size, "copies": rows, "width": width, "copies_held": held,
+        "steps": steps, "factor": size**-0.5,
     }  # fmt: skip
 
 
-def _named(name: str, rows: list[Tensor]) -> dict[str, Tensor | None]:
-    """Return the rows as arguments of a kernel, None for those that are missing."""
-    return {f"p_{name}_{i}": rows[i] if i < len(rows) else None for i in range(MOST)}
-
-
-def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> list[Tensor]:
-    (batch, length, features), rows = z.shape, len(scale)
+def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
+    (batch, length, features), rows = z.shape, scale.shape[0]
     sizes = _sizes(rows, features, heads)
-    out = [z.new_empty(batch, heads, length, features // heads) for _ in range(rows)]
+    out = z.new_empty(rows, batch, heads, length, features // heads)
     Launch(_fan, (batch * blocks(length, sizes["steps"]) * heads,), {
-        "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_offset": offset.contiguous(), **_named("out", out),
-        "length": length, "eps": eps, **sizes,
-    }, WARPS).run()  # fmt: skip
+        "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_offset": offset.contiguous(), "p_out": out,
+        "batch": batch, "length": length, "eps": eps, **sizes,
+    }, 8).run()  # fmt: skip
     return out
 
 
-def _backward(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the gradients of z, and of scale and offset (2, rows, H · d)."""
-    (batch, length, features), rows = z.shape, len(scale)
+def _backward(grad: Tensor, z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of z, scale and offset."""
+    (batch, length, features), rows = z.shape, scale.shape[0]
     sizes = _sizes(rows, features, heads)
     programs = min(blocks(PROGRAMS, batch), blocks(length, sizes["steps"]))
     grad_z = torch.empty_like(z, memory_format=torch.contiguous_format)
     parts = z.new_empty(2, batch * programs, rows, features, dtype=torch.float32)
     Launch(_gradients, (batch * programs * heads,), {
-        **_named("grad", [grad.contiguous() for grad in grads]), "p_z": z.contiguous(), "p_scale": scale.contiguous(),
-        "p_grad_z": grad_z, "p_scale_parts": parts[0], "p_offset_parts": parts[1], "length": length,
-        "programs": programs, "eps": eps, **sizes,
-    }, WARPS).run()  # fmt: skip
-    return grad_z, parts.sum(1)
+        "p_grad": grad.contiguous(), "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_grad_z": grad_z,
+        "p_scale_parts": parts[0], "p_offset_parts": parts[1], "batch": batch, "length": length, "programs": programs,
+        "eps": eps, **sizes,
+    }, 8).run()  # fmt: skip
+    return grad_z, parts[0].sum(0).to(scale.dtype), parts[1].sum(0).to(scale.dtype)
 
 
 _qk_scale_shift = custom_op("qk_scale_shift")(_forward)
@@ -86,35 +74,33 @@ _qk_scale_shift_backward = custom_op("qk_scale_shift_backward")(_backward)
 
 
 @_qk_scale_shift.register_fake
-def _(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> list[Tensor]:
+def _(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
     batch, length, features = z.shape
-    return [z.new_empty(batch, heads, length, features // heads) for _ in range(len(scale))]
+    return z.new_empty(scale.shape[0], batch, heads, length, features // heads)
 
 
 @_qk_scale_shift_backward.register_fake
-def _(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor]:
-    grad_z = torch.empty_like(z, memory_format=torch.contiguous_format)
-    return grad_z, z.new_empty(2, *scale.shape, dtype=torch.float32)
+def _(grad: Tensor, z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    grad_scale = torch.empty_like(scale, memory_format=torch.contiguous_format)
+    return torch.empty_like(z, memory_format=torch.contiguous_format), grad_scale, torch.empty_like(grad_scale)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     z, scale, offset, *ctx.fixed = inputs
     ctx.save_for_backward(z, scale)
     ctx.offset_dtype = offset.dtype
 
 
-def _propagate(ctx: Any, *given: Any) -> tuple[Any, ...]:
+def _propagate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     z, scale = ctx.saved_tensors
-    # PyTorch's registry passes one list, and an autograd function one gradient per row.
-    grads = given[0] if isinstance(given[0], list) else list(given)
-    grad_z, affine = _qk_scale_shift_backward(grads, z, scale, *ctx.fixed)
-    return grad_z, affine[0].to(scale.dtype), affine[1].to(ctx.offset_dtype), None, None
+    grad_z, grad_scale, grad_offset = _qk_scale_shift_backward(grad, z, scale, *ctx.fixed)
+    return grad_z, grad_scale, grad_offset.to(ctx.offset_dtype), None, None
 
 
 _qk_scale_shift.register_autograd(_propagate, setup_context=_keep)
 
 
-# Kernels. Axis 0 is steps, axis 1 the features of a head. Rows of the result have a pointer each, and tiles in tuples.
+# Kernels. Axis 0 is rows of the result, axis 1 steps, axis 2 the features of a head.
 
 
 @triton.jit
@@ -128,71 +114,62 @@ def _normal(p_z, first, m_z, eps, features: tl.constexpr, size: tl.constexpr, wi
 
 
 @triton.jit
-def _row_places(i_row, i_head, begin, length, heads: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
-                steps: tl.constexpr):  # fmt: skip
-    """Return the offsets in (B, H, T, d) of the steps starting at ``begin``."""
-    first = ((i_row * heads + i_head) * length + begin) * size
-    return first + tl.arange(0, steps)[:, None] * size + tl.arange(0, width)[None]
+def _out_places(i_row, i_head, begin, i_copy, batch, length, heads: tl.constexpr, size: tl.constexpr,
+                width: tl.constexpr, steps: tl.constexpr):  # fmt: skip
+    """Return the offsets in (rows, B, H, T, d) of the steps starting at ``begin``."""
+    first = (((i_copy.to(tl.int64) * batch + i_row) * heads + i_head) * length + begin) * size
+    return first[:, None, None] + (tl.arange(0, steps)[:, None] * size + tl.arange(0, width)[None])[None]
 
 
-@triton.jit
-def _load_scale(p_scale, i, i_head, factor, features: tl.constexpr, size: tl.constexpr, width: tl.constexpr):
-    i_s = tl.arange(0, width)
-    b_scale = tl.load(p_scale + i * features + i_head * size + i_s, mask=i_s < size, other=0.0).to(tl.float32)
-    return ((1 + b_scale) * factor)[None]
-
-
-@triton.jit(do_not_specialize=["length"])
-def _fan(p_z, p_scale, p_offset, p_out_0, p_out_1, p_out_2, p_out_3, length, eps, factor, features: tl.constexpr,
-         heads: tl.constexpr, size: tl.constexpr, copies: tl.constexpr, width: tl.constexpr,
+@triton.jit(do_not_specialize=["batch", "length"])
+def _fan(p_z, p_scale, p_offset, p_out, batch, length, eps, factor, features: tl.constexpr, heads: tl.constexpr,
+         size: tl.constexpr, copies: tl.constexpr, width: tl.constexpr, copies_held: tl.constexpr,
          steps: tl.constexpr):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     i_head, tiles = program % heads, tl.cdiv(length, steps)
     i_row, begin = program // heads // tiles, program // heads % tiles * steps
-    i_s, p_out = tl.arange(0, width), (p_out_0, p_out_1, p_out_2, p_out_3)
+    i_copy, i_s = tl.arange(0, copies_held), tl.arange(0, width)
     m_z = (begin + tl.arange(0, steps) < length)[:, None] & (i_s < size)[None]
-    first = (i_row * length + begin) * features + i_head * size
-    b_n, _, _ = _normal(p_z, first, m_z, eps, features, size, width, steps)
-    places = _row_places(i_row, i_head, begin, length, heads, size, width, steps)
-    for i in tl.static_range(copies):
-        b_scale = _load_scale(p_scale, i, i_head, factor, features, size, width)
-        i_offset = i * features + i_head * size + i_s
-        b_offset = tl.load(p_offset + i_offset, mask=i_s < size, other=0.0).to(tl.float32)[None]
-        tl.store(p_out[i] + places, (b_n * b_scale + b_offset).to(p_z.dtype.element_ty), mask=m_z)
+    b_n, _, _ = _normal(
+        p_z, (i_row * length + begin) * features + i_head * size, m_z, eps, features, size, width, steps
+    )
+    i_parameter = i_copy[:, None] * features + i_head * size + i_s[None]
+    m_parameter = (i_copy < copies)[:, None] & (i_s < size)[None]
+    b_scale = (1 + tl.load(p_scale + i_parameter, mask=m_parameter, other=0.0).to(tl.float32)) * factor
+    b_offset = tl.load(p_offset + i_parameter, mask=m_parameter, other=0.0).to(tl.float32)
+    b_out = b_n[None] * b_scale[:, None] + b_offset[:, None]
+    places = _out_places(i_row, i_head, begin, i_copy, batch, length, heads, size, width, steps)
+    tl.store(p_out + places, b_out.to(p_out.dtype.element_ty), mask=(i_copy < copies)[:, None, None] & m_z[None])
 
 
-@triton.jit(do_not_specialize=["length", "programs"])
-def _gradients(p_grad_0, p_grad_1, p_grad_2, p_grad_3, p_z, p_scale, p_grad_z, p_scale_parts, p_offset_parts, length,
-               programs, eps, factor, features: tl.constexpr, heads: tl.constexpr, size: tl.constexpr,
-               copies: tl.constexpr, width: tl.constexpr, steps: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["batch", "length", "programs"])
+def _gradients(p_grad, p_z, p_scale, p_grad_z, p_scale_parts, p_offset_parts, batch, length, programs, eps, factor,
+               features: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, copies: tl.constexpr,
+               width: tl.constexpr, copies_held: tl.constexpr, steps: tl.constexpr):  # fmt: skip
     """Store the gradient of z, and those of scale and offset summed over this program's steps of one batch row and head
     (p_…_parts, (B · programs, rows, H · d))."""
     program = tl.program_id(0).to(tl.int64)
     i_head, i_part = program % heads, program // heads
     i_row = i_part // programs
-    i_s, p_grad = tl.arange(0, width), (p_grad_0, p_grad_1, p_grad_2, p_grad_3)
-    b_scale_part, b_offset_part = (), ()
-    for _ in tl.static_range(copies):
-        # The sum over steps is at the end: in the loop it would synchronise all warps.
-        b_scale_part = b_scale_part + (tl.zeros([steps, width], tl.float32),)
-        b_offset_part = b_offset_part + (tl.zeros([steps, width], tl.float32),)
+    i_copy, i_s = tl.arange(0, copies_held), tl.arange(0, width)
+    i_parameter = i_copy[:, None] * features + i_head * size + i_s[None]
+    m_parameter = (i_copy < copies)[:, None] & (i_s < size)[None]
+    b_scale = (1 + tl.load(p_scale + i_parameter, mask=m_parameter, other=0.0).to(tl.float32)) * factor
+    # The sum over steps is at the end: in the loop it would synchronise all warps.
+    b_scale_part = tl.zeros([copies_held, steps, width], tl.float32)
+    b_offset_part = tl.zeros([copies_held, steps, width], tl.float32)
     for begin in range(i_part % programs * steps, length, programs * steps):
         m_z = (begin + tl.arange(0, steps) < length)[:, None] & (i_s < size)[None]
         first = (i_row * length + begin) * features + i_head * size
         b_n, b_rstd, z_places = _normal(p_z, first, m_z, eps, features, size, width, steps)
-        places = _row_places(i_row, i_head, begin, length, heads, size, width, steps)
-        b_grad_n = tl.zeros([steps, width], tl.float32)
-        b_scale_sum, b_offset_sum = (), ()
-        for i in tl.static_range(copies):
-            b_grad = tl.load(p_grad[i] + places, mask=m_z, other=0.0).to(tl.float32)
-            b_scale_sum = b_scale_sum + (b_scale_part[i] + b_grad * b_n,)
-            b_offset_sum = b_offset_sum + (b_offset_part[i] + b_grad,)
-            # Scales are read from the cache again: with the sums, registers would not hold them.
-            b_grad_n += b_grad * _load_scale(p_scale, i, i_head, factor, features, size, width)
-        b_scale_part, b_offset_part = b_scale_sum, b_offset_sum
+        places = _out_places(i_row, i_head, begin, i_copy, batch, length, heads, size, width, steps)
+        m_grad = (i_copy < copies)[:, None, None] & m_z[None]
+        b_grad = tl.load(p_grad + places, mask=m_grad, other=0.0).to(tl.float32)
+        b_scale_part += b_grad * b_n[None]
+        b_offset_part += b_grad
+        b_grad_n = tl.sum(b_grad * b_scale[:, None], 0)
         b_grad_z = (b_grad_n - b_n * (tl.sum(b_grad_n * b_n, 1) / size)[:, None]) * b_rstd
         tl.store(p_grad_z + z_places, b_grad_z.to(p_grad_z.dtype.element_ty), mask=m_z)
-    for i in tl.static_range(copies):
-        part = (i_part * copies + i) * features + i_head * size + i_s
-        tl.store(p_scale_parts + part, tl.sum(b_scale_part[i], 0) * factor, mask=i_s < size)
-        tl.store(p_offset_parts + part, tl.sum(b_offset_part[i], 0), mask=i_s < size)
+    part = i_part * copies * features + i_parameter
+    tl.store(p_scale_parts + part, tl.sum(b_scale_part, 1) * factor, mask=m_parameter)
+    tl.store(p_offset_parts + part, tl.sum(b_offset_part, 1), mask=m_parameter)
