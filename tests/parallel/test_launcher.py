@@ -18,10 +18,10 @@ PATIENCE = 120.0
 STEPS = 100_000
 
 
-def until(true: Callable[[], bool], what: str) -> None:
+def until(true: Callable[[], bool], what: str, log: Path | None = None) -> None:
     end = time.monotonic() + PATIENCE
     while not true():
-        assert time.monotonic() < end, what
+        assert time.monotonic() < end, what if log is None else f"{what}; their log:\n{log.read_text()}"
         time.sleep(0.1)
 
 
@@ -58,11 +58,11 @@ def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
     ranks: list[int] = []
     try:
-        until(lambda: len(steps_of(out)) > 2, "the ranks must train")
+        until(lambda: len(steps_of(out)) > 2, "the ranks must train", tmp_path / "log")
         ranks = children(launcher.pid)
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
-        until(lambda: not any(map(alive, ranks)), "the ranks must end")
+        until(lambda: not any(map(alive, ranks)), "the ranks must end", tmp_path / "log")
     finally:
         launcher.kill()
         for rank in filter(alive, ranks):
