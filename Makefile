@@ -20,7 +20,7 @@ test: .venv/test  ## Check style, types and import directions, and run the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --ignore tests/serving/test_attacks.py
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations 20 --ignore tests/serving/test_attacks.py
 	$(MAKE) --no-print-directory test-attacks
 
 ci: test  ## Run everything that continuous integration runs
