@@ -17,7 +17,7 @@ from gecko.parallel.mesh import Ranks
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a rank tells the others about its share."""
+    """Contents of a share that its rank sends to the other ranks."""
 
     texts: str
     """Digest of the tokenizer and the texts that it read."""

@@ -260,7 +260,7 @@ def _function(
     def run(ctx: Any, *arguments: Any) -> Any:
         output = forward(*arguments)
         setup_context(ctx, arguments, output)
-        return tuple(output) if isinstance(output, list) else output
+        return output
 
     def differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         found = backward(ctx, *grads)
