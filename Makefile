@@ -2,7 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Many tests wait for other processes, so more workers than processors keep the processors busy.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() * 3 // 2)')
-# Modules are compiled when they are imported: most of what is installed never is.
+# Modules are compiled when they are first imported, and kept: most of what is installed is never imported. Where Python
+# may not keep them, every process that imports torch would compile it again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 

@@ -39,6 +39,7 @@ def aborts() -> Iterator[Result]:
 
 
 def hangs() -> Iterator[Result]:
+    Path(sys.argv[1]).with_name("hangs").touch()
     time.sleep(1_000)
     yield from ()
 
