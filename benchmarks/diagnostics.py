@@ -66,6 +66,16 @@ HARDER = (
     (LONG, "model.key_dim=8"), (LONG, "size.length=128"), (LONGER, "size.length=256"),
 )  # fmt: skip
 """Harder cases, to find the limits."""
+MANY = (
+    "size.items=16", "size.length=256", "size.vocab_size=64", "model.vocab_size=64", "model.key_dim=64",
+    "learning_rate=5e-3", "steps=1300",
+)  # fmt: skip
+"""Sixteen pairs in rows of 256 tokens."""
+GROWING = "growth=0.77"
+RECALLED = (
+    ("model.memory=adaptive", LONGER, GROWING), ("model.memory=adaptive", GROWING),
+)  # fmt: skip
+CONTROLS = (("model.memory=adaptive", LONGER), ("model.memory=linear", LONGER, GROWING), ("model.memory=none", GROWING))
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,9 @@ def cases() -> Iterator[Case]:
     yield from tried[RATES[1]]
     for memory in (MEMORIES[0], MEMORIES[2]):
         yield Case("mqar", (*memory, "steps=1200"), 0)
+    for seed in SEEDS:
+        yield from (Case("mqar", (*changes, *MANY), seed) for changes in RECALLED)
+    yield from (Case("mqar", (*changes, *MANY), 0) for changes in CONTROLS)
     for task in ("selective_copying", "induction_heads"):
         for longer in ((), ("steps=1200",)):
             yield from (Case(task, (*changes, *longer), 0) for changes in (MEMORIES[0], MEMORIES[1], MEMORIES[-1]))

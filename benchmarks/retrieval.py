@@ -1,14 +1,14 @@
 """Retrieval beyond the attention window: small models are trained on books with needles, and tested with other needles.
 
-    python benchmarks/retrieval.py documents   # needles in books, as runs/needles/*.jsonl
+    python benchmarks/retrieval.py documents   # needles in books, as runs/needles-CHUNK/*.jsonl
     python benchmarks/retrieval.py train       # gecko train on books and needles, for every model
     python benchmarks/retrieval.py ask         # accuracy by distance, of every trained model
     python benchmarks/retrieval.py page        # results/evidence/retrieval/README.md
 
 A needle, ``[K7]``, gives the number 7 of the letter K, at a random place in a book's prose. When the same needle occurs
-again, it is a question: the model must predict what follows ``[K``. ``train`` can be interrupted, and continues with
-the same ``--steps``; ``--models`` selects some models. All paths are relative to the current folder, which must be the
-same for all commands.
+again, it is a question: the model must predict what follows ``[K``. ``--chunk`` selects the chunk size of models and
+documents. ``train`` can be interrupted, and continues with the same ``--steps``; ``--models`` selects some models. All
+paths are relative to the current folder, which must be the same for all commands.
 """
 
 from __future__ import annotations
@@ -41,33 +41,61 @@ from gecko.train import latest_checkpoint
 from gecko.train.throughput import describe_hardware
 
 FOLDER = Path(__file__).parent / "results" / "evidence" / "retrieval"
-RUNS = Path("runs/needles")
 
 NEEDLE = "[{key}{value}]"
 ANSWER = 2
 """Place of the answer in a needle."""
 KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 VALUES = 10
-PAIRS, MENTIONS = (1, 4), (2, 6)
-"""Ranges of the number of different needles in a training document, and of how often each occurs."""
-CHUNK = 8
-"""Chunk size: attention sees at most 16 bytes, so that a short row contains many distances beyond it."""
-LENGTH = 128
-"""Tokens of a training document with its start and end: one row."""
-TRAINED, TESTED = 32_000, {1: 400, 4: 300}
-"""Numbers of training documents, and of test documents per length by their number of needles. In a test document each
-needle occurs twice, so that it has one distance."""
-TEST_LENGTHS = (128, 512)
-TESTS = tuple(itertools.product(TEST_LENGTHS, TESTED))
+PAIRS = 1, 4
+"""Range of the number of different needles in a training document."""
+TRAINED_CHUNKS, TESTED_CHUNKS = 16, (16, 64)
+"""Lengths of a training document, which is one row, and of test documents."""
+TESTED = {1: 400, 4: 300}
+"""Number of test documents per length by their number of needles. In a test document each needle occurs twice, so that
+it has one distance."""
 AT_ONCE = 8192
 """Tokens read together in a test."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Chunk size of the models, and the documents that fit it. Attention sees at most two chunks."""
+
+    chunk: int
+    trained: int
+    """Number of training documents."""
+    mentions: tuple[int, int]
+    """Range of how often a needle occurs in a training document."""
+
+    @property
+    def runs(self) -> Path:
+        return Path(f"runs/needles-{self.chunk}")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a training document with its start and end."""
+        return TRAINED_CHUNKS * self.chunk
+
+    @property
+    def tests(self) -> list[tuple[int, int]]:
+        """Length in tokens and number of needles of each test."""
+        return list(itertools.product((chunks * self.chunk for chunks in TESTED_CHUNKS), TESTED))
+
+    def test_file(self, length: int, asked: int) -> Path:
+        return self.runs / f"test-{length}-{asked}.jsonl"
+
+
+SETTINGS = {8: Setting(8, 32_000, (2, 6)), 64: Setting(64, 32_000, (2, 12))}
+"""By chunk size. With 8 a short row has many distances beyond the window; 64 is the chunk size of the recipes."""
 
 MODELS: dict[str, tuple[str, ...]] = {
     "gecko": ("compare_gecko",),
     "gecko-long-keys": ("compare_gecko", "model.memory_key_length=5.66"),
+    "gecko-longer-keys": ("compare_gecko", "model.memory_key_length=11.31"),
     "no-memory": ("compare_no_memory",),
 }
-"""Recipe and overrides. 5.66 is the square root of the head dimension, 32."""
+"""Recipe and overrides. 5.66 is the square root of the head dimension, 32; 11.31 is twice that."""
 NEEDLES, BOOKS = 0.875, 0.125
 """Shares of the training rows."""
 ROWS, RATE = 16, "6e-3"
@@ -115,15 +143,16 @@ def read_books(folder: Path) -> list[str]:
     return [re.sub(r"\s+", " ", book) for book in plain]
 
 
-def write_documents(train: Path, held_out: Path) -> None:
+def write_documents(setting: Setting, train: Path, held_out: Path) -> None:
     """Write ``train.jsonl``, and from held-out books a file per length and number of needles."""
     rng, texts = random.Random("train"), read_books(train)
-    sizes = ((rng.randint(*PAIRS), rng.randint(*MENTIONS)) for _ in range(TRAINED))
-    _write(RUNS / "train.jsonl", [document(texts, LENGTH - 2, *size, rng) for size in sizes])
+    sizes = ((rng.randint(*PAIRS), rng.randint(*setting.mentions)) for _ in range(setting.trained))
+    _write(setting.runs / "train.jsonl", [document(texts, setting.length - 2, *size, rng) for size in sizes])
     texts = read_books(held_out)
-    for length, asked in TESTS:
+    for length, asked in setting.tests:
         rng = random.Random(f"test {length} {asked}")
-        _write(_test_file(length, asked), [document(texts, length - 1, asked, 2, rng) for _ in range(TESTED[asked])])
+        documents = [document(texts, length - 1, asked, 2, rng) for _ in range(TESTED[asked])]
+        _write(setting.test_file(length, asked), documents)
 
 
 def _write(path: Path, documents: Sequence[Document]) -> None:
@@ -132,17 +161,13 @@ def _write(path: Path, documents: Sequence[Document]) -> None:
         temporary.write_text("".join(json.dumps(vars(one)) + "\n" for one in documents), encoding="utf-8")
 
 
-def _test_file(length: int, asked: int) -> Path:
-    return RUNS / f"test-{length}-{asked}.jsonl"
-
-
-def train(models: Sequence[str], steps: int, books: str, held_out: str) -> None:
+def train(setting: Setting, models: Sequence[str], steps: int, books: str, held_out: str) -> None:
     for name in models:
         recipe, *changes = MODELS[name]
-        sources = f"{books}={BOOKS},{RUNS / 'train.jsonl'}={NEEDLES}"
+        sources = f"{books}={BOOKS},{setting.runs / 'train.jsonl'}={NEEDLES}"
         command = [
-            "train", recipe, "--resume", "--out", str(RUNS / name), *changes, f"steps={steps}",
-            f"model.chunk_size={CHUNK}", f"sequence_length={LENGTH}", f"batch_size={ROWS}",
+            "train", recipe, "--resume", "--out", str(setting.runs / name), *changes, f"steps={steps}",
+            f"model.chunk_size={setting.chunk}", f"sequence_length={setting.length}", f"batch_size={ROWS}",
             f"optimizer.learning_rate={RATE}", f"data.sources={sources}", f"data.validation={held_out}",
             "evaluation.rows=16", "evaluation.final_rows=64", "checkpoint.every=50", "checkpoint.keep=10",
         ]  # fmt: skip
@@ -151,10 +176,10 @@ def train(models: Sequence[str], steps: int, books: str, held_out: str) -> None:
         subprocess.run([sys.executable, "-m", "gecko", *command], check=True, env=environment)
 
 
-def ask(models: Sequence[str], at: int | None) -> None:
+def ask(setting: Setting, models: Sequence[str], at: int | None) -> None:
     torch.set_num_threads(1)
     for name in models:
-        checkpoints = RUNS / name / "checkpoints"
+        checkpoints = setting.runs / name / "checkpoints"
         checkpoint = latest_checkpoint(checkpoints) if at is None else checkpoints / f"step-{at:08}"
         if checkpoint is None or not checkpoint.exists():
             continue
@@ -163,25 +188,26 @@ def ask(models: Sequence[str], at: int | None) -> None:
             int(checkpoint.name.rsplit("-", 1)[-1]),
             json.loads((checkpoint / "recipe.json").read_text("utf-8")),
         )
-        scores = [score for length, asked in TESTS for score in _scores(model, length, asked)]
+        scores = [score for test in setting.tests for score in _scores(model, setting, *test)]
         settings = {
             "recipe": MODELS[name], "steps": steps, "needle": NEEDLE, "guessing": 1 / VALUES,
-            "chunk": model.config.chunk_size, "run": run,
+            "chunk": setting.chunk, "run": run,
         }  # fmt: skip
         FOLDER.mkdir(parents=True, exist_ok=True)
         Results("needles", scores, settings, run["seed"]).save(
-            FOLDER / f"{name}-{steps}.json", describe_model(model, tokenizer, name),
-            f"python benchmarks/retrieval.py ask --models {name} --at {steps}", describe_hardware(torch.device("cpu")),
+            FOLDER / f"{name}-chunk-{setting.chunk}-{steps}.json", describe_model(model, tokenizer, name),
+            f"python benchmarks/retrieval.py ask --chunk {setting.chunk} --models {name} --at {steps}",
+            describe_hardware(torch.device("cpu")),
         )  # fmt: skip
         print(name, "done", flush=True)
 
 
-def _scores(model: Gecko, length: int, asked: int) -> Iterator[Score]:
+def _scores(model: Gecko, setting: Setting, length: int, asked: int) -> Iterator[Score]:
     found: dict[int, list[bool]] = {}
-    for batch in _batches(length, asked):
+    for batch in _batches(setting.test_file(length, asked), length):
         with inference(model):
             logits, _ = model(batch.tokens)
-        for distance, hits in hits_by_distance(batch, logits.argmax(-1), model.config.chunk_size).items():
+        for distance, hits in hits_by_distance(batch, logits.argmax(-1), setting.chunk).items():
             found.setdefault(distance, []).extend(hits)
     for distance, hits in sorted(found.items()):
         value, interval = share(hits)
@@ -189,8 +215,8 @@ def _scores(model: Gecko, length: int, asked: int) -> Iterator[Score]:
         yield Score("accuracy", value, len(hits), "answers", interval, where)
 
 
-def _batches(length: int, asked: int) -> Iterator[SyntheticBatch]:
-    lines = _test_file(length, asked).read_text(encoding="utf-8").splitlines()
+def _batches(test: Path, length: int) -> Iterator[SyntheticBatch]:
+    lines = test.read_text(encoding="utf-8").splitlines()
     rows = max(1, AT_ONCE // length)
     start = load_tokenizer("bytes").document_start
     for first in range(0, len(lines), rows):
@@ -204,44 +230,41 @@ def _batches(length: int, asked: int) -> Iterator[SyntheticBatch]:
         yield SyntheticBatch(tokens, targets, sources)
 
 
-def _description() -> str:
-    needle, window = NEEDLE.format(key="K", value=7), f"{CHUNK + 1} to {2 * CHUNK}"
+def _description(setting: Setting) -> str:
+    needle, window, mentions = NEEDLE.format(key="K", value=7), 2 * setting.chunk, setting.mentions
     return (
-        f"Language models of 1 M parameters on bytes, trained on rows of {LENGTH} bytes, {ROWS} a step. {NEEDLES:.1%} "
-        f"of rows are prose of books with {PAIRS[0]} to {PAIRS[1]} needles such as `{needle}`, each {MENTIONS[0]} to "
-        f"{MENTIONS[1]} times; the others are books as they are. Then they are asked in books held out, where each "
-        f"needle stands twice: which digit is the most likely after the second `{needle[:ANSWER]}`. Guessing gives "
-        f"{1 / VALUES:.2f}. Chunks are of {CHUNK} bytes, so that a query sees {window} bytes by attention in each "
-        "layer; four times that window is 8 chunks."
+        f"Language models of 1 M parameters on bytes, trained on rows of {setting.length:,} bytes, {ROWS} a step. "
+        f"{NEEDLES:.1%} of rows are prose of books with {PAIRS[0]} to {PAIRS[1]} needles such as `{needle}`, each "
+        f"{mentions[0]} to {mentions[1]} times; the others are books as they are. Then they are asked in books held "
+        f"out, where each needle stands twice: which digit is the most likely after the second `{needle[:ANSWER]}`. "
+        f"Guessing gives {1 / VALUES:.2f}. A query sees at most {window} bytes by attention in each layer; that is 2 "
+        "chunks, so four times that window is 8 chunks, and 16 times is 32."
     )
 
 
 def page() -> str:
     """Return the results as Markdown tables."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
-    records = sorted(
-        found, key=lambda record: (record["settings"]["steps"], list(MODELS).index(record["model"]["name"]))
-    )
     lines = [
         "# Retrieval past the attention window",
         "",
         "Made by `python benchmarks/retrieval.py page` of the JSON files beside it, each of which names its command, "
-        "hardware and version.",
-        "",
-        _description(),
-        "",
-        "Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its question. Of one model each: "
-        "another seed may differ by more.",
+        "hardware and version. Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its question. "
+        "Of one model each: another seed may differ by more.",
         "",
     ]
-    for test in TESTS:
-        lines += _table(records, test)
+    for setting in SETTINGS.values():
+        lines += [f"## Chunks of {setting.chunk}", "", _description(setting), ""]
+        records = [record for record in found if record["settings"]["chunk"] == setting.chunk]
+        records.sort(key=lambda record: (record["settings"]["steps"], list(MODELS).index(record["model"]["name"])))
+        for test in setting.tests:
+            lines += _table(records, setting, test)
     return "\n".join(lines)
 
 
-def _table(records: Sequence[dict[str, Any]], test: tuple[int, int]) -> Iterator[str]:
-    bands = [band for band in BANDS if CHUNK * band[0] < test[0]]
-    yield f"## Documents of {test[0]:,} bytes, needles: {test[1]}"
+def _table(records: Sequence[dict[str, Any]], setting: Setting, test: tuple[int, int]) -> Iterator[str]:
+    bands = [band for band in BANDS if setting.chunk * band[0] < test[0]]
+    yield f"### Documents of {test[0]:,} bytes, needles: {test[1]}"
     yield ""
     yield "| model | steps | " + " | ".join(f"{low} to {high} chunks" for low, high in bands) + " |"
     yield "|---|---:|" + "---:|" * len(bands)
@@ -267,18 +290,20 @@ def _cell(scores: Sequence[dict[str, Any]], test: tuple[int, int], band: tuple[i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("documents", "train", "ask", "page"))
+    parser.add_argument("--chunk", type=int, choices=SETTINGS, default=8, help="chunk size of models and documents")
     parser.add_argument("--books", default="books/train", help="a folder of books to train on")
     parser.add_argument("--held-out", default="books/held_out", help="a folder of others to ask in")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--at", type=int, help="ask: after this many steps (a multiple of 50), not after the last")
-    parser.add_argument("--steps", type=int, default=400, help=f"train: of {ROWS * LENGTH:,} bytes")
+    parser.add_argument("--steps", type=int, default=400, help=f"train: of {ROWS} rows of {TRAINED_CHUNKS} chunks")
     arguments = parser.parse_args()
+    setting = SETTINGS[arguments.chunk]
     if arguments.part == "documents":
-        write_documents(Path(arguments.books), Path(arguments.held_out))
+        write_documents(setting, Path(arguments.books), Path(arguments.held_out))
     elif arguments.part == "train":
-        train(arguments.models, arguments.steps, arguments.books, arguments.held_out)
+        train(setting, arguments.models, arguments.steps, arguments.books, arguments.held_out)
     elif arguments.part == "ask":
-        ask(arguments.models, arguments.at)
+        ask(setting, arguments.models, arguments.at)
     else:
         (FOLDER / "README.md").write_text(page(), encoding="utf-8")
         print(page())

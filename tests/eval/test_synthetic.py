@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.config import GeckoConfig
-from gecko.eval.synthetic import TASKS, Diagnosis, TaskSize, diagnose, guessing, hits_by_distance
+from gecko.eval.synthetic import TASKS, Diagnosis, TaskSize, diagnose, guessing, hits_by_distance, mqar
 from gecko.ops.loss import IGNORED
 
 SIZES = st.builds(
@@ -133,6 +133,23 @@ def test_training_beats_guessing_and_is_the_same_again() -> None:
     assert other != again[0]
 
 
+def test_a_task_grows_to_its_size() -> None:
+    growing = Diagnosis(size=TaskSize(256, 64, 16), steps=100, growth=0.6)
+    sizes = [growing.size_at(step) for step in range(100)]
+    assert [(size.length, size.items) for size in sizes] == [(64, 4)] * 30 + [(128, 8)] * 30 + [(256, 16)] * 40
+    assert {(size.vocab_size, size.noise) for size in sizes} == {(64, True)}
+    assert dataclasses.replace(growing, growth=0.0).size_at(0) == growing.size
+    assert dataclasses.replace(growing, size=TaskSize(items=1)).size_at(0).items == 1
+
+
+def test_rows_of_training_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[TaskSize] = []
+    monkeypatch.setitem(TASKS, "mqar", lambda size, *given: (seen.append(size), mqar(size, *given))[1])
+    diagnosis = Diagnosis(size=TaskSize(32, 16, 4), model=MODEL, steps=4, growth=1.0, test_rows=4)
+    diagnose("mqar", diagnosis, torch.device("cpu"))
+    assert [size.length for size in seen] == [8, 8, 16, 16, 32]
+
+
 def test_a_diverged_diagnosis_is_written_and_says_so(tmp_path: Path) -> None:
     diagnosis = Diagnosis(size=TaskSize(16, 16, 2), model=MODEL, steps=6, learning_rate=1e30, test_rows=8)
     results = diagnose("mqar", diagnosis, torch.device("cpu"))
@@ -147,5 +164,7 @@ def test_diagnoses_that_cannot_be_are_refused() -> None:
         diagnose("mqarr", Diagnosis(model=MODEL, size=TaskSize(32, 32, 2), steps=0), torch.device("cpu"))
     with pytest.raises(ValueError, match="must know all tokens"):
         Diagnosis(model=MODEL, size=TaskSize(vocab_size=64))
+    with pytest.raises(ValueError, match="growth is a fraction"):
+        Diagnosis(model=MODEL, size=TaskSize(32, 32, 2), growth=2)
     with pytest.raises(ValueError, match="at least 1"):
         Diagnosis(batch_size=0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -184,6 +184,8 @@ class Diagnosis:
     weight_decay: float = 0.1
     warmup: float = 0.1
     """Fraction of the steps with rising learning rate, after which it decays to 0 along a cosine."""
+    growth: float = 0.0
+    """Fraction of the steps, at the start, with smaller tasks: a quarter of the length and of the items, then half."""
     test_rows: int = 200
     seed: int = 0
 
@@ -193,11 +195,18 @@ class Diagnosis:
                 f"a diagnosis needs steps of at least 0, batch_size and test_rows of at least 1; got {self.steps}, "
                 f"{self.batch_size} and {self.test_rows}."
             )
+        if not 0 <= self.growth <= 1:
+            raise ValueError(f"growth is a fraction of the steps and must be in 0..1; got {self.growth}.")
         if self.model.vocab_size < self.size.vocab_size:
             raise ValueError(
                 f"the model must know all tokens of the task; got model.vocab_size={self.model.vocab_size} and "
                 f"size.vocab_size={self.size.vocab_size}."
             )
+
+    def size_at(self, step: int) -> TaskSize:
+        """Return the size of the task in a step of training."""
+        share = 4 if step < self.growth * self.steps / 2 else 2 if step < self.growth * self.steps else 1
+        return replace(self.size, length=self.size.length // share, items=max(1, self.size.items // share))
 
 
 def diagnose(
@@ -215,7 +224,7 @@ def diagnose(
     settings = {
         "task": task, "size": as_settings(diagnosis.size), "steps": diagnosis.steps,
         "batch_size": diagnosis.batch_size, "learning_rate": diagnosis.learning_rate,
-        "weight_decay": diagnosis.weight_decay, "warmup": diagnosis.warmup,
+        "weight_decay": diagnosis.weight_decay, "warmup": diagnosis.warmup, "growth": diagnosis.growth,
         "guessing": guessing(task, diagnosis.size), "config": diagnosis.model.to_dict(),
     }  # fmt: skip
     scores = evaluate_task(task, model, diagnosis.size, diagnosis.test_rows, diagnosis.seed)
@@ -253,7 +262,7 @@ def _train(
     device, every, losses = model.embedding.weight.device, max(1, diagnosis.steps // 20), []
     for step in range(diagnosis.steps):
         # Seeds of different runs are far apart, so that no two runs see the same rows.
-        batch = _batch(task, diagnosis.size, diagnosis.batch_size, diagnosis.seed * 2**33 + step)
+        batch = _batch(task, diagnosis.size_at(step), diagnosis.batch_size, diagnosis.seed * 2**33 + step)
         loss = model.loss(batch.tokens.to(device), batch.targets.to(device))
         optimizer.zero_grad()
         loss.backward()
