@@ -63,7 +63,7 @@ class Clock:
         return [sys.executable, str(FAKE), str(record), part]
 
 
-def measured(record: Record, *parts: str, seconds: float = 3_000, stalled_after: float = 300) -> str:
+def measured(record: Record, *parts: str, seconds: float = 10**6, stalled_after: float = 300) -> str:
     """Measure these parts and return the page."""
     path = record.path.with_suffix(".md")
     clock = Clock(record.path.with_name("hangs"))
@@ -118,7 +118,7 @@ def test_a_hang_loses_the_task_at_hand(record):
 
 
 def test_what_is_out_of_time_is_named(record):
-    text = measured(record, "hangs", "good", stalled_after=30_000)
+    text = measured(record, "hangs", "good", seconds=3_000, stalled_after=30_000)
     assert "| hangs | first: stopped, for no time was left; what was left: no time was left |" in text
     assert "| good | not measured: no time was left |" in text
 

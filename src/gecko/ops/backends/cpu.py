@@ -46,7 +46,12 @@ from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH, cpu_kernels_run_on, is
 from gecko.runtime.private import onednn_linear
 from gecko.runtime.process import processor_field
 
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
+_FLAGS = (
+    "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp",
+    "--param=avoid-fma-max-bits=0",
+)  # fmt: skip
+"""The parameter: for some processors (AMD Zen 2 and 3) GCC rounds products before it adds them to a single sum, but not
+to several sums. The same sum would then depend on how many are computed together, and so on the number of threads."""
 COMPILERS = ("gcc", "cc")
 _LOCK = ".building"
 
