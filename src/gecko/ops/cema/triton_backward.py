@@ -151,8 +151,8 @@ def gradients_kernel(
             step_imag, precision, chunk, items, b_d, b_n,
         )  # fmt: skip
         h_real, h_imag, d_real, d_imag = _entering(
-            tl.load(p_kind + i_item), unit // chunk, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real, c_imag,
-            e_real, e_imag, items,
+            tl.load(p_kind + i_item), unit // chunk, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real,
+            c_imag, e_real, e_imag, items,
         )  # fmt: skip
         i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item)
         for step in range(unit // chunk):
