@@ -91,8 +91,10 @@ def _entering(
 @triton.jit
 def _add_states(by_real, by_imag, b_g, z_real, z_imag, precision: tl.constexpr):
     """Add Σ g z over items, for g (channels, chunk, items) and states z (channels, items, modes) before a chunk."""
-    by_real = rough_product(b_g, state_factor(z_real, precision), by_real, precision)
-    return by_real, rough_product(b_g, state_factor(z_imag, precision), by_imag, precision)
+    # 11 bits of a state are too few for float16, and unlike the tables of a chunk it cannot be rounded only once.
+    mode: tl.constexpr = "tf32x3" if precision == "tf32" else precision
+    by_real = rough_product(b_g, state_factor(z_real, mode), by_real, mode)
+    return by_real, rough_product(b_g, state_factor(z_imag, mode), by_imag, mode)
 
 
 @triton.jit
