@@ -174,6 +174,8 @@ def gradients_kernel(
     i_s = (row * channels + i_d)[:, None, None] * (chunk * chunk) + i_t[None, :, None] + i_t[None, None, :] * chunk
     own = (i_d < channels) & (tl.program_id(1) % mode_blocks == 0)
     tl.store(p_correlation + i_s, correlation, mask=own[:, None, None])
+    # Loaded again, so that the compiler keeps no powers of q in registers from the first tables until here.
+    q_real, q_imag = load_pair(p_decay, i_mode, m_mode)
     w_real, w_imag = power(q_real[:, None, :], q_imag[:, None, :], (i_t + 1)[None, :, None], 6)
     sum_real, sum_imag = _out_of_states(w_real, w_imag, by_h_real, by_h_imag)
     store_pair(p_sums + state, i_mode, sum_real, sum_imag, m_mode)

@@ -99,13 +99,10 @@ def places(i_first, i_begin, i_end, step, unit, i_d, channels, reverse: tl.const
     """Return the offsets and the mask (2, items, chunk / 2, channels) of chunk ``step`` of every item. If ``reverse``,
     chunks and their steps are counted from the end of the unit. Axis 0 is the step within a pair of steps: a thread
     holds both steps of a pair, so that it moves both at once when the tile is transposed."""
-    i_t = 2 * tl.arange(0, chunk // 2)[None, None, :] + tl.arange(0, 2)[:, None, None]
+    i_t = step * chunk + 2 * tl.arange(0, chunk // 2)[None, None, :] + tl.arange(0, 2)[:, None, None]
     i_t = unit - 1 - i_t if reverse else i_t
-    shift = -step * chunk if reverse else step * chunk
-    # The part of a step that changes with the chunk is one number. Added to i_t, it would be compared in 64 bits.
-    held = (i_t >= (i_begin - shift)[None, :, None]) & (i_t < (i_end - shift)[None, :, None])
+    held = (i_t >= i_begin[None, :, None]) & (i_t < i_end[None, :, None])
     offsets = (i_first[None, :, None] + i_t)[:, :, :, None] * channels + i_d[None, None, None, :]
-    offsets += shift.to(tl.int64) * channels
     return offsets, held[:, :, :, None] & (i_d < channels)[None, None, None, :]
 
 
