@@ -69,6 +69,18 @@ def _truncated(x: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
+def _narrowed(self: Any, x: Any, to: Any) -> Any:
+    """Convert floating-point numbers, from float32 to the nearest bfloat16; the interpreter truncates."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import TensorHandle
+
+    if (x.dtype.scalar, to.scalar) != (float32, bfloat16):
+        return self.cast_impl(x, to)
+    bits = np.ascontiguousarray(x.data).view(np.uint32)
+    nearest = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+    return TensorHandle(np.where(np.isnan(x.data), bits >> 16, nearest).astype(np.uint16), bfloat16)
+
+
 def _inline_assembly(self: Any, assembly: str, _constraints: str, values: list[Any], *_: Any) -> Any:
     """Execute the one assembly instruction that kernels use; the interpreter supports none."""
     from triton.runtime.interpreter import TensorHandle
@@ -115,4 +127,5 @@ def interpret_as_the_card_does(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("triton.runtime.interpreter._patch_builtin", _patch_builtins)
     patch.setattr(ScanOps, "generic_scan", _scan)
     patch.setattr(InterpreterBuilder, "create_dot", _dot)
+    patch.setattr(InterpreterBuilder, "create_fp_trunc", _narrowed)
     patch.setattr(InterpreterBuilder, "create_inline_asm", _inline_assembly)

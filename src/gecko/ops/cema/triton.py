@@ -16,16 +16,16 @@ instructions per thread are per token and channel; instructions are counted in t
     part                     passes over memory    bytes      multiply-adds           instructions
     forward                  2: x, y               268 MB     2 C + 14 N = 288        26
     backward, inputs         2: g, dx              268 MB     2 C + 14 N = 288        26
-    backward, coefficients   2: x, g               268 MB     2 C + 12 N = 256        45
+    backward, coefficients   2: x, g               268 MB     2 C + 12 N = 256        40
 
 With 132 SMs at 1.755 GHz that issue 4 warp instructions per cycle, 26 instructions take 0.06 ms, as long as the bytes
-at 4.3 TB/s, and 45 take 0.11 ms. These are predictions, not measured times. The second read of a tile (16 items of at
+at 4.3 TB/s, and 40 take 0.10 ms. These are predictions, not measured times. The second read of a tile (16 items of at
 most 512 tokens, 8 channels: 128 KiB) hits the L2 cache. One row gives D / 8 programs.
 
 For bfloat16 x, C = 32 and factors are bfloat16: x is exact, tables and states are the sum of two bfloat16 numbers (16
-bits), except in the pass over coefficients, where tables are one. For float16 x, C = 16 and products are tf32, which
-represents x exactly; tables and states are rounded to 11 bits by one instruction, because tensor cores truncate. For
-float32, C = 16 and each product is three tf32 products.
+bits), except in the pass over coefficients, where they are one. For float16 x, C = 16 and products are tf32, which
+represents x exactly; tables and states are rounded to 11 bits by one instruction, because tensor cores truncate, but
+products of states and gradients are three tf32 products. For float32, C = 16 and each product is three tf32 products.
 """
 
 from __future__ import annotations

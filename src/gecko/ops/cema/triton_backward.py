@@ -31,6 +31,7 @@ from gecko.ops.cema.triton_forward import (
     power_for_items,
     rough_product,
     rounded_factor,
+    state_factor,
     store_pair,
 )
 
@@ -38,17 +39,11 @@ from gecko.ops.cema.triton_forward import (
 
 
 @triton.jit
-def _late(table, weights, precision: tl.constexpr):
-    """Return a table (channels, steps, modes) as it is, and with each step multiplied by its weight."""
-    return rounded_factor(table, precision), rounded_factor(table * weights.to(tl.float32)[None, :, None], precision)
-
-
-@triton.jit
 def _advance(h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, late_real, late_imag, q_real, q_imag,
-             precision: tl.constexpr, chunk: tl.constexpr):  # fmt: skip
+             precision: tl.constexpr):  # fmt: skip
     """Return h and h̃ after one more chunk of inputs (channels, items, chunk)."""
-    d_real, d_imag = complex_product(d_real + chunk * h_real, d_imag + chunk * h_imag, q_real, q_imag)
     h_real, h_imag = complex_product(h_real, h_imag, q_real, q_imag)
+    d_real, d_imag = add_product(h_real, h_imag, q_real, q_imag, d_real, d_imag)
     h_real = rough_product(b_x, g_real, h_real, precision)
     h_imag = rough_product(b_x, g_imag, h_imag, precision)
     d_real = rough_product(b_x, late_real, d_real, precision)
@@ -70,45 +65,43 @@ def _added(
         offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, False, chunk)
         b_x = load_channels(p_x, offsets, mask, precision)
         h_real, h_imag, d_real, d_imag = _advance(
-            h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, late_real, late_imag, step_real, step_imag, precision,
-            chunk,
+            h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, late_real, late_imag, step_real, step_imag, precision
         )  # fmt: skip
     return h_real, h_imag, d_real, d_imag
 
 
 @triton.jit
 def _entering(
-    kind, unit, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real, c_imag, e_real, e_imag,
+    kind, chunks, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real, c_imag, e_real, e_imag,
     items: tl.constexpr,
 ):  # fmt: skip
     """Return h and h̃ before each item of a tile, from ``_added`` for the item before each and from those after
     the tile before (c, e).
 
-    With the decay a of a unit, h ← a h + u and h̃ ← a h̃ + unit · a h + ũ. The scan of h gives a h, the difference of two
-    known numbers, and so the inputs of the scan of h̃."""
+    With the decay a of a unit, h ← a h + u and h̃ ← a h̃ + chunks · a h + ũ. The scan of h gives a h, the difference of
+    two known numbers, and so the inputs of the scan of h̃."""
     u_real, u_imag = h_real, h_imag
     h_real, h_imag = entering(kind, h_real, h_imag, unit_real, unit_imag, c_real, c_imag, items)
-    d_real += unit * (h_real - u_real)
-    d_imag += unit * (h_imag - u_imag)
+    d_real += chunks * (h_real - u_real)
+    d_imag += chunks * (h_imag - u_imag)
     d_real, d_imag = entering(kind, d_real, d_imag, unit_real, unit_imag, e_real, e_imag, items)
     return h_real, h_imag, d_real, d_imag
 
 
 @triton.jit
-def _add_chunk(
-    b_g, w_real, w_imag, late_real, late_imag, h_real, h_imag, d_real, d_imag, sum_real, sum_imag, der_real, der_imag,
-    precision: tl.constexpr,
-):  # fmt: skip
-    """Add one chunk to Σ g h and Σ g h̃ without its own inputs, from h and h̃ before the chunk."""
-    zero = tl.zeros_like(h_real)
-    v_real = rough_product(b_g, w_real, zero, precision)
-    v_imag = rough_product(b_g, w_imag, zero, precision)
-    sum_real, sum_imag = add_product(sum_real, sum_imag, v_real, v_imag, h_real, h_imag)
-    der_real, der_imag = add_product(der_real, der_imag, v_real, v_imag, d_real, d_imag)
-    v_real = rough_product(b_g, late_real, zero, precision)
-    v_imag = rough_product(b_g, late_imag, zero, precision)
-    der_real, der_imag = add_product(der_real, der_imag, v_real, v_imag, h_real, h_imag)
-    return sum_real, sum_imag, der_real, der_imag
+def _add_states(by_real, by_imag, b_g, z_real, z_imag, precision: tl.constexpr):
+    """Add Σ g z over items, for g (channels, chunk, items) and states z (channels, items, modes) before a chunk."""
+    # 11 bits of a state are too few for float16, and unlike the tables of a chunk it cannot be rounded only once.
+    mode: tl.constexpr = "tf32x3" if precision == "tf32" else precision
+    by_real = rough_product(b_g, state_factor(z_real, mode), by_real, mode)
+    return by_real, rough_product(b_g, state_factor(z_imag, mode), by_imag, mode)
+
+
+@triton.jit
+def _out_of_states(w_real, w_imag, by_real, by_imag):
+    """Return Σ_t w_t Σ g_t z, (channels, modes), from powers w and sums over items and chunks."""
+    real, imag = complex_product(w_real, w_imag, by_real, by_imag)
+    return tl.sum(real, 1), tl.sum(imag, 1)
 
 
 @triton.jit(do_not_specialize=["unit"])
@@ -118,6 +111,10 @@ def gradients_kernel(
     precision: tl.constexpr, chunk: tl.constexpr, items: tl.constexpr, b_d: tl.constexpr, b_n: tl.constexpr,
 ):  # fmt: skip
     """Compute Σ g h and Σ g h̃ without the inputs of each chunk, their correlations, and the last h̃, of one row.
+
+    A state before a chunk reaches its step t multiplied by q^(t + 1), which is the same in all chunks. So the products
+    g_t h are summed over items and chunks for each t, by tensor cores, and multiplied by powers at the end. Within the
+    kernel, h̃ is in units of a chunk: these are powers of two, and then h̃ + h needs no product.
 
     p_x, p_grad: (tokens, channels). p_in, p_decay: (channels, modes, 2). p_before: (rows, channels, modes, 2), and
     p_sums, p_derivatives, p_after too. p_correlation: (rows, channels, chunk, chunk), by s and t.
@@ -133,11 +130,9 @@ def gradients_kernel(
     in_real, in_imag = load_pair(p_in, i_mode, m_mode)
     i_t = tl.arange(0, chunk)
     g_real, g_imag = into_state(in_real, in_imag, q_real, q_imag, chunk - 1 - i_t)
-    g_real, g_late_real = _late(g_real, chunk - 1 - i_t, precision)
-    g_imag, g_late_imag = _late(g_imag, chunk - 1 - i_t, precision)
-    w_real, w_imag = power(q_real[:, None, :], q_imag[:, None, :], (i_t + 1)[None, :, None], 6)
-    w_real, w_late_real = _late(w_real, i_t + 1, precision)
-    w_imag, w_late_imag = _late(w_imag, i_t + 1, precision)
+    late = (chunk - 1 - i_t).to(tl.float32)[None, :, None] / chunk
+    late_real, late_imag = rounded_factor(g_real * late, precision), rounded_factor(g_imag * late, precision)
+    g_real, g_imag = rounded_factor(g_real, precision), rounded_factor(g_imag, precision)
     step_real, step_imag = power_for_items(q_real, q_imag, chunk, 6)
     unit_real, unit_imag = power_for_items(q_real, q_imag, unit, 10)
 
@@ -145,44 +140,49 @@ def gradients_kernel(
     c_real, c_imag = load_state(p_before, state, i_mode, m_mode)
     e_real = tl.zeros((b_d, b_n), tl.float32)
     e_imag = tl.zeros((b_d, b_n), tl.float32)
-    sum_real = tl.zeros((b_d, items, b_n), tl.float32)
-    sum_imag = tl.zeros((b_d, items, b_n), tl.float32)
-    der_real = tl.zeros((b_d, items, b_n), tl.float32)
-    der_imag = tl.zeros((b_d, items, b_n), tl.float32)
+    by_h_real = tl.zeros((b_d, chunk, b_n), tl.float32)
+    by_h_imag = tl.zeros((b_d, chunk, b_n), tl.float32)
+    by_d_real = tl.zeros((b_d, chunk, b_n), tl.float32)
+    by_d_imag = tl.zeros((b_d, chunk, b_n), tl.float32)
     correlation = tl.zeros((b_d, chunk, chunk), tl.float32)
     for tile in range(tl.load(p_tiles + row), tl.load(p_tiles + row + 1)):
         i_item = tile * items + tl.arange(0, items)
         i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item - 1)
         h_real, h_imag, d_real, d_imag = _added(
-            p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, g_late_real, g_late_imag, step_real,
+            p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, late_real, late_imag, step_real,
             step_imag, precision, chunk, items, b_d, b_n,
         )  # fmt: skip
         h_real, h_imag, d_real, d_imag = _entering(
-            tl.load(p_kind + i_item), unit, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real, c_imag,
-            e_real, e_imag, items,
+            tl.load(p_kind + i_item), unit // chunk, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real,
+            c_imag, e_real, e_imag, items,
         )  # fmt: skip
         i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item)
         for step in range(unit // chunk):
             offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, False, chunk)
-            b_g = load_channels(p_grad, offsets, mask, precision)
+            b_g = tl.permute(load_channels(p_grad, offsets, mask, precision), (0, 2, 1))
             b_x = load_channels(p_x, offsets, mask, precision)
-            correlation = rough_product(tl.permute(b_x, (0, 2, 1)), b_g, correlation, precision)
-            sum_real, sum_imag, der_real, der_imag = _add_chunk(
-                b_g, w_real, w_imag, w_late_real, w_late_imag, h_real, h_imag, d_real, d_imag, sum_real, sum_imag,
-                der_real, der_imag, precision,
-            )  # fmt: skip
+            by_h_real, by_h_imag = _add_states(by_h_real, by_h_imag, b_g, h_real, h_imag, precision)
+            by_d_real, by_d_imag = _add_states(by_d_real, by_d_imag, b_g, d_real, d_imag, precision)
+            correlation = rough_product(b_g, b_x, correlation, precision)
             h_real, h_imag, d_real, d_imag = _advance(
-                h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, g_late_real, g_late_imag, step_real, step_imag,
-                precision, chunk,
+                h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, late_real, late_imag, step_real, step_imag,
+                precision,
             )  # fmt: skip
         c_real, c_imag = last_item(h_real, items), last_item(h_imag, items)
         e_real, e_imag = last_item(d_real, items), last_item(d_imag, items)
-    store_pair(p_after + state, i_mode, e_real, e_imag, m_mode)
-    store_pair(p_sums + state, i_mode, tl.sum(sum_real, 1), tl.sum(sum_imag, 1), m_mode)
-    store_pair(p_derivatives + state, i_mode, tl.sum(der_real, 1), tl.sum(der_imag, 1), m_mode)
-    i_s = (row * channels + i_d)[:, None, None] * (chunk * chunk) + i_t[None, :, None] * chunk + i_t[None, None, :]
+    store_pair(p_after + state, i_mode, chunk * e_real, chunk * e_imag, m_mode)
+    i_s = (row * channels + i_d)[:, None, None] * (chunk * chunk) + i_t[None, :, None] + i_t[None, None, :] * chunk
     own = (i_d < channels) & (tl.program_id(1) % mode_blocks == 0)
     tl.store(p_correlation + i_s, correlation, mask=own[:, None, None])
+    # Loaded again, so that the compiler keeps no powers of q in registers from the first tables until here.
+    q_real, q_imag = load_pair(p_decay, i_mode, m_mode)
+    w_real, w_imag = power(q_real[:, None, :], q_imag[:, None, :], (i_t + 1)[None, :, None], 6)
+    sum_real, sum_imag = _out_of_states(w_real, w_imag, by_h_real, by_h_imag)
+    store_pair(p_sums + state, i_mode, sum_real, sum_imag, m_mode)
+    steps = (i_t + 1).to(tl.float32)[None, :, None]
+    by_d_real, by_d_imag = chunk * by_d_real + steps * by_h_real, chunk * by_d_imag + steps * by_h_imag
+    der_real, der_imag = _out_of_states(w_real, w_imag, by_d_real, by_d_imag)
+    store_pair(p_derivatives + state, i_mode, der_real, der_imag, m_mode)
 
 
 @triton.jit

@@ -140,10 +140,16 @@ def rounded_factor(b_x, precision: tl.constexpr):
 
 
 @triton.jit
-def rough_product(b_x, right, b_sum, precision: tl.constexpr):
-    """Return b_sum + b_x right, for inputs b_x and inputs or a ``rounded_factor`` right."""
+def state_factor(b_z, precision: tl.constexpr):
+    """Return a state as a factor of ``rough_product``, rounded by one instruction."""
+    return b_z.to(tl.bfloat16) if precision == "bf16" else rounded(b_z, precision)
+
+
+@triton.jit
+def rough_product(left, right, b_sum, precision: tl.constexpr):
+    """Return b_sum + left right, for factors that are inputs, a ``rounded_factor`` or a ``state_factor``."""
     mode: tl.constexpr = "ieee" if precision == "bf16" else precision
-    return tl.dot(b_x, right, b_sum, input_precision=mode)
+    return tl.dot(left, right, b_sum, input_precision=mode)
 
 
 @triton.jit
