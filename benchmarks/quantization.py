@@ -44,7 +44,7 @@ def main() -> None:
     model, run = gecko.load(folder), Run.load(folder / "recipe.json")
     held_out = _held_out(run)
     stream = torch.from_numpy(held_out.tokens.astype("int64"))
-    options = f"--rows {arguments.rows} --texts {arguments.texts} --length {arguments.length}"
+    options = f"--model {arguments.model} --rows {arguments.rows} --texts {arguments.texts} --length {arguments.length}"
     heading = describe(model, folder, [], f"python benchmarks/quantization.py {options} --threads {arguments.threads}")
     lines = [
         "# What fewer bits cost", "", heading.replace("Text: .", "Text: the run's held-out documents."), "",
@@ -56,10 +56,9 @@ def main() -> None:
 
 
 def _held_out(run: Run) -> TokenizedCorpus:
-    corpus = TokenizedCorpus.build(
-        load_documents(run.data.source, field=run.data.field), load_tokenizer(run.data.tokenizer)
-    )
-    return corpus.split(run.data.validation_fraction, run.seed)[1]
+    source = run.data.validation or run.data.source
+    corpus = TokenizedCorpus.build(load_documents(source, field=run.data.field), load_tokenizer(run.data.tokenizer))
+    return corpus if run.data.validation else corpus.split(run.data.validation_fraction, run.seed)[1]
 
 
 # Weights
