@@ -72,10 +72,10 @@ MANY = (
 )  # fmt: skip
 """Sixteen pairs in rows of 256 tokens."""
 GROWING = "growth=0.77"
-RECALLED = (
-    ("model.memory=adaptive", LONGER, GROWING), ("model.memory=adaptive", GROWING),
-)  # fmt: skip
+"""About 500 steps with four pairs, and 500 with eight."""
+RECALLED = (("model.memory=adaptive", LONGER, GROWING), ("model.memory=adaptive", GROWING))
 CONTROLS = (("model.memory=adaptive", LONGER), ("model.memory=linear", LONGER, GROWING), ("model.memory=none", GROWING))
+"""Sixteen pairs without growth, and with other memories: one seed each."""
 
 
 @dataclass(frozen=True)
