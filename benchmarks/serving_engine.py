@@ -64,7 +64,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
     torch.manual_seed(0)
-    model = gecko.load(arguments.model) if arguments.model else gecko.Gecko(gecko.GeckoConfig.preset(arguments.preset))
+    preset = gecko.GeckoConfig.preset(arguments.preset)
+    model = gecko.load(arguments.model) if arguments.model else gecko.Gecko(preset).eval()
     _warm_up(model)
     speeds = {
         name: [measure_throughput(model, sampling, rows, arguments.steps) for rows in ROWS]

@@ -142,3 +142,4 @@ def test_what_is_loaded_is_its_own_and_draws_no_random_numbers(name, dtype, tmp_
     assert loaded.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(got, weight) for got, weight in zip(loaded.parameters(), model.parameters(), strict=True))
     assert all(parameter.requires_grad for parameter in loaded.parameters())
+    assert not any(module.training for module in loaded.modules()), "evaluation mode, as after from_pretrained"

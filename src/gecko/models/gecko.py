@@ -323,6 +323,8 @@ def _may_be_overwritten(state: GeckoState) -> bool:
 def load(folder: str | Path) -> Gecko:
     """Load the model that ``Gecko.save`` wrote to ``folder``, or the newest sound checkpoint of a training run.
 
+    The model is in evaluation mode, as after transformers' ``from_pretrained``.
+
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or weights and config do not fit.
@@ -332,7 +334,8 @@ def load(folder: str | Path) -> Gecko:
 
 
 def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor]) -> Gecko:
-    """Return a model of ``config`` with copies of ``weights``, in the dtype of the embedding or quantised."""
+    """Return a model of ``config`` with copies of ``weights``, in the dtype of the embedding or quantised, and in
+    evaluation mode: to change the mode of all modules at every decoded token takes longer than a small model's step."""
     with torch.device("meta"):
         model = Gecko(config)
     dtype, bits = weights["embedding.weight"].dtype, stored_bits(weights)
@@ -341,4 +344,4 @@ def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor]) -> Gecko:
     else:
         quantize(model.to(dtype), bits)
         fill(model, unpack(weights, model.state_dict()))
-    return model
+    return model.eval()

@@ -264,7 +264,7 @@ def load_llama(folder: str | Path) -> Llama:
         model = Llama(config)
     dtype = weights[LAYOUT.tied[1]].dtype
     fill(model, {name: weight.to(dtype) for name, weight in weights.items()})
-    return model
+    return model.eval()
 
 
 def _transformers_config(config: LlamaConfig) -> Any:

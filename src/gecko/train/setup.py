@@ -138,7 +138,7 @@ def _initial(run: Run) -> LanguageModel:
     if any(map(is_quantized, model.state_dict().values())):
         raise ValueError(f"init_from must hold a model that is not quantised; {folder} is. Use the one it was made of.")
     check_same_tokenizer(folder, run.data.tokenizer)
-    return model.float()
+    return model.float().train()
 
 
 WARMUP_STEPS = 4
