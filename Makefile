@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 # processor.
 STAGES := test-vllm test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-upstream docs
 
-.PHONY: demo test ci test-attacks test-kernels test-kernels-oldest test-simulated test-hf-oldest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-attacks test-kernels test-kernels-oldest test-simulated test-hf-oldest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -99,6 +99,9 @@ bench-vllm: .venv-vllm/test  ## Measure Gecko in vLLM beside a Mamba2 and a Llam
 
 faults: .venv/simulated  ## Plant each fault of tests/faults/faults.toml in a copy and expect its tests to fail
 	$(BIN)/python tests/faults/plant.py
+
+masks: .venv/simulated  ## Remove each mask and barrier of the kernels in a copy and expect a test to fail; takes an hour, and goes on where it stopped
+	PYTHONPATH=tests $(BIN)/python tests/faults/masks.py
 
 test-gpu: .venv/test  ## Run the tests of operators and models on this machine's GPU
 	$(BIN)/pytest -n 4 tests/gpu/test_sizes.py tests/gpu/test_models.py

@@ -4,7 +4,8 @@
 
 A GPU waits for its host if a step has few tokens. Here operators use their Triton kernels for CPU tensors, and a launch
 is only counted, so that the measured time is that of Python, PyTorch's dispatcher and autograd. Tensors are tiny,
-because PyTorch's own operations run. A block is the difference between models of six layers and of two.
+because PyTorch's own operations run, products in bfloat16 slowly on many processors. The time is that of the thread's
+processor, so that other processes hardly change it. A block is the difference between models of six layers and of two.
 
 A rank of a context group is measured alone: PyTorch's fake process group takes what it sends, and zeros arrive.
 """
@@ -17,6 +18,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -25,6 +27,7 @@ from gpu.training import equal_llama
 from measuring import load, of_processor, publish
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gecko.config import GeckoConfig
 from gecko.models import ModelConfig, build_model
@@ -40,9 +43,12 @@ LONGER = 16, 64
 """The number of launches is also counted for these multiples of ``TOKENS``."""
 
 SMALL = GeckoConfig(
-    vocab_size=256, model_dim=64, key_dim=32, value_dim=64, num_heads=2, ffn_dim=64, num_layers=1, chunk_size=32,
-    cema_modes=16, timestep_groups=4,
+    vocab_size=256, model_dim=16, key_dim=16, value_dim=16, num_heads=1, ffn_dim=16, num_layers=1, chunk_size=32,
+    cema_modes=4, timestep_groups=4,
 )  # fmt: skip
+
+NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view")
+"""PyTorch's operations that start nothing on a GPU and are no views."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,23 +78,23 @@ class Step:
 
     def __call__(self) -> tuple[float, float]:
         """Return the seconds of forward and backward."""
-        begin = time.perf_counter()
+        begin = time.thread_time()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss: Tensor = self._model.loss(self._tokens[:, :-1], self._tokens[:, 1:], **self._options)
-        middle = time.perf_counter()
+        middle = time.thread_time()
         loss.backward()
-        end = time.perf_counter()
+        end = time.thread_time()
         self._model.zero_grad()
         return middle - begin, end - middle
 
 
 @contextlib.contextmanager
-def kernels_counted() -> Iterator[list[str]]:
-    """Make operators use Triton kernels for plain tensors; yield the names of the kernels that would be launched."""
-    launched: list[str] = []
+def kernels_counted() -> Iterator[list[object]]:
+    """Make operators use Triton kernels for plain tensors; yield the kernels that would be launched."""
+    launched: list[object] = []
 
     def run(launch: dispatch.Launch) -> None:
-        launched.append(launch.kernel.__name__)
+        launched.append(launch.kernel)
 
     with (
         patch.object(dispatch, "triton_kernels_run_on", lambda x: x.dtype in dispatch.DTYPES),
@@ -96,6 +102,19 @@ def kernels_counted() -> Iterator[list[str]]:
         patch.object(dispatch.Launch, "run", run),
     ):
         yield launched
+
+
+class OperationsCounted(TorchDispatchMode):
+    """Mode that counts PyTorch's own operations that would be launches on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._schema.name.split("::")
+        self.count += namespace == "aten" and not func.is_view and name not in NO_LAUNCH
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -107,11 +126,12 @@ def by_the_dispatcher() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Milliseconds of forward and backward of one block, and the number of its kernel launches."""
+    """Milliseconds of forward and backward of one block, the number of launches of our kernels, and of PyTorch's."""
 
     forward: float
     backward: float
     launches: float
+    operations: float
 
 
 def measure(cases: dict[str, Case], rounds: int) -> dict[str, Host]:
@@ -121,7 +141,10 @@ def measure(cases: dict[str, Case], rounds: int) -> dict[str, Host]:
         {name: [_counted(step, case) for step in steps[name]] for name, case in cases.items()}
         for _ in range(WARMING + rounds)
     ]
-    return {name: _per_block([turn[name] for turn in turns[WARMING:]]) for name in cases}
+    return {
+        name: _per_block([turn[name] for turn in turns[WARMING:]], [_operations(step, case) for step in steps[name]])
+        for name, case in cases.items()
+    }
 
 
 def _counted(step: Step, case: Case) -> tuple[float, float, int]:
@@ -130,11 +153,18 @@ def _counted(step: Step, case: Case) -> tuple[float, float, int]:
         return *step(), len(launched)
 
 
-def _per_block(turns: list[list[tuple[float, float, int]]]) -> Host:
-    """Return the results of one block from rounds of both depths."""
+def _operations(step: Step, case: Case) -> int:
+    with case.way(), kernels_counted(), OperationsCounted() as counted:
+        step()
+    return counted.count
+
+
+def _per_block(turns: list[list[tuple[float, float, int]]], operations: list[int]) -> Host:
+    """Return the results of one block from rounds of both depths, and from the operations of both."""
     few, many = ([statistics.median(column) for column in zip(*runs, strict=True)] for runs in zip(*turns, strict=True))
-    forward, backward, launches = ((b - a) / (DEPTHS[1] - DEPTHS[0]) for a, b in zip(few, many, strict=True))
-    return Host(1e3 * forward, 1e3 * backward, launches)
+    blocks = DEPTHS[1] - DEPTHS[0]
+    forward, backward, launches = ((b - a) / blocks for a, b in zip(few, many, strict=True))
+    return Host(1e3 * forward, 1e3 * backward, launches, (operations[1] - operations[0]) / blocks)
 
 
 def page(results: dict[str, Host], rounds: int) -> list[str]:
@@ -143,16 +173,20 @@ def page(results: dict[str, Host], rounds: int) -> list[str]:
     own = next(iter(results.values()))
     rows = (
         f"| {name} | {host.forward:.2f} | {host.backward:.2f} | {host.forward + host.backward:.2f} "
-        f"| {(host.forward + host.backward) / (own.forward + own.backward):.2f} | {host.launches:.0f} |"
+        f"| {(host.forward + host.backward) / (own.forward + own.backward):.2f} | {host.launches:.0f} "
+        f"| {host.operations:.0f} |"
         for name, host in results.items()
     )
     return [
         "# What the host does for a block on a GPU", "", f"{hardware}, one thread used. {load()}", "",
-        "Milliseconds of loss and backward a block, in bfloat16 by autocast; medians of "
-        f"{rounds}, all in turns. **No GPU: launches of kernels are counted, not made, and take some microseconds each "
+        "Milliseconds of the thread's processor for loss and backward a block, in bfloat16 by autocast; medians of "
+        f"{rounds}, all in turns. PyTorch's launches are its operations that are neither views nor allocations. "
+        f"**No GPU: launches of kernels are counted, not made, and take some microseconds each "
         f"beside this; PyTorch's own operations are computed, on one row of {TOKENS} tokens and {SMALL.model_dim} "
-        "features, so that it takes them hardly longer than to be dispatched.**", "",
-        "| | forward | backward | both | of the first row | kernels launched |", "|---|---:|---:|---:|---:|---:|",
+        "features, so that it takes them hardly longer than to be dispatched.** In the longer rows, which are here for "
+        "their launches, PyTorch's operations take most of the time.", "",
+        "| | forward | backward | both | of the first row | our kernels launched | PyTorch's launches |",
+        "|---|---:|---:|---:|---:|---:|---:|",
         *rows, "",
         f"Written by `python benchmarks/host.py --rounds {rounds} --write`.",
     ]  # fmt: skip

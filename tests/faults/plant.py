@@ -63,8 +63,16 @@ def read_faults() -> list[Fault]:
     return [Fault(name, **{**entry, "tests": tuple(entry["tests"])}) for name, entry in table.items()]
 
 
-def run_tests(folder: Path, tests: tuple[str, ...]) -> int:
-    """Run pytest on the copy at ``folder``; return its exit code, or ``FAILED`` if it crashes or takes too long."""
+def copy_repository(folder: Path) -> None:
+    """Copy what the tests need to ``folder``."""
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+
+
+def run_tests(folder: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+    """Run pytest on the copy at ``folder``; return its exit code, or ``FAILED`` if it crashes or takes too long, and
+    what it printed."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{folder}/tests", "XDG_CACHE_HOME": f"{folder}/cache"}
     if any("kernels/interpreted" in test for test in tests) and SIMULATED not in tests:
         environment["TRITON_INTERPRET"] = "1"
@@ -75,19 +83,19 @@ def run_tests(folder: Path, tests: tuple[str, ...]) -> int:
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60 * MINUTES, check=False
         )
     except subprocess.TimeoutExpired:
-        return FAILED
+        return FAILED, ""
     if done.returncode in CRASHED:
-        return FAILED
+        return FAILED, done.stdout
     if done.returncode not in (PASSED, FAILED):
         print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-    return done.returncode
+    return done.returncode, done.stdout
 
 
 def is_found(folder: Path, fault: Fault) -> bool:
     """Return whether the tests of ``fault`` fail while it is planted in the copy at ``folder``."""
     original = fault.plant(folder)
     try:
-        return run_tests(folder, fault.tests) == FAILED
+        return run_tests(folder, fault.tests)[0] == FAILED
     finally:
         (folder / fault.file).write_text(original, encoding="utf-8")
 
@@ -102,15 +110,13 @@ def main() -> int:
         parser.error(f"names must be part of a fault's name; got {' '.join(words)}.")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for name in COPIED:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, folder / name)
+        copy_repository(folder)
         sound: dict[tuple[str, ...], bool] = {}
         missed = []
         for fault in faults:
             begin = time.perf_counter()
             if fault.tests not in sound:
-                sound[fault.tests] = run_tests(folder, fault.tests) == PASSED
+                sound[fault.tests] = run_tests(folder, fault.tests)[0] == PASSED
             found = sound[fault.tests] and is_found(folder, fault)
             verdict = "found" if found else "NOT FOUND" if sound[fault.tests] else "TESTS FAIL WITHOUT IT"
             print(f"{verdict:10} {fault.name} ({time.perf_counter() - begin:.0f} s)", flush=True)

@@ -28,7 +28,9 @@ from gecko.train.run import Run, is_half
 
 def describe_hardware(device: torch.device, ranks: int = 1) -> dict[str, str]:
     """Return device, processor, memory and software versions of this rank's machine."""
-    facts = {"Processor": f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} used by PyTorch"}
+    # Processors of one name can differ in what they compute at once.
+    name = f"{processor_name()} with {torch.backends.cpu.get_cpu_capability()}"
+    facts = {"Processor": f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} used by PyTorch"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["GPU"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
