@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.plant import PASSED, ROOT, SIMULATED, copy_repository, run_tests
+from faults.plant import FAILED, PASSED, ROOT, SIMULATED, copy_repository, run_tests
 
 OPERATORS = Path("src/gecko/ops")
 TESTS = {
@@ -30,8 +30,11 @@ TESTS = {
     "working_memory": "test_working_memory",
 }  # fmt: skip
 """Name of the test file by the folder of the operator."""
+BARRIERS = ("tests/kernels/compiled/test_barriers.py",)
+"""No simulator runs the warps of a program side by side, so a test of the compiled code notices a missing barrier."""
 SELECTED = ("-k", "not (split_anywhere or packed_is_alone or any_strides)")
 """A removed guard fails in the comparison with the reference, or nowhere."""
+NO_BARRIER = "None"
 VERDICTS = ROOT / "build" / "masks.json"
 
 
@@ -53,6 +56,8 @@ class Guard:
 
     @property
     def tests(self) -> tuple[str, ...]:
+        if self.new == NO_BARRIER:
+            return BARRIERS
         name = TESTS[Path(self.file).relative_to(OPERATORS).parts[0]]
         return (SIMULATED, f"tests/kernels/interpreted/{name}.py", *SELECTED)
 
@@ -63,9 +68,9 @@ def kernel_files() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found if list(guards_of(str(path.relative_to(ROOT)))))
 
 
-def guards_of(file: str) -> Iterator[Guard]:
-    """Yield the guards of a file, in its order."""
-    content = (ROOT / file).read_bytes()
+def guards_of(file: str, root: Path = ROOT) -> Iterator[Guard]:
+    """Yield the guards of a file of the repository at ``root``, in their order."""
+    content = (root / file).read_bytes()
     starts = [0]
     for line in content.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -79,7 +84,7 @@ def guards_of(file: str) -> Iterator[Guard]:
             continue
         call = " ".join(ast.unparse(node).split())
         if node.func.attr == "debug_barrier":
-            yield Guard(file, node.lineno, call, *_span(node, place), "None")
+            yield Guard(file, node.lineno, call, *_span(node, place), NO_BARRIER)
         elif node.func.attr in ("load", "store") or node.func.attr.startswith("atomic_"):
             for keyword in node.keywords:
                 if keyword.arg == "mask":
@@ -99,7 +104,7 @@ def known_reasons() -> dict[tuple[str, str], str]:
 
 
 def verdict_of(folder: Path, guard: Guard) -> str:
-    """Return ``noticed``, ``not noticed`` or ``does not compile``, with the guard removed in the copy at ``folder``."""
+    """Return ``noticed``, ``not noticed`` or ``does not run``, with the guard removed in the copy at ``folder``."""
     path = folder / guard.file
     original = path.read_bytes()
     path.write_bytes(guard.removed_from(original))
@@ -107,8 +112,8 @@ def verdict_of(folder: Path, guard: Guard) -> str:
         code, text = run_tests(folder, guard.tests)
     finally:
         path.write_bytes(original)
-    if "CompilationError" in text:
-        return "does not compile"
+    if code not in (PASSED, FAILED) or "CompilationError" in text:
+        return "does not run"
     return "not noticed" if code == PASSED else "noticed"
 
 
@@ -124,9 +129,10 @@ def main() -> int:
     reasons, wrong, total = known_reasons(), 0, 0
     with tempfile.TemporaryDirectory() as temporary:
         copy_repository(Path(temporary))
-        for guard in (guard for file in files for guard in guards_of(file)):
+        # The repository may change meanwhile, the copy does not.
+        for guard in (guard for file in files for guard in guards_of(file, Path(temporary))):
             begin = time.perf_counter()
-            removed = guard.removed_from((ROOT / guard.file).read_bytes())
+            removed = guard.removed_from((Path(temporary) / guard.file).read_bytes())
             key = hashlib.sha256(removed).hexdigest()
             if key not in verdicts:
                 verdicts[key] = verdict_of(Path(temporary), guard)

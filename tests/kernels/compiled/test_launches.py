@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 from kernels.compiling import CAPABILITIES, check
 from kernels.recording import Configuration, decode, model_on_nothing, read, recorded, train
 from support import cases
@@ -42,7 +43,13 @@ MORE = {
 multiprocessor. ``enter_kernel`` works at the ends of chunks only."""
 
 
+OLDEST = {"normalise_tiles": 232} if triton.__version__.startswith("3.6.") else {}
+"""Kernels that need more registers with the oldest supported Triton; as many blocks fit on a multiprocessor."""
+
+
 def _budget(configuration: Configuration) -> int:
+    if configuration.kernel.__name__ in OLDEST:
+        return OLDEST[configuration.kernel.__name__]
     module = configuration.kernel.fn.__module__.removeprefix("gecko.ops.")
     rough = any(kind in ("*bf16", "*fp16") for _, kind in configuration.signature)
     narrow, wide = MORE.get(configuration.kernel.__name__, (REGISTERS[module],) * 2)
