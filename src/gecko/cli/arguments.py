@@ -154,12 +154,12 @@ def named_dtype(name: str, option: str = "--dtype") -> torch.dtype:
 
 
 def _prepare(model: nn.Module, device: str, dtype: torch.dtype | None) -> None:
-    """Move the model to the device, convert it to the dtype unless that is None, and set evaluation mode."""
+    """Move the model to the device, and convert it to the dtype unless that is None."""
     from gecko.train.throughput import select_device
 
     if dtype is not None and any(map(is_quantized, model.parameters())):
         raise ValueError("--dtype is for models that are not quantised; this one is. Leave it out.")
-    model.to(device=select_device(device), dtype=dtype).eval()
+    model.to(device=select_device(device), dtype=dtype)
 
 
 def trained_length(name: str) -> int | None:
