@@ -16,7 +16,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from gecko import Gecko, GeckoConfig
 from gecko.inference.decoder import Decoder
-from gecko.ops.backends import dispatch
+from gecko.ops.backends import cpu, dispatch
 from gecko.ops.backends.dispatch import Launch
 from gecko.state import GeckoState
 from gecko.train.step import Precision, autocast
@@ -88,6 +88,7 @@ def launches(call: Callable[[], Any], run: Callable[[Launch], Any]) -> None:
         patch.setattr(dispatch, "is_watched", lambda: False)
         # C kernels would keep activations in float32 under autocast, on processors with bfloat16 products.
         patch.setattr(dispatch, "_cpu_kernels_installed", lambda: False)
+        patch.setattr(cpu, "onednn_is_faster", lambda: False)  # products of a GPU are PyTorch's own on any processor
         take_kernels(patch)
         call()
 

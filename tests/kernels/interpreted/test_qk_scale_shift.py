@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernels.agreement import agree, is_well_registered, normal
 
+from gecko.ops.backends import dispatch
 from gecko.ops.qk_scale_shift import qk_scale_shift
 from gecko.ops.qk_scale_shift import triton as kernels
 
@@ -33,6 +34,17 @@ def test_qk_scale_shift_in_tiles_as_launched():
         lambda *leaves: torch.stack(kernels.qk_scale_shift_triton(*leaves, 2, EPS)),
         lambda *leaves: torch.stack(qk_scale_shift(*leaves, 2, EPS)),
         (normal(2, 40, 48), normal(4, 48), normal(4, 48)),
+    )
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_row_without_a_gradient_counts_as_zeros(watched, monkeypatch):
+    """Only the third row is used, with and without PyTorch's dispatcher."""
+    monkeypatch.setattr(dispatch, "is_watched", lambda: watched)
+    agree(
+        lambda *leaves: kernels.qk_scale_shift_triton(*leaves, 2, EPS)[2],
+        lambda *leaves: qk_scale_shift(*leaves, 2, EPS)[2],
+        (normal(2, 9, 16), normal(4, 16), normal(4, 16)),
     )
 
 

@@ -219,9 +219,11 @@ def warps_of(sizes: Mapping[str, int]) -> int:
 
 
 class CustomOp:
-    """Custom operator: a pure function of tensors, lists of tensors and numbers that returns new tensors.
+    """Custom operator: a pure function of tensors, lists of tensors and numbers that returns new tensors or a list of
+    them.
 
-    Lists of tensors are layouts and have no gradients. An operator without ``register_autograd`` refuses derivatives.
+    Lists of tensors in arguments are layouts and have no gradients. An operator without ``register_autograd`` refuses
+    derivatives.
     """
 
     def __init__(self, name: str, forward: Callable[..., Any]) -> None:
@@ -260,10 +262,11 @@ def _function(
     def run(ctx: Any, *arguments: Any) -> Any:
         output = forward(*arguments)
         setup_context(ctx, arguments, output)
-        return output
+        ctx.lists = isinstance(output, list)
+        return tuple(output) if ctx.lists else output
 
     def differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found = backward(ctx, *grads)
+        found = backward(ctx, list(grads)) if ctx.lists else backward(ctx, *grads)
         parts = found if isinstance(found, tuple) else (found,)
         return tuple(None if isinstance(x, list) else x for x in parts)
 

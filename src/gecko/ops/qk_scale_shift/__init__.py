@@ -33,7 +33,8 @@ def qk_scale_shift(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: fl
 
     Args:
         z: (B, T, H · d), any float dtype; statistics are float32 or wider.
-        scale, offset: (rows, H · d); scale is an offset from 1.
+        scale, offset: (rows, H · d); scale is an offset from 1. The Triton kernels take 2 or 4 rows: queries and keys
+            of attention, and those of the memory.
 
     Returns:
         The rows, each (B, H, T, d), contiguous, in the dtype of z.
@@ -47,7 +48,7 @@ def qk_scale_shift(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: fl
     check_shape("scale", scale, (scale.shape[0], features))
     check_shape("offset", offset, tuple(scale.shape))
     match choose_backend(z, scale, offset):
-        case "triton":
+        case "triton" if len(scale) in (2, 4):
             from gecko.ops.qk_scale_shift.triton import qk_scale_shift_triton
 
             return qk_scale_shift_triton(z, scale, offset, heads, eps)

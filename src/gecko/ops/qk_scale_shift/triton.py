@@ -11,6 +11,7 @@ its state holds rotated keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,50 +26,58 @@ from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 
 PROGRAMS = 512
 """Maximum programs per head of the backward kernel. Each writes a row of the parameter gradients."""
-REGISTERS = 128
-"""Limit for the backward kernel: two blocks per multiprocessor. Without one, Triton 3.6 takes 174 and fits one block;
-with it, neither version spills."""
+WARPS = 4
+"""With the tiles of ``_sizes``, a thread holds eight features of a step, so that loads and stores move 128 bits. The
+backward kernel then needs 168 registers at most, and three blocks fit on a multiprocessor."""
 
 
 def qk_scale_shift_triton(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
-    """Compute ``qk_scale_shift`` for the dtypes of the kernels."""
-    rows: Tensor = _qk_scale_shift(z, scale, offset, heads, eps)
-    return rows.unbind(0)
+    """Compute ``qk_scale_shift`` for the dtypes of the kernels and 2 or 4 rows."""
+    rows: Sequence[Tensor] = _qk_scale_shift(z, scale, offset, heads, eps)
+    return tuple(rows)
 
 
 def _sizes(rows: int, features: int, heads: int) -> dict[str, Any]:
     size = features // heads
-    width, held = tile(size, 1), tile(rows, 1)
-    steps = max(1, 4096 // (width * held))
+    width = tile(size, 1)
+    steps = max(1, 4096 // (width * rows))
     return {
-        "features": features, "heads": heads, "size": size, "copies": rows, "width": width, "copies_held": held,
-        "steps": steps, "factor": size**-0.5,
+        "features": features, "heads": heads, "size": size, "rows": rows, "width": width, "steps": steps,
+        "factor": size**-0.5,
     }  # fmt: skip
 
 
-def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
+def _pointers(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    """Return the tensors as the kernel's arguments ``name_0`` to ``name_3``; None for missing rows.
+
+    The rows are separate tensors, because autograd would stack the gradients of views of one tensor.
+    """
+    return {f"{name}_{row}": tensors[row] if row < len(tensors) else None for row in range(4)}
+
+
+def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> list[Tensor]:
     (batch, length, features), rows = z.shape, scale.shape[0]
     sizes = _sizes(rows, features, heads)
-    out = z.new_empty(rows, batch, heads, length, features // heads)
+    out = [z.new_empty(batch, heads, length, features // heads) for _ in range(rows)]
     Launch(_fan, (batch * blocks(length, sizes["steps"]) * heads,), {
-        "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_offset": offset.contiguous(), "p_out": out,
-        "batch": batch, "length": length, "eps": eps, **sizes,
-    }, 8).run()  # fmt: skip
+        "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_offset": offset.contiguous(),
+        **_pointers("p_out", out), "batch": batch, "length": length, "eps": eps, **sizes,
+    }, WARPS).run()  # fmt: skip
     return out
 
 
-def _backward(grad: Tensor, z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of z, scale and offset."""
     (batch, length, features), rows = z.shape, scale.shape[0]
     sizes = _sizes(rows, features, heads)
     programs = min(blocks(PROGRAMS, batch), blocks(length, sizes["steps"]))
     grad_z = torch.empty_like(z, memory_format=torch.contiguous_format)
     parts = z.new_empty(2, batch * programs, rows, features, dtype=torch.float32)
-    Launch(_gradients, (batch * programs * heads,), {
-        "p_grad": grad.contiguous(), "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_grad_z": grad_z,
-        "p_scale_parts": parts[0], "p_offset_parts": parts[1], "batch": batch, "length": length, "programs": programs,
-        "eps": eps, **sizes,
-    }, 8, registers=REGISTERS).run()  # fmt: skip
+    Launch(_scale_shift_gradients, (batch * programs * heads,), {
+        **_pointers("p_grad", [grad.contiguous() for grad in grads]), "p_z": z.contiguous(),
+        "p_scale": scale.contiguous(), "p_grad_z": grad_z, "p_scale_parts": parts[0], "p_offset_parts": parts[1],
+        "batch": batch, "length": length, "programs": programs, "eps": eps, **sizes,
+    }, WARPS).run()  # fmt: skip
     return grad_z, parts[0].sum(0).to(scale.dtype), parts[1].sum(0).to(scale.dtype)
 
 
@@ -77,33 +86,33 @@ _qk_scale_shift_backward = custom_op("qk_scale_shift_backward")(_backward)
 
 
 @_qk_scale_shift.register_fake
-def _(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> Tensor:
+def _(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> list[Tensor]:
     batch, length, features = z.shape
-    return z.new_empty(scale.shape[0], batch, heads, length, features // heads)
+    return [z.new_empty(batch, heads, length, features // heads) for _ in range(scale.shape[0])]
 
 
 @_qk_scale_shift_backward.register_fake
-def _(grad: Tensor, z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     grad_scale = torch.empty_like(scale, memory_format=torch.contiguous_format)
     return torch.empty_like(z, memory_format=torch.contiguous_format), grad_scale, torch.empty_like(grad_scale)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     z, scale, offset, *ctx.fixed = inputs
     ctx.save_for_backward(z, scale)
     ctx.offset_dtype = offset.dtype
 
 
-def _propagate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _propagate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     z, scale = ctx.saved_tensors
-    grad_z, grad_scale, grad_offset = _qk_scale_shift_backward(grad, z, scale, *ctx.fixed)
+    grad_z, grad_scale, grad_offset = _qk_scale_shift_backward(grads, z, scale, *ctx.fixed)
     return grad_z, grad_scale, grad_offset.to(ctx.offset_dtype), None, None
 
 
 _qk_scale_shift.register_autograd(_propagate, setup_context=_keep)
 
 
-# Kernels. Axis 0 is rows of the result, axis 1 steps, axis 2 the features of a head.
+# Kernels. Axis 0 is steps, axis 1 the features of a head.
 
 
 @triton.jit
@@ -117,62 +126,99 @@ def _normal(p_z, first, m_z, eps, features: tl.constexpr, size: tl.constexpr, wi
 
 
 @triton.jit
-def _out_places(i_row, i_head, begin, i_copy, batch, length, heads: tl.constexpr, size: tl.constexpr,
-                width: tl.constexpr, steps: tl.constexpr):  # fmt: skip
-    """Return the offsets in (rows, B, H, T, d) of the steps starting at ``begin``."""
-    first = (((i_copy.to(tl.int64) * batch + i_row) * heads + i_head) * length + begin) * size
-    return first[:, None, None] + (tl.arange(0, steps)[:, None] * size + tl.arange(0, width)[None])[None]
+def _places(i_row, i_head, begin, length, heads: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+            steps: tl.constexpr):  # fmt: skip
+    """Return the offsets in (B, H, T, d) of the steps starting at ``begin``."""
+    first = ((i_row * heads + i_head) * length + begin) * size
+    return first + tl.arange(0, steps)[:, None] * size + tl.arange(0, width)[None]
+
+
+@triton.jit
+def _factor(p_scale, row: tl.constexpr, i_s, i_head, factor, features: tl.constexpr, size: tl.constexpr):
+    """Return the factors of a row of the result, (1, features)."""
+    b_scale = tl.load(p_scale + row * features + i_head * size + i_s, mask=i_s < size, other=0.0)
+    return ((1 + b_scale.to(tl.float32)) * factor)[None]
+
+
+@triton.jit
+def _store_row(p_out, places, m_z, b_n, p_scale, p_offset, row: tl.constexpr, i_s, i_head, factor,
+               features: tl.constexpr, size: tl.constexpr):  # fmt: skip
+    b_offset = tl.load(p_offset + row * features + i_head * size + i_s, mask=i_s < size, other=0.0)
+    b_out = b_n * _factor(p_scale, row, i_s, i_head, factor, features, size) + b_offset.to(tl.float32)[None]
+    tl.store(p_out + places, b_out.to(p_out.dtype.element_ty), mask=m_z)
 
 
 @triton.jit(do_not_specialize=["batch", "length"])
-def _fan(p_z, p_scale, p_offset, p_out, batch, length, eps, factor, features: tl.constexpr, heads: tl.constexpr,
-         size: tl.constexpr, copies: tl.constexpr, width: tl.constexpr, copies_held: tl.constexpr,
+def _fan(p_z, p_scale, p_offset, p_out_0, p_out_1, p_out_2, p_out_3, batch, length, eps, factor,
+         features: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
          steps: tl.constexpr):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     i_head, tiles = program % heads, tl.cdiv(length, steps)
     i_row, begin = program // heads // tiles, program // heads % tiles * steps
-    i_copy, i_s = tl.arange(0, copies_held), tl.arange(0, width)
+    i_s = tl.arange(0, width)
     m_z = (begin + tl.arange(0, steps) < length)[:, None] & (i_s < size)[None]
-    b_n, _, _ = _normal(
-        p_z, (i_row * length + begin) * features + i_head * size, m_z, eps, features, size, width, steps
-    )
-    i_parameter = i_copy[:, None] * features + i_head * size + i_s[None]
-    m_parameter = (i_copy < copies)[:, None] & (i_s < size)[None]
-    b_scale = (1 + tl.load(p_scale + i_parameter, mask=m_parameter, other=0.0).to(tl.float32)) * factor
-    b_offset = tl.load(p_offset + i_parameter, mask=m_parameter, other=0.0).to(tl.float32)
-    b_out = b_n[None] * b_scale[:, None] + b_offset[:, None]
-    places = _out_places(i_row, i_head, begin, i_copy, batch, length, heads, size, width, steps)
-    tl.store(p_out + places, b_out.to(p_out.dtype.element_ty), mask=(i_copy < copies)[:, None, None] & m_z[None])
+    first = (i_row * length + begin) * features + i_head * size
+    b_n, _, _ = _normal(p_z, first, m_z, eps, features, size, width, steps)
+    places = _places(i_row, i_head, begin, length, heads, size, width, steps)
+    _store_row(p_out_0, places, m_z, b_n, p_scale, p_offset, 0, i_s, i_head, factor, features, size)
+    _store_row(p_out_1, places, m_z, b_n, p_scale, p_offset, 1, i_s, i_head, factor, features, size)
+    if rows == 4:
+        _store_row(p_out_2, places, m_z, b_n, p_scale, p_offset, 2, i_s, i_head, factor, features, size)
+        _store_row(p_out_3, places, m_z, b_n, p_scale, p_offset, 3, i_s, i_head, factor, features, size)
+
+
+@triton.jit
+def _add_row(p_grad, places, m_z, b_n, b_grad_n, b_factor, b_scale_part, b_offset_part):
+    """Add the gradient of a row of the result to those of n, of its scale and of its offset."""
+    b_grad = tl.load(p_grad + places, mask=m_z, other=0.0).to(tl.float32)
+    return b_grad_n + b_grad * b_factor, b_scale_part + b_grad * b_n, b_offset_part + b_grad
+
+
+@triton.jit
+def _store_part(p_scale_parts, p_offset_parts, part, row: tl.constexpr, i_s, b_scale_part, b_offset_part, factor,
+                features: tl.constexpr, size: tl.constexpr):  # fmt: skip
+    i_parameter = part + row * features + i_s
+    tl.store(p_scale_parts + i_parameter, tl.sum(b_scale_part, 0) * factor, mask=i_s < size)
+    tl.store(p_offset_parts + i_parameter, tl.sum(b_offset_part, 0), mask=i_s < size)
 
 
 @triton.jit(do_not_specialize=["batch", "length", "programs"])
-def _gradients(p_grad, p_z, p_scale, p_grad_z, p_scale_parts, p_offset_parts, batch, length, programs, eps, factor,
-               features: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, copies: tl.constexpr,
-               width: tl.constexpr, copies_held: tl.constexpr, steps: tl.constexpr):  # fmt: skip
+def _scale_shift_gradients(p_grad_0, p_grad_1, p_grad_2, p_grad_3, p_z, p_scale, p_grad_z, p_scale_parts,
+                           p_offset_parts, batch, length, programs, eps, factor, features: tl.constexpr,
+                           heads: tl.constexpr, size: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+                           steps: tl.constexpr):  # fmt: skip
     """Store the gradient of z, and those of scale and offset summed over this program's steps of one batch row and head
     (p_…_parts, (B · programs, rows, H · d))."""
     program = tl.program_id(0).to(tl.int64)
     i_head, i_part = program % heads, program // heads
     i_row = i_part // programs
-    i_copy, i_s = tl.arange(0, copies_held), tl.arange(0, width)
-    i_parameter = i_copy[:, None] * features + i_head * size + i_s[None]
-    m_parameter = (i_copy < copies)[:, None] & (i_s < size)[None]
-    b_scale = (1 + tl.load(p_scale + i_parameter, mask=m_parameter, other=0.0).to(tl.float32)) * factor
-    # The sum over steps is at the end: in the loop it would synchronise all warps.
-    b_scale_part = tl.zeros([copies_held, steps, width], tl.float32)
-    b_offset_part = tl.zeros([copies_held, steps, width], tl.float32)
+    i_s = tl.arange(0, width)
+    # The sums over steps are at the end: in the loop they would synchronise all warps.
+    b_none = tl.zeros([steps, width], tl.float32)
+    b_s0, b_s1, b_s2, b_s3 = b_none, b_none, b_none, b_none
+    b_o0, b_o1, b_o2, b_o3 = b_none, b_none, b_none, b_none
+    b_f0 = _factor(p_scale, 0, i_s, i_head, factor, features, size)
+    b_f1 = _factor(p_scale, 1, i_s, i_head, factor, features, size)
+    b_f2, b_f3 = b_f0, b_f1
+    if rows == 4:
+        b_f2 = _factor(p_scale, 2, i_s, i_head, factor, features, size)
+        b_f3 = _factor(p_scale, 3, i_s, i_head, factor, features, size)
     for begin in range(i_part % programs * steps, length, programs * steps):
         m_z = (begin + tl.arange(0, steps) < length)[:, None] & (i_s < size)[None]
         first = (i_row * length + begin) * features + i_head * size
         b_n, b_rstd, z_places = _normal(p_z, first, m_z, eps, features, size, width, steps)
-        places = _out_places(i_row, i_head, begin, i_copy, batch, length, heads, size, width, steps)
-        m_grad = (i_copy < copies)[:, None, None] & m_z[None]
-        b_grad = tl.load(p_grad + places, mask=m_grad, other=0.0).to(tl.float32)
-        b_scale_part += b_grad * b_n[None]
-        b_offset_part += b_grad
-        b_grad_n = tl.sum(b_grad * b_scale[:, None], 0)
+        places = _places(i_row, i_head, begin, length, heads, size, width, steps)
+        b_grad_n = tl.zeros([steps, width], tl.float32)
+        b_grad_n, b_s0, b_o0 = _add_row(p_grad_0, places, m_z, b_n, b_grad_n, b_f0, b_s0, b_o0)
+        b_grad_n, b_s1, b_o1 = _add_row(p_grad_1, places, m_z, b_n, b_grad_n, b_f1, b_s1, b_o1)
+        if rows == 4:
+            b_grad_n, b_s2, b_o2 = _add_row(p_grad_2, places, m_z, b_n, b_grad_n, b_f2, b_s2, b_o2)
+            b_grad_n, b_s3, b_o3 = _add_row(p_grad_3, places, m_z, b_n, b_grad_n, b_f3, b_s3, b_o3)
         b_grad_z = (b_grad_n - b_n * (tl.sum(b_grad_n * b_n, 1) / size)[:, None]) * b_rstd
         tl.store(p_grad_z + z_places, b_grad_z.to(p_grad_z.dtype.element_ty), mask=m_z)
-    part = i_part * copies * features + i_parameter
-    tl.store(p_scale_parts + part, tl.sum(b_scale_part, 1) * factor, mask=m_parameter)
-    tl.store(p_offset_parts + part, tl.sum(b_offset_part, 1), mask=m_parameter)
+    part = i_part * rows * features + i_head * size
+    _store_part(p_scale_parts, p_offset_parts, part, 0, i_s, b_s0, b_o0, factor, features, size)
+    _store_part(p_scale_parts, p_offset_parts, part, 1, i_s, b_s1, b_o1, factor, features, size)
+    if rows == 4:
+        _store_part(p_scale_parts, p_offset_parts, part, 2, i_s, b_s2, b_o2, factor, features, size)
+        _store_part(p_scale_parts, p_offset_parts, part, 3, i_s, b_s3, b_o3, factor, features, size)

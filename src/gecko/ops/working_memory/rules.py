@@ -105,7 +105,8 @@ def empty_summary(
     def zeros(*sizes: int) -> Tensor:
         return torch.zeros(*shape, *sizes, dtype=dtype, device=device)
 
-    return ChunkSummary(zeros(key_dim) + rule.empty_weight, zeros(key_dim, key_dim), zeros(key_dim, value_dim))
+    weight = torch.full((*shape, key_dim), rule.empty_weight, dtype=dtype, device=device)
+    return ChunkSummary(weight, zeros(key_dim, key_dim), zeros(key_dim, value_dim))
 
 
 class Adaptive:
