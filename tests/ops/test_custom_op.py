@@ -80,6 +80,41 @@ def test_both_ways_give_the_same(with_y):
         assert torch.equal(found, expected)
 
 
+@custom_op("tested_as_list")
+def _multiples(x: Tensor, count: int) -> list[Tensor]:
+    return [x * (place + 1) for place in range(count)]
+
+
+@_multiples.register_fake
+def _(x: Tensor, count: int) -> list[Tensor]:
+    return [torch.empty_like(x) for _ in range(count)]
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    pass
+
+
+def _pass_back_multiples(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    total = torch.zeros_like(grads[0])
+    for place, grad in enumerate(grads):
+        total = total + grad * (place + 1)
+    return total, None
+
+
+_multiples.register_autograd(_pass_back_multiples, setup_context=_keep_nothing)
+
+
+@pytest.mark.parametrize("used", [[0, 1, 2], [1], [2, 0]])
+def test_a_list_of_results_has_gradients_both_ways(used):
+    """Results that are not used count as zeros."""
+    x, _, _, count = _given()
+    for operator in (_multiples, _multiples.registered):
+        found = operator(x, count)
+        assert len(found) == count
+        (grad,) = torch.autograd.grad(sum(found[place].sum() for place in used), x)
+        assert torch.equal(grad, torch.full_like(x, sum(place + 1 for place in used)))
+
+
 def test_it_is_registered_in_full_and_compiles_in_one_graph():
     torch.library.opcheck(_powers.registered, _given())
     x, y, factors, power = _given()
