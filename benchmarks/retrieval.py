@@ -49,7 +49,7 @@ KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 VALUES = 10
 PAIRS = 1, 4
 """Range of the number of different needles in a training document."""
-TRAINED_CHUNKS, TESTED_CHUNKS = 16, (16, 64)
+TRAINED_CHUNKS, TESTED_CHUNKS = 16, (16, 64, 256)
 """Lengths of a training document, which is one row, and of test documents."""
 TESTED = {1: 400, 4: 300}
 """Number of test documents per length by their number of needles. In a test document each needle occurs twice, so that
@@ -100,7 +100,7 @@ NEEDLES, BOOKS = 0.875, 0.125
 """Shares of the training rows."""
 ROWS, RATE = 16, "6e-3"
 """Batch size and learning rate: a quarter of the recipes' batch size, and less than their 8e-3."""
-BANDS = ((0, 1), (2, 4), (5, 8), (9, 15), (16, 31), (32, 63))
+BANDS = ((0, 1), (2, 4), (5, 8), (9, 15), (16, 31), (32, 63), (64, 127), (128, 255))
 """Ranges of chunks between answer and question; from 2 on, attention of one layer does not see the answer."""
 
 
@@ -161,12 +161,17 @@ def _write(path: Path, documents: Sequence[Document]) -> None:
         temporary.write_text("".join(json.dumps(vars(one)) + "\n" for one in documents), encoding="utf-8")
 
 
-def train(setting: Setting, models: Sequence[str], steps: int, books: str, held_out: str) -> None:
+def run_folder(setting: Setting, name: str, seed: int) -> Path:
+    return setting.runs / (name if seed == 0 else f"{name}-seed-{seed}")
+
+
+def train(setting: Setting, models: Sequence[str], steps: int, seed: int, books: str, held_out: str) -> None:
     for name in models:
         recipe, *changes = MODELS[name]
         sources = f"{books}={BOOKS},{setting.runs / 'train.jsonl'}={NEEDLES}"
         command = [
-            "train", recipe, "--resume", "--out", str(setting.runs / name), *changes, f"steps={steps}",
+            "train", recipe, "--resume", "--out", str(run_folder(setting, name, seed)), *changes, f"steps={steps}",
+            f"seed={seed}",
             f"model.chunk_size={setting.chunk}", f"sequence_length={setting.length}", f"batch_size={ROWS}",
             f"optimizer.learning_rate={RATE}", f"data.sources={sources}", f"data.validation={held_out}",
             "evaluation.rows=16", "evaluation.final_rows=64", "checkpoint.every=50", "checkpoint.keep=10",
@@ -176,10 +181,11 @@ def train(setting: Setting, models: Sequence[str], steps: int, books: str, held_
         subprocess.run([sys.executable, "-m", "gecko", *command], check=True, env=environment)
 
 
-def ask(setting: Setting, models: Sequence[str], at: int | None) -> None:
+def ask(setting: Setting, models: Sequence[str], at: int | None, seed: int) -> None:
     torch.set_num_threads(1)
     for name in models:
-        checkpoints = setting.runs / name / "checkpoints"
+        folder = run_folder(setting, name, seed)
+        checkpoints = folder / "checkpoints"
         checkpoint = latest_checkpoint(checkpoints) if at is None else checkpoints / f"step-{at:08}"
         if checkpoint is None or not checkpoint.exists():
             continue
@@ -195,8 +201,8 @@ def ask(setting: Setting, models: Sequence[str], at: int | None) -> None:
         }  # fmt: skip
         FOLDER.mkdir(parents=True, exist_ok=True)
         Results("needles", scores, settings, run["seed"]).save(
-            FOLDER / f"{name}-chunk-{setting.chunk}-{steps}.json", describe_model(model, tokenizer, name),
-            f"python benchmarks/retrieval.py ask --chunk {setting.chunk} --models {name} --at {steps}",
+            FOLDER / f"{folder.name}-chunk-{setting.chunk}-{steps}.json", describe_model(model, tokenizer, name),
+            f"python benchmarks/retrieval.py ask --chunk {setting.chunk} --models {name} --at {steps} --seed {seed}",
             describe_hardware(torch.device("cpu")),
         )  # fmt: skip
         print(name, "done", flush=True)
@@ -250,27 +256,33 @@ def page() -> str:
         "",
         "Made by `python benchmarks/retrieval.py page` of the JSON files beside it, each of which names its command, "
         "hardware and version. Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its question. "
-        "Of one model each: another seed may differ by more.",
+        "Each row is one model: another seed may differ by more.",
         "",
     ]
     for setting in SETTINGS.values():
         lines += [f"## Chunks of {setting.chunk}", "", _description(setting), ""]
         records = [record for record in found if record["settings"]["chunk"] == setting.chunk]
-        records.sort(key=lambda record: (record["settings"]["steps"], list(MODELS).index(record["model"]["name"])))
-        for test in setting.tests:
-            lines += _table(records, setting, test)
+        records.sort(key=_order)
+        for length, asked in setting.tests:
+            tested = [one for one in records if any(score["where"]["length"] == length for score in one["scores"])]
+            lines += _table(tested, setting, (length, asked)) if tested else []
     return "\n".join(lines)
+
+
+def _order(record: dict[str, Any]) -> tuple[int, int, int]:
+    return record["settings"]["steps"], list(MODELS).index(record["model"]["name"]), record["seed"]
 
 
 def _table(records: Sequence[dict[str, Any]], setting: Setting, test: tuple[int, int]) -> Iterator[str]:
     bands = [band for band in BANDS if setting.chunk * band[0] < test[0]]
     yield f"### Documents of {test[0]:,} bytes, needles: {test[1]}"
     yield ""
-    yield "| model | steps | " + " | ".join(f"{low} to {high} chunks" for low, high in bands) + " |"
-    yield "|---|---:|" + "---:|" * len(bands)
+    yield "| model | seed | steps | " + " | ".join(f"{low} to {high} chunks" for low, high in bands) + " |"
+    yield "|---|---:|---:|" + "---:|" * len(bands)
     for record in records:
         cells = [_cell(record["scores"], test, band) for band in bands]
-        yield f"| {record['model']['name']} | {record['settings']['steps']} | " + " | ".join(cells) + " |"
+        first = record["model"]["name"], str(record["seed"]), str(record["settings"]["steps"])
+        yield f"| {' | '.join([*first, *cells])} |"
     yield ""
 
 
@@ -294,6 +306,7 @@ def main() -> None:
     parser.add_argument("--books", default="books/train", help="a folder of books to train on")
     parser.add_argument("--held-out", default="books/held_out", help="a folder of others to ask in")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of rows")
     parser.add_argument("--at", type=int, help="ask: after this many steps (a multiple of 50), not after the last")
     parser.add_argument("--steps", type=int, default=400, help=f"train: of {ROWS} rows of {TRAINED_CHUNKS} chunks")
     arguments = parser.parse_args()
@@ -301,9 +314,9 @@ def main() -> None:
     if arguments.part == "documents":
         write_documents(setting, Path(arguments.books), Path(arguments.held_out))
     elif arguments.part == "train":
-        train(setting, arguments.models, arguments.steps, arguments.books, arguments.held_out)
+        train(setting, arguments.models, arguments.steps, arguments.seed, arguments.books, arguments.held_out)
     elif arguments.part == "ask":
-        ask(setting, arguments.models, arguments.at)
+        ask(setting, arguments.models, arguments.at, arguments.seed)
     else:
         (FOLDER / "README.md").write_text(page(), encoding="utf-8")
         print(page())

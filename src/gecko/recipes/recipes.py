@@ -207,6 +207,11 @@ def compare_no_memory() -> Run:
     return _gecko("compare_no_memory", memory="none")
 
 
+def compare_longer_keys() -> Run:
+    """Gecko whose memory keys begin with twice the square root of the head dimension as their length, not with 1."""
+    return _gecko("compare_longer_keys", memory_key_length=11.31)
+
+
 def compare_linear() -> Run:
     """Gecko with the memory of Infini-attention (linear, delta rule)."""
     return _gecko("compare_linear", memory="linear")
@@ -216,7 +221,7 @@ COMPARISON: dict[str, Callable[[], Run]] = {
     recipe.__name__: recipe
     for recipe in (
         compare_gecko, compare_megalodon, compare_llama, compare_chunk, compare_window, compare_cumulative,
-        compare_no_memory, compare_linear,
+        compare_no_memory, compare_longer_keys, compare_linear,
     )
 }  # fmt: skip
 
