@@ -1,0 +1,224 @@
+"""The first table of docs/evidence.md: each claim with its numbers from benchmarks/results/evidence, and a verdict.
+
+    python benchmarks/evidence.py            # print the table
+    python benchmarks/evidence.py --write    # put it into docs/evidence.md, and write the pages with all numbers
+
+A verdict is computed from the same numbers: a difference counts if its 95 % interval excludes zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import long_context
+import retrieval
+
+from gecko.eval.results import wilson
+
+FOLDER = Path(__file__).parent / "results" / "evidence"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence.md"
+BEGIN, END = "<!-- benchmarks/evidence.py -->\n", "<!-- end -->\n"
+RECALL = (
+    "mqar-memory-{memory}-growth-0.77-items-16-length-256-vocab_size-64-vocab_size-64-key_dim-64-{rest}-{seed}.json"
+)
+RECALL_REST = "learning_rate-5e-3-steps-1300"
+
+Row = tuple[str, str, str]
+"""Claim, evidence and verdict."""
+
+
+def _read(path: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((FOLDER / path).read_text(encoding="utf-8"))
+    return record
+
+
+def _difference(file: str, name: str) -> tuple[float, float, float]:
+    """Return the difference of a recipe to the first one, and its interval."""
+    recipe = next(one for one in _read(f"comparison/{file}.json")["recipes"] if one["recipe"] == name)
+    return recipe["difference"], recipe["difference_interval"]["low"], recipe["difference_interval"]["high"]
+
+
+def _shown(value: float, low: float, high: float, digits: int = 3) -> str:
+    return f"{value:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def order() -> Row:
+    found = {
+        (name, file): _difference(file, f"compare_{name}")
+        for name in ("megalodon", "llama") for file in ("comparison", "longer")
+    }  # fmt: skip
+    holds = all(low > 0 for _, low, _ in found.values())
+    text = "; ".join(
+        f"{name.capitalize()} {_shown(*found[name, 'comparison'])} with 10 MB, "
+        f"{_shown(*found[name, 'longer'])} with 30 MB"
+        for name in ("megalodon", "llama")
+    )
+    return "With equal bytes Gecko is better than Megalodon and Llama 2", f"{text} nats per byte", _verdict(holds)
+
+
+def parts() -> Row:
+    names = {"chunk": "attention within chunks", "window": "sliding window", "cumulative": "cumulative norm",
+             "linear": "linear memory", "no_memory": "no memory"}  # fmt: skip
+    found = {name: _difference("ablations", f"compare_{name}") for name in names}
+    text = "; ".join(f"{names[name]} {_shown(*values)}" for name, values in found.items())
+    return "Each new part helps (rows of 2,048 bytes of books)", text, "sliding chunks only"
+
+
+def borders() -> Row:
+    found = {}
+    for name in ("megalodon", "gecko", "llama"):
+        records = [_read(f"comparison/positions-compare_{name}-{seed}.json") for seed in range(3)]
+        found[name] = [_score(record, "border minus rest")["value"] for record in records]
+    text = "; ".join(f"{name.capitalize()} {', '.join(f'{x:+.3f}' for x in values)}" for name, values in found.items())
+    holds = min(found["megalodon"]) > 2 * max(found["gecko"])
+    return "No higher loss after chunk borders", f"border minus rest by seed: {text}", _verdict(holds)
+
+
+def _score(record: Mapping[str, Any], name: str, **where: object) -> dict[str, Any]:
+    return next(
+        one for one in record["scores"]
+        if one["name"] == name and all(one["where"].get(key) == value for key, value in where.items())
+    )  # fmt: skip
+
+
+def long_texts() -> Row:
+    record = _read("perplexity/compare_gecko.json")
+    losses = {one["where"]["context"]: one["value"] for one in record["scores"] if one["name"] == "nats a token"}
+    text = ", ".join(f"{losses[size]:.4f} at {label}" for size, label in
+                     ((2**10, "1 K"), (2**16, "64 K"), (2**20, "1 M"), (2**22, "4 M")))  # fmt: skip
+    stable = losses[2**22] < losses[2**16]
+    return "Stable up to 4 M bytes, trained on 2,048", f"nats per byte: {text}", _verdict(stable)
+
+
+def recall() -> Row:
+    def values(memory: str, seeds: range) -> list[float]:
+        records = (_read("diagnose/" + RECALL.format(memory=memory, rest=RECALL_REST, seed=seed)) for seed in seeds)
+        return [_beyond_window(record) for record in records]
+
+    long, short = values("adaptive-memory_key_length-11.31", range(3)), values("adaptive", range(3))
+    (none,) = values("none", range(1))
+    text = (
+        f"16 pairs in rows of 256: keys of 11.31 {_listed(long)} by seed, of 1 (the paper's) {_listed(short)}, "
+        f"no memory {none:.3f}; guessing 0.06"
+    )
+    return "The memory recalls pairs that left the window", text, _by_keys(min(long) > 0.95, min(short) > 0.95)
+
+
+def _listed(values: list[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
+def _beyond_window(record: Mapping[str, Any]) -> float:
+    """Return the accuracy of questions 2 and more chunks after their pairs."""
+    scores = [
+        one for one in record["scores"] if str(one["where"]["chunks before the question"]) not in ("any", "0", "1")
+    ]
+    return sum(one["value"] * one["n"] for one in scores) / sum(one["n"] for one in scores)
+
+
+def needles() -> Row:
+    records = [_read(f"retrieval/{path.name}") for path in sorted((FOLDER / "retrieval").glob("*chunk-64-250.json"))]
+    by_model = {
+        name: [one for one in records if one["model"]["name"] == name]
+        for name in ("gecko-longer-keys", "gecko", "no-memory")
+    }
+    long, short, none = ([_needle_hits(one, 4096, 32) for one in found] for found in by_model.values())
+    far = [hits for one in by_model["gecko-longer-keys"] if (hits := _needle_hits(one, 16384, 128))[1]]
+    text = (
+        f"one needle, 32 to 63 chunks of 64 away: keys of 11.31 {_shares(long)}, of 1 {_shares(short)}, "
+        f"no memory {_shares(none)}; 128 to 255 chunks away (64 windows): keys of 11.31 {_shares(far)}; guessing 0.10"
+    )
+    lows = [[wilson(*one).low for one in found] for found in (long, short)]
+    return "A needle is found 16 windows away", text, _by_keys(*(min(found) > 0.9 for found in lows))
+
+
+def _needle_hits(record: Mapping[str, Any], length: int, chunks: int) -> tuple[int, int]:
+    """Return the right answers and all answers in documents of this length with one needle, from ``chunks`` away."""
+    scores = [
+        one for one in record["scores"]
+        if (one["where"]["length"], one["where"]["needles"]) == (length, 1) and one["where"]["chunks"] >= chunks
+    ]  # fmt: skip
+    return sum(round(one["value"] * one["n"]) for one in scores), sum(one["n"] for one in scores)
+
+
+def _shares(found: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{hits / total:.3f} (n = {total})" for hits, total in found)
+
+
+def cost_of_keys() -> Row:
+    value, low, high = _difference("longer-keys-10-mb", "compare_longer_keys")
+    long, short = (
+        _score(_read(f"perplexity/compare_{name}.json"), "nats a token", context=2**22)["value"]
+        for name in ("longer_keys", "gecko")
+    )
+    text = (
+        f"keys of 11.31 against 1, 10 MB, nats per byte: held-out novels {_shown(value, low, high, 4)}; "
+        f"4 M bytes of Gibbon {long - short:+.4f}"
+    )
+    novels, history = high < 0.002, long - short < 0.002
+    verdict = "on novels, not on Gibbon" if novels and not history else _verdict(novels and history)
+    return "Longer keys cost nothing on books", text, verdict
+
+
+def far_past() -> Iterator[Row]:
+    """Yield a row per kind of documents: what 64 K adds to 2 K beyond the control's gain, and the loss against it.
+
+    Both count: a model that is worse than the control at 2 K only may gain without using the past.
+    """
+    for path in sorted((FOLDER / "long_context").glob("*.json")):
+        record, shown, paid = _read(f"long_context/{path.name}"), [], set()
+        for gain in (one for one in record["scores"] if one["name"] == "2K less 64K, less the control's"):
+            kind, model = gain["where"]["kind"], gain["where"]["model"]
+            if kind != "other bytes":
+                better = _score(record, "control less model, all", **gain["where"])
+                shown.append(f"{kind}, {model}: {_interval(gain)} and {_interval(better)}")
+                if gain["value"] >= 0.01 and better["interval"]["low"] > 0:
+                    paid.add(kind)
+        verdict = _verdict("all bytes" in paid) if len(paid) != 1 else f"for {paid.pop()}"
+        yield (
+            f"A past of 64 K pays with memory ({path.stem})",
+            f"gain over 2 K beyond that without memory, and loss below it: {'; '.join(shown)}",
+            verdict,
+        )
+
+
+def _interval(score: Mapping[str, Any]) -> str:
+    return _shown(score["value"], score["interval"]["low"], score["interval"]["high"])
+
+
+def _verdict(holds: bool) -> str:
+    return "holds" if holds else "does not hold"
+
+
+def _by_keys(long: bool, short: bool) -> str:
+    return "holds" if short else "holds with longer keys" if long else "does not hold"
+
+
+CLAIMS: tuple[Callable[[], Row], ...] = (order, parts, borders, long_texts, recall, needles, cost_of_keys)
+
+
+def table() -> str:
+    rows = [*(claim() for claim in CLAIMS), *far_past()]
+    lines = (f"| {claim} | {evidence} | **{verdict}** |" for claim, evidence, verdict in rows)
+    return "\n".join(["| claim | evidence | verdict |", "|---|---|---|", *lines]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/evidence.md")
+    arguments = parser.parse_args()
+    found = table()
+    print(found)
+    if arguments.write:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        PAGE.write_text(before + BEGIN + found + END + rest.partition(END)[2], encoding="utf-8")
+        for part in (retrieval, long_context):
+            (part.FOLDER / "README.md").write_text(part.page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
