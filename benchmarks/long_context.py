@@ -1,4 +1,4 @@
-"""What text further back than the window is worth: models trained on long documents, with and without memory.
+"""Effect of long context on the loss: models trained on long documents, with and without a working memory.
 
     python benchmarks/long_context.py documents          # source of installed packages, as source/{train,held_out}
     python benchmarks/long_context.py train --data books # gecko train on consecutive rows, for every model
@@ -6,13 +6,12 @@
     python benchmarks/long_context.py page               # results/evidence/long_context/README.md
 
 Training carries the state from row to row, so that documents are read from start to end. Held-out documents are read
-with the whole past, with an empty state every so many bytes, and with an empty memory only. All losses are of the same
+without resets, with the state reset at regular distances, and with only the memory reset. All losses are of the same
 bytes, so differences are paired; intervals are bootstrapped over blocks of a document.
 
-Two things separate the reasons why a past might be worth nothing. Repeated names are words that the training texts
-hardly have and that this document used before, but not within ``NEAR`` bytes. The match predictor says what followed
-the longest equal context in the last so many bytes of the document; mixed with the model without memory it measures
-what the far past tells. Its mixing weights are fitted on the other documents.
+Repeated names are rare words that the document used before, but not within the last ``NEAR`` bytes. The match predictor
+predicts the byte that followed the longest equal context within a window. Its predictions are mixed with those of a
+model, with weights that are fitted on the other documents. The gain shows how much information the window holds.
 
 ``train`` can be interrupted, and continues. All paths are relative to the current folder.
 """
@@ -28,18 +27,18 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measuring import find_model
+from measuring import START, find_model
+from memory_reach import with_empty_memory
 from numpy.typing import NDArray
 from torch import Tensor
 
 import gecko
-from gecko.data import load_tokenizer
 from gecko.eval.results import Results, Score, Values, bootstrap_ratio
 from gecko.inference.prefill import inference
 from gecko.io.files import whole_file
@@ -49,12 +48,10 @@ from gecko.train.throughput import describe_hardware
 
 FOLDER = Path(__file__).parent / "results" / "evidence" / "long_context"
 
-MODELS: dict[str, tuple[str, ...]] = {
-    "no memory": ("compare_no_memory",),
-    "memory": ("compare_gecko",),
-    "memory, keys of 11.31": ("compare_gecko", "model.memory_key_length=11.31"),
-}
-"""Recipe and overrides. The first is the control."""
+MODELS = {
+    "no memory": "compare_no_memory", "memory": "compare_gecko", "memory, keys of 11.31": "compare_longer_keys",
+}  # fmt: skip
+"""Recipes by name. The first is the control."""
 HELD_OUT_PACKAGES = ("fontTools", "joblib", "mpmath", "networkx", "nltk", "rich")
 LARGEST_PACKAGE = 2**19
 """Bytes of a package that are used; packages with less than half of it are not."""
@@ -109,9 +106,8 @@ def run_folder(data: str, model: str, seed: int) -> Path:
 
 def train(data: str, models: Sequence[str], steps: int, seed: int) -> None:
     for name in models:
-        recipe, *changes = MODELS[name]
         command = [
-            "train", recipe, "--resume", "--out", str(run_folder(data, name, seed)), *changes, f"seed={seed}",
+            "train", MODELS[name], "--resume", "--out", str(run_folder(data, name, seed)), f"seed={seed}",
             f"steps={steps}", f"batch_size={LANES}", f"sequence_length={ROW}", "precision=auto",
             "data.carry_state=true", f"data.source={data}/train", f"data.validation={data}/held_out",
             "evaluation.rows=16", "evaluation.final_rows=64",
@@ -124,15 +120,15 @@ def byte_losses(model: gecko.Gecko, texts: Sequence[Bytes]) -> dict[str, Values]
     """Return the loss of every byte in nats, (texts, ``LENGTH``), for every mode that the model has."""
     modes = {name: mode for name, mode in MODES.items() if mode.state_reset == mode.memory_reset or _has_memory(model)}
     text = torch.from_numpy(np.stack(texts)).long()
-    start, rows = load_tokenizer("bytes").document_start, len(text)
+    rows = len(text)
     state, found = model.empty_state(rows * len(modes)), []
     with inference(model):
         for begin in range(0, LENGTH, PIECE):
             targets = text[:, begin : begin + PIECE]
-            before = text[:, begin - 1 : begin] if begin else torch.full((rows, 1), start)
+            before = text[:, begin - 1 : begin] if begin else START.expand(rows, 1)
             resets = torch.tensor([[begin % mode.state_reset == 0, begin % mode.memory_reset == 0]
                                    for mode in modes.values()]).repeat_interleave(rows, 0)  # fmt: skip
-            first = torch.where(resets[:, :1], start, before.repeat(len(modes), 1))
+            first = torch.where(resets[:, :1], START, before.repeat(len(modes), 1))
             tokens = torch.cat([first, targets[:, :-1].repeat(len(modes), 1)], dim=1)
             state = _reset(model, state, *resets.unbind(1))
             losses, state = model.token_losses(tokens, targets.repeat(len(modes), 1), state=state)
@@ -147,13 +143,8 @@ def _has_memory(model: gecko.Gecko) -> bool:
 
 def _reset(model: gecko.Gecko, state: GeckoState, states: Tensor, memories: Tensor) -> GeckoState:
     """Return the state with empty memories and empty states in the marked rows."""
-    empty = model.empty_state(state.batch_size)
-    mixers = [
-        mixer if mixer.memory is None or fresh.memory is None
-        else replace(mixer, memory=fresh.memory.where(memories, mixer.memory))
-        for mixer, fresh in zip(state.mixers, empty.mixers, strict=True)
-    ]  # fmt: skip
-    return empty.where(states, replace(state, mixers=tuple(mixers)))
+    kept = with_empty_memory(model, state, memories) if _has_memory(model) else state
+    return model.empty_state(state.batch_size).where(states, kept)
 
 
 def repeated_names(text: bytes, common: set[bytes]) -> NDArray[np.bool_]:
@@ -224,6 +215,10 @@ def score(data: str, models: Sequence[str], seeds: Sequence[int], threads: int) 
     torch.set_num_threads(threads)
     keep_freed_memory()
     files = [path for path in sorted(Path(data, "held_out").glob("*.txt")) if path.stat().st_size >= LENGTH]
+    if len(files) < 2:
+        raise FileNotFoundError(
+            f"{data}/held_out must hold two texts of {LENGTH:,} bytes as .txt; it has {len(files)}."
+        )
     raw = [path.read_bytes()[:LENGTH] for path in files]
     texts = [np.frombuffer(bytearray(text), np.uint8) for text in raw]
     common = common_words(Path(data, "train"))
@@ -234,9 +229,8 @@ def score(data: str, models: Sequence[str], seeds: Sequence[int], threads: int) 
     for seed in seeds:
         losses = {}
         for name in models:
-            if run_folder(data, name, seed).exists():
-                losses[name] = byte_losses(gecko.load(find_model(str(run_folder(data, name, seed)))), texts)
-                print(data, name, seed, flush=True)
+            losses[name] = byte_losses(gecko.load(find_model(str(run_folder(data, name, seed)))), texts)
+            print(data, name, seed, flush=True)
         for kind, marks in kinds.items():
             scores += _kind_scores(losses, marks, {"kind": kind, "seed": seed})
             scores += _match_scores(losses, found, marks, {"kind": kind, "seed": seed})
@@ -259,7 +253,6 @@ def _kind_scores(
         for mode, values in found.items():
             yield _score("loss", values, marks, {**place, "mode": mode})
         yield _score("2K less 64K", found["2K"] - found["64K"], marks, place)
-        yield _score("2K less all", found["2K"] - found["all"], marks, place)
         if found is not control:
             beyond = (found["2K"] - found["64K"]) - (control["2K"] - control["64K"])
             yield _score("2K less 64K, less the control's", beyond, marks, place)
@@ -289,7 +282,7 @@ def _score(name: str, values: Values, marks: NDArray[np.bool_], where: Mapping[s
 
 def page() -> str:
     lines = [
-        "# What a long past is worth", "",
+        "# Effect of long context on the loss, with and without a working memory", "",
         "Made by `python benchmarks/long_context.py page` of the JSON files beside it. Models of 1 M parameters on "
         "bytes; nats per byte with 95 % intervals over blocks of 1,024 bytes. A positive number is a gain.", "",
     ]  # fmt: skip
@@ -343,6 +336,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0])
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
+    if unknown := set(arguments.models) - set(MODELS):
+        parser.error(f"--models must be of {'; '.join(MODELS)}; got {'; '.join(sorted(unknown))}")
+    if arguments.part == "score" and next(iter(MODELS)) not in arguments.models:
+        parser.error(f"--models must contain {next(iter(MODELS))}, which the others are compared with")
     if arguments.part == "documents":
         write_packages(Path("source"))
     elif arguments.part == "train":

@@ -70,7 +70,7 @@ TRIPS: dict[str, Callable[[dict[str, Any]], list[float]]] = {
     "timestep_norm.gradients": lambda _: [2.0],
     "loss._token": lambda a: [blocks(a["vocabulary"], a["block"])],
     "norms._gradients": lambda a: [blocks(a["rows"], a["steps"] * a["programs"])],
-    "qk_scale_shift._scale_shift_gradients": lambda a: [blocks(a["batch"] * a["length"], a["steps"] * a["programs"])],
+    "qk_scale_shift._gradients": lambda a: [blocks(a["batch"] * a["length"], a["steps"] * a["programs"])],
     "chunk_attention._log_sum_kernel": lambda a: [0.75 * a["chunk_size"] / a["block_k"]],
     "chunk_attention._row_dot_kernel": lambda a: [a["p_x"].shape[-1] / 1024],
     "chunk_attention._score_grads_kernel": lambda a: [a["value_width"] / a["block_d"]],

@@ -208,7 +208,7 @@ def compare_no_memory() -> Run:
 
 
 def compare_longer_keys() -> Run:
-    """Gecko whose memory keys begin with twice the square root of the head dimension as their length, not with 1."""
+    """Gecko with memory keys of initial length 11.31, twice the square root of the head dimension."""
     return _gecko("compare_longer_keys", memory_key_length=11.31)
 
 

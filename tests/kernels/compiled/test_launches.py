@@ -37,11 +37,10 @@ REGISTERS = {
 
 MORE = {
     "filter_kernel": (224, 255), "gradients_kernel": (224, 255), "_row_dot_kernel": (255, 255),
-    "enter_kernel": (255, 255), "_scale_shift_gradients": (168, 168),
+    "enter_kernel": (255, 255),
 }  # fmt: skip
 """Kernels with their own limits, for activations of 16 and of 32 bits. CEMA's kernels over tokens run one block per
-multiprocessor. ``enter_kernel`` works at the ends of chunks only. Three blocks of ``_scale_shift_gradients`` fit,
-which have four warps."""
+multiprocessor. ``enter_kernel`` works at the ends of chunks only."""
 
 
 OLDEST = {"normalise_tiles": 232} if triton.__version__.startswith("3.6.") else {}

@@ -27,8 +27,9 @@ from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 PROGRAMS = 512
 """Maximum programs per head of the backward kernel. Each writes a row of the parameter gradients."""
 WARPS = 4
-"""With the tiles of ``_sizes``, a thread holds eight features of a step, so that loads and stores move 128 bits. The
-backward kernel then needs 168 registers at most, and three blocks fit on a multiprocessor."""
+"""With the tiles of ``_sizes``, a thread loads and stores 128 bits at a time."""
+REGISTERS = 128
+"""Limit for the backward kernel: four blocks per multiprocessor. Without one, Triton takes 146 for sm_100."""
 
 
 def qk_scale_shift_triton(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
@@ -37,10 +38,11 @@ def qk_scale_shift_triton(z: Tensor, scale: Tensor, offset: Tensor, heads: int, 
     return tuple(rows)
 
 
-def _sizes(rows: int, features: int, heads: int) -> dict[str, Any]:
+def _sizes(z: Tensor, rows: int, heads: int) -> dict[str, Any]:
+    features = z.shape[-1]
     size = features // heads
     width = tile(size, 1)
-    steps = max(1, 4096 // (width * rows))
+    steps = max(1, WARPS * 32 * 16 // z.itemsize // width)
     return {
         "features": features, "heads": heads, "size": size, "rows": rows, "width": width, "steps": steps,
         "factor": size**-0.5,
@@ -57,7 +59,7 @@ def _pointers(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
 
 def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> list[Tensor]:
     (batch, length, features), rows = z.shape, scale.shape[0]
-    sizes = _sizes(rows, features, heads)
+    sizes = _sizes(z, rows, heads)
     out = [z.new_empty(batch, heads, length, features // heads) for _ in range(rows)]
     Launch(_fan, (batch * blocks(length, sizes["steps"]) * heads,), {
         "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_offset": offset.contiguous(),
@@ -69,15 +71,15 @@ def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -
 def _backward(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of z, scale and offset."""
     (batch, length, features), rows = z.shape, scale.shape[0]
-    sizes = _sizes(rows, features, heads)
+    sizes = _sizes(z, rows, heads)
     programs = min(blocks(PROGRAMS, batch), blocks(length, sizes["steps"]))
     grad_z = torch.empty_like(z, memory_format=torch.contiguous_format)
     parts = z.new_empty(2, batch * programs, rows, features, dtype=torch.float32)
-    Launch(_scale_shift_gradients, (batch * programs * heads,), {
+    Launch(_gradients, (batch * programs * heads,), {
         **_pointers("p_grad", [grad.contiguous() for grad in grads]), "p_z": z.contiguous(),
         "p_scale": scale.contiguous(), "p_grad_z": grad_z, "p_scale_parts": parts[0], "p_offset_parts": parts[1],
         "batch": batch, "length": length, "programs": programs, "eps": eps, **sizes,
-    }, WARPS).run()  # fmt: skip
+    }, WARPS, registers=REGISTERS).run()  # fmt: skip
     return grad_z, parts[0].sum(0).to(scale.dtype), parts[1].sum(0).to(scale.dtype)
 
 
@@ -116,21 +118,17 @@ _qk_scale_shift.register_autograd(_propagate, setup_context=_keep)
 
 
 @triton.jit
-def _normal(p_z, first, m_z, eps, features: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
-            steps: tl.constexpr):  # fmt: skip
-    """Return z / √(mean(z²) + ε) over the features of a head, (steps, features), rstd (steps, 1), and offsets of z."""
-    places = first + tl.arange(0, steps)[:, None] * features + tl.arange(0, width)[None]
-    b_z = tl.load(p_z + places, mask=m_z, other=0.0).to(tl.float32)
-    b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) / size + eps)[:, None]
-    return b_z * b_rstd, b_rstd, places
+def _places(stride: tl.constexpr, width: tl.constexpr, steps: tl.constexpr):
+    """Return the offsets (steps, features) of a tile from its first number."""
+    return tl.arange(0, steps)[:, None] * stride + tl.arange(0, width)[None]
 
 
 @triton.jit
-def _places(i_row, i_head, begin, length, heads: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
-            steps: tl.constexpr):  # fmt: skip
-    """Return the offsets in (B, H, T, d) of the steps starting at ``begin``."""
-    first = ((i_row * heads + i_head) * length + begin) * size
-    return first + tl.arange(0, steps)[:, None] * size + tl.arange(0, width)[None]
+def _normal(p_z, m_z, eps, features: tl.constexpr, size: tl.constexpr, width: tl.constexpr, steps: tl.constexpr):
+    """Return z / √(mean(z²) + ε) over the features of a head, (steps, features), and rstd (steps, 1)."""
+    b_z = tl.load(p_z + _places(features, width, steps), mask=m_z, other=0.0).to(tl.float32)
+    b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) / size + eps)[:, None]
+    return b_z * b_rstd, b_rstd
 
 
 @triton.jit
@@ -141,11 +139,11 @@ def _factor(p_scale, row: tl.constexpr, i_s, i_head, factor, features: tl.conste
 
 
 @triton.jit
-def _store_row(p_out, places, m_z, b_n, p_scale, p_offset, row: tl.constexpr, i_s, i_head, factor,
-               features: tl.constexpr, size: tl.constexpr):  # fmt: skip
+def _store_row(p_out, m_z, b_n, p_scale, p_offset, row: tl.constexpr, i_s, i_head, factor, features: tl.constexpr,
+               size: tl.constexpr, width: tl.constexpr, steps: tl.constexpr):  # fmt: skip
     b_offset = tl.load(p_offset + row * features + i_head * size + i_s, mask=i_s < size, other=0.0)
     b_out = b_n * _factor(p_scale, row, i_s, i_head, factor, features, size) + b_offset.to(tl.float32)[None]
-    tl.store(p_out + places, b_out.to(p_out.dtype.element_ty), mask=m_z)
+    tl.store(p_out + _places(size, width, steps), b_out.to(p_out.dtype.element_ty), mask=m_z)
 
 
 @triton.jit(do_not_specialize=["batch", "length"])
@@ -157,14 +155,14 @@ def _fan(p_z, p_scale, p_offset, p_out_0, p_out_1, p_out_2, p_out_3, batch, leng
     i_row, begin = program // heads // tiles, program // heads % tiles * steps
     i_s = tl.arange(0, width)
     m_z = (begin + tl.arange(0, steps) < length)[:, None] & (i_s < size)[None]
-    first = (i_row * length + begin) * features + i_head * size
-    b_n, _, _ = _normal(p_z, first, m_z, eps, features, size, width, steps)
-    places = _places(i_row, i_head, begin, length, heads, size, width, steps)
-    _store_row(p_out_0, places, m_z, b_n, p_scale, p_offset, 0, i_s, i_head, factor, features, size)
-    _store_row(p_out_1, places, m_z, b_n, p_scale, p_offset, 1, i_s, i_head, factor, features, size)
+    p_z += (i_row * length + begin) * features + i_head * size
+    first = ((i_row * heads + i_head) * length + begin) * size
+    b_n, _ = _normal(p_z, m_z, eps, features, size, width, steps)
+    _store_row(p_out_0 + first, m_z, b_n, p_scale, p_offset, 0, i_s, i_head, factor, features, size, width, steps)
+    _store_row(p_out_1 + first, m_z, b_n, p_scale, p_offset, 1, i_s, i_head, factor, features, size, width, steps)
     if rows == 4:
-        _store_row(p_out_2, places, m_z, b_n, p_scale, p_offset, 2, i_s, i_head, factor, features, size)
-        _store_row(p_out_3, places, m_z, b_n, p_scale, p_offset, 3, i_s, i_head, factor, features, size)
+        _store_row(p_out_2 + first, m_z, b_n, p_scale, p_offset, 2, i_s, i_head, factor, features, size, width, steps)
+        _store_row(p_out_3 + first, m_z, b_n, p_scale, p_offset, 3, i_s, i_head, factor, features, size, width, steps)
 
 
 @triton.jit
@@ -183,10 +181,9 @@ def _store_part(p_scale_parts, p_offset_parts, part, row: tl.constexpr, i_s, b_s
 
 
 @triton.jit(do_not_specialize=["batch", "length", "programs"])
-def _scale_shift_gradients(p_grad_0, p_grad_1, p_grad_2, p_grad_3, p_z, p_scale, p_grad_z, p_scale_parts,
-                           p_offset_parts, batch, length, programs, eps, factor, features: tl.constexpr,
-                           heads: tl.constexpr, size: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-                           steps: tl.constexpr):  # fmt: skip
+def _gradients(p_grad_0, p_grad_1, p_grad_2, p_grad_3, p_z, p_scale, p_grad_z, p_scale_parts, p_offset_parts, batch,
+               length, programs, eps, factor, features: tl.constexpr, heads: tl.constexpr, size: tl.constexpr,
+               rows: tl.constexpr, width: tl.constexpr, steps: tl.constexpr):  # fmt: skip
     """Store the gradient of z, and those of scale and offset summed over this program's steps of one batch row and head
     (p_…_parts, (B · programs, rows, H · d))."""
     program = tl.program_id(0).to(tl.int64)
@@ -197,25 +194,26 @@ def _scale_shift_gradients(p_grad_0, p_grad_1, p_grad_2, p_grad_3, p_z, p_scale,
     b_none = tl.zeros([steps, width], tl.float32)
     b_s0, b_s1, b_s2, b_s3 = b_none, b_none, b_none, b_none
     b_o0, b_o1, b_o2, b_o3 = b_none, b_none, b_none, b_none
-    b_f0 = _factor(p_scale, 0, i_s, i_head, factor, features, size)
-    b_f1 = _factor(p_scale, 1, i_s, i_head, factor, features, size)
-    b_f2, b_f3 = b_f0, b_f1
-    if rows == 4:
-        b_f2 = _factor(p_scale, 2, i_s, i_head, factor, features, size)
-        b_f3 = _factor(p_scale, 3, i_s, i_head, factor, features, size)
     for begin in range(i_part % programs * steps, length, programs * steps):
         m_z = (begin + tl.arange(0, steps) < length)[:, None] & (i_s < size)[None]
-        first = (i_row * length + begin) * features + i_head * size
-        b_n, b_rstd, z_places = _normal(p_z, first, m_z, eps, features, size, width, steps)
-        places = _places(i_row, i_head, begin, length, heads, size, width, steps)
+        z_first = (i_row * length + begin) * features + i_head * size
+        first = ((i_row * heads + i_head) * length + begin) * size
+        b_n, b_rstd = _normal(p_z + z_first, m_z, eps, features, size, width, steps)
+        places = _places(size, width, steps)
         b_grad_n = tl.zeros([steps, width], tl.float32)
-        b_grad_n, b_s0, b_o0 = _add_row(p_grad_0, places, m_z, b_n, b_grad_n, b_f0, b_s0, b_o0)
-        b_grad_n, b_s1, b_o1 = _add_row(p_grad_1, places, m_z, b_n, b_grad_n, b_f1, b_s1, b_o1)
+        # Factors are loaded in the loop, from the cache: kept, they would take a quarter of the registers.
+        b_f = _factor(p_scale, 0, i_s, i_head, factor, features, size)
+        b_grad_n, b_s0, b_o0 = _add_row(p_grad_0 + first, places, m_z, b_n, b_grad_n, b_f, b_s0, b_o0)
+        b_f = _factor(p_scale, 1, i_s, i_head, factor, features, size)
+        b_grad_n, b_s1, b_o1 = _add_row(p_grad_1 + first, places, m_z, b_n, b_grad_n, b_f, b_s1, b_o1)
         if rows == 4:
-            b_grad_n, b_s2, b_o2 = _add_row(p_grad_2, places, m_z, b_n, b_grad_n, b_f2, b_s2, b_o2)
-            b_grad_n, b_s3, b_o3 = _add_row(p_grad_3, places, m_z, b_n, b_grad_n, b_f3, b_s3, b_o3)
+            b_f = _factor(p_scale, 2, i_s, i_head, factor, features, size)
+            b_grad_n, b_s2, b_o2 = _add_row(p_grad_2 + first, places, m_z, b_n, b_grad_n, b_f, b_s2, b_o2)
+            b_f = _factor(p_scale, 3, i_s, i_head, factor, features, size)
+            b_grad_n, b_s3, b_o3 = _add_row(p_grad_3 + first, places, m_z, b_n, b_grad_n, b_f, b_s3, b_o3)
         b_grad_z = (b_grad_n - b_n * (tl.sum(b_grad_n * b_n, 1) / size)[:, None]) * b_rstd
-        tl.store(p_grad_z + z_places, b_grad_z.to(p_grad_z.dtype.element_ty), mask=m_z)
+        z_places = _places(features, width, steps)
+        tl.store(p_grad_z + z_first + z_places, b_grad_z.to(p_grad_z.dtype.element_ty), mask=m_z)
     part = i_part * rows * features + i_head * size
     _store_part(p_scale_parts, p_offset_parts, part, 0, i_s, b_s0, b_o0, factor, features, size)
     _store_part(p_scale_parts, p_offset_parts, part, 1, i_s, b_s1, b_o1, factor, features, size)
