@@ -294,6 +294,10 @@ PRESETS: dict[str, GeckoConfig] = {
         vocab_size=264, num_layers=8, model_dim=384, key_dim=192, value_dim=768, num_heads=4, ffn_dim=768,
         chunk_size=256, timestep_groups=12,
     ),
+    "gecko-4m": GeckoConfig(
+        vocab_size=264, num_layers=4, model_dim=256, key_dim=128, value_dim=512, num_heads=4, ffn_dim=512,
+        chunk_size=64, timestep_groups=8,
+    ),
     "tiny": GeckoConfig(
         vocab_size=264, num_layers=4, model_dim=128, key_dim=64, value_dim=256, num_heads=2, ffn_dim=256,
         chunk_size=64, timestep_groups=4,

@@ -54,18 +54,12 @@ def tiny() -> Run:
 
 
 def books() -> Run:
-    """A million parameters on novels, as bytes: the model that is installed with the package. Set data.source."""
-    return Run(
-        model=GeckoConfig.preset("tiny"),
+    """Four million parameters on novels, as bytes: the model that is installed with the package. Set data.source."""
+    return dataclasses.replace(
+        compare_gecko_4m(),
         output="runs/books",
-        batch_size=4,
-        sequence_length=2048,
-        steps=2900,
-        precision="auto",
-        optimizer=OptimizerSettings(learning_rate=8e-3),
-        schedule=ScheduleSettings(kind="wsd", warmup=0.03, decay=0.25),
-        evaluation=EvaluationSettings(every=250, rows=32, final_rows=768),
-        checkpoint=CheckpointSettings(every=250, keep=2),
+        steps=3663,
+        precision="bfloat16",
         sample=SampleSettings(prompt="It was ", tokens=600),
     )
 
@@ -217,17 +211,46 @@ def compare_linear() -> Run:
     return _gecko("compare_linear", memory="linear")
 
 
+_WIDER: dict[str, Any] = {"model_dim": 256, "key_dim": 128, "value_dim": 512, "num_heads": 4, "timestep_groups": 8}
+
+
+def compare_gecko_4m() -> Run:
+    """Gecko of four million parameters, with the learning rate of ``compare_gecko`` scaled for its width."""
+    return _wider(compare_gecko(), "compare_gecko_4m", ffn_dim=512, **_WIDER)
+
+
+def compare_megalodon_4m() -> Run:
+    """Megalodon of four million parameters."""
+    return _wider(compare_megalodon(), "compare_megalodon_4m", ffn_dim=768, **_WIDER)
+
+
+def compare_llama_4m() -> Run:
+    """Llama 2 of four million parameters."""
+    return _wider(compare_llama(), "compare_llama_4m", learning_rate=2e-3, model_dim=256, num_heads=8, ffn_dim=600)
+
+
+def _wider(run: Run, name: str, learning_rate: float = 8e-3, **sizes: Any) -> Run:
+    optimizer = dataclasses.replace(run.optimizer, learning_rate=learning_rate, base_width=_TUNED_WIDTH)
+    model = dataclasses.replace(run.model, **sizes)
+    return dataclasses.replace(run, model=model, optimizer=optimizer, output=f"runs/{name}")
+
+
 COMPARISON: dict[str, Callable[[], Run]] = {
     recipe.__name__: recipe
     for recipe in (
         compare_gecko, compare_megalodon, compare_llama, compare_chunk, compare_window, compare_cumulative,
-        compare_no_memory, compare_longer_keys, compare_linear,
+        compare_no_memory, compare_longer_keys, compare_linear, compare_gecko_4m, compare_megalodon_4m,
+        compare_llama_4m,
     )
 }  # fmt: skip
 
 
 def _gecko(name: str, **changes: Any) -> Run:
     return _comparison(name, dataclasses.replace(GeckoConfig.preset("tiny"), **changes))
+
+
+_TUNED_WIDTH = 128
+"""Width of the models for which the learning rates of the comparison were found."""
 
 
 def _comparison(name: str, model: ModelConfig) -> Run:
