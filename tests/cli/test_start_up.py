@@ -1,4 +1,4 @@
-"""Help and version do not import PyTorch, and imports are lazy."""
+"""Help and version do not import PyTorch, imports are lazy, and text does not wait for modules of training."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 import gecko
 
 HEAVY = ("torch", "numpy", "safetensors", "gecko.config", "gecko.train")
+UNUSED = ("torch._dynamo", "torch.distributed.fsdp", "sympy", "transformers", "matplotlib")
+"""Modules of training and compiling, which take longer to import than PyTorch itself."""
 
 
-def _loaded(program: str) -> list[str]:
-    """Return which modules of ``HEAVY`` a fresh process has imported after ``program``."""
-    report = f"import json, sys; print(); print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+def _loaded(program: str, modules: tuple[str, ...] = HEAVY) -> list[str]:
+    """Return which of ``modules`` a fresh process has imported after ``program``."""
+    report = f"import json, sys; print(); print(json.dumps([name for name in {modules!r} if name in sys.modules]))"
     program = f"try:\n    {program}\nexcept SystemExit:\n    pass\n{report}"
     environment = {**os.environ, "PYTHONPATH": str(Path(gecko.__file__).parents[1])}
     ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
@@ -34,6 +36,11 @@ def test_the_package_imports_pytorch_on_first_use() -> None:
     assert "torch" in _loaded("import gecko; gecko.Gecko")
     with pytest.raises(AttributeError, match="'gecko' has no attribute 'nothing'"):
         _ = gecko.nothing  # type: ignore[attr-defined]
+
+
+def test_text_does_not_wait_for_modules_of_training() -> None:
+    arguments = ["generate", "books", "--prompt", "It was ", "-n", "20"]
+    assert _loaded(f"from gecko.cli import app; app({arguments!r})", UNUSED) == []
 
 
 def test_a_shell_completes_commands_without_pytorch() -> None:

@@ -56,11 +56,10 @@ def convert(
 
 def _check_shapes(config: GeckoConfig, weights: dict[str, Tensor]) -> None:
     """Compare names and shapes with those of a model on the meta device."""
-    import torch
-
     from gecko.models.gecko import Gecko
+    from gecko.runtime.meta import meta_device
 
-    with torch.device("meta"):
+    with meta_device():
         expected = {name: tuple(tensor.shape) for name, tensor in Gecko(config).state_dict().items()}
     missing = sorted(expected.keys() - weights.keys())
     if missing:
@@ -274,7 +273,7 @@ def _write_for_transformers(network: Gecko, source: Path, target: Path, given: s
 def _write_onnx(network: Gecko, source: Path, target: Path, given: str | None) -> None:
     from gecko.data.tokenizers import copy_tokenizer
     from gecko.models.onnx import save_onnx
-    from gecko.train.setup import known_tokenizer
+    from gecko.train.tokenizer import known_tokenizer
 
     save_onnx(network, target)
     spec = known_tokenizer(source) if given is None else given

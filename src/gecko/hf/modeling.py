@@ -26,6 +26,7 @@ from gecko.layers.linear import is_bare
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends.dispatch import is_package
 from gecko.ops.loss import IGNORED, linear_cross_entropy
+from gecko.runtime.meta import meta_device
 from gecko.state import GeckoState
 
 _REPEATS_POSITIONS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx")
@@ -58,7 +59,7 @@ class CheckpointedGecko(Gecko):
         """Return a model whose parameters have no values yet, on the device where a parameter would be made."""
         probe = nn.Module()
         probe.place = nn.Parameter(torch.empty(0))
-        with torch.device("meta"):
+        with meta_device():
             model = cls(config)
         return model if probe.place.is_meta else model.to_empty(device=probe.place.device)
 

@@ -32,6 +32,8 @@ class CEMA(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw α, δ ~ N(0, 0.2²); σ(θ) is D^(−i/D) in random order; γ is real, with variance 1/N after its scaling."""
+        if self.alpha.is_meta:  # there are no values; PyTorch would import its compiler to compute them
+            return
         model_dim, modes = self.alpha.shape
         nn.init.normal_(self.alpha, std=0.2)
         nn.init.normal_(self.delta, std=0.2)

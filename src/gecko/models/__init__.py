@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from gecko.config import MODEL_TYPE as GECKO
 from gecko.config import PRESETS as GECKO_PRESETS
 from gecko.config import GeckoConfig, named, read_fields
@@ -16,6 +14,7 @@ from gecko.models.gecko import Gecko, load
 from gecko.models.llama import MODEL_TYPE as LLAMA
 from gecko.models.llama import PRESETS as LLAMA_PRESETS
 from gecko.models.llama import Llama, LlamaConfig, load_llama
+from gecko.runtime.meta import meta_device
 
 __all__ = [
     "LanguageModel", "Llama", "LlamaConfig", "ModelConfig", "build_model", "load_any", "load_config", "meta_model",
@@ -39,7 +38,7 @@ def build_model(config: ModelConfig) -> LanguageModel:
 
 def meta_model(config: ModelConfig) -> LanguageModel:
     """Build a model on the device ``meta``, without memory for its parameters."""
-    with torch.device("meta"):
+    with meta_device():
         return build_model(config)
 
 

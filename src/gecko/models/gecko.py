@@ -23,6 +23,7 @@ from gecko.models.common import ActivationCheckpointing, check_tokens, run_block
 from gecko.ops.common import identity
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
+from gecko.runtime.meta import meta_device
 from gecko.segments import Clock, Context, Segments
 from gecko.state import GeckoState
 
@@ -336,7 +337,7 @@ def load(folder: str | Path) -> Gecko:
 def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor]) -> Gecko:
     """Return a model of ``config`` with copies of ``weights``, in the dtype of the embedding or quantised, and in
     evaluation mode: to change the mode of all modules at every decoded token takes longer than a small model's step."""
-    with torch.device("meta"):
+    with meta_device():
         model = Gecko(config)
     dtype, bits = weights["embedding.weight"].dtype, stored_bits(weights)
     if bits is None:

@@ -18,6 +18,7 @@ from gecko.config import check_above, check_counts, check_layers, check_switches
 from gecko.io.model_folder import Layout, fill, read_folder, write_folder
 from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
+from gecko.runtime.meta import meta_device
 from gecko.runtime.process import require, without_log_warnings
 from gecko.segments import Segments
 
@@ -260,7 +261,7 @@ class Llama(nn.Module):
 def load_llama(folder: str | Path) -> Llama:
     """Load the model that ``Llama.save`` wrote. Errors are those of ``gecko.load``."""
     config, weights = read_folder(folder, LlamaConfig, LAYOUT)
-    with torch.device("meta"):
+    with meta_device():
         model = Llama(config)
     dtype = weights[LAYOUT.tied[1]].dtype
     fill(model, {name: weight.to(dtype) for name, weight in weights.items()})

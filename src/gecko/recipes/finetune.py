@@ -22,7 +22,7 @@ from gecko.train import (
     SampleSettings,
     ScheduleSettings,
 )
-from gecko.train.setup import known_tokenizer
+from gecko.train.tokenizer import known_tokenizer
 
 SHORTEST, LONGEST = 256, 4096
 """Bounds of the default length of a row in tokens."""

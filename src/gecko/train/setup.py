@@ -1,4 +1,4 @@
-"""Preparation of a run: the starting model, the check of its tokenizer, and the number of steps in a time budget.
+"""Preparation of a run: the starting model, and the number of steps in a time budget.
 
 A time budget becomes a number of steps once, when the run starts, so that the schedule depends on steps alone.
 """
@@ -9,17 +9,14 @@ import dataclasses
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gecko.data import IGNORED, Batch, ByteTokenizer, Tokenizer, load_tokenizer
-from gecko.data.tokenizers import holds_tokenizer
+from gecko.data import IGNORED, Batch
 from gecko.io.checkpoints import model_folder
 from gecko.io.quantization import is_quantized
 from gecko.models import LanguageModel, build_model, load_any, meta_model
@@ -31,50 +28,9 @@ from gecko.train.data import Prefetcher, RunData
 from gecko.train.evaluate import evaluate, sample_text
 from gecko.train.float8 import use_float8
 from gecko.train.optimizers.build import build_optimizer
-from gecko.train.run import RECIPE, Run, is_half
+from gecko.train.run import Run, is_half
 from gecko.train.step import split_batch, train_step
-
-_PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'\nÀ là niña, Straße, Привет, 你好, 🙂"
-
-
-def check_same_tokenizer(folder: Path, given: str) -> None:
-    """Check that the tokenizer ``given`` is that of the model in ``folder``, if that is known.
-
-    Warn if the model's tokenizer cannot be loaded and may be the same.
-
-    Raises:
-        ValueError: the two produce different ids for the same text.
-    """
-    known = known_tokenizer(folder)
-    if known is None or known == given:
-        return
-    try:
-        same = _ids(load_tokenizer(known)) == _ids(load_tokenizer(given))
-    except (FileNotFoundError, ValueError, ImportError) as error:
-        # A file or a library is missing. The bytes tokenizer needs neither: if it is ``given``, ``known`` is another.
-        same = given != ByteTokenizer.name
-        if same:
-            warnings.warn(f"data.tokenizer could not be compared with that of init_from: {error}", stacklevel=2)
-    if not same:
-        raise ValueError(
-            f"data.tokenizer must be that of the model in init_from, for which other ids mean other text; {folder} was "
-            f"trained with {known!r}, got {given!r}. Set data.tokenizer={known}"
-        )
-
-
-def known_tokenizer(folder: Path) -> str | None:
-    """Return the tokenizer of a model folder: its tokenizer files, else the name in its recipe, else None.
-
-    The files take precedence, because the recipe may name a path on another machine.
-    """
-    if holds_tokenizer(folder):
-        return str(folder)
-    return Run.load(folder / RECIPE).data.tokenizer if (folder / RECIPE).is_file() else None
-
-
-def _ids(tokenizer: Tokenizer) -> list[int]:
-    """Tokenize a varied text. Files cannot be compared: libraries save the same tokenizer with different bytes."""
-    return [tokenizer.document_start, *tokenizer.encode(_PROBE).tolist(), tokenizer.document_end]
+from gecko.train.tokenizer import check_same_tokenizer
 
 
 def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool) -> LanguageModel:

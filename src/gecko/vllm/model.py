@@ -24,6 +24,7 @@ from gecko.layers.linear import project
 from gecko.models.gecko import Gecko
 from gecko.ops.decoding.cpu import Network
 from gecko.parallel.tensor import TensorParallel, sharded_model, sharded_state, sharded_weight
+from gecko.runtime.meta import meta_device
 from gecko.state import GeckoState
 from gecko.vllm.pages import StatePages, StepMetadata
 
@@ -45,7 +46,7 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
             tensor_model_parallel_all_reduce, tensor_model_parallel_all_gather,
         )  # fmt: skip
         architecture = self.config.architecture()
-        with torch.device("meta"):
+        with meta_device():
             whole = self._ranks.size == 1
             self.gecko = Gecko(architecture) if whole else sharded_model(architecture, self._ranks)
         names = f"{prefix}.gecko.blocks" if prefix else "gecko.blocks"
