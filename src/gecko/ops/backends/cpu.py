@@ -5,9 +5,9 @@ autograd functions in ``ops/NAME/cpu.py``, and code shared by the C files in ``o
 contiguous float32 tensors on the CPU. ``dispatch.choose_backend`` decides when they run.
 
 **Build.** All files become one library, which is compiled for the processor of this machine when an operator first
-needs it. This takes ten to thirty seconds. The library is kept in the user's cache. Its name is a hash of the sources,
-the compiler and the processor's features, so machines that share a home directory keep one library each. Processes that
-start together wait for the one that builds it.
+needs it. On two cores this takes five to fifteen seconds. The library is kept in the user's cache. Its name is a hash
+of the sources, the compiler and the processor's features, so machines that share a home directory keep one library
+each. Processes that start together wait for the one that builds it.
 
 **Threads** are PyTorch's: its OpenMP runtime is in the process before the library, which uses the same one. Work is
 divided by shape and not by the number of threads, and sums have a fixed order: results are the same on any number of
@@ -33,6 +33,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,16 @@ def _built(compiler: str) -> Path:
         with locked(path.parent / _LOCK, wait=True):  # of processes that start together, one builds
             if not path.exists():
                 with whole_file(path) as temporary:
-                    _run([compiler, *_FLAGS, *map(str, sources), "-o", str(temporary), "-lm"])
+                    _build(compiler, sources, temporary)
     return path
+
+
+def _build(compiler: str, sources: Sequence[Path], library: Path) -> None:
+    """Compile the files, as many at once as there are processors, and link them."""
+    with tempfile.TemporaryDirectory(prefix="gecko-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [str(Path(folder, f"{number}.o")) for number in range(len(sources))]
+        list(pool.map(lambda source, to: _run([compiler, *_FLAGS, "-c", str(source), "-o", to]), sources, objects))
+        _run([compiler, *_FLAGS, *objects, "-o", str(library), "-lm"])
 
 
 def _folder() -> Path:
