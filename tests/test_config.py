@@ -97,6 +97,7 @@ def test_presets():
         ("gecko-1b", 1.25e9, 1.40e9),
         ("gecko-125m", 1.1e8, 1.5e8),
         ("gecko-15m", 1.2e7, 1.8e7),
+        ("gecko-4m", 3_756_032, 3_756_032),
         ("tiny", 0.8e6, 1.2e6),
         ("megalodon-7b", 6.5e9, 8.5e9),
     ],

@@ -24,7 +24,7 @@ from gecko.config import GeckoConfig
 SMALLEST = "gecko-125m"
 FAR = [1_000, 10_000, 100_000, 1_000_000]
 RATES = "rates"
-PRESETS = ("gecko-7b", "gecko-1b", "gecko-125m", "gecko-15m", "tiny", "megalodon-tiny")
+PRESETS = ("gecko-7b", "gecko-1b", "gecko-125m", "gecko-15m", "gecko-4m", "tiny", "megalodon-tiny")
 """Models of ``tests/gpu/test_sizes.py``; those whose kernels take longest to compile come first."""
 LONG, WIDE = 60e9, 129e9
 """Bytes that training gecko-1b on a row of 131,072 tokens needs, with full recomputation, and decoding 32 rows of

@@ -14,7 +14,7 @@ from gecko.train.step import autocast
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 
-PRESETS = ["tiny", "megalodon-tiny", "gecko-15m", "gecko-125m", "gecko-1b", "gecko-7b"]
+PRESETS = ["tiny", "megalodon-tiny", "gecko-4m", "gecko-15m", "gecko-125m", "gecko-1b", "gecko-7b"]
 TOLERANCE = {"float32": 2e-4, "bfloat16": 0.04}
 """Largest relative error (in norm) of a parameter's gradient; 1e-7 and 0.01 on a CPU. The loss gets a tenth of it."""
 

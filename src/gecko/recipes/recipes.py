@@ -12,7 +12,9 @@ recipes differ in the model alone, and their numbers of parameters agree within 
 query attends to at most 128 tokens, itself included; only the Llama attends to its whole row. Gecko's sliding chunks
 have 64 tokens, so a query sees 65 to 128. ``compare_chunk`` has chunks of 128, so a query sees 1 to 128. In
 ``compare_window`` the window is ``chunk_size``, so a query always sees 128. The memory takes the tokens that leave the
-window, so its chunks have 128 tokens in these two.
+window, so its chunks have 128 tokens in these two. ``compare_gecko_4m``, ``compare_megalodon_4m`` and
+``compare_llama_4m`` have four million parameters and the learning rates that were best at a million, scaled for their
+width.
 """
 
 from __future__ import annotations
@@ -225,7 +227,7 @@ def compare_megalodon_4m() -> Run:
 
 
 def compare_llama_4m() -> Run:
-    """Llama 2 of four million parameters."""
+    """Llama 2 of four million parameters, with the learning rate found for a million."""
     return _wider(compare_llama(), "compare_llama_4m", learning_rate=2e-3, model_dim=256, num_heads=8, ffn_dim=600)
 
 
