@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import long_context
+import order_by_size
 import retrieval
 
 from gecko.eval.results import wilson
@@ -47,17 +48,22 @@ def _shown(value: float, low: float, high: float, digits: int = 3) -> str:
 
 
 def order() -> Row:
-    found = {
-        (name, file): _difference(file, f"compare_{name}")
-        for name in ("megalodon", "llama") for file in ("comparison", "longer")
-    }  # fmt: skip
-    holds = all(low > 0 for _, low, _ in found.values())
-    text = "; ".join(
-        f"{name.capitalize()} {_shown(*found[name, 'comparison'])} with 10 MB, "
-        f"{_shown(*found[name, 'longer'])} with 30 MB"
-        for name in ("megalodon", "llama")
-    )
-    return "With equal bytes Gecko is better than Megalodon and Llama 2", f"{text} nats per byte", _verdict(holds)
+    """Holds if Gecko is better in every comparison, by all of the interval."""
+    shown, lows = [], []
+    for model, name in order_by_size.OTHERS.items():
+        for record in order_by_size.records():
+            if (recipe := order_by_size.recipes_of(record).get(model)) is not None:
+                interval = recipe["difference_interval"]
+                lows.append(interval["low"])
+                difference = _shown(recipe["difference"], interval["low"], interval["high"])
+                shown.append(f"{name} {difference} ({_budget(record)})")
+    text = f"nats per byte above Gecko: {'; '.join(shown)}"
+    return "With equal bytes Gecko is better than Megalodon and Llama 2", text, _verdict(min(lows) > 0)
+
+
+def _budget(record: Mapping[str, Any]) -> str:
+    size, read = min(record["parameters"].values()), record["runs"][0]["tokens"]
+    return f"{size / 1e6:.0f} M parameters, {read / 1e6:.0f} MB"
 
 
 def parts() -> Row:
@@ -223,7 +229,8 @@ def main() -> None:
     if arguments.write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         PAGE.write_text(before + BEGIN + found + END + rest.partition(END)[2], encoding="utf-8")
-        for part in (retrieval, long_context):
+        order_by_size.draw()
+        for part in (retrieval, long_context, order_by_size):
             (part.FOLDER / "README.md").write_text(part.page(), encoding="utf-8")
 
 

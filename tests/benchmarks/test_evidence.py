@@ -6,6 +6,7 @@ from types import ModuleType
 
 import evidence
 import long_context
+import order_by_size
 import pytest
 import retrieval
 
@@ -15,6 +16,12 @@ def test_the_table_has_the_numbers_of_the_files() -> None:
     assert evidence.BEGIN + evidence.table() + evidence.END in page, "run: python benchmarks/evidence.py --write"
 
 
-@pytest.mark.parametrize("module", [retrieval, long_context])
+@pytest.mark.parametrize("module", [retrieval, long_context, order_by_size])
 def test_the_pages_have_the_numbers_of_the_files(module: ModuleType) -> None:
     assert (module.FOLDER / "README.md").read_text(encoding="utf-8") == module.page()
+
+
+def test_the_line_is_a_power_law_through_the_means_of_sizes() -> None:
+    points = [(size, 3 * size**-0.1 + error) for size in (10**6, 4 * 10**6, 15 * 10**6) for error in (-0.01, 0.01)]
+    assert order_by_size.power_law(points) == pytest.approx((3, 0.1))
+    assert order_by_size.power_law(points[:2]) is None

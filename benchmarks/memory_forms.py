@@ -1,0 +1,302 @@
+"""Other forms of the working memory: recall, loss on books, and loss in a text of 4 M bytes, against the paper's form.
+
+    python benchmarks/memory_forms.py train         # every form on every task that has no result yet
+    python benchmarks/memory_forms.py page          # results/evidence/memory_forms/README.md from the results
+
+Each form differs from Gecko in one thing. They are not options of the model: this script replaces a class or function
+of the package while it trains and scores. ``train`` continues interrupted runs, in ``runs/memory-forms``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from diagnostics import COMMON, MANY
+from measuring import START, byte_tokens, find_model
+from torch import Tensor, nn
+
+import gecko
+from gecko.config import GeckoConfig
+from gecko.eval.results import Results, Score, Values, bootstrap_mean
+from gecko.eval.synthetic import Diagnosis, diagnose
+from gecko.inference.prefill import inference
+from gecko.layers.gated_attention import GatedAttention
+from gecko.ops import working_memory
+from gecko.ops.gates import gated
+from gecko.ops.working_memory import WorkingMemoryState, chunked
+from gecko.ops.working_memory.rules import Rule
+from gecko.recipes import apply_overrides, get_recipe
+from gecko.runtime.process import keep_freed_memory
+from gecko.train import train
+from gecko.train.overrides import build, set_fields
+from gecko.train.throughput import describe_hardware
+
+FOLDER = Path(__file__).parent / "results" / "evidence" / "memory_forms"
+RUNS = Path("runs/memory-forms")
+ROW, ROWS = 2048, 192
+"""Bytes of a row that is scored, and rows of each held-out book."""
+LONG, PIECE = 2**22, 2048
+GROWTH = 0.77
+
+
+class LearnedTemperature(GatedAttention):
+    """The memory's queries and keys are multiplied by exp(τ), with τ learned per head, at first 0."""
+
+    def __init__(self, config: GeckoConfig) -> None:
+        super().__init__(config)
+        self.log_temperature = nn.Parameter(torch.zeros(config.num_heads, 1, 1))
+
+    def queries_and_keys(self, z: Tensor) -> tuple[Tensor, ...]:
+        query, key, *memory = super().queries_and_keys(z)
+        return query, key, *(x * self.log_temperature.exp() for x in memory)
+
+
+class ScaledRead(GatedAttention):
+    """What is read is multiplied by a factor learned per head, at first 4."""
+
+    def __init__(self, config: GeckoConfig) -> None:
+        super().__init__(config)
+        self.read_scale = nn.Parameter(torch.full((config.num_heads, 1, 1), 4.0))
+
+    def combined(self, attended: Tensor, gate: Tensor, recalled: Tensor) -> Tensor:
+        return gated(attended, gate, recalled * self.read_scale)
+
+    def _mix(self, projections: Any, v: Any, gate: Any, state: Any, segments: Any) -> Any:
+        config = self.config
+        recalled, memory = working_memory.working_memory(
+            projections[2], projections[3], v, config.chunk_size,
+            state=None if state is None else state.memory, segments=segments,
+        )  # fmt: skip
+        attended, attention = self.attend(projections, v, None if state is None else state.attention, segments)
+        return self.combined(attended, gate, recalled), attention, memory
+
+
+class GatedRead(ScaledRead):
+    """What is read is gated as attention is."""
+
+    def __init__(self, config: GeckoConfig) -> None:
+        GatedAttention.__init__(self, config)
+
+    def combined(self, attended: Tensor, gate: Tensor, recalled: Tensor) -> Tensor:
+        return gated(attended + recalled, gate, None)
+
+
+@dataclass(frozen=True)
+class Form:
+    mixer: type[GatedAttention] = GatedAttention
+    floor: float | None = None
+    """Smallest ρ, the share of a chunk that enters. None: w / z, as in paper Eq. 16."""
+    model: Mapping[str, float] = field(default_factory=dict)
+    """Changes of the config."""
+
+
+_LONGER = {"memory_key_length": 11.31}
+FORMS = {
+    "keys of 1 (paper)": Form(),
+    "keys of 1, learned temperature": Form(LearnedTemperature),
+    "keys of 5.66": Form(model={"memory_key_length": 5.66}),
+    "keys of 11.31": Form(model=_LONGER),
+    "keys of 11.31, forgetting 1/16": Form(floor=1 / 16, model=_LONGER),
+    "keys of 11.31, forgetting 1/256": Form(floor=1 / 256, model=_LONGER),
+    "keys of 11.31, scaled read": Form(ScaledRead, model=_LONGER),
+    "keys of 11.31, gated read": Form(GatedRead, model=_LONGER),
+}
+"""Forms by name. The first is the reference."""
+
+
+def forgetting_normalisers(floor: float) -> Callable[[Rule, WorkingMemoryState, Tensor, Tensor], Tensor]:
+    """Return ``chunked.normalisers_of`` with z ← min(z + w, w / floor), so that ρ = w / z is at least ``floor``."""
+
+    def normalisers_of(rule: Rule, state: WorkingMemoryState, weights: Tensor, resets: Tensor) -> Tensor:
+        entering = torch.cat([state.previous.weight.unsqueeze(2), weights], dim=2)
+        found = [state.normaliser]
+        for w, reset in zip(entering.unbind(2), resets.unbind(1), strict=True):
+            z = torch.where(reset[:, None, None], w, rule.accumulate(found[-1], w))
+            empty = w <= rule.empty_weight / 2
+            found.append(torch.where(empty, z, torch.minimum(z, w - math.log(floor))))
+        return torch.stack(found, dim=2)
+
+    return normalisers_of
+
+
+@contextmanager
+def built_with(form: Form) -> Iterator[None]:
+    """Build, train and read models of this form. Forgetting memories have no kernels."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("gecko.models.gecko.GatedAttention", form.mixer))
+        if form.floor is not None:
+            stack.enter_context(mock.patch.object(chunked, "normalisers_of", forgetting_normalisers(form.floor)))
+            stack.enter_context(mock.patch.object(working_memory, "_cpu_kernel_takes", lambda *_: False))
+        yield
+
+
+def recall(form: Form, seed: int) -> Results:
+    """Train one layer to recall 16 pairs in rows of 256 tokens, and return its accuracy by distance in chunks."""
+    changed = {change.partition("=")[0] for change in MANY}
+    kept = (setting for setting in COMMON if setting.partition("=")[0] not in changed)
+    values = dataclasses.asdict(Diagnosis(growth=GROWTH, seed=seed))
+    set_fields(values, [*kept, *MANY, *(f"model.{key}={value}" for key, value in form.model.items())])
+    return diagnose("mqar", build(Diagnosis, values), torch.device("cpu"))
+
+
+def books(name: str, form: Form, seed: int) -> Results:
+    """Train on 10 MB of novels, and return the losses of held-out rows, and those of one long text by doublings."""
+    overrides = [
+        "data.source=books/train", "data.validation=books/held_out", "precision=bfloat16", f"seed={seed}",
+        "sample.tokens=0", f"output={RUNS / f'{list(FORMS).index(name)}-{seed}'}",
+        *(f"model.{key}={value}" for key, value in form.model.items()),
+    ]  # fmt: skip
+    run = apply_overrides(get_recipe("compare_gecko"), overrides)
+    train(run, resume=True)
+    model = gecko.load(find_model(run.output))
+    held_out = row_losses(model, sorted(Path("books/held_out").glob("*.txt")))
+    far = long_losses(model, sorted(Path("books/gibbon").glob("*.txt")))
+    scores = [Score("nats per byte, held out", float(held_out.mean()), len(held_out), "rows",
+                    bootstrap_mean(held_out, "rows", seed))]  # fmt: skip
+    scores += [
+        Score("nats per byte, Gibbon", float(part.mean()), len(part), "pieces", bootstrap_mean(part, "pieces", seed),
+              {"until": end}) for end, part in _doublings(far)
+    ]  # fmt: skip
+    return Results("memory_forms", scores, run.to_dict(), seed, details={"rows": held_out.tolist()})
+
+
+def row_losses(model: gecko.Gecko, texts: Sequence[Path]) -> Values:
+    """Return the loss of each row, read from an empty state, at equally distant places of every text."""
+    losses = []
+    with inference(model):
+        for path in texts:
+            data = torch.cat(list(byte_tokens([path], path.stat().st_size)))
+            for at in torch.linspace(0, len(data) - ROW, ROWS).long().tolist():
+                targets = data[None, at : at + ROW]
+                tokens = torch.cat([START[None], targets[:, :-1]], dim=1)
+                losses.append(float(model.token_losses(tokens, targets)[0].mean()))
+    return np.array(losses)
+
+
+def long_losses(model: gecko.Gecko, texts: Sequence[Path]) -> Values:
+    """Return the loss of each piece of one text, read from start to end."""
+    data = torch.cat(list(byte_tokens(texts, LONG)))[None]
+    inputs, state, losses = torch.cat([START[None], data[:, :-1]], dim=1), None, []
+    with inference(model):
+        for begin in range(0, LONG, PIECE):
+            part = slice(begin, begin + PIECE)
+            found, state = model.token_losses(inputs[:, part], data[:, part], state=state)
+            losses.append(float(found.mean()))
+    return np.array(losses)
+
+
+def _doublings(pieces: Values) -> Iterator[tuple[int, Values]]:
+    """Yield the pieces of each doubling of the length from 64 K on, and its end in bytes."""
+    end = 2**16
+    while end <= LONG:
+        yield end, pieces[end // 2 // PIECE : end // PIECE]
+        end *= 2
+
+
+def path_of(task: str, name: str, seed: int) -> Path:
+    return FOLDER / f"{task}-{list(FORMS).index(name)}-{seed}.json"
+
+
+def train_all(tasks: Sequence[str], names: Sequence[str], seeds: Sequence[int]) -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        for task in tasks:
+            for name in names:
+                path, form = path_of(task, name, seed), FORMS[name]
+                if path.exists():
+                    continue
+                print(task, name, seed, flush=True)
+                with built_with(form):
+                    results = recall(form, seed) if task == "recall" else books(name, form, seed)
+                command = f"python benchmarks/memory_forms.py train --tasks {task} --forms {shlex.quote(name)}"
+                results.save(path, {"name": name}, command, describe_hardware(torch.device("cpu")))
+
+
+def page() -> str:
+    """Return the results as a Markdown table."""
+    lines = [
+        "# Other forms of the working memory",
+        "",
+        "Made by `python benchmarks/memory_forms.py page` of the JSON files beside it. Recall: 16 pairs in rows of 256 "
+        "tokens, one layer, as in `diagnose/README.md`, share of right answers 2 and more chunks away by seed. Novels: "
+        "1 M parameters, 10 MB, loss on 768 held-out rows minus that of the first form with the same seed (nats per "
+        "byte, 95 % over rows). Gibbon: one text of 4 M bytes, loss of its second half and that minus the loss of its "
+        "second 64th.",
+        "",
+        "| form | recall | novels | Gibbon | change from 128 K to 4 M |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name in FORMS:
+        lines.append(f"| {name} | {_recalled(name)} | {_novels(name)} | {' | '.join(_far(name))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _records(task: str, name: str) -> list[dict[str, Any]]:
+    paths = (path_of(task, name, seed) for seed in range(10))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
+
+def _recalled(name: str) -> str:
+    shares = []
+    for record in _records("recall", name):
+        far = [one for one in record["scores"]
+               if str(one["where"]["chunks before the question"]) not in ("any", "0", "1")]  # fmt: skip
+        shares.append(sum(one["value"] * one["n"] for one in far) / sum(one["n"] for one in far))
+    return ", ".join(f"{share:.3f}" for share in shares) or "not run"
+
+
+def _novels(name: str) -> str:
+    first = {record["seed"]: record for record in _records("books", next(iter(FORMS)))}
+    shown = []
+    for record in _records("books", name):
+        if record["seed"] not in first:
+            continue
+        rows = np.array(record["details"]["rows"]) - np.array(first[record["seed"]]["details"]["rows"])
+        interval = bootstrap_mean(rows, "rows", 0) if rows.any() else None
+        shown.append(
+            f"{record['scores'][0]['value']:.4f}" if interval is None
+            else f"{rows.mean():+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
+        )  # fmt: skip
+    return "; ".join(shown) or "not run"
+
+
+def _far(name: str) -> tuple[str, str]:
+    last, change = [], []
+    for record in _records("books", name):
+        by_end = {one["where"]["until"]: one["value"] for one in record["scores"][1:]}
+        last.append(f"{by_end[LONG]:.4f}")
+        change.append(f"{by_end[LONG] - by_end[2**17]:+.4f}")
+    return "; ".join(last) or "not run", "; ".join(change) or "not run"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("train", "page"))
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=["recall", "books"])
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0])
+    arguments = parser.parse_args()
+    if arguments.part == "train":
+        train_all(arguments.tasks, arguments.forms, arguments.seeds)
+    else:
+        (FOLDER / "README.md").write_text(page(), encoding="utf-8")
+        print(page())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

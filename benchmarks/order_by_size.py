@@ -1,0 +1,178 @@
+"""Loss of Gecko, Megalodon and Llama 2 by number of parameters, from the results of ``gecko compare``.
+
+    python benchmarks/order_by_size.py    # README.md and loss-by-parameters.png in results/evidence/comparison
+
+Models are compared at equal bytes. The line of a model is the power law through its mean losses: loss = a · N⁻ᵇ, with N
+the number of parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gecko.pages import LineStyle, label_line_ends, new_figure
+
+FOLDER = Path(__file__).parent / "results" / "evidence" / "comparison"
+FILES = ("comparison.json", "longer.json", "order-*.json")
+"""Comparisons of the three models, by ``gecko compare``."""
+PICTURE = "loss-by-parameters.png"
+OTHERS = {"megalodon": "Megalodon", "llama": "Llama 2"}
+NAMES = {"gecko": "Gecko", **OTHERS}
+
+Record = dict[str, Any]
+Points = dict[str, list[tuple[int, float]]]
+"""Parameters and loss of each run, by model."""
+
+
+def records() -> list[Record]:
+    """Return the comparisons, by bytes and then by size."""
+    found: list[Record] = [
+        json.loads(path.read_text(encoding="utf-8")) for name in FILES for path in sorted(FOLDER.glob(name))
+    ]
+    return sorted(found, key=lambda record: (_tokens(record), min(record["parameters"].values())))
+
+
+def model_of(recipe: str) -> str:
+    """Return the model's name in a recipe such as ``compare_gecko_4m``."""
+    return recipe.split("_")[1]
+
+
+def _tokens(record: Record) -> int:
+    return int(record["runs"][0]["tokens"])
+
+
+def points_by_bytes() -> dict[int, Points]:
+    found: dict[int, Points] = defaultdict(lambda: defaultdict(list))
+    for record in records():
+        for run in record["runs"]:
+            found[_tokens(record)][model_of(run["recipe"])].append((run["parameters"], run["nats_per_byte"]))
+    return found
+
+
+def power_law(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """Return a and b of loss = a · N⁻ᵇ through the means of at least two sizes, by least squares of logarithms."""
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for size, loss in points:
+        by_size[size].append(loss)
+    if len(by_size) < 2:
+        return None
+    means = [math.log(statistics.fmean(losses)) for losses in by_size.values()]
+    slope, intercept = statistics.linear_regression([math.log(size) for size in by_size], means)
+    return math.exp(intercept), -slope
+
+
+def page() -> str:
+    """Return the results as Markdown tables."""
+    lines = [
+        "# Gecko, Megalodon and Llama 2 by size",
+        "",
+        "Made by `python benchmarks/order_by_size.py` of the JSON files beside it. Held-out nats per byte; means "
+        "over seeds.",
+        "",
+        "| bytes | parameters | precision | seeds | Gecko | Megalodon − Gecko | Llama 2 − Gecko | interval of |",
+        "|---:|---:|---|---:|---:|---:|---:|---|",
+        *(_row(record) for record in records()),
+        "",
+        *_laws(),
+        "## Minutes",
+        "",
+        "Time of the training steps of one run on one thread. Runs shared their machine, so times of different rows "
+        "must not be compared.",
+        "",
+        "| bytes | parameters | " + " | ".join(NAMES.values()) + " | processor |",
+        "|---:|---:|" + "---:|" * len(NAMES) + "---|",
+        *(_time_row(record) for record in records()),
+        "",
+        "## Commands",
+        "",
+        *(f"- `{record['command']}` ({record['commit'][:7]})" for record in records()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def recipes_of(record: Record) -> dict[str, Record]:
+    return {model_of(one["recipe"]): one for one in record["recipes"]}
+
+
+def _row(record: Record) -> str:
+    recipes = recipes_of(record)
+    method = next(one["difference_interval"]["method"] for one in recipes.values() if one["difference_interval"])
+    cells = [
+        f"{_tokens(record):,}", _sizes(record), record["settings"]["precision"], str(len(record["seeds"])),
+        f"{recipes['gecko']['nats_per_byte']:.4f}", _difference(recipes.get("megalodon")),
+        _difference(recipes.get("llama")), method,
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _sizes(record: Record) -> str:
+    sizes = record["parameters"].values()
+    return f"{min(sizes):,} to {max(sizes):,}"
+
+
+def _difference(recipe: Mapping[str, Any] | None) -> str:
+    if recipe is None:
+        return "not run"
+    interval = recipe["difference_interval"]
+    return f"{recipe['difference']:+.4f} [{interval['low']:+.4f}, {interval['high']:+.4f}]"
+
+
+def _laws() -> Iterator[str]:
+    for tokens, points in points_by_bytes().items():
+        laws = {name: power_law(points[name]) for name in NAMES if name in points}
+        if any(law is not None for law in laws.values()):
+            yield (
+                f"With {tokens:,} bytes the loss falls per doubling of the parameters by "
+                + ", ".join(f"{1 - 2 ** -law[1]:.1%} ({NAMES[name]})" for name, law in laws.items() if law)
+                + f" (`{PICTURE}`)."
+            )
+            yield ""
+
+
+def _time_row(record: Record) -> str:
+    runs: dict[str, list[float]] = defaultdict(list)
+    for run in record["runs"]:
+        runs[model_of(run["recipe"])].append(run["seconds"] / 60)
+    times = [f"{statistics.fmean(runs[name]):.0f}" if runs[name] else "not run" for name in NAMES]
+    hardware = record["hardware"]["Processor"].replace("(R)", "")
+    return f"| {_tokens(record):,} | {_sizes(record)} | {' | '.join(times)} | {hardware} |"
+
+
+def draw() -> None:
+    """Draw losses and power laws of the smallest number of bytes with which several sizes were trained."""
+    points = next(
+        points for _, points in sorted(points_by_bytes().items()) if any(power_law(one) for one in points.values())
+    )
+    figure, axes = new_figure("parameters, millions", "held-out loss, nats per byte", height=4.0)
+    ends = []
+    for number, name in enumerate(NAMES):
+        law, style, runs = power_law(points[name]), LineStyle.of(number), points[name]
+        axes.plot([size / 1e6 for size, _ in runs], [loss for _, loss in runs], style.marker, color=style.color)
+        if law is not None:
+            sizes = [min(size for size, _ in runs), max(size for size, _ in runs)]
+            losses = [law[0] * size ** -law[1] for size in sizes]
+            axes.plot([size / 1e6 for size in sizes], losses, color=style.color, linestyle=style.dashes)
+            ends.append((losses[-1], style, NAMES[name]))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
+    label_line_ends(axes, ends)
+    figure.savefig(FOLDER / PICTURE, dpi=150)
+
+
+def main() -> None:
+    (FOLDER / "README.md").write_text(page(), encoding="utf-8")
+    draw()
+    print(page())
+
+
+if __name__ == "__main__":
+    main()
