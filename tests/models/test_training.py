@@ -131,19 +131,22 @@ def test_flops_grow_with_the_row() -> None:
     assert flops_per_token(config, 2048) == 6 * matrices + 12 * 5 * 128 * 1024
 
 
-def test_comparison_needs_equal_runs_of_equal_size() -> None:
-    """Everything except model and folder is equal, and the numbers of parameters are within 2 %."""
-    runs = {name: get_recipe(name) for name in COMPARISON}
-    first = runs["compare_gecko"]
-    assert {"compare_gecko", "compare_megalodon", "compare_llama"} <= runs.keys()
+@pytest.mark.parametrize(("size", "parameters"), [("", 993_280), ("_4m", 3_756_032)])
+def test_comparison_needs_equal_runs_of_equal_size(size: str, parameters: int) -> None:
+    """Everything except model, learning rate and folder is equal, and the numbers of parameters are within 2 %."""
+    runs = {name: get_recipe(name) for name in COMPARISON if name.endswith("_4m") is (size == "_4m")}
+    first = runs[f"compare_gecko{size}"]
+    assert {f"compare_{name}{size}" for name in ("gecko", "megalodon", "llama")} <= runs.keys()
     assert len({run.model for run in runs.values()}) == len(runs)
     for name, run in runs.items():
-        assert replace(run, model=first.model, output="runs/one", recipe="") == replace(
+        rate = first.optimizer.learning_rate if size else run.optimizer.learning_rate  # tuned with a million
+        optimizer = replace(run.optimizer, learning_rate=rate)
+        assert replace(run, model=first.model, optimizer=optimizer, output="runs/one", recipe="") == replace(
             first, output="runs/one", recipe=""
         ), name
         assert run.output == f"runs/{name}"
         count = sum(parameter.numel() for parameter in meta_model(run.model).parameters())
-        assert count == pytest.approx(993_280, rel=0.02), name
+        assert count == pytest.approx(parameters, rel=0.02), name
     assert first.steps is not None and first.steps * first.tokens_per_step == pytest.approx(10e6, rel=1e-3)
 
 
