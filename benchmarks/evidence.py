@@ -62,7 +62,7 @@ def order() -> Row:
 
 
 def _budget(record: Mapping[str, Any]) -> str:
-    size, read = min(record["parameters"].values()), record["runs"][0]["tokens"]
+    size, read = min(record["parameters"].values()), order_by_size.tokens_of(record)
     return f"{size / 1e6:.0f} M parameters, {read / 1e6:.0f} MB"
 
 
@@ -110,7 +110,7 @@ def long_texts() -> Row:
 
 def recall() -> Row:
     def values(memory: str, seeds: range) -> list[float]:
-        return [_beyond_window(_read(RECALL.format(memory=memory, seed=seed))) for seed in seeds]
+        return [beyond_window(_read(RECALL.format(memory=memory, seed=seed))) for seed in seeds]
 
     long, short = values("adaptive-memory_key_length-11.31", range(3)), values("adaptive", range(3))
     (none,) = values("none", range(1))
@@ -125,7 +125,7 @@ def _listed(values: list[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values)
 
 
-def _beyond_window(record: Mapping[str, Any]) -> float:
+def beyond_window(record: Mapping[str, Any]) -> float:
     """Return the accuracy of questions 2 and more chunks after their pairs."""
     scores = [
         one for one in record["scores"] if str(one["where"]["chunks before the question"]) not in ("any", "0", "1")

@@ -24,8 +24,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from diagnostics import COMMON, MANY
+from diagnostics import COMMON, GROWING, MANY
+from evidence import beyond_window
 from measuring import START, byte_tokens, find_model
+from shipped_model import row_losses
 from torch import Tensor, nn
 
 import gecko
@@ -46,14 +48,13 @@ from gecko.train.throughput import describe_hardware
 
 FOLDER = Path(__file__).parent / "results" / "evidence" / "memory_forms"
 RUNS = Path("runs/memory-forms")
-ROW, ROWS = 2048, 192
-"""Bytes of a row that is scored, and rows of each held-out book."""
+ROWS = 192
+"""Rows of each held-out book that are scored."""
 LONG, PIECE = 2**22, 2048
-GROWTH = 0.77
 
 
 class LearnedTemperature(GatedAttention):
-    """The memory's queries and keys are multiplied by exp(τ), with τ learned per head, at first 0."""
+    """Multiplies the memory's queries and keys by exp(τ); τ is learned per head and is 0 at the start."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__(config)
@@ -64,8 +65,23 @@ class LearnedTemperature(GatedAttention):
         return query, key, *(x * self.log_temperature.exp() for x in memory)
 
 
-class ScaledRead(GatedAttention):
-    """What is read is multiplied by a factor learned per head, at first 4."""
+class OtherRead(GatedAttention):
+    """Combines attention and the memory's output in another way."""
+
+    def combined(self, attended: Tensor, gate: Tensor, recalled: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _mix(self, projections: Any, v: Any, gate: Any, state: Any, segments: Any) -> Any:
+        recalled, memory = working_memory.working_memory(
+            projections[2], projections[3], v, self.config.chunk_size,
+            state=None if state is None else state.memory, segments=segments,
+        )  # fmt: skip
+        attended, attention = self.attend(projections, v, None if state is None else state.attention, segments)
+        return self.combined(attended, gate, recalled), attention, memory
+
+
+class ScaledRead(OtherRead):
+    """Multiplies the memory's output by a factor, which is learned per head and is 4 at the start."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__(config)
@@ -74,21 +90,9 @@ class ScaledRead(GatedAttention):
     def combined(self, attended: Tensor, gate: Tensor, recalled: Tensor) -> Tensor:
         return gated(attended, gate, recalled * self.read_scale)
 
-    def _mix(self, projections: Any, v: Any, gate: Any, state: Any, segments: Any) -> Any:
-        config = self.config
-        recalled, memory = working_memory.working_memory(
-            projections[2], projections[3], v, config.chunk_size,
-            state=None if state is None else state.memory, segments=segments,
-        )  # fmt: skip
-        attended, attention = self.attend(projections, v, None if state is None else state.attention, segments)
-        return self.combined(attended, gate, recalled), attention, memory
 
-
-class GatedRead(ScaledRead):
-    """What is read is gated as attention is."""
-
-    def __init__(self, config: GeckoConfig) -> None:
-        GatedAttention.__init__(self, config)
+class GatedRead(OtherRead):
+    """Multiplies the memory's output by the gate of attention."""
 
     def combined(self, attended: Tensor, gate: Tensor, recalled: Tensor) -> Tensor:
         return gated(attended + recalled, gate, None)
@@ -145,10 +149,8 @@ def built_with(form: Form) -> Iterator[None]:
 
 def recall(form: Form, seed: int) -> Results:
     """Train one layer to recall 16 pairs in rows of 256 tokens, and return its accuracy by distance in chunks."""
-    changed = {change.partition("=")[0] for change in MANY}
-    kept = (setting for setting in COMMON if setting.partition("=")[0] not in changed)
-    values = dataclasses.asdict(Diagnosis(growth=GROWTH, seed=seed))
-    set_fields(values, [*kept, *MANY, *(f"model.{key}={value}" for key, value in form.model.items())])
+    values = dataclasses.asdict(Diagnosis(seed=seed))
+    set_fields(values, [*COMMON, *MANY, GROWING, *(f"model.{key}={value}" for key, value in form.model.items())])
     return diagnose("mqar", build(Diagnosis, values), torch.device("cpu"))
 
 
@@ -162,7 +164,7 @@ def books(name: str, form: Form, seed: int) -> Results:
     run = apply_overrides(get_recipe("compare_gecko"), overrides)
     train(run, resume=True)
     model = gecko.load(find_model(run.output))
-    held_out = row_losses(model, sorted(Path("books/held_out").glob("*.txt")))
+    held_out = np.array(row_losses(model, Path("books/held_out"), ROWS))
     far = long_losses(model, sorted(Path("books/gibbon").glob("*.txt")))
     scores = [Score("nats per byte, held out", float(held_out.mean()), len(held_out), "rows",
                     bootstrap_mean(held_out, "rows", seed))]  # fmt: skip
@@ -171,19 +173,6 @@ def books(name: str, form: Form, seed: int) -> Results:
               {"until": end}) for end, part in _doublings(far)
     ]  # fmt: skip
     return Results("memory_forms", scores, run.to_dict(), seed, details={"rows": held_out.tolist()})
-
-
-def row_losses(model: gecko.Gecko, texts: Sequence[Path]) -> Values:
-    """Return the loss of each row, read from an empty state, at equally distant places of every text."""
-    losses = []
-    with inference(model):
-        for path in texts:
-            data = torch.cat(list(byte_tokens([path], path.stat().st_size)))
-            for at in torch.linspace(0, len(data) - ROW, ROWS).long().tolist():
-                targets = data[None, at : at + ROW]
-                tokens = torch.cat([START[None], targets[:, :-1]], dim=1)
-                losses.append(float(model.token_losses(tokens, targets)[0].mean()))
-    return np.array(losses)
 
 
 def long_losses(model: gecko.Gecko, texts: Sequence[Path]) -> Values:
@@ -223,7 +212,9 @@ def train_all(tasks: Sequence[str], names: Sequence[str], seeds: Sequence[int]) 
                 print(task, name, seed, flush=True)
                 with built_with(form):
                     results = recall(form, seed) if task == "recall" else books(name, form, seed)
-                command = f"python benchmarks/memory_forms.py train --tasks {task} --forms {shlex.quote(name)}"
+                command = (
+                    f"python benchmarks/memory_forms.py train --tasks {task} --forms {shlex.quote(name)} --seeds {seed}"
+                )
                 results.save(path, {"name": name}, command, describe_hardware(torch.device("cpu")))
 
 
@@ -252,12 +243,7 @@ def _records(task: str, name: str) -> list[dict[str, Any]]:
 
 
 def _recalled(name: str) -> str:
-    shares = []
-    for record in _records("recall", name):
-        far = [one for one in record["scores"]
-               if str(one["where"]["chunks before the question"]) not in ("any", "0", "1")]  # fmt: skip
-        shares.append(sum(one["value"] * one["n"] for one in far) / sum(one["n"] for one in far))
-    return ", ".join(f"{share:.3f}" for share in shares) or "not run"
+    return ", ".join(f"{beyond_window(record):.3f}" for record in _records("recall", name)) or "not run"
 
 
 def _novels(name: str) -> str:

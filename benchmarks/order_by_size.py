@@ -35,7 +35,7 @@ def records() -> list[Record]:
     found: list[Record] = [
         json.loads(path.read_text(encoding="utf-8")) for name in FILES for path in sorted(FOLDER.glob(name))
     ]
-    return sorted(found, key=lambda record: (_tokens(record), min(record["parameters"].values())))
+    return sorted(found, key=lambda record: (tokens_of(record), min(record["parameters"].values())))
 
 
 def model_of(recipe: str) -> str:
@@ -43,7 +43,7 @@ def model_of(recipe: str) -> str:
     return recipe.split("_")[1]
 
 
-def _tokens(record: Record) -> int:
+def tokens_of(record: Record) -> int:
     return int(record["runs"][0]["tokens"])
 
 
@@ -51,7 +51,7 @@ def points_by_bytes() -> dict[int, Points]:
     found: dict[int, Points] = defaultdict(lambda: defaultdict(list))
     for record in records():
         for run in record["runs"]:
-            found[_tokens(record)][model_of(run["recipe"])].append((run["parameters"], run["nats_per_byte"]))
+            found[tokens_of(record)][model_of(run["recipe"])].append((run["parameters"], run["nats_per_byte"]))
     return found
 
 
@@ -104,7 +104,7 @@ def _row(record: Record) -> str:
     recipes = recipes_of(record)
     method = next(one["difference_interval"]["method"] for one in recipes.values() if one["difference_interval"])
     cells = [
-        f"{_tokens(record):,}", _sizes(record), record["settings"]["precision"], str(len(record["seeds"])),
+        f"{tokens_of(record):,}", _sizes(record), record["settings"]["precision"], str(len(record["seeds"])),
         f"{recipes['gecko']['nats_per_byte']:.4f}", _difference(recipes.get("megalodon")),
         _difference(recipes.get("llama")), method,
     ]  # fmt: skip
@@ -141,7 +141,7 @@ def _time_row(record: Record) -> str:
         runs[model_of(run["recipe"])].append(run["seconds"] / 60)
     times = [f"{statistics.fmean(runs[name]):.0f}" if runs[name] else "not run" for name in NAMES]
     hardware = record["hardware"]["Processor"].replace("(R)", "")
-    return f"| {_tokens(record):,} | {_sizes(record)} | {' | '.join(times)} | {hardware} |"
+    return f"| {tokens_of(record):,} | {_sizes(record)} | {' | '.join(times)} | {hardware} |"
 
 
 def draw() -> None:

@@ -18,12 +18,13 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from statistics import fmean
 
 import torch
-from torch.nn import functional as F
+from measuring import START
 
 import gecko
-from gecko.data import load_tokenizer
+from gecko.inference.prefill import inference
 from gecko.io.checkpoints import model_folder
 from gecko.io.shipped import FOLDER
 from gecko.runtime.process import processor_name
@@ -37,17 +38,16 @@ ROOT = Path(__file__).parents[1]
 STARTS = 5
 
 
-@torch.no_grad()
-def nats_per_byte(model: gecko.Gecko, texts: Path, rows: int) -> float:
-    """Return the loss on ``rows`` equally distant rows of every text, each read from an empty state."""
-    start = load_tokenizer("bytes").document_start
+def row_losses(model: gecko.Gecko, texts: Path, rows: int) -> list[float]:
+    """Return the nats per byte of ``rows`` equally distant rows of every text, each read from an empty state."""
     losses = []
-    for file in sorted(texts.glob("*.txt")):
-        data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()
-        for at in torch.linspace(0, len(data) - ROW, rows).long().tolist():
-            row = torch.cat((torch.tensor([start]), data[at : at + ROW]))
-            losses.append(F.cross_entropy(model(row[None, :-1])[0][0].float(), row[1:]))
-    return float(torch.stack(losses).mean())
+    with inference(model):
+        for file in sorted(texts.glob("*.txt")):
+            data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()
+            for at in torch.linspace(0, len(data) - ROW, rows).long().tolist():
+                row = torch.cat((START, data[at : at + ROW]))[None]
+                losses.append(float(model.token_losses(row[:, :-1], row[:, 1:])[0].mean()))
+    return losses
 
 
 def generated(prompt: str) -> tuple[str, list[float]]:
@@ -83,12 +83,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=24, help="rows of each text that are scored")
     given = parser.parse_args()
     source, target = model_folder(given.run), FOLDER / "books"
-    exact = gecko.load(source).eval()
-    loss = nats_per_byte(exact, given.texts, given.rows)
+    exact = gecko.load(source)
+    loss = fmean(row_losses(exact, given.texts, given.rows))
     exact.bfloat16().save(target)
     recipe = Run.load(source / "recipe.json")
     recipe.save(target / "recipe.json")
-    stored = nats_per_byte(gecko.load(target).float().eval(), given.texts, given.rows)
+    stored = fmean(row_losses(gecko.load(target).float(), given.texts, given.rows))
     text, seconds = generated("It was ")
     records = read_metrics(given.run / METRICS)
     trained = [record for record in records if record["kind"] == "train"]

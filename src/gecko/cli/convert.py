@@ -56,11 +56,9 @@ def convert(
 
 def _check_shapes(config: GeckoConfig, weights: dict[str, Tensor]) -> None:
     """Compare names and shapes with those of a model on the meta device."""
-    from gecko.models.gecko import Gecko
-    from gecko.runtime.meta import meta_device
+    from gecko.models import meta_model
 
-    with meta_device():
-        expected = {name: tuple(tensor.shape) for name, tensor in Gecko(config).state_dict().items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
     missing = sorted(expected.keys() - weights.keys())
     if missing:
         raise ValueError(f"the checkpoint must hold every parameter of its config; it lacks {_first_names(missing)}.")
