@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.native_agreement import needs_compiler
 
 import gecko
 
@@ -41,6 +42,15 @@ def test_the_package_imports_pytorch_on_first_use() -> None:
 def test_text_does_not_wait_for_modules_of_training() -> None:
     arguments = ["generate", "books", "--prompt", "It was ", "-n", "20"]
     assert _loaded(f"from gecko.cli import app; app({arguments!r})", UNUSED) == []
+
+
+@needs_compiler
+def test_a_short_prompt_needs_the_small_library_only(tmp_path: Path) -> None:
+    """The other one takes twice as long to compile, so the first text would come later."""
+    arguments = ["generate", "books", "--prompt", "It was ", "-n", "20", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(gecko.__file__).parents[1]), "XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-m", "gecko", *arguments], env=environment, capture_output=True, check=True)
+    assert [path.name.split("-")[0] for path in tmp_path.rglob("*.so")] == ["decoding"]
 
 
 def test_a_shell_completes_commands_without_pytorch() -> None:

@@ -1,4 +1,4 @@
-"""The library of C kernels is built once and shared; if it cannot be built, the eager forms run."""
+"""The libraries of C kernels are built once and shared; if they cannot be built, the eager forms run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support.native_agreement import needs_compiler
 from torch.utils.flop_counter import FlopCounterMode
 
 from gecko.ops.backends import cpu as native
+from gecko.ops.backends import cpu_library
 from gecko.ops.backends.dispatch import _cpu_kernels_installed, cpu_kernels_run_on
 from gecko.ops.cema import CEMACoefficients, cema
 
@@ -29,7 +31,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: Path) -> Iterator[Path]:
     """Use an empty cache, with nothing loaded. Builds are not optimised, and only the first one compiles."""
-    run = native._run
+    run = cpu_library._run
 
     def run_or_copy(command: list[str]) -> str:
         if "-o" not in command or ("-c" in command and not kept.exists()):
@@ -42,12 +44,15 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: Path) -> Iterat
         return ""
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in native._FLAGS))
-    monkeypatch.setattr(native, "_run", run_or_copy)
-    for cached in (native._loaded, _cpu_kernels_installed):
-        cached.cache_clear()
+    monkeypatch.setattr(cpu_library, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in cpu_library._FLAGS))
+    monkeypatch.setattr(cpu_library, "_run", run_or_copy)
+    _forget()
     yield tmp_path / "gecko"
-    for cached in (native._loaded, _cpu_kernels_installed):
+    _forget()
+
+
+def _forget() -> None:
+    for cached in (native._loaded, native._warn, cpu_library._folder, _cpu_kernels_installed):
         cached.cache_clear()
 
 
@@ -72,9 +77,9 @@ esac
 
 def _processes(count: int, folder: Path, library: Path) -> list[int]:
     """Return the exit codes of processes that build the library at the same time, with a slow compiler."""
-    script = SLOW_COMPILER.replace("LIBRARY", str(library)).replace("COMPILER", native._compiler())
+    script = SLOW_COMPILER.replace("LIBRARY", str(library)).replace("COMPILER", cpu_library._compiler())
     folder.mkdir()
-    for name in native.COMPILERS:
+    for name in cpu_library.COMPILERS:
         (folder / name).write_text(script)
         (folder / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
@@ -89,8 +94,8 @@ def test_it_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (built,) = fresh.glob("*.so")
     native._loaded.cache_clear()
     commands: list[list[str]] = []
-    run = native._run
-    monkeypatch.setattr(native, "_run", lambda command: commands.append(command) or run(command))
+    run = cpu_library._run
+    monkeypatch.setattr(cpu_library, "_run", lambda command: commands.append(command) or run(command))
     assert native.library() is not None
     assert [built] == list(fresh.glob("*.so"))
     assert not [command for command in commands if "-o" in command]
@@ -99,7 +104,7 @@ def test_it_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 def test_other_sources_are_another_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native.library()
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-DOTHER"))
+    monkeypatch.setattr(cpu_library, "_FLAGS", (*cpu_library._FLAGS, "-DOTHER"))
     native._loaded.cache_clear()
     native.library()
     assert len(list(fresh.glob("*.so"))) == 2
@@ -112,6 +117,29 @@ def test_of_processes_that_start_together_one_builds(fresh: Path, kept: Path, tm
     assert _processes(3, tmp_path / "compilers", kept) == [0, 0, 0]
     assert len(list(fresh.glob("*.so"))) == 1
     assert (tmp_path / "compilers" / "built").read_text() == "once\n"
+
+
+@needs_compiler
+def test_a_library_is_built_while_other_modules_are_imported(fresh: Path) -> None:
+    cpu_library.start_building("decoding")
+    assert native.library("decoding") is not None
+    assert [path.name.split("-")[0] for path in fresh.glob("*.so")] == ["decoding"]
+
+
+def test_every_c_file_is_in_one_library() -> None:
+    of_decoding, others = map(cpu_library.sources, get_args(cpu_library.Name))
+    assert {path.parent.name for path in of_decoding} == {"decoding"}
+    assert sorted(of_decoding + others) == sorted(Path(cpu_library.__file__).parents[1].rglob("*.c"))
+
+
+def test_a_thread_that_cannot_build_says_nothing(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Who needs the library reports it."""
+    monkeypatch.setenv("PATH", "")
+    cpu_library.start_building("decoding")
+    assert native.library("decoding") is None
+    assert len(caplog.messages) == 1 and not list(recwarn)
 
 
 @needs_compiler
@@ -133,8 +161,7 @@ def test_without_a_compiler_the_eager_forms_run(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, compiler: str
 ) -> None:
     with_kernels = _average()
-    _cpu_kernels_installed.cache_clear()
-    native._loaded.cache_clear()
+    _forget()
     shutil.rmtree(fresh, ignore_errors=True)
     if compiler == "broken":
         (tmp_path / "gcc").write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")

@@ -17,6 +17,7 @@ from torch import Tensor
 import gecko
 from gecko.ops.backends import cpu as native
 from gecko.ops.backends import cpu as panels
+from gecko.ops.backends import cpu_library
 from gecko.ops.backends import dispatch as kernels
 from gecko.ops.feed_forward import swiglu
 from gecko.ops.norms import group_rms_norm
@@ -53,8 +54,8 @@ def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rooms]:
     header = Path(__file__).with_name("refusing.h")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        flags = ("-O0" if flag == "-O3" else flag for flag in native._FLAGS)
-        patch.setattr(native, "_FLAGS", (*flags, "-include", str(header)))
+        flags = ("-O0" if flag == "-O3" else flag for flag in cpu_library._FLAGS)
+        patch.setattr(cpu_library, "_FLAGS", (*flags, "-include", str(header)))
         patch.setattr(native, "_functions", {})
         patch.setattr(panels, "_FEWEST_TOKENS", 1)
         _forget()
@@ -66,6 +67,7 @@ def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rooms]:
 
 def _forget() -> None:
     native._loaded.cache_clear()
+    cpu_library._folder.cache_clear()
     kernels._cpu_kernels_installed.cache_clear()
 
 

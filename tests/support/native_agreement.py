@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gecko.ops.backends.cpu import COMPILERS
+from gecko.ops.backends.cpu_library import COMPILERS
 
 TOLERANCE = 1e-5
 """Largest difference, relative to the largest number of the tensor."""

@@ -26,6 +26,7 @@ from gecko.cli.common import (
     TopP,
     output_file,
 )
+from gecko.ops.backends.cpu_library import start_building
 
 if TYPE_CHECKING:
     from gecko.cli.arguments import Text
@@ -86,6 +87,8 @@ def generate(
     from gecko.inference.text import check_stops
     from gecko.runtime.process import keep_freed_memory
 
+    if device != "cuda":
+        start_building("decoding")  # while PyTorch is imported
     text = _prompt_text(source, prompt, file)
     inputs = [model, file, tokenizer]
     target = None

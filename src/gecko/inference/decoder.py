@@ -1,4 +1,7 @@
-"""State slots of sequences that decode side by side, and one step of all of them: in C, in Triton, or in PyTorch."""
+"""State slots of sequences that decode side by side, and one step of all of them: in C, in Triton, or in PyTorch.
+
+The decoder in C also reads short pieces of prompts, where that is faster than a call of the model.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from gecko.state import GeckoState
 
 FIRST_SLOTS = 4
 """Slots that are allocated for the first sequence; their number doubles when all are in use."""
+MOST_PRODUCTS = 2**28
+"""Most products of weights and activations in a piece of a prompt that is read in steps: with twice as many, a call of
+the model is as fast for 4 and 16 M parameters."""
 
 
 class Decoder:
@@ -115,6 +121,13 @@ class Decoder:
         self._state.clock.position.add_(1)
         return logits
 
+    def hidden_step(self, tokens: Sequence[int]) -> Tensor:
+        """Read one token per sequence, by slot, and return the inputs of the head, (count, D) float32; only in C."""
+        assert self._state is not None and self._network is not None and self.backend == "cpu", "only C has this step"
+        hidden = self._network.hidden_step(tokens)
+        self._state.clock.position.add_(1)
+        return hidden
+
     def draw(self, logits: Tensor, temperatures: Sequence[float], seeds: Sequence[int]) -> list[int]:
         """Return one token per row of ``logits``, by slot, or −1 if a logit is not finite; only in Triton.
 
@@ -155,6 +168,35 @@ class Decoder:
         self.count = count
         if self._all is not None:
             self._state = replace(self._all.map(lambda x: x[:count]), exclusive=True)
+
+
+def read_piece(model: Gecko, tokens: Tensor, state: GeckoState | None) -> tuple[Tensor, GeckoState]:
+    """Return what ``Gecko.hidden`` does for ``tokens`` (1, n), a piece of one sequence that follows ``state``.
+
+    The decoder in C reads the tokens one by one if they are few and the weights are bfloat16: then a call of the model
+    has no C kernels, and rounds activations.
+
+    Raises:
+        ValueError: a token is not in the vocabulary, or other weights made the state.
+    """
+    if _steps_may_be_faster(model, tokens.shape[1]):
+        before = model.empty_state() if state is None else state
+        if decoder_of(model, before) == "cpu":
+            return _read_by_steps(model, tokens, before)
+    return model.hidden(tokens, state=state)
+
+
+def _steps_may_be_faster(model: Gecko, count: int) -> bool:
+    if count == 1 or model.embedding.weight.dtype != torch.bfloat16:
+        return False
+    return count * sum(weight.numel() for weight in model.parameters()) <= MOST_PRODUCTS
+
+
+def _read_by_steps(model: Gecko, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
+    decoder = Decoder(model, 1)
+    decoder.add(state, torch.zeros(model.config.vocab_size, dtype=torch.bool))
+    hidden = torch.cat([decoder.hidden_step([token]) for token in tokens[0].tolist()])
+    return hidden.to(model.embedding.weight.dtype).unsqueeze(0), decoder.state(0)
 
 
 def _of_one_model(a: GeckoState, b: GeckoState) -> bool:

@@ -43,6 +43,9 @@ class Network(Protocol):
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one token of each of the first sequences and return the logits of the next ones, (rows, vocabulary)."""
 
+    def hidden_step(self, tokens: Sequence[int]) -> Tensor:
+        """Read tokens as ``step`` does and return the input of the head, (rows, D) float32; only in C."""
+
     def draw(self, logits: Tensor, temperatures: Sequence[float], seeds: Sequence[int]) -> list[int]:
         """Return one token per row of ``logits``; only in Triton."""
 
@@ -67,7 +70,7 @@ def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | No
     if dispatch.triton_kernels_run_on(model.embedding.weight):
         return "triton" if _triton_decodes(model) else None
     weights = [tensor for parameter in model.parameters() for tensor in plain_tensors(parameter)]
-    return "cpu" if all(x.device.type == "cpu" for x in weights) and library() is not None else None
+    return "cpu" if all(x.device.type == "cpu" for x in weights) and library("decoding") is not None else None
 
 
 def _triton_decodes(model: Gecko) -> bool:

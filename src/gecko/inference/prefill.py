@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
+from gecko.inference.decoder import read_piece
 from gecko.inference.sampling import all_finite, finite_rows, not_finite
 from gecko.models.gecko import Gecko
 from gecko.ops.loss import token_cross_entropy
@@ -73,7 +74,7 @@ def read(
         seen = torch.zeros(model.config.vocab_size, dtype=torch.bool)
         for part in pieces(model.config, tokens, state, piece=piece):
             seen[part] = True
-            hidden, state = model.hidden(part.unsqueeze(0).to(device), state=state)
+            hidden, state = read_piece(model, part.unsqueeze(0).to(device), state)
             last = hidden[:, -1:]
         if last is None or state is None:
             raise ValueError(

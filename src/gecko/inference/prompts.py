@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gecko.inference.decoder import read_piece
 from gecko.inference.prefill import Prefill, PromptScorer
 from gecko.inference.prefix_cache import Key, PrefixCache
 from gecko.inference.request import Request
@@ -181,7 +182,7 @@ def _read_rows(
 ) -> tuple[list[Tensor], list[GeckoState]]:
     """Return for each part (n,) the inputs of the head (n, D) and the state of one row after it."""
     if len(parts) == 1:
-        hidden, state = model.hidden(parts[0].unsqueeze(0), state=states[0])
+        hidden, state = read_piece(model, parts[0].unsqueeze(0), states[0])
         return [hidden[0]], [state]
     fresh = all(state is None for state in states)
     before = None if fresh else GeckoState.stack([model.empty_state() if x is None else x for x in states])

@@ -1,13 +1,8 @@
-"""Build, load and call the C kernels of all operators, and choose between PyTorch's two libraries for linear layers.
+"""Load and call the C kernels of all operators, and choose between PyTorch's two libraries for linear layers.
 
 **Files.** The kernels of an operator are in ``ops/NAME/cpu.c`` (and ``cpu_*.c`` if one file is too long), their
 autograd functions in ``ops/NAME/cpu.py``, and code shared by the C files in ``ops/backends/*.h``. The kernels need
-contiguous float32 tensors on the CPU. ``dispatch.choose_backend`` decides when they run.
-
-**Build.** All files become one library, which is compiled for the processor of this machine when an operator first
-needs it. On two cores this takes five to fifteen seconds. The library is kept in the user's cache. Its name is a hash
-of the sources, the compiler and the processor's features, so machines that share a home directory keep one library
-each. Processes that start together wait for the one that builds it.
+contiguous float32 tensors on the CPU. ``dispatch.choose_backend`` decides when they run. ``cpu_library`` compiles them.
 
 **Threads** are PyTorch's: its OpenMP runtime is in the process before the library, which uses the same one. Work is
 divided by shape and not by the number of threads, and sums have a fixed order: results are the same on any number of
@@ -24,37 +19,21 @@ cache holds the weights (``cpu_panels.h``).
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import hashlib
 import logging
-import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.io.files import locked, whole_file
+from gecko.ops.backends.cpu_library import Name, built
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH, cpu_kernels_run_on, is_plain_float32, products_are_rounded
 from gecko.runtime.private import onednn_linear
 from gecko.runtime.process import processor_field
-
-_FLAGS = (
-    "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp",
-    "--param=avoid-fma-max-bits=0",
-)  # fmt: skip
-"""The parameter: for some processors (AMD Zen 2 and 3) GCC rounds products before it adds them to a single sum, but not
-to several sums. The same sum would then depend on how many are computed together, and so on the number of threads."""
-COMPILERS = ("gcc", "cc")
-_LOCK = ".building"
 
 
 def refuse_second_derivatives() -> None:
@@ -66,14 +45,14 @@ def refuse_second_derivatives() -> None:
         raise RuntimeError("C kernels have first derivatives only; got create_graph=True.")
 
 
-def library() -> ctypes.CDLL | None:
-    """Return the library, building it if necessary; None, with one line in the log, if it cannot be built."""
-    return _loaded()[0]
+def library(name: Name = "operators") -> ctypes.CDLL | None:
+    """Return a library, building it if necessary; None, with one line in the log, if it cannot be built."""
+    return _loaded(name)[0]
 
 
 def missing() -> str:
-    """Return the reason why the library could not be built; empty if it was."""
-    return _loaded()[1]
+    """Return the reason why the operators' library could not be built; empty if it was."""
+    return _loaded("operators")[1]
 
 
 def multiplies_bfloat16() -> bool:
@@ -83,25 +62,23 @@ def multiplies_bfloat16() -> bool:
 
 
 @cache
-def _loaded() -> tuple[ctypes.CDLL | None, str]:
+def _loaded(name: Name) -> tuple[ctypes.CDLL | None, str]:
     try:
-        return ctypes.CDLL(str(_built(_compiler()))), ""
+        return ctypes.CDLL(str(built(name))), ""
     except subprocess.CalledProcessError as error:
         reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}"
     except OSError as error:
         reason = str(error)
+    _warn(reason)
+    return None, reason
+
+
+@cache
+def _warn(reason: str) -> None:
     logging.getLogger(__name__).warning(
         "the CPU runs operators without their C kernels, which is slower: %s. Install GCC to get them.",
         reason,
     )
-    return None, reason
-
-
-def _compiler() -> str:
-    found = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if found is None:
-        raise FileNotFoundError("none of " + ", ".join(COMPILERS) + " is installed")
-    return found
 
 
 Argument = Tensor | tuple[Tensor | None, ...] | int | float | None
@@ -156,49 +133,6 @@ def _plain(argument: Argument) -> Any:
     if isinstance(argument, tuple):
         return (ctypes.c_void_p * len(argument))(*map(_plain, argument))
     return argument
-
-
-def _built(compiler: str) -> Path:
-    """Return the path of the library for these sources, this compiler and this processor; build it if missing."""
-    here = Path(__file__).parent.parent
-    sources = sorted(here.glob("*/cpu*.c"))
-    features = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
-    read = (path.read_text(encoding="utf-8") for path in (*sorted(here.rglob("*.h")), *sources))
-    name = hashlib.sha256("\0".join((*_FLAGS, features, *read)).encode()).hexdigest()[:24]
-    path = _folder() / f"native-{name}.so"
-    if not path.exists():
-        with locked(path.parent / _LOCK, wait=True):  # of processes that start together, one builds
-            if not path.exists():
-                with whole_file(path) as temporary:
-                    _build(compiler, sources, temporary)
-    return path
-
-
-def _build(compiler: str, sources: Sequence[Path], library: Path) -> None:
-    """Compile the files, as many at once as there are processors, and link them."""
-    with tempfile.TemporaryDirectory(prefix="gecko-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = [str(Path(folder, f"{number}.o")) for number in range(len(sources))]
-        list(pool.map(lambda source, to: _run([compiler, *_FLAGS, "-c", str(source), "-o", to]), sources, objects))
-        _run([compiler, *_FLAGS, *objects, "-o", str(library), "-lm"])
-
-
-def _folder() -> Path:
-    """Return the folder of libraries: in the user's cache, or temporary if that cannot be written."""
-    try:
-        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        folder = (given if given.is_absolute() else Path.home() / ".cache") / "gecko"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # a user without a home
-        pass
-    temporary = tempfile.mkdtemp(prefix="gecko-")
-    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-    return Path(temporary)
-
-
-def _run(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace").stdout
 
 
 _FEWEST_MULTIPLICATIONS = 2**20

@@ -118,6 +118,17 @@ class Network:
         self._run(self._batch)
         return self._logits[:rows]
 
+    def hidden_step(self, tokens: Sequence[int]) -> Tensor:
+        """Read tokens as ``step`` does, and return the input of the head, (rows, D) float32."""
+        self._check(tokens)
+        rows = len(tokens)
+        hidden = torch.empty(rows, self._features)
+        batch = _Batch.from_buffer_copy(self._batch)
+        batch.rows, batch.logits, batch.hidden = rows, None, hidden.data_ptr()
+        self._tokens[:rows] = tokens
+        self._run(batch)
+        return hidden
+
     def hidden(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Read one token of each of some sequences and return the input of the head, (rows, D) float32.
 
@@ -202,7 +213,7 @@ def _step(network: Any, batch: Any, room: int, threads: int) -> None:
 
 def samples_in_c(logits: Tensor) -> bool:
     """Return whether ``first_broken`` and ``sample`` support these logits."""
-    return logits.device.type == "cpu" and logits.dtype == torch.float32 and library() is not None
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and library("decoding") is not None
 
 
 def first_broken(logits: Tensor) -> int | None:
@@ -231,7 +242,7 @@ def sample(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[flo
 
 @cache
 def _function(name: str, result: Any, arguments: tuple[Any, ...]) -> Any:
-    loaded = library()
+    loaded = library("decoding")
     assert loaded is not None, "the decoder asks for the library first"
     function = getattr(loaded, name)
     function.restype, function.argtypes = result, arguments

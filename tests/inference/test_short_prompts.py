@@ -1,0 +1,138 @@
+"""Short prompts of models in bfloat16, which the decoder in C reads: as the model in float64, however they are cut."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support import cases
+from support.native_agreement import needs_compiler
+from torch import Tensor
+
+import gecko
+from gecko.inference import Prefill, Sampling, decoder, read
+from gecko.inference.decoder import Decoder
+from gecko.inference.request import KeptStates, Request
+from gecko.inference.scheduler import Engine
+
+pytestmark = needs_compiler
+
+LENGTHS = (2, 7, cases.CHUNK, 2 * cases.CHUNK + 3, 5 * cases.CHUNK)
+
+
+def narrow(variant: str = "gecko") -> gecko.Gecko:
+    return cases.model(variant, torch.float32).bfloat16()
+
+
+def prompt(length: int, seed: int = 0) -> Tensor:
+    return cases.tokens(1, length, seed)[0]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list of the lengths that calls of models have read."""
+    lengths: list[int] = []
+    hidden = gecko.Gecko.hidden
+
+    def watched(model: gecko.Gecko, tokens: Tensor, *args: object, **more: object) -> object:
+        lengths.append(tokens.shape[1])
+        return hidden(model, tokens, *args, **more)
+
+    monkeypatch.setattr(gecko.Gecko, "hidden", watched)
+    return lengths
+
+
+def assert_same(found: Prefill, expected: Prefill) -> None:
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.seen, expected.seen)
+    for name, tensor in expected.state.tensors().items():
+        assert torch.equal(found.state.tensors()[name], tensor), name
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_a_short_prompt_is_read_as_in_float64(variant: str, length: int, calls: list[int]) -> None:
+    """Only the window is rounded, which the first layer's other states do not depend on, and the logits."""
+    model = narrow(variant)
+    found = read(model, [prompt(length)])
+    assert calls == []
+    exact = read(copy.deepcopy(model).double(), [prompt(length)])
+    assert found.logits.dtype == torch.bfloat16 and found.state.model == model.fingerprint()
+    torch.testing.assert_close(found.logits.double(), exact.logits, rtol=2e-2, atol=2e-2)
+    for name, tensor in exact.state.tensors().items():
+        tolerance = 1e-4 if name.startswith("mixers.0.") and ".attention." not in name else 5e-2
+        torch.testing.assert_close(
+            found.state.tensors()[name].double(), tensor.double(), rtol=tolerance, atol=tolerance, msg=name
+        )
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_it_is_read_as_the_decoder_reads_its_own_tokens(length: int) -> None:
+    model = narrow()
+    one = Decoder(model, 1)
+    with torch.inference_mode():
+        one.add(model.empty_state(), torch.zeros(cases.SMALL.vocab_size, dtype=torch.bool))
+        for token in prompt(length).tolist():
+            logits = one.step([token])[0]
+    found = read(model, [prompt(length)])
+    torch.testing.assert_close(found.logits.float(), logits, rtol=1e-2, atol=1e-2)
+    for name, tensor in one.state(0).tensors().items():
+        assert torch.equal(found.state.tensors()[name], tensor), name
+
+
+@pytest.mark.parametrize("cut", [2, 7, cases.CHUNK, 20])
+def test_a_prompt_may_be_cut_anywhere(cut: int) -> None:
+    model, whole = narrow(), prompt(2 * cases.CHUNK + 9)
+    first = read(model, [whole[:cut]])
+    second = read(model, [whole[cut:]], first.state)
+    together = read(model, [whole[:cut], whole[cut:]])
+    assert torch.equal(second.logits, together.logits)
+    assert_same(together, read(model, [whole]))
+
+
+def test_a_prompt_may_follow_a_later_document() -> None:
+    """The state stands inside a chunk, in a document that began in it."""
+    model, tokens = narrow(), prompt(3 * cases.CHUNK)
+    documents = (torch.arange(len(tokens)) >= cases.CHUNK + 3).long()
+    with torch.inference_mode():
+        state = model.hidden(tokens.unsqueeze(0), documents.unsqueeze(0))[1]
+    found = read(model, [prompt(9, 1)], state)
+    wide = copy.deepcopy(model).double()
+    with torch.inference_mode():
+        _, before = wide.hidden(tokens.unsqueeze(0), documents.unsqueeze(0))
+    exact = read(wide, [prompt(9, 1)], before)
+    torch.testing.assert_close(found.logits.double(), exact.logits, rtol=5e-2, atol=5e-2)
+    assert found.state.position == exact.state.position == [3 * cases.CHUNK + 9]
+
+
+def test_the_engine_reads_it_in_the_same_way(calls: list[int]) -> None:
+    model, kept = narrow(), KeptStates()
+    engine = Engine(model, rows=2)
+    engine.submit(Request(prompt(20), 0, Sampling(0.0), keep=kept))
+    while not engine.idle:
+        engine.step()
+    assert kept.prompt is not None and calls == []
+    for name, tensor in read(model, [prompt(20)]).state.tensors().items():
+        assert torch.equal(kept.prompt.tensors()[name], tensor), name
+
+
+def test_other_prompts_are_calls_of_the_model(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = narrow()
+    read(model, [prompt(1)])
+    read(cases.model("gecko", torch.float32), [prompt(5)])
+    monkeypatch.setattr(decoder, "MOST_PRODUCTS", 8 * sum(weight.numel() for weight in model.parameters()))
+    read(model, [prompt(8)])
+    read(model, [prompt(9)])
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    read(model, [prompt(3)])
+    assert calls == [1, 5, 9, 3]
+
+
+def test_a_state_of_other_weights_is_refused() -> None:
+    model = narrow()
+    state = read(model, [prompt(5)]).state
+    with torch.no_grad():
+        model.final_norm.weight.add_(1)
+    with pytest.raises(ValueError, match="made by other weights"):
+        read(model, [prompt(5)], state)
