@@ -81,6 +81,7 @@ bench: .venv/bench  ## Measure the numbers in benchmarks/results that need no tr
 	$(BIN)/python benchmarks/host_waits.py --write
 	$(BIN)/python benchmarks/cpu_breakdown.py --write
 	$(BIN)/python benchmarks/start_up.py --write
+	$(BIN)/python benchmarks/first_text.py --write
 	$(BIN)/python benchmarks/host.py --write
 
 bench-llama-cpp: .venv/llama-cpp  ## Measure decoding and reading beside llama.cpp, which is built from source first

@@ -10,17 +10,13 @@ that of the wheel in a new environment, with its seconds from start to end.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from datetime import date
 from pathlib import Path
 from statistics import fmean
 
 import torch
+from first_text import installed_starts
 from measuring import START
 
 import gecko
@@ -34,8 +30,6 @@ from gecko.train.metrics import METRICS, read_metrics
 ROW = 2048
 """Tokens of a row in training, and of one that is scored."""
 CARD = Path(__file__).parent / "shipped_model_card.md"
-ROOT = Path(__file__).parents[1]
-STARTS = 5
 
 
 def row_losses(model: gecko.Gecko, texts: Path, rows: int) -> list[float]:
@@ -48,31 +42,6 @@ def row_losses(model: gecko.Gecko, texts: Path, rows: int) -> list[float]:
                 row = torch.cat((START, data[at : at + ROW]))[None]
                 losses.append(float(model.token_losses(row[:, :-1], row[:, 1:])[0].mean()))
     return losses
-
-
-def generated(prompt: str) -> tuple[str, list[float]]:
-    """Return what the installed command writes, and its seconds from start to end; the first start compiles kernels."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "XDG_CACHE_HOME": str(folder)}
-        environment.pop("PYTHONPATH", None)
-
-        def run(*command: str | Path) -> str:
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder)
-            return done.stdout
-
-        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", ROOT)
-        run(sys.executable, "-m", "venv", folder / "new")
-        (wheel,) = folder.glob("*.whl")
-        run(folder / "new" / "bin" / "pip", "install", "--quiet", wheel)
-        seconds = []
-        for _ in range(STARTS):
-            begin = time.perf_counter()
-            text = run(
-                folder / "new" / "bin" / "gecko", "generate", "books", "--prompt", prompt, "-n", "320", "--seed", "1"
-            )
-            seconds.append(time.perf_counter() - begin)
-        return text, seconds
 
 
 def main() -> None:
@@ -89,7 +58,7 @@ def main() -> None:
     recipe = Run.load(source / "recipe.json")
     recipe.save(target / "recipe.json")
     stored = fmean(row_losses(gecko.load(target).float(), given.texts, given.rows))
-    text, seconds = generated("It was ")
+    starts = installed_starts()
     records = read_metrics(given.run / METRICS)
     trained = [record for record in records if record["kind"] == "train"]
     step = recipe.batch_size * recipe.sequence_length
@@ -104,9 +73,9 @@ def main() -> None:
         "rows": given.rows,
         "loss": loss,
         "stored": stored,
-        "text": text,
-        "first": seconds[0],
-        "later": statistics.median(seconds[1:]),
+        "text": starts.text,
+        "first": statistics.median(starts.first),
+        "later": statistics.median(starts.later),
     }
     (target / "README.md").write_text(CARD.read_text(encoding="utf-8").format(**numbers), encoding="utf-8")
     print((target / "README.md").read_text(encoding="utf-8"))

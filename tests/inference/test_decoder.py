@@ -311,7 +311,7 @@ def test_other_models_decode_in_pytorch(kind: str, monkeypatch: pytest.MonkeyPat
     if kind == "subclass":
         model.blocks[0].mixer.cema.__class__ = Doubled
     if kind == "no library":
-        monkeypatch.setattr("gecko.inference.packed_weights.library", lambda: None)
+        monkeypatch.setattr("gecko.inference.packed_weights.library", lambda _: None)
     prompt, tokens = cases.tokens(1, 20)[0], cases.tokens(1, STEPS, 2)
     decoder = start(model, [prompt])
     assert decoder.backend is None

@@ -1,0 +1,123 @@
+"""Seconds until the installed model ``books`` has written a text, and milliseconds that reading a short prompt takes.
+
+    python benchmarks/first_text.py --write         # writes benchmarks/results/first_text_PROCESSOR.md
+
+The command ``gecko generate`` of the wheel, in a new environment: with an empty cache, so that it compiles the decoder,
+and again. Then prompts that the decoder in C reads, in turns with one call of the model, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from measuring import load, of_processor, publish
+
+import gecko
+from gecko.inference import decoder, read
+from gecko.train.throughput import describe_hardware
+
+ROOT = Path(__file__).parents[1]
+PROMPT = "It was "
+TOKENS = 320
+STARTS = 5
+LENGTHS = (2, 8, 16, 32, 64)
+TARGET = 3
+"""Target in seconds for the first text."""
+
+
+class Starts(NamedTuple):
+    text: str
+    first: list[float]
+    """Seconds from start to end with an empty cache."""
+    later: list[float]
+    """Seconds of the next starts."""
+
+
+def installed_starts(count: int = STARTS) -> Starts:
+    """Install the wheel in a new environment and time the command from start to end."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+        environment.pop("PYTHONPATH", None)
+
+        def run(*command: str | Path, cache: str = "cache") -> str:
+            own = {**environment, "XDG_CACHE_HOME": str(folder / cache)}
+            return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=own, cwd=folder).stdout
+
+        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", ROOT)
+        run(sys.executable, "-m", "venv", folder / "new")
+        (wheel,) = folder.glob("*.whl")
+        run(folder / "new" / "bin" / "pip", "install", "--quiet", wheel)
+        command = (folder / "new/bin/gecko", "generate", "books", "--prompt", PROMPT, "-n", str(TOKENS), "--seed", "1")
+        seconds: tuple[list[float], list[float]] = [], []
+        for number in range(count):
+            for times in seconds:
+                begin = time.perf_counter()
+                text = run(*command, cache=f"start-{number}")
+                times.append(time.perf_counter() - begin)
+        return Starts(text, *seconds)
+
+
+def reading(length: int) -> tuple[float, float]:
+    """Return milliseconds to read a prompt of ``books``: by the decoder, and by one call of the model."""
+    model = gecko.load("books")
+    prompt = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length))
+    by_steps, by_call = [], []
+    for _ in range(41):
+        by_steps.append(_seconds(lambda: read(model, [prompt])))
+        with mock.patch.object(decoder, "MOST_PRODUCTS", 0):
+            by_call.append(_seconds(lambda: read(model, [prompt])))
+    return 1e3 * statistics.median(by_steps), 1e3 * statistics.median(by_call)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def page(starts: Starts, readings: dict[int, tuple[float, float]]) -> list[str]:
+    """Return the results in Markdown."""
+    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
+    return [
+        "# First text", "", f"{hardware}. {load()}", "",
+        f"`gecko generate books --prompt {PROMPT!r} -n {TOKENS} --seed 1` from the wheel in a new environment: seconds "
+        f"from start to end, {len(starts.first)} starts. Target for the first: {TARGET} s.", "",
+        "| start | median | least | most |", "|---|---:|---:|---:|",
+        f"| first, the decoder is compiled | {_spread(starts.first)} |", f"| later | {_spread(starts.later)} |", "",
+        "Prompts of `books` (bfloat16), one thread: milliseconds until the logits of the next token.", "",
+        "| tokens | the decoder reads them | one call of the model | ratio |", "|---:|---:|---:|---:|",
+        *(f"| {length} | {steps:.1f} | {call:.1f} | {steps / call:.2f} |"
+          for length, (steps, call) in readings.items()), "",
+        "Written by `python benchmarks/first_text.py --write`.",
+    ]  # fmt: skip
+
+
+def _spread(seconds: list[float]) -> str:
+    return " | ".join(f"{one:.2f}" for one in (statistics.median(seconds), min(seconds), max(seconds)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
+    arguments = parser.parse_args()
+    starts = installed_starts()
+    torch.set_num_threads(1)
+    readings = {length: reading(length) for length in LENGTHS}
+    print(starts.text)
+    publish(of_processor("first_text"), page(starts, readings), arguments.write)
+
+
+if __name__ == "__main__":
+    main()
