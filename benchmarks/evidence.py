@@ -63,7 +63,8 @@ def order() -> Row:
 
 def _budget(record: Mapping[str, Any]) -> str:
     size, read = min(record["parameters"].values()), order_by_size.tokens_of(record)
-    return f"{size / 1e6:.0f} M parameters, {read / 1e6:.0f} MB"
+    seeds = order_by_size.seeds_of(record)
+    return f"{size / 1e6:.0f} M parameters, {read / 1e6:.0f} MB, {'seeds' if ',' in seeds else 'seed'} {seeds}"
 
 
 def parts() -> Row:

@@ -104,11 +104,15 @@ def _row(record: Record) -> str:
     recipes = recipes_of(record)
     method = next(one["difference_interval"]["method"] for one in recipes.values() if one["difference_interval"])
     cells = [
-        f"{tokens_of(record):,}", _sizes(record), record["settings"]["precision"], str(len(record["seeds"])),
+        f"{tokens_of(record):,}", _sizes(record), record["settings"]["precision"], seeds_of(record),
         f"{recipes['gecko']['nats_per_byte']:.4f}", _difference(recipes.get("megalodon")),
         _difference(recipes.get("llama")), method,
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def seeds_of(record: Record) -> str:
+    return ", ".join(map(str, record["seeds"]))
 
 
 def _sizes(record: Record) -> str:

@@ -87,7 +87,7 @@ def generate(
     from gecko.inference.text import check_stops
     from gecko.runtime.process import keep_freed_memory
 
-    if device != "cuda":
+    if not device.startswith("cuda"):
         start_building("decoding")  # while PyTorch is imported
     text = _prompt_text(source, prompt, file)
     inputs = [model, file, tokenizer]
