@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 PROMPT = "It was "
 TOKENS = 320
 STARTS = 5
-LENGTHS = (2, 8, 16, 32, 64)
+LENGTHS = (2, 8, 16, 32, 64, 128)
 TARGET = 3
 """Target in seconds for the first text."""
 

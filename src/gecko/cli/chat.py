@@ -26,6 +26,7 @@ from gecko.cli.common import (
     TopP,
     output_file,
 )
+from gecko.ops.backends.cpu_library import start_building
 
 if TYPE_CHECKING:
     from gecko.data.chat import ChatFormat
@@ -73,6 +74,8 @@ def chat(
 
         echo "Who are you?" | gecko chat runs/chat --temperature 0
     """
+    if not device.startswith("cuda"):
+        start_building("decoding")  # while PyTorch is imported
     from gecko.cli.arguments import check_state, find_model, load_model
     from gecko.data.chat import find_format
     from gecko.inference import Sampling

@@ -81,14 +81,14 @@ def generate(
 
         gecko generate runs/demo --state book.state --prompt "In short, "
     """
+    if not device.startswith("cuda"):
+        start_building("decoding")  # while PyTorch is imported
     from gecko.cli.arguments import check_state, load_model
     from gecko.inference import Sampling, TextStream, TokenStream
     from gecko.inference.generate import as_seeds
     from gecko.inference.text import check_stops
     from gecko.runtime.process import keep_freed_memory
 
-    if not device.startswith("cuda"):
-        start_building("decoding")  # while PyTorch is imported
     text = _prompt_text(source, prompt, file)
     inputs = [model, file, tokenizer]
     target = None

@@ -19,9 +19,9 @@ from gecko.state import GeckoState
 
 FIRST_SLOTS = 4
 """Slots that are allocated for the first sequence; their number doubles when all are in use."""
-MOST_PRODUCTS = 2**28
-"""Most products of weights and activations in a piece of a prompt that is read in steps: with twice as many, a call of
-the model is as fast for 4 and 16 M parameters."""
+MOST_PRODUCTS = 2**29
+"""Most products of weights and activations in a piece of a prompt that is read in steps. With more, a call of a model
+of 16 M parameters is faster."""
 
 
 class Decoder:
