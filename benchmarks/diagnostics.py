@@ -16,7 +16,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -264,6 +264,14 @@ def _share(hits: int, total: int) -> str:
 
 def _text(value: float, interval: Interval) -> str:
     return f"{value:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def beyond_window(record: Mapping[str, Any]) -> float:
+    """Return the accuracy of questions 2 and more chunks after their pairs."""
+    scores = [
+        one for one in record["scores"] if str(one["where"]["chunks before the question"]) not in ("any", "0", "1")
+    ]
+    return sum(one["value"] * one["n"] for one in scores) / sum(one["n"] for one in scores)
 
 
 def main() -> None:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import long_context
+import memory_forms
 import order_by_size
 import retrieval
+from diagnostics import beyond_window
 
 from gecko.eval.results import wilson
 
@@ -126,14 +128,6 @@ def _listed(values: list[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values)
 
 
-def beyond_window(record: Mapping[str, Any]) -> float:
-    """Return the accuracy of questions 2 and more chunks after their pairs."""
-    scores = [
-        one for one in record["scores"] if str(one["where"]["chunks before the question"]) not in ("any", "0", "1")
-    ]
-    return sum(one["value"] * one["n"] for one in scores) / sum(one["n"] for one in scores)
-
-
 def needles() -> Row:
     records = [_read(f"retrieval/{path.name}") for path in sorted((FOLDER / "retrieval").glob("*chunk-64-250.json"))]
     by_model = {
@@ -161,6 +155,24 @@ def _needle_hits(record: Mapping[str, Any], length: int, chunks: int) -> tuple[i
 
 def _shares(found: list[tuple[int, int]]) -> str:
     return ", ".join(f"{hits / total:.3f} (n = {total})" for hits, total in found)
+
+
+def forms() -> Row:
+    """Name the forms that recall, and cost less than 0.002 on novels and on Gibbon, in every seed."""
+    shown, good = [], []
+    for name in memory_forms.FORMS:
+        found = memory_forms.differences(name)
+        if found["novels"]:
+            shown.append(f"{name}: " + ", ".join(
+                f"{part} {' and '.join(f'{value:{digits}}' for value in values)}"
+                for part, digits, values in (("recall", ".3f", found["recall"]), ("novels", "+.4f", found["novels"]),
+                                             ("Gibbon", "+.4f", found["Gibbon"])) if values
+            ))  # fmt: skip
+            recalls = bool(found["recall"]) and min(found["recall"]) > 0.95
+            if recalls and max(found["novels"] + found["Gibbon"]) < 0.002:
+                good.append(name)
+    text = f"nats per byte against keys of 1, by seed: {'; '.join(shown)}"
+    return "A form of the memory recalls and costs nothing on books", text, ", ".join(good) or _verdict(False)
 
 
 def cost_of_keys() -> Row:
@@ -212,7 +224,7 @@ def _by_keys(long: bool, short: bool) -> str:
     return "holds" if short else "holds with longer keys" if long else "does not hold"
 
 
-CLAIMS: tuple[Callable[[], Row], ...] = (order, parts, borders, long_texts, recall, needles, cost_of_keys)
+CLAIMS: tuple[Callable[[], Row], ...] = (order, parts, borders, long_texts, recall, needles, cost_of_keys, forms)
 
 
 def table() -> str:
@@ -231,7 +243,7 @@ def main() -> None:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         PAGE.write_text(before + BEGIN + found + END + rest.partition(END)[2], encoding="utf-8")
         order_by_size.draw()
-        for part in (retrieval, long_context, order_by_size):
+        for part in (retrieval, long_context, order_by_size, memory_forms):
             (part.FOLDER / "README.md").write_text(part.page(), encoding="utf-8")
 
 

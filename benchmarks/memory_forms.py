@@ -24,8 +24,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from diagnostics import COMMON, GROWING, MANY
-from evidence import beyond_window
+from diagnostics import COMMON, GROWING, MANY, beyond_window
 from measuring import START, byte_tokens, find_model
 from shipped_model import row_losses
 from torch import Tensor, nn
@@ -103,7 +102,7 @@ class Form:
     mixer: type[GatedAttention] = GatedAttention
     floor: float | None = None
     """Smallest ρ, the share of a chunk that enters. None: w / z, as in paper Eq. 16."""
-    model: Mapping[str, float] = field(default_factory=dict)
+    model: Mapping[str, float | str] = field(default_factory=dict)
     """Changes of the config."""
 
 
@@ -117,6 +116,7 @@ FORMS = {
     "keys of 11.31, forgetting 1/256": Form(floor=1 / 256, model=_LONGER),
     "keys of 11.31, scaled read": Form(ScaledRead, model=_LONGER),
     "keys of 11.31, gated read": Form(GatedRead, model=_LONGER),
+    "no memory": Form(model={"memory": "none"}),
 }
 """Forms by name. The first is the reference."""
 
@@ -252,8 +252,22 @@ def _with_first(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any] | No
             yield record, None if first[seed] == record else first[seed]
 
 
+def differences(name: str) -> dict[str, list[float]]:
+    """Return by seed the recall of a form, and its losses on novels and Gibbon minus those of the first form."""
+    pairs = [(record, first) for record, first in _with_first(name) if first is not None]
+    return {
+        "recall": [beyond_window(record) for record in _records("recall", name).values()],
+        "novels": [float(_row_differences(*pair).mean()) for pair in pairs],
+        "Gibbon": [_at_end(record) - _at_end(first) for record, first in pairs],
+    }
+
+
+def _row_differences(record: dict[str, Any], first: dict[str, Any]) -> Values:
+    return np.array(record["details"]["rows"]) - np.array(first["details"]["rows"])
+
+
 def _recalled(name: str) -> list[str]:
-    return [f"{beyond_window(record):.3f}" for record in _records("recall", name).values()]
+    return [f"{value:.3f}" for value in differences(name)["recall"]]
 
 
 def _novels(name: str) -> list[str]:
@@ -262,7 +276,7 @@ def _novels(name: str) -> list[str]:
         if first is None:
             shown.append(f"{record['scores'][0]['value']:.4f}")
             continue
-        rows = np.array(record["details"]["rows"]) - np.array(first["details"]["rows"])
+        rows = _row_differences(record, first)
         interval = bootstrap_mean(rows, "rows", 0)
         shown.append(f"{rows.mean():+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]")
     return shown

@@ -31,11 +31,11 @@ Points = dict[str, list[tuple[int, float]]]
 
 
 def records() -> list[Record]:
-    """Return the comparisons, by bytes and then by size."""
+    """Return the comparisons, by bytes, size and seeds."""
     found: list[Record] = [
         json.loads(path.read_text(encoding="utf-8")) for name in FILES for path in sorted(FOLDER.glob(name))
     ]
-    return sorted(found, key=lambda record: (tokens_of(record), min(record["parameters"].values())))
+    return sorted(found, key=lambda record: (tokens_of(record), min(record["parameters"].values()), record["seeds"]))
 
 
 def model_of(recipe: str) -> str:

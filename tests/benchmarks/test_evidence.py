@@ -6,6 +6,7 @@ from types import ModuleType
 
 import evidence
 import long_context
+import memory_forms
 import order_by_size
 import pytest
 import retrieval
@@ -16,7 +17,7 @@ def test_the_table_has_the_numbers_of_the_files() -> None:
     assert evidence.BEGIN + evidence.table() + evidence.END in page, "run: python benchmarks/evidence.py --write"
 
 
-@pytest.mark.parametrize("module", [retrieval, long_context, order_by_size])
+@pytest.mark.parametrize("module", [retrieval, long_context, order_by_size, memory_forms])
 def test_the_pages_have_the_numbers_of_the_files(module: ModuleType) -> None:
     assert (module.FOLDER / "README.md").read_text(encoding="utf-8") == module.page()
 
