@@ -1,6 +1,7 @@
 """Other forms of the working memory: recall, loss on books, and loss in a text of 4 M bytes, against the paper's form.
 
     python benchmarks/memory_forms.py train         # every form on every task that has no result yet
+    python benchmarks/memory_forms.py lengths       # lengths of the keys of the models that were trained on books
     python benchmarks/memory_forms.py page          # results/evidence/memory_forms/README.md from the results
 
 Each form differs from Gecko in one thing. They are not options of the model: this script replaces a class or function
@@ -46,6 +47,7 @@ from gecko.train.overrides import build, set_fields
 from gecko.train.throughput import describe_hardware
 
 FOLDER = Path(__file__).parent / "results" / "evidence" / "memory_forms"
+LENGTHS = FOLDER / "lengths.json"
 RUNS = Path("runs/memory-forms")
 ROWS = 192
 """Rows of each held-out book that are scored."""
@@ -218,6 +220,28 @@ def train_all(tasks: Sequence[str], names: Sequence[str], seeds: Sequence[int]) 
                 results.save(path, {"name": name}, command, describe_hardware(torch.device("cpu")))
 
 
+def key_lengths(model: gecko.Gecko) -> list[float]:
+    """Return the length of the memory's keys by layer and head: (1 + γ) e^τ, root mean square over features."""
+    found = []
+    for block in model.blocks:
+        mixer = block.mixer
+        keys = (1 + mixer.scale[3].detach()).unflatten(0, (model.config.num_heads, -1))
+        temperature = mixer.log_temperature.detach().exp().flatten() if isinstance(mixer, LearnedTemperature) else 1.0
+        found += (keys.square().mean(1).sqrt() * temperature).tolist()
+    return found
+
+
+def measure_lengths() -> None:
+    """Write ``LENGTHS``: for each form and seed, the lengths of the keys after training on books."""
+    lengths: dict[str, dict[str, list[float]]] = {}
+    for number, (name, form) in enumerate(FORMS.items()):
+        for run in sorted(RUNS.glob(f"{number}-*")) if form.model.get("memory") != "none" else ():
+            with built_with(form):
+                seeds = lengths.setdefault(name, {})
+                seeds[run.name.partition("-")[2]] = key_lengths(gecko.load(find_model(run)))
+    LENGTHS.write_text(json.dumps(lengths, indent=1) + "\n", encoding="utf-8")
+
+
 def page() -> str:
     """Return the results as a Markdown table."""
     lines = [
@@ -227,13 +251,16 @@ def page() -> str:
         "tokens, one layer, as in `diagnose/README.md`, share of right answers 2 and more chunks away by seed. Novels: "
         "1 M parameters, 10 MB, products in bfloat16, loss on 768 held-out rows (nats per byte, 95 % over rows). "
         "Gibbon: loss on bytes 2 M to 4 M of one text that is read from its start. Both by seed: for the first form "
-        "the loss, for the others the difference to it with the same seed.",
+        "the loss, for the others the difference to it with the same seed. Keys: least and greatest length of the "
+        "memory's keys by layer and head, after the training on novels.",
         "",
-        "| form | recall | novels | Gibbon |",
-        "|---|---:|---:|---:|",
+        "| form | recall | novels | Gibbon | keys |",
+        "|---|---:|---:|---:|---:|",
     ]
+    lengths = json.loads(LENGTHS.read_text(encoding="utf-8"))
     for name in FORMS:
-        shown = (_recalled(name), _novels(name), _gibbon(name))
+        ends = [f"{min(one):.1f} to {max(one):.1f}" for one in lengths.get(name, {}).values()]
+        shown = (_recalled(name), _novels(name), _gibbon(name), ends)
         lines.append(f"| {name} | {' | '.join('; '.join(one) or 'not run' for one in shown)} |")
     return "\n".join([*lines, "", "Commands:", "", *_commands()]) + "\n"
 
@@ -294,25 +321,28 @@ def _at_end(record: dict[str, Any]) -> float:
 
 
 def _commands() -> Iterator[str]:
-    """Yield commands and commits, those of all forms in one line."""
-    found: dict[tuple[str, str], None] = {}
+    """Yield a command for each task, with the seeds and commits of its results."""
     for task in ("recall", "books"):
-        for name in FORMS:
-            for record in _records(task, name).values():
-                found[task, record["commit"][:7]] = None
-    for task, commit in found:
-        yield f"- `python benchmarks/memory_forms.py train --tasks {task} --seeds 0,1` ({commit})"
+        found = [(seed, record["commit"][:7]) for name in FORMS for seed, record in _records(task, name).items()]
+        if found:
+            seeds, commits = (sorted(set(values)) for values in zip(*found, strict=True))
+            yield (
+                f"- `python benchmarks/memory_forms.py train --tasks {task} --seeds {','.join(map(str, seeds))}` "
+                f"({', '.join(commits)})"
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("train", "page"))
+    parser.add_argument("part", choices=("train", "lengths", "page"))
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=["recall", "books"])
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0])
     arguments = parser.parse_args()
     if arguments.part == "train":
         train_all(arguments.tasks, arguments.forms, arguments.seeds)
+    elif arguments.part == "lengths":
+        measure_lengths()
     else:
         (FOLDER / "README.md").write_text(page(), encoding="utf-8")
         print(page())
