@@ -17,7 +17,7 @@ from torch import Tensor
 
 import gecko
 from gecko.inference import Sampling, scheduler
-from gecko.inference.prefill import PiecePace
+from gecko.inference.pieces import PiecePace
 from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.request import Finished, PromptRead, QueueFullError, Request, Token
 from gecko.inference.sampling import Sampler

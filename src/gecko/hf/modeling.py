@@ -20,7 +20,7 @@ from gecko.hf.batch import Batch, Layers, Memory, pick
 from gecko.hf.cache import GeckoCache
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
-from gecko.inference.prefill import piece_length
+from gecko.inference.pieces import piece_length
 from gecko.io.model_folder import TIED, stored_weight
 from gecko.layers.linear import is_bare
 from gecko.models.gecko import Block, Gecko

@@ -2,7 +2,8 @@
 
 from gecko.data.text_stream import encode_stream
 from gecko.inference.generate import Generation, generate, stream
-from gecko.inference.prefill import Prefill, Scored, piece_length, read, score
+from gecko.inference.pieces import piece_length
+from gecko.inference.prefill import Prefill, Scored, read, score
 from gecko.inference.sampling import Sampling
 from gecko.inference.stream import FinishReason, NewToken, TokenStream
 from gecko.inference.text import TextStream

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gecko.inference.prefill import checked, cut, inference
+from gecko.inference.pieces import checked, cut
+from gecko.inference.prefill import inference
 from gecko.inference.sampling import RandomNumbers, Sampler, Sampling
 from gecko.inference.stream import NewToken
 from gecko.models.llama import KeyValues, Llama

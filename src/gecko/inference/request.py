@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gecko.config import GeckoConfig
 from gecko.inference.grammar import Constraint
-from gecko.inference.prefill import PromptScores, pieces
+from gecko.inference.pieces import pieces
+from gecko.inference.prefill import PromptScores
 from gecko.inference.sampling import Sampling
 from gecko.state import GeckoState
 

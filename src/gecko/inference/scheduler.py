@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gecko.inference.batch import DecodingBatch, DecodingSequence, Drawn
 from gecko.inference.grammar import ConstraintError
-from gecko.inference.prefill import PiecePace, Prefill, inference, piece_length
+from gecko.inference.pieces import PiecePace, piece_length
+from gecko.inference.prefill import Prefill, inference
 from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.prompts import PromptPrefill, read_together, together
 from gecko.inference.request import EndReason, EndState, Event, Finished, PromptRead, QueueFullError, Request, Token

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.inference.prefill import Prefill, inference, piece_length, pieces
+from gecko.inference.pieces import piece_length, pieces
+from gecko.inference.prefill import Prefill, inference
 from gecko.models.gecko import Gecko
 from gecko.parallel.p2p import Contexts, P2PGroup, Transfer
 from gecko.runtime.transfer import to_device
