@@ -1,4 +1,7 @@
-"""Pieces of prompts: tokens are checked on the host and cut where the position is a multiple of a piece's length."""
+"""Pieces of prompts: tokens are checked on the host and cut where the position is a multiple of a piece's length.
+
+Exported code for transformers takes this module, so it imports neither the decoder nor the model.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Compile the C kernels. This module does not import PyTorch, so that it can compile while PyTorch is imported.
 
-There are two libraries: ``decoding``, which is all that a model in bfloat16 needs to continue a short text, and
-``operators``. They are compiled for the processor of this machine when they are first needed. On two cores this takes
-two and five seconds, or twice that if the machine is busy. A library is kept in the user's cache. Its name has a
+There are two libraries. ``decoding`` has the kernels of the decoder; a model in bfloat16 needs no others to continue a
+short text. ``operators`` has all other kernels. Each is compiled for the processor of this machine when it is first
+needed, which takes some seconds. A library is kept in the user's cache. Its name has a
 hash of the sources, the compiler and the processor's features, so machines that share a home directory keep their own.
 Processes that start together wait for the one that builds a library.
 """
@@ -37,7 +37,7 @@ COMPILERS = ("gcc", "cc")
 
 
 def start_building(name: Name) -> None:
-    """Build a library in another thread, unless it is in the cache. Who needs the library reports the errors."""
+    """Build a library in another thread, unless it is cached. The thread ignores errors; ``cpu.library`` logs them."""
     Thread(target=_try_to_build, args=(name,)).start()
 
 
