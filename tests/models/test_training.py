@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -131,10 +132,10 @@ def test_flops_grow_with_the_row() -> None:
     assert flops_per_token(config, 2048) == 6 * matrices + 12 * 5 * 128 * 1024
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("", 993_280), ("_4m", 3_756_032)])
+@pytest.mark.parametrize(("size", "parameters"), [("", 993_280), ("_4m", 3_756_032), ("_15m", 14_589_952)])
 def test_comparison_needs_equal_runs_of_equal_size(size: str, parameters: int) -> None:
     """Everything except model, learning rate and folder is equal, and the numbers of parameters are within 2 %."""
-    runs = {name: get_recipe(name) for name in COMPARISON if name.endswith("_4m") is (size == "_4m")}
+    runs = {name: get_recipe(name) for name in COMPARISON if (re.findall(r"_\d+m$", name) or [""]) == [size]}
     first = runs[f"compare_gecko{size}"]
     assert {f"compare_{name}{size}" for name in ("gecko", "megalodon", "llama")} <= runs.keys()
     assert len({run.model for run in runs.values()}) == len(runs)

@@ -64,7 +64,8 @@ def get_recipe(name: str) -> Run:
         return _with_true_origin(_load_recipe(path)) if path.exists() else _missing(name)
     known = name.replace("-", "_")
     if known not in RECIPES:
-        raise ValueError((name.strip() and _is_no_recipe(name)) or unknown_name("recipe", name, RECIPES))
+        unknown = f"{unknown_name('recipe', name, RECIPES)} `gecko train --list` describes all of them."
+        raise ValueError((name.strip() and _is_no_recipe(name)) or unknown)
     return dataclasses.replace(RECIPES[known](), recipe=known)
 
 

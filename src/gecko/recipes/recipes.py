@@ -12,9 +12,8 @@ recipes differ in the model alone, and their numbers of parameters agree within 
 query attends to at most 128 tokens, itself included; only the Llama attends to its whole row. Gecko's sliding chunks
 have 64 tokens, so a query sees 65 to 128. ``compare_chunk`` has chunks of 128, so a query sees 1 to 128. In
 ``compare_window`` the window is ``chunk_size``, so a query always sees 128. The memory takes the tokens that leave the
-window, so its chunks have 128 tokens in these two. ``compare_gecko_4m``, ``compare_megalodon_4m`` and
-``compare_llama_4m`` have four million parameters and the learning rates that were best at a million, scaled for their
-width.
+window, so its chunks have 128 tokens in these two. Recipes whose names end with ``_4m`` and ``_15m`` have four and
+fifteen million parameters, and the learning rates that were best at a million, scaled for their width.
 """
 
 from __future__ import annotations
@@ -213,25 +212,49 @@ def compare_linear() -> Run:
     return _gecko("compare_linear", memory="linear")
 
 
-_WIDER: dict[str, Any] = {"model_dim": 256, "key_dim": 128, "value_dim": 512, "num_heads": 4, "timestep_groups": 8}
-
-
 def compare_gecko_4m() -> Run:
     """Gecko of four million parameters, with the learning rate of ``compare_gecko`` scaled for its width."""
-    return _wider(compare_gecko(), "compare_gecko_4m", ffn_dim=512, **_WIDER)
+    return _wider(compare_gecko(), "compare_gecko_4m", 2)
 
 
 def compare_megalodon_4m() -> Run:
     """Megalodon of four million parameters."""
-    return _wider(compare_megalodon(), "compare_megalodon_4m", ffn_dim=768, **_WIDER)
+    return _wider(compare_megalodon(), "compare_megalodon_4m", 2)
 
 
 def compare_llama_4m() -> Run:
     """Llama 2 of four million parameters, with the learning rate found for a million."""
-    return _wider(compare_llama(), "compare_llama_4m", learning_rate=2e-3, model_dim=256, num_heads=8, ffn_dim=600)
+    return _wider(compare_llama(), "compare_llama_4m", 2, learning_rate=2e-3, ffn_dim=600)
 
 
-def _wider(run: Run, name: str, learning_rate: float = 8e-3, **sizes: Any) -> Run:
+def compare_gecko_15m() -> Run:
+    """Gecko of fifteen million parameters, with the learning rate of ``compare_gecko`` scaled for its width."""
+    return _wider(compare_gecko(), "compare_gecko_15m", 4)
+
+
+def compare_megalodon_15m() -> Run:
+    """Megalodon of fifteen million parameters."""
+    return _wider(compare_megalodon(), "compare_megalodon_15m", 4)
+
+
+def compare_llama_15m() -> Run:
+    """Llama 2 of fifteen million parameters, with the learning rate found for a million."""
+    return _wider(compare_llama(), "compare_llama_15m", 4, learning_rate=2e-3, ffn_dim=1184)
+
+
+_WIDTHS = {"model_dim", "key_dim", "value_dim", "ffn_dim", "num_heads", "timestep_groups"}
+
+
+def _wider(run: Run, name: str, times: int, *, learning_rate: float = 8e-3, ffn_dim: int | None = None) -> Run:
+    """Return the run with a model ``times`` as wide. Layers, head dimension and group width do not change.
+
+    Args:
+        ffn_dim: for a Llama, so that the models have the same number of parameters.
+    """
+    widths = {field.name for field in dataclasses.fields(run.model)} & _WIDTHS
+    sizes = {width: times * getattr(run.model, width) for width in widths}
+    if ffn_dim is not None:
+        sizes["ffn_dim"] = ffn_dim
     optimizer = dataclasses.replace(run.optimizer, learning_rate=learning_rate, base_width=_TUNED_WIDTH)
     model = dataclasses.replace(run.model, **sizes)
     return dataclasses.replace(run, model=model, optimizer=optimizer, output=f"runs/{name}")
@@ -242,7 +265,7 @@ COMPARISON: dict[str, Callable[[], Run]] = {
     for recipe in (
         compare_gecko, compare_megalodon, compare_llama, compare_chunk, compare_window, compare_cumulative,
         compare_no_memory, compare_longer_keys, compare_linear, compare_gecko_4m, compare_megalodon_4m,
-        compare_llama_4m,
+        compare_llama_4m, compare_gecko_15m, compare_megalodon_15m, compare_llama_15m,
     )
 }  # fmt: skip
 
