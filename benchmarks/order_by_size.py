@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gecko.pages import LineStyle, label_line_ends, new_figure
+from gecko.pages import LineStyle, label_line_ends, new_panels
 
 FOLDER = Path(__file__).parent / "results" / "evidence" / "comparison"
 FILES = ("comparison.json", "longer.json", "order-*.json")
@@ -149,27 +149,45 @@ def _time_row(record: Record) -> str:
 
 
 def draw() -> None:
-    """Draw losses and power laws of the smallest number of bytes with which several sizes were trained."""
-    points = next(
-        points for _, points in sorted(points_by_bytes().items()) if any(power_law(one) for one in points.values())
+    """Draw losses and power laws: one panel for each number of bytes with which several sizes were trained."""
+    panels = {
+        tokens: points
+        for tokens, points in sorted(points_by_bytes().items())
+        if any(power_law(one) for one in points.values())
+    }
+    figure, rows = new_panels(
+        "parameters, millions", "held-out loss, nats per byte", len(panels), height=1 + 3 * len(panels)
     )
-    figure, axes = new_figure("parameters, millions", "held-out loss, nats per byte", height=4.0)
+    for axes, (tokens, points) in zip(rows, panels.items(), strict=True):
+        axes.set_title(f"{tokens / 1e6:.0f} M bytes", loc="left", fontsize=12)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        _draw_points(axes, points)
+    for axes, points in zip(rows, panels.values(), strict=True):
+        _draw_lines(axes, points)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
+    figure.savefig(FOLDER / PICTURE, dpi=150)
+
+
+def _draw_points(axes: Any, points: Points) -> None:
+    for number, name in enumerate(NAMES):
+        style = LineStyle.of(number)
+        sizes, losses = [size / 1e6 for size, _ in points[name]], [loss for _, loss in points[name]]
+        axes.plot(sizes, losses, style.marker, color=style.color)
+
+
+def _draw_lines(axes: Any, points: Points) -> None:
     ends = []
     for number, name in enumerate(NAMES):
-        law, style, runs = power_law(points[name]), LineStyle.of(number), points[name]
-        axes.plot([size / 1e6 for size, _ in runs], [loss for _, loss in runs], style.marker, color=style.color)
+        law, style = power_law(points[name]), LineStyle.of(number)
         if law is not None:
-            sizes = [min(size for size, _ in runs), max(size for size, _ in runs)]
+            sizes = [min(size for size, _ in points[name]), max(size for size, _ in points[name])]
             losses = [law[0] * size ** -law[1] for size in sizes]
             axes.plot([size / 1e6 for size in sizes], losses, color=style.color, linestyle=style.dashes)
             ends.append((losses[-1], style, NAMES[name]))
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("{x:g}")
     label_line_ends(axes, ends)
-    figure.savefig(FOLDER / PICTURE, dpi=150)
 
 
 def main() -> None:
