@@ -53,20 +53,25 @@ def order() -> Row:
     """Holds if Gecko is better in every comparison, by all of the interval."""
     shown, lows = [], []
     for model, name in order_by_size.OTHERS.items():
-        for record in order_by_size.records():
-            if (recipe := order_by_size.recipes_of(record).get(model)) is not None:
-                interval = recipe["difference_interval"]
-                lows.append(interval["low"])
-                difference = _shown(recipe["difference"], interval["low"], interval["high"])
-                shown.append(f"{name} {difference} ({_budget(record)})")
-    text = f"nats per byte above Gecko: {'; '.join(shown)}"
+        found = [
+            recipes[model] for recipes in map(order_by_size.recipes_of, order_by_size.records()) if model in recipes
+        ]
+        lows.append(min(one["difference_interval"]["low"] for one in found))
+        differences = [one["difference"] for one in found]
+        shown.append(
+            f"{name} {min(differences):+.3f} to {max(differences):+.3f} in {len(found)} comparisons, all intervals "
+            f"above {lows[-1]:+.3f}"
+        )
+    text = f"nats per byte above Gecko: {'; '.join(shown)} ({_budgets()})"
     return "With equal bytes Gecko is better than Megalodon and Llama 2", text, _verdict(min(lows) > 0)
 
 
-def _budget(record: Mapping[str, Any]) -> str:
-    size, read = min(record["parameters"].values()), order_by_size.tokens_of(record)
-    seeds = order_by_size.seeds_of(record)
-    return f"{size / 1e6:.0f} M parameters, {read / 1e6:.0f} MB, {'seeds' if ',' in seeds else 'seed'} {seeds}"
+def _budgets() -> str:
+    found = [
+        (min(record["parameters"].values()) / 1e6, order_by_size.tokens_of(record) / 1e6)
+        for record in order_by_size.records()
+    ]
+    return "; ".join(dict.fromkeys(f"{size:.0f} M parameters, {read:.0f} MB" for size, read in found))
 
 
 def parts() -> Row:
@@ -112,16 +117,17 @@ def long_texts() -> Row:
 
 
 def recall() -> Row:
-    def values(memory: str, seeds: range) -> list[float]:
-        return [beyond_window(_read(RECALL.format(memory=memory, seed=seed))) for seed in seeds]
-
-    long, short = values("adaptive-memory_key_length-11.31", range(3)), values("adaptive", range(3))
-    (none,) = values("none", range(1))
+    long, short = _recall("adaptive-memory_key_length-11.31", range(3)), _recall("adaptive", range(3))
+    (none,) = _recall("none", range(1))
     text = (
         f"16 pairs in rows of 256: keys of 11.31 {_listed(long)} by seed, of 1 (the paper's) {_listed(short)}, "
         f"no memory {none:.3f}; guessing 0.06"
     )
     return "The memory recalls pairs that left the window", text, _by_keys(min(long) > 0.95, min(short) > 0.95)
+
+
+def _recall(memory: str, seeds: range) -> list[float]:
+    return [beyond_window(_read(RECALL.format(memory=memory, seed=seed))) for seed in seeds]
 
 
 def _listed(values: list[float]) -> str:
@@ -159,19 +165,17 @@ def _shares(found: list[tuple[int, int]]) -> str:
 
 def forms() -> Row:
     """Name the forms that recall more than the first in every seed, and cost less than 0.002 on novels and Gibbon."""
-    first = max(beyond_window(_read(RECALL.format(memory="adaptive", seed=seed))) for seed in range(3))
-    shown, better = [], []
+    short = _recall("adaptive", range(3))
+    shown, better, count = [], [], 0
     for name in memory_forms.FORMS:
         found = memory_forms.differences(name)
-        if not found["novels"]:
-            continue
-        formats = {"recall": ".3f", "novels": "+.4f", "Gibbon": "+.4f"}
-        parts = {part: ", ".join(format(one, formats[part]) for one in values) for part, values in found.items()}
-        shown.append(f"{name}: {'; '.join(f'{part} {values}' for part, values in parts.items() if values)}")
         books = found["novels"] + found["Gibbon"]
-        if min(found["recall"], default=0.0) > first and max(books) < 0.002 and len(books) > 2:
+        count += bool(books)
+        if min(found["recall"], default=0.0) > max(short) and max(books, default=0.0) < 0.002 and len(books) > 2:
             better.append(name)
-    text = f"recall, and nats per byte against keys of 1, by seed: {' · '.join(shown)}"
+            changes = (f"{part} {', '.join(f'{one:+.4f}' for one in found[part])}" for part in ("novels", "Gibbon"))
+            shown.append(f"{name}: recall {_listed(found['recall'])}; nats per byte more on {', on '.join(changes)}")
+    text = f"{len(better)} of {count} forms, by seed: {' · '.join(shown)}; keys of 1: recall {_listed(short)}"
     claim = "Another form of the memory recalls more and costs nothing on novels and Gibbon"
     return claim, text, ", ".join(better) or _verdict(False)
 
