@@ -82,8 +82,8 @@ def page() -> str:
         *_laws(),
         "## Minutes",
         "",
-        "Time of the training steps of one run on one thread. Runs shared their machine, so times of different rows "
-        "must not be compared.",
+        "Time of the training steps of one run on one thread, at their median speed. Runs shared their machine, so "
+        "times of different rows must not be compared.",
         "",
         "| bytes | parameters | " + " | ".join(NAMES.values()) + " | processor |",
         "|---:|---:|" + "---:|" * len(NAMES) + "---|",
@@ -142,7 +142,7 @@ def _laws() -> Iterator[str]:
 def _time_row(record: Record) -> str:
     runs: dict[str, list[float]] = defaultdict(list)
     for run in record["runs"]:
-        runs[model_of(run["recipe"])].append(run["seconds"] / 60)
+        runs[model_of(run["recipe"])].append(run["tokens"] / run["tokens_per_second"] / 60)
     times = [f"{statistics.fmean(runs[name]):.0f}" if runs[name] else "not run" for name in NAMES]
     hardware = record["hardware"]["Processor"].replace("(R)", "")
     return f"| {tokens_of(record):,} | {_sizes(record)} | {' | '.join(times)} | {hardware} |"
