@@ -59,8 +59,8 @@ def order() -> Row:
         lows.append(min(one["difference_interval"]["low"] for one in found))
         differences = [one["difference"] for one in found]
         shown.append(
-            f"{name} {min(differences):+.3f} to {max(differences):+.3f} in {len(found)} comparisons, all intervals "
-            f"above {lows[-1]:+.3f}"
+            f"{name} {min(differences):+.3f} to {max(differences):+.3f} in {len(found)} comparisons, the lowest "
+            f"end of an interval {lows[-1]:+.3f}"
         )
     text = f"nats per byte above Gecko: {'; '.join(shown)} ({_budgets()})"
     return "With equal bytes Gecko is better than Megalodon and Llama 2", text, _verdict(min(lows) > 0)
