@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import gecko
+from gecko.inference import read
+from gecko.inference.decoder import Decoder
 from gecko.train.step import autocast
 
 if not torch.cuda.is_available():
@@ -43,3 +45,19 @@ def test_gradients_of_real_sizes(preset, precision, device):
     worst = {name: float((found[name] - wanted).norm() / wanted.norm()) for name, wanted in exact.items()}
     assert worst.pop("loss") < TOLERANCE[precision] / 10
     assert max(worst.values()) < TOLERANCE[precision], worst
+
+
+def test_equal_rows_have_equal_logits(device):
+    """Bit for bit: no row depends on what the other rows or the programs beside it do."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(gecko.GeckoConfig.preset("gecko-1b"), num_layers=2)
+    model, rows = gecko.Gecko(config).to(device, torch.bfloat16), 32
+    text = torch.randint(0, config.vocab_size, (200,))
+    decoder = Decoder(model, rows)
+    with torch.inference_mode():
+        prefill = read(model, [text[:100]])
+        for _ in range(rows):
+            decoder.add(prefill.state, prefill.seen)
+        for token in text[100:].tolist():
+            logits = decoder.step([token] * rows)
+            assert logits.equal(logits[:1].expand_as(logits))

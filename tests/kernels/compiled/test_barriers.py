@@ -5,6 +5,8 @@ No simulator runs the warps of a program side by side, so a missing barrier chan
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from kernels.compiling import compiled
 from kernels.recording import decode, model_on_nothing, recorded, train
 from kernels.sass import Code
+from support import cases
 
 from gecko import GeckoConfig
 
@@ -56,3 +59,43 @@ def test_the_memory_is_replaced_after_all_threads_have_read_it(kernels):
     for kernel in kernels["enter_kernel"]:
         last_product, first_store = places(kernel, "tt.dot")[-1], places(kernel, "tt.store")[0]
         assert any(last_product < i < first_store for i in places(kernel, "barrier"))
+
+
+ACCESS = re.compile(r"tt\.(load|store) (%\w+)[ ,].* : tensor<([\dx]+)x!tt\.ptr")
+POINTER = re.compile(r"(%\w+) = tt\.(?:splat|addptr|broadcast|expand_dims) (%\w+)")
+
+
+def accesses(kernel: Any) -> list[tuple[int, str, str, int]]:
+    """Return line, "load" or "store", parameter and number of elements of the accesses to tiles, in the Triton IR."""
+    found, origin = [], {}
+    for i, line in enumerate(kernel.asm["ttir"].splitlines()):
+        if derived := POINTER.search(line):
+            origin[derived[1]] = origin.get(derived[2], derived[2])
+        if access := ACCESS.search(line):
+            size = math.prod(map(int, access[3].split("x")))
+            found.append((i, access[1], origin[access[2]], size))
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("variant", ["gecko", "no-memory", "cumulative"])
+def test_states_are_replaced_after_all_threads_have_read_them(variant, rows):
+    """If a tile has fewer elements than threads, threads share elements: all of them load, and one of them stores."""
+    config = replace(cases.SMALL, **cases.VARIANTS[variant], num_layers=1, cema_modes=1)
+    model, checked = model_on_nothing(config, torch.bfloat16), set()
+    for configuration in recorded(lambda: decode(model, rows)):
+        kernel = compiled(configuration, 90)
+        found, lines = accesses(kernel), kernel.asm["ttir"].splitlines()
+        for loaded, _, name, _size in (x for x in found if x[1] == "load" and x[3] < 32 * configuration.warps):
+            stored = [i for i, kind, other, _ in found if kind == "store" and other == name and i > loaded]
+            if stored:
+                checked.add(name)
+                between = [lines[i] for i in places(kernel, "barrier") if loaded < i < stored[0]]
+                # One that is indented more is in a branch that a program may not take.
+                assert any(_depth(line) <= _depth(lines[stored[0]]) for line in between), (str(configuration), name)
+    assert {"%p_mean", "%p_variance", "%p_state"} <= checked
+    assert variant == "no-memory" or {"%p_weight", "%p_normaliser", "%p_previous_weight"} <= checked
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())

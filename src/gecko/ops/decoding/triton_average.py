@@ -1,6 +1,9 @@
 """Triton kernel of the timestep norm and the moving average of one token of several sequences.
 
 The state of row r is in slot r, and is changed in place. ``heads_kernel`` counts the step afterwards.
+
+If a tile has fewer numbers than a program has threads, several threads load the same number, and one of them stores the
+new one. A barrier between both keeps a slow thread from loading what another has stored already.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ def _running_norm(
     b_m = tl.load(p_mean + i_state, mask=m_state, other=0.0)
     b_v = tl.load(p_variance + i_state, mask=m_state, other=0.0)
     count = (tl.load(p_count + row) + 1).to(tl.float32)
+    tl.debug_barrier()  # all threads have loaded the statistics
     if cumulative:
         b_step = b_mu - b_m
         b_m += b_step / count
@@ -56,6 +60,7 @@ def _moving_average(b_x, m_x, p_tables, p_skip, p_state, row, i_feature, feature
     h_imag = tl.load(p_state + i_state + 1, mask=m_mode, other=0.0)
     b_real = q_real * h_real - q_imag * h_imag + b_in * b_x[:, :, None]
     b_imag = q_real * h_imag + q_imag * h_real
+    tl.debug_barrier()  # all threads have loaded the state
     tl.store(p_state + i_state, b_real, mask=m_mode)
     tl.store(p_state + i_state + 1, b_imag, mask=m_mode)
     out_real = tl.load(p_tables + 3 * table + i_table, mask=m_mode, other=0.0)

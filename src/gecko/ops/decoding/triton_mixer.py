@@ -145,6 +145,7 @@ def _summarise(
     i_sum, m_sum = i_r[:, None] * key + i_key[None, :], m_r[:, None] & m_key[None, :]
     b_sum = tl.load(p_key_sum + i_sum, mask=m_sum, other=0.0)
     b_sum += b_share[:, None] * (b_psi[None, :] - b_sum)
+    tl.debug_barrier()  # all threads have loaded the weights; several have loaded the same ones
     if ends:
         b_previous = tl.load(p_previous_weight + i_r, mask=m_r, other=0.0)
         b_after = _log_sum(tl.load(p_normaliser + i_r, mask=m_r, other=0.0), b_previous)
@@ -153,6 +154,7 @@ def _summarise(
         tl.store(p_rho + i_r, b_rho, mask=m_r)
         tl.store(p_kept + i_r, tl.where(resets, 0.0, 1 - b_rho), mask=m_r)
         b_enters = tl.load(p_previous_keys + i_sum, mask=m_sum, other=0.0)
+        tl.debug_barrier()  # all threads have loaded those of the previous chunk
         tl.store(p_entering + i_sum, tl.where(resets, 0.0, b_enters), mask=m_sum)
         tl.store(p_normaliser + i_r, b_after, mask=m_r)
         tl.store(p_previous_weight + i_r, b_weight, mask=m_r)
