@@ -46,6 +46,10 @@ from gecko.segments import Segments
 _CHANNELS = 8
 """Channels per program of the kernels over coefficients."""
 
+_STAGES = 3
+"""Chunks of tokens that a program loads ahead of the one it processes. A multiprocessor has registers for one program,
+so no other program works while it waits for memory."""
+
 
 def cema_triton(
     x: Tensor, coefficients: CEMACoefficients, state: Tensor | None, segments: Segments, skip: Tensor | None = None
@@ -125,7 +129,7 @@ def _filter(
     }  # fmt: skip
     # One channel per warp: the tables and the sixteen items of two channels do not fit into its registers.
     grid = batch, blocks(channels, 8)
-    Launch(filter_kernel, grid, {**arguments, "b_d": 8}, warps=8, registers=_registers(x)).run()
+    Launch(filter_kernel, grid, {**arguments, "b_d": 8}, warps=8, stages=_STAGES, registers=_registers(x)).run()
     return y, after
 
 
@@ -198,7 +202,7 @@ def _sums(
         "channels": channels, "modes": modes, "unit": unit, "b_d": b_d, "b_n": b_n, **constants,
     }  # fmt: skip
     grid = (batch, blocks(channels, b_d) * blocks(modes, b_n))
-    Launch(gradients_kernel, grid, arguments, warps=8, registers=_registers(x)).run()
+    Launch(gradients_kernel, grid, arguments, warps=8, stages=_STAGES, registers=_registers(x)).run()
     return {"p_sums": sums, "p_derivatives": derivatives, "p_last": last, "p_correlation": correlation}
 
 
