@@ -110,7 +110,9 @@ def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
         [bench.random(*values), bench.random(1, length, config.value_dim), bench.random(*values)], shape.gated(),
     )  # fmt: skip
     yield Operator("SwiGLU", swiglu, [bench.random(1, length, config.ffn_dim) for _ in range(2)], shape.swiglu())
-    mixed = [*(bench.random(*keys) / config.key_head_dim**0.5 for _ in range(4)), bench.random(*values)]
+    # Rows of a memory are nearly equal if its keys are short, and then rounding is most of the gradient of its queries.
+    factors = *[config.key_head_dim**-0.5] * 3, 1.0
+    mixed = [*(factor * bench.random(*keys) for factor in factors), bench.random(*values)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return chunk_attention(q, k, v, config.chunk_size, attention=config.attention, segments=segments)[0]
