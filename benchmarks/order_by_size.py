@@ -82,10 +82,10 @@ def page() -> str:
         *_laws(),
         "## Minutes",
         "",
-        "Time of the training steps of one run on one thread, at their median speed. Runs shared their machine, so "
-        "times of different rows must not be compared.",
+        "Time of the training steps of one run on one thread, or on the GPU, at their median speed. Runs shared their "
+        "machine, so times of different rows must not be compared.",
         "",
-        "| bytes | parameters | " + " | ".join(NAMES.values()) + " | processor |",
+        "| bytes | parameters | " + " | ".join(NAMES.values()) + " | processor or GPU |",
         "|---:|---:|" + "---:|" * len(NAMES) + "---|",
         *(_time_row(record) for record in records()),
         "",
@@ -143,9 +143,13 @@ def _time_row(record: Record) -> str:
     runs: dict[str, list[float]] = defaultdict(list)
     for run in record["runs"]:
         runs[model_of(run["recipe"])].append(run["tokens"] / run["tokens_per_second"] / 60)
-    times = [f"{statistics.fmean(runs[name]):.0f}" if runs[name] else "not run" for name in NAMES]
-    hardware = record["hardware"]["Processor"].replace("(R)", "")
+    times = [_minutes(statistics.fmean(runs[name])) if runs[name] else "not run" for name in NAMES]
+    hardware = record["hardware"].get("GPU", record["hardware"]["Processor"].replace("(R)", ""))
     return f"| {tokens_of(record):,} | {_sizes(record)} | {' | '.join(times)} | {hardware} |"
+
+
+def _minutes(minutes: float) -> str:
+    return f"{minutes:.1f}" if minutes < 10 else f"{minutes:.0f}"
 
 
 def draw() -> None:
@@ -168,6 +172,7 @@ def draw() -> None:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(lambda size, _: f"{size:g}" if size in (2, 4, 8) else "")
     figure.savefig(FOLDER / PICTURE, dpi=150)
 
 
