@@ -145,6 +145,7 @@ def _time_row(record: Record) -> str:
         runs[model_of(run["recipe"])].append(run["tokens"] / run["tokens_per_second"] / 60)
     times = [_minutes(statistics.fmean(runs[name])) if runs[name] else "not run" for name in NAMES]
     hardware = record["hardware"].get("GPU", record["hardware"]["Processor"].replace("(R)", ""))
+    hardware = "; ".join([hardware, *record["notes"]])
     return f"| {tokens_of(record):,} | {_sizes(record)} | {' | '.join(times)} | {hardware} |"
 
 
