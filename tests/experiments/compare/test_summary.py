@@ -15,10 +15,10 @@ from scipy import stats
 from gecko.experiments.compare import Plan, Tuning
 from gecko.experiments.compare.plan import RESULTS, Planned
 from gecko.experiments.compare.results import RunResult, summarise
-from gecko.experiments.compare.runs import Trial, edge_notes, trials_of, tuned_rates
+from gecko.experiments.compare.runs import Trial, edge_notes, machine_notes, trials_of, tuned_rates
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
-from gecko.train.metrics import MetricsWriter
+from gecko.train.metrics import MetricsWriter, record_session
 
 losses = st.floats(0.5, 5.0)
 BYTES_PER_TOKEN = 3.0
@@ -148,3 +148,18 @@ def test_a_loss_that_is_not_finite_is_no_loss(base: Run, tmp_path: Path) -> None
     (tmp_path / RESULTS).write_text(json.dumps(vars(Evaluation(math.nan, math.nan, [], 1, 9, [], []))))
     (trial,) = trials_of([Planned("a", "tuning-1e-2", run)], {"a tuning-1e-2": "finished"})
     assert (trial.nats_per_byte, trial.tokens, trial.learning_rate) == (None, 9, 1e-2)
+
+
+def test_runs_of_other_machines_are_named(base: Run, tmp_path: Path) -> None:
+    here = {"Processor": "A, 2 cores, 1 used by PyTorch", "Memory": "1 GiB"}
+    more_threads, card = {"Processor": "A, 2 cores, 2 used by PyTorch"}, {**here, "GPU": "C, 9 GiB"}
+    planned = [
+        Planned("a", f"seed-{seed}", Run.from_dict({**base.to_dict(), "output": str(tmp_path / str(seed))}))
+        for seed in range(4)
+    ]
+    for one, machines in zip(planned, ([here], [here, more_threads], [here, card], []), strict=True):
+        one.run.folder.mkdir()
+        for session, machine in enumerate(machines):
+            record_session(one.run.folder, session or None, 7, machine, "")
+    assert machine_notes(planned, here) == ["a seed-2: trained on C, 9 GiB"]
+    assert machine_notes(planned, card) == [f"a seed-{seed}: trained on A" for seed in range(3)]

@@ -15,7 +15,16 @@ from rich.console import Console
 from gecko.experiments.compare.page import print_tables, write_page
 from gecko.experiments.compare.plan import LOCK, Plan, Planned, Tuning
 from gecko.experiments.compare.results import Comparison, RunResult, check_folder, summarise
-from gecko.experiments.compare.runs import Board, Pool, State, Trial, edge_notes, trials_of, tuned_rates
+from gecko.experiments.compare.runs import (
+    Board,
+    Pool,
+    State,
+    Trial,
+    edge_notes,
+    machine_notes,
+    trials_of,
+    tuned_rates,
+)
 from gecko.io.files import locked
 from gecko.runtime.process import require
 from gecko.train.health import StopSignal
@@ -115,7 +124,7 @@ class _Session:
         found = [RunResult.of(one, self.plan.parameters[one.recipe]) for one in self.main or ()]
         runs = [result for result in found if result is not None]
         unfinished = {label: state for label, state in self.states.items() if state != "finished"}
-        notes = edge_notes(self.plan, self.rates)
+        notes = edge_notes(self.plan, self.rates) + machine_notes(self.main or (), self.hardware)
         if self.plan.tuning is not None:
             notes += [
                 f"{recipe}: no learning rate was found, for its tuning is not complete or diverged with every rate"

@@ -25,7 +25,7 @@ from rich.table import Table
 from gecko.experiments.compare.plan import LOG, Plan, Planned, claim, evaluation_of, rate_name
 from gecko.experiments.compare.worker import DIVERGED
 from gecko.train import Run
-from gecko.train.metrics import METRICS
+from gecko.train.metrics import METRICS, read_sessions
 
 _TAIL_BYTES = 1 << 16
 
@@ -305,6 +305,21 @@ def edge_notes(plan: Plan, rates: Mapping[str, float]) -> list[str]:
         for recipe, rate in rates.items()
         if rate in ends
     ]
+
+
+def machine_notes(planned: Sequence[Planned], hardware: Mapping[str, str]) -> list[str]:
+    """Return notes on runs of other machines: the page names one, and times on different ones cannot be compared."""
+    notes = []
+    for one in planned:
+        machines = {_machine(session["hardware"]) for session in read_sessions(one.run.folder)}
+        if others := machines - {_machine(hardware)}:
+            notes.append(f"{one.label}: trained on {' and '.join(sorted(others))}")
+    return notes
+
+
+def _machine(hardware: Mapping[str, str]) -> str:
+    """Return the GPU, or the processor without the number of its cores."""
+    return hardware.get("GPU") or hardware["Processor"].partition(",")[0]
 
 
 def _trial(one: Planned, state: State) -> Trial:
