@@ -83,7 +83,7 @@ def page() -> str:
         "## Minutes",
         "",
         "Time of the training steps of one run on one thread, or on the GPU, at their median speed. Runs shared their "
-        "machine, so times of different rows must not be compared.",
+        "machine, so times of different rows must not be compared, nor those of runs that a note names.",
         "",
         "| bytes | parameters | " + " | ".join(NAMES.values()) + " | processor or GPU |",
         "|---:|---:|" + "---:|" * len(NAMES) + "---|",
@@ -145,7 +145,7 @@ def _time_row(record: Record) -> str:
         runs[model_of(run["recipe"])].append(run["tokens"] / run["tokens_per_second"] / 60)
     times = [_minutes(statistics.fmean(runs[name])) if runs[name] else "not run" for name in NAMES]
     hardware = record["hardware"].get("GPU", record["hardware"]["Processor"].replace("(R)", ""))
-    hardware = "; ".join([hardware, *record["notes"]])
+    hardware = "; ".join([hardware, *(note for note in record["notes"] if "trained on" in note)])
     return f"| {tokens_of(record):,} | {_sizes(record)} | {' | '.join(times)} | {hardware} |"
 
 

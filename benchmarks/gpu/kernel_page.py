@@ -65,7 +65,8 @@ def _kernels(step: str, times: list[KernelTime], rates: Rates | None) -> Iterato
         f"## Kernels of a training step: {step}, one block and the head", "",
         "Forward and backward, each kernel timed alone. Bytes of its tensors and FLOPs of its products, and the time "
         "predicted for an H200, are those of `gpu_budget.py`. Limit: the longer of bytes over the copy and FLOPs over "
-        "the product above; share: the limit over the measured time.", "",
+        "the product above; share: the limit over the measured time. For PyTorch's operations, bytes are those of "
+        "whole tensors, also where an operation is a view or touches a part, so a share can exceed 100 %.", "",
         "| kernel | launches | measured, µs | of the step | predicted, µs | MB | GFLOP | limit, µs | share |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     )  # fmt: skip

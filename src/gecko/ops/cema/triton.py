@@ -19,8 +19,9 @@ instructions per thread are per token and channel; instructions are counted in t
     backward, coefficients   2: x, g               268 MB     2 C + 12 N = 256        40
 
 With 132 SMs at 1.755 GHz that issue 4 warp instructions per cycle, 26 instructions take 0.06 ms, as long as the bytes
-at 4.3 TB/s, and 40 take 0.10 ms. These are predictions, not measured times. The second read of a tile (16 items of at
-most 512 tokens, 8 channels: 128 KiB) hits the L2 cache. One row gives D / 8 programs.
+at 4.3 TB/s, and 40 take 0.10 ms. These are predictions. For float32, before three chunks were in flight, an H200 took
+0.58 and 0.85 ms (``docs/performance.md``). The second read of a tile (16 items of at most 512 tokens, 8 channels:
+128 KiB) hits the L2 cache. One row gives D / 8 programs.
 
 For bfloat16 x, C = 32 and factors are bfloat16: x is exact, tables and states are the sum of two bfloat16 numbers (16
 bits), except in the pass over coefficients, where they are one. For float16 x, C = 16 and products are tf32, which
@@ -47,8 +48,8 @@ _CHANNELS = 8
 """Channels per program of the kernels over coefficients."""
 
 _STAGES = 3
-"""Chunks of tokens that a program loads ahead of the one it processes. A multiprocessor has registers for one program,
-so no other program works while it waits for memory."""
+"""Chunks of tokens in flight: the one that a program processes, and two that it loads meanwhile. A multiprocessor has
+registers for one program, so no other program works while it waits for memory."""
 
 
 def cema_triton(
