@@ -213,10 +213,20 @@ def test_damaged_files_of_a_run(here: Any, call: Call, planned: Callable[..., Pl
 
 
 def test_a_folder_may_be_moved(here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path) -> None:
+    """To another machine too, which the notes then name."""
     call(planned("out", seeds=(0,), tuning=None))
     (tmp_path / "out").rename(tmp_path / "elsewhere")
-    call(planned("elsewhere", seeds=(0,), tuning=None))
+    sessions = tmp_path / "elsewhere" / "whole" / "seed-0" / "sessions.jsonl"
+    assert json.loads((tmp_path / "elsewhere" / "comparison.json").read_text())["notes"] == []
+    session = json.loads(sessions.read_text())
+    sessions.write_text(json.dumps({**session, "hardware": {**session["hardware"], "GPU": "a card"}}) + "\n")
+    _, printed = call(planned("elsewhere", seeds=(0,), tuning=None))
     assert len(here.started) == 2
+    note = "whole seed-0: trained on a card"
+    assert json.loads((tmp_path / "elsewhere" / "comparison.json").read_text())["notes"] == [note] and note in printed
+    sessions.write_text('{"other": 1}\n')
+    with pytest.raises(ValueError, match=r"sessions\.jsonl"):
+        call(planned("elsewhere", seeds=(0,), tuning=None))
 
 
 def test_no_jobs(call: Call, planned: Callable[..., Plan]) -> None:

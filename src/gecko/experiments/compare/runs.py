@@ -24,8 +24,9 @@ from rich.table import Table
 
 from gecko.experiments.compare.plan import LOG, Plan, Planned, claim, evaluation_of, rate_name
 from gecko.experiments.compare.worker import DIVERGED
+from gecko.io.files import read_lines
 from gecko.train import Run
-from gecko.train.metrics import METRICS, read_sessions
+from gecko.train.metrics import METRICS, SESSIONS
 
 _TAIL_BYTES = 1 << 16
 
@@ -311,7 +312,8 @@ def machine_notes(planned: Sequence[Planned], hardware: Mapping[str, str]) -> li
     """Return notes on runs of other machines: the page names one, and times on different ones cannot be compared."""
     notes = []
     for one in planned:
-        machines = {_machine(session["hardware"]) for session in read_sessions(one.run.folder)}
+        sessions = read_lines(one.run.folder / SESSIONS, ("hardware",))
+        machines = {_machine(session["hardware"]) for session in sessions}
         if others := machines - {_machine(hardware)}:
             notes.append(f"{one.label}: trained on {' and '.join(sorted(others))}")
     return notes
