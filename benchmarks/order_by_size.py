@@ -85,7 +85,7 @@ def page() -> str:
         "Time of the training steps of one run on one thread, or on the GPU, at their median speed. Runs shared their "
         "machine, so times of different rows must not be compared, nor those of runs that a note names.",
         "",
-        "| bytes | parameters | " + " | ".join(NAMES.values()) + " | processor or GPU |",
+        "| bytes | parameters | " + " | ".join(NAMES.values()) + " | processor or GPU, notes |",
         "|---:|---:|" + "---:|" * len(NAMES) + "---|",
         *(_time_row(record) for record in records()),
         "",
@@ -145,8 +145,8 @@ def _time_row(record: Record) -> str:
         runs[model_of(run["recipe"])].append(run["tokens"] / run["tokens_per_second"] / 60)
     times = [_minutes(statistics.fmean(runs[name])) if runs[name] else "not run" for name in NAMES]
     hardware = record["hardware"].get("GPU", record["hardware"]["Processor"].replace("(R)", ""))
-    hardware = "; ".join([hardware, *(note for note in record["notes"] if "trained on" in note)])
-    return f"| {tokens_of(record):,} | {_sizes(record)} | {' | '.join(times)} | {hardware} |"
+    remarks = "; ".join([hardware, *record["notes"]])
+    return f"| {tokens_of(record):,} | {_sizes(record)} | {' | '.join(times)} | {remarks} |"
 
 
 def _minutes(minutes: float) -> str:
@@ -172,8 +172,8 @@ def draw() -> None:
         _draw_lines(axes, points)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("{x:g}")
         axes.xaxis.set_minor_formatter(lambda size, _: f"{size:g}" if size in (2, 4, 8) else "")
+        axes.yaxis.set_minor_formatter("{x:g}")
     figure.savefig(FOLDER / PICTURE, dpi=150)
 
 

@@ -130,7 +130,7 @@ def _agreement(agreement: Agreement | None, dtype: str) -> str:
 
 def _activations(results: Results) -> list[str]:
     return [
-        "## What a block keeps for backward", "",
+        "## Activations kept for the backward pass", "",
         "Against the inputs and outputs of its linear layers, of attention and of the memory, each tensor once.", "",
         "| block of | tokens | kept, MB | read and written by products, MB | ratio |", "|---|---:|---:|---:|---:|",
         *(_activation(found) for found in results.activations), "",

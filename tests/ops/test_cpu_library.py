@@ -135,7 +135,7 @@ def test_every_c_file_is_in_one_library() -> None:
 def test_a_thread_that_cannot_build_says_nothing(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The thread logs nothing, and the call that needs the library logs the reason."""
+    """The thread logs nothing. The call that needs the library logs the reason."""
     monkeypatch.setenv("PATH", "")
     cpu_library._try_to_build("decoding")
     assert not caplog.messages
