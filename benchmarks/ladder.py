@@ -1,0 +1,185 @@
+"""From Megalodon to Gecko, one change a rung: a million parameters, 10 MB of novels, three seeds, four test novels.
+
+    python benchmarks/ladder.py --books books --out runs/ladder --jobs 2           # train, score and write the table
+    python benchmarks/ladder.py --books books --out runs/ladder --rates --jobs 2   # 2 MB at three rates for every rung
+
+The same command continues after an interruption. Every ended run adds a line to ``results/evidence/ladder.csv`` (loss
+by novel) or ``ladder_rates.csv``. ``books`` holds the novels as text files.
+
+**Splits.** ``TEST`` novels are in no other split; no model and no setting of this ladder was chosen by them. ``TUNING``
+novels choose the learning rates. Training uses the rest, without Gibbon, who is kept for long texts.
+
+**Margin**, stated before the first run: a rung changes the loss if the 95 % interval over seeds and novels of the
+paired difference does not contain 0; it matters if the whole interval is beyond ±0.005 nats per byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from gecko.models import LanguageModel, load_any
+from gecko.runtime.process import code_version, processor_name
+
+RESULTS = Path(__file__).parent / "results" / "evidence"
+TEST = ("emma", "jane_eyre", "little_women", "north_and_south")
+TUNING = ("crime_and_punishment", "pride_and_prejudice", "sherlock_holmes", "tale_of_two_cities")
+KEPT_BACK = "gibbon"
+RATES = (4e-3, 8e-3, 1.6e-2)
+LENGTH, ROWS, BATCH = 2048, 256, 8
+"""Bytes of a scored row, rows of each novel (evenly spaced), and rows of a forward pass."""
+
+Step = tuple[str, tuple[str, ...]]
+RUNGS: tuple[Step, ...] = (
+    ("megalodon, ungated", ()),
+    ("+ SwiGLU", ("model.swiglu=true", "model.ffn_dim=256")),
+    ("+ plain residual", ("model.two_hop_residual=false",)),
+    ("+ identity skip", ("model.cema_skip=identity",)),
+    ("+ timestep decay norm", ("model.timestep_betas=[0.999,0.9999]",)),
+    ("+ rotary base 500,000", ("model.rope_base=500000",)),
+    ("+ sliding chunks of 64", ("model.attention=sliding_chunk", "model.chunk_size=64")),
+    ("+ working memory = Gecko", ("model.memory=adaptive",)),
+)
+"""Each rung has the changes of all rungs above it. In all of them a query attends to at most 128 bytes."""
+FIRST = ("+ working memory = Gecko", "+ SwiGLU", "megalodon, ungated")
+"""Rungs that decide the sign of Gecko against either Megalodon are trained before the others of their seed."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    rung: str
+    seed: int
+    rate: float
+    tuning: bool
+
+    def folder(self, out: Path) -> Path:
+        number = next(i for i, (name, _) in enumerate(RUNGS) if name == self.rung)
+        return out / f"{'rate' if self.tuning else 'rung'}-{number}-{self.rate:g}-seed-{self.seed}"
+
+    def settings(self) -> list[str]:
+        """Return the overrides of ``compare_megalodon`` that make this rung."""
+        changes: list[str] = []
+        for name, added in RUNGS:
+            changes += added
+            if name == self.rung:
+                break
+        steps = ["steps=244"] if self.tuning else []
+        return [*changes, *steps, f"optimizer.learning_rate={self.rate:g}", f"seed={self.seed}", "sample.tokens=0"]
+
+
+def split_books(books: Path, out: Path) -> dict[str, Path]:
+    """Make one folder of links a split; return the folders."""
+    folders = {name: out / "books" / name for name in ("train", "tuning", "test")}
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(books.glob("*.txt")):
+        split = "test" if path.stem in TEST else "tuning" if path.stem in TUNING else "train"
+        link = folders[split] / path.name
+        if not path.stem.startswith(KEPT_BACK) and not link.exists():
+            link.symlink_to(path.resolve())
+    return folders
+
+
+def train(planned: Planned, out: Path, folders: dict[str, Path]) -> Path:
+    """Train a run, or continue it; its held-out losses are of the tuning novels. Return its folder."""
+    folder = planned.folder(out)
+    command = [
+        sys.executable, "-m", "gecko", "train", "compare_megalodon", *planned.settings(),
+        f"data.source={folders['train']}", f"data.validation={folders['tuning']}",
+        f"evaluation.final_rows={768 if planned.tuning else 64}", "--out", str(folder), "--resume",
+    ]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.log").open("ab") as log:
+        subprocess.run(command, stdout=log, stderr=log, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return folder
+
+
+@torch.inference_mode()
+def score(model: LanguageModel, novel: Path) -> float:
+    """Return the mean loss of evenly spaced rows of a novel, in nats per byte. Every row starts without a past."""
+    text = torch.frombuffer(bytearray(novel.read_bytes()), dtype=torch.uint8).long()
+    last = (len(text) - 1) // LENGTH
+    places = [i * last // ROWS * LENGTH for i in range(ROWS)]
+    rows = torch.stack([text[place : place + LENGTH + 1] for place in places])
+    losses = [model.token_losses(part[:, :-1], part[:, 1:])[0] for part in rows.split(BATCH)]
+    return float(torch.cat(losses).double().mean())
+
+
+class Table:
+    """A CSV file with a line for each ended run, written at once."""
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self._path, self._columns, self._lock = path, columns, Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            path.write_text(",".join(columns) + "\n", encoding="utf-8")
+
+    def keys(self) -> set[tuple[str, str, str]]:
+        with self._path.open(encoding="utf-8", newline="") as file:
+            return {(row["rung"], row["seed"], row["rate"]) for row in csv.DictReader(file)}
+
+    def add(self, *values: object) -> None:
+        assert len(values) == len(self._columns)
+        with self._lock, self._path.open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow(values)
+
+
+def run(planned: Planned, out: Path, folders: dict[str, Path], table: Table) -> None:
+    folder = train(planned, out, folders)
+    tuned = json.loads((folder / "results.json").read_text(encoding="utf-8"))["nats_per_byte"]
+    where = (str(code_version()["commit"])[:7], processor_name())
+    if planned.tuning:
+        table.add(planned.rung, planned.seed, f"{planned.rate:g}", f"{tuned:.5f}", *where)
+        return
+    model = load_any(folder).eval()
+    losses = [f"{score(model, folders['test'] / f'{name}.txt'):.5f}" for name in TEST]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    table.add(planned.rung, planned.seed, f"{planned.rate:g}", size, *losses, f"{tuned:.5f}", *where)
+
+
+def plan(given: argparse.Namespace) -> list[Planned]:
+    names = [name for name, _ in RUNGS]
+    if given.rates:
+        return [Planned(name, 0, rate, True) for name in names for rate in RATES]
+    ordered = sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    return [Planned(name, seed, 8e-3, False) for seed in given.seeds for name in ordered]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--books", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rates", action="store_true", help="tune the learning rates instead")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    folders = split_books(given.books, given.out)
+    if given.rates:
+        table = Table(
+            given.results / "ladder_rates.csv", ("rung", "seed", "rate", "tuning_novels", "commit", "processor")
+        )
+    else:
+        columns = ("rung", "seed", "rate", "parameters", *TEST, "tuning_novels", "commit", "processor")
+        table = Table(given.results / "ladder.csv", columns)
+    ended = table.keys()
+    open_ = [one for one in plan(given) if (one.rung, str(one.seed), f"{one.rate:g}") not in ended]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for future in [pool.submit(run, one, given.out, folders, table) for one in open_]:
+            future.result()
+
+
+if __name__ == "__main__":
+    main()
