@@ -42,7 +42,7 @@ LENGTH, ROWS, BATCH = 2048, 256, 8
 
 Step = tuple[str, tuple[str, ...]]
 RUNGS: tuple[Step, ...] = (
-    ("megalodon, ungated", ()),
+    ("megalodon, ungated", ("model.swiglu=false", "model.ffn_dim=384")),
     ("+ SwiGLU", ("model.swiglu=true", "model.ffn_dim=256")),
     ("+ plain residual", ("model.two_hop_residual=false",)),
     ("+ identity skip", ("model.cema_skip=identity",)),

@@ -85,7 +85,12 @@ def test_presets():
     assert GeckoConfig.preset("tiny", chunk_size=32) == dataclasses.replace(PRESETS["tiny"], chunk_size=32)
     large = GeckoConfig.preset("gecko-7b")
     assert (large.key_head_dim, large.value_head_dim, large.num_rope_heads) == (256, 2048, 4)
-    assert GeckoConfig.preset("megalodon-7b").memory == "none"
+    for size in ("7b", "tiny"):
+        megalodon = GeckoConfig.preset(f"megalodon-{size}")
+        ungated = GeckoConfig.preset(f"megalodon-{size}-ungated")
+        assert (megalodon.memory, megalodon.swiglu, ungated.swiglu) == ("none", True, False)
+        assert dataclasses.replace(megalodon, swiglu=False, ffn_dim=ungated.ffn_dim) == ungated
+    assert GeckoConfig.preset("megalodon-7b").chunk_size == 2048
     for config in PRESETS.values():
         assert config.key_head_dim >= 32
 
@@ -99,7 +104,8 @@ def test_presets():
         ("gecko-15m", 1.2e7, 1.8e7),
         ("gecko-4m", 3_756_032, 3_756_032),
         ("tiny", 0.8e6, 1.2e6),
-        ("megalodon-7b", 6.5e9, 8.5e9),
+        ("megalodon-7b", 7.3e9, 7.4e9),
+        ("megalodon-7b-ungated", 7.1e9, 7.2e9),
     ],
 )
 def test_parameter_count(preset, low, high):

@@ -281,8 +281,20 @@ _GECKO_7B = GeckoConfig(
     vocab_size=32_000, num_layers=32, model_dim=4096, key_dim=1024, value_dim=8192, num_heads=4, ffn_dim=8192,
 )  # fmt: skip
 
+_MEGALODON: dict[str, Any] = {
+    "swiglu": False, "rope_base": 100_000.0, "attention": "chunk", "memory": "none", "timestep_betas": None,
+    "cema_skip": "learned", "two_hop_residual": True,
+}  # fmt: skip
+_MEGALODON_TINY = GeckoConfig(
+    vocab_size=264, num_layers=4, model_dim=128, key_dim=64, value_dim=256, num_heads=2, ffn_dim=384,
+    chunk_size=128, timestep_groups=4, **_MEGALODON,
+)  # fmt: skip
+_MEGALODON_7B = dataclasses.replace(_GECKO_7B, ffn_dim=11_264, **_MEGALODON)
+
 PRESETS: dict[str, GeckoConfig] = {
     "gecko-7b": _GECKO_7B,
+    # The paper gives D, the layers and the vocabulary, and points to OLMo-1B, which has 16 heads and a feed-forward of
+    # 8,192. Z, V, heads, feed-forward and groups are ours: with 8,192 the model would have 1.50 B parameters.
     "gecko-1b": GeckoConfig(
         vocab_size=50_304, num_layers=16, model_dim=2048, key_dim=512, value_dim=4096, num_heads=2, ffn_dim=6144,
     ),
@@ -302,13 +314,9 @@ PRESETS: dict[str, GeckoConfig] = {
         vocab_size=264, num_layers=4, model_dim=128, key_dim=64, value_dim=256, num_heads=2, ffn_dim=256,
         chunk_size=64, timestep_groups=4,
     ),
-    "megalodon-tiny": GeckoConfig(
-        vocab_size=264, num_layers=4, model_dim=128, key_dim=64, value_dim=256, num_heads=2, ffn_dim=384, swiglu=False,
-        chunk_size=128, timestep_groups=4, rope_base=100_000.0, attention="chunk", memory="none", timestep_betas=None,
-        cema_skip="learned", two_hop_residual=True,
-    ),
-    "megalodon-7b": dataclasses.replace(
-        _GECKO_7B, ffn_dim=11_264, swiglu=False, chunk_size=4096, rope_base=100_000.0, attention="chunk",
-        memory="none", timestep_betas=None, cema_skip="learned", two_hop_residual=True,
-    ),
+    "megalodon-tiny": dataclasses.replace(_MEGALODON_TINY, swiglu=True, ffn_dim=256),
+    "megalodon-tiny-ungated": _MEGALODON_TINY,
+    # The release's mega7.3B, which has SwiGLU as the paper says, and its mega7.1B.
+    "megalodon-7b": dataclasses.replace(_MEGALODON_7B, swiglu=True, ffn_dim=8192),
+    "megalodon-7b-ungated": _MEGALODON_7B,
 }  # fmt: skip

@@ -107,6 +107,39 @@ def test_choices_are_those_of_the_likeliest_text(model: GeckoModel, data: Path) 
     assert all(score.n == 4 and score.interval is not None for score in results.scores)
 
 
+def test_boolq_is_normalised_by_the_answer_alone(model: GeckoModel, tmp_path: Path) -> None:
+    """Table 1's metric is first, and subtracts the log-probability of " yes" or " no" after "Answer:"."""
+    rows = [{"passage": f"It is {n}.", "question": f"is it {n}", "label": n % 2} for n in range(6)]
+    save(tmp_path, "boolq_val", rows)
+    scores = academic(model, ["boolq"], data=tmp_path).scores
+    assert [score.name for score in scores] == ["acc_mutual_info", "acc"]
+
+    def total(context: str, choice: str) -> float:
+        with torch.no_grad():
+            return float(log_probabilities(model, f"{context} {choice}")[len(context) :].sum())
+
+    right = dict.fromkeys(("acc_mutual_info", "acc"), 0)
+    for row in rows:
+        context = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
+        plain = [total(context, choice) for choice in ("no", "yes")]
+        alone = [total("Answer:", choice) for choice in ("no", "yes")]
+        right["acc"] += (plain[1] > plain[0]) == row["label"]
+        right["acc_mutual_info"] += (plain[1] - alone[1] > plain[0] - alone[0]) == row["label"]
+    assert {score.name: score.value * 6 for score in scores} == pytest.approx(right)
+
+
+def test_choices_of_unequal_length_are_scored_by_characters(model: GeckoModel, tmp_path: Path) -> None:
+    """The harness itself has only plain accuracy for Social IQa."""
+    answers = {"answerA": "x", "answerB": "a long answer", "answerC": "a longer answer still"}
+    save(tmp_path, "social_iqa_val", [{"context": "c", "question": "q?", "label": "2", **answers} for _ in range(2)])
+    (found,) = [score for score in academic(model, ["social_iqa"], data=tmp_path).scores if score.name == "acc_norm"]
+    with torch.no_grad():
+        context = "Q: c q?\nA:"
+        sums = [float(log_probabilities(model, f"{context} {one}")[len(context) :].sum()) for one in answers.values()]
+    by_length = [total / len(one) for total, one in zip(sums, answers.values(), strict=True)]
+    assert found.value == (max(by_length) == by_length[1])
+
+
 def test_all_that_a_folder_holds(model: GeckoModel, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shots are those of Table 1, MMLU is over the items of all subjects, and missing files are reported."""
     prompts: list[str] = []

@@ -60,8 +60,8 @@ def test_pieces_end_at_multiples_of_their_length_wherever_the_state_stands(
 
 
 def test_a_piece_is_whole_windows() -> None:
-    for name, expected in (("tiny", 4096), ("gecko-7b", 4096), ("megalodon-7b", 8192)):
-        assert piece_length(gecko.GeckoConfig.preset(name)) == expected
+    for name, chunk, expected in (("tiny", 64, 4096), ("gecko-7b", 2048, 4096), ("megalodon-7b", 4096, 8192)):
+        assert piece_length(gecko.GeckoConfig.preset(name, chunk_size=chunk)) == expected
 
 
 def test_parts_are_taken_when_they_are_needed(model: gecko.Gecko) -> None:

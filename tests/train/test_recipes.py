@@ -29,7 +29,7 @@ def test_recipes_are_complete_and_survive_json(name: str, tmp_path: Path) -> Non
     ("name", "gpus"), [("gecko_1b", 64), ("gecko_7b", 256), ("megalodon_7b", 256), ("llama2_7b", 128)]
 )
 def test_paper_recipes(name: str, gpus: int) -> None:
-    """2 T tokens in rows of 32K, on the number of GPUs that docs/pretraining.md uses."""
+    """The paper's 2 T tokens in rows of 32K and its optimizer, on the number of GPUs that docs/pretraining.md uses."""
     run = get_recipe(name)
     parallel = run.parallel
     assert parallel.shard is not None
@@ -38,7 +38,12 @@ def test_paper_recipes(name: str, gpus: int) -> None:
     assert run.sequence_length == 32_768
     assert run.steps is not None and run.steps * run.tokens_per_step == pytest.approx(2e12, rel=1e-6)
     warmup = run.schedule.warmup * run.steps
-    assert warmup == pytest.approx(2000 if name == "gecko_1b" else 2500)
+    rate, decay, warmup_steps = (4e-4, 0.05, 2000) if name == "gecko_1b" else (3.5e-4, 0.1, 2500)
+    assert warmup == pytest.approx(warmup_steps)
+    optimizer = run.optimizer
+    assert (optimizer.name, optimizer.learning_rate, optimizer.weight_decay) == ("adamw", rate, decay)
+    assert (optimizer.betas, optimizer.eps, optimizer.clip, optimizer.decay) == ((0.9, 0.95), 1e-8, 1.0, "all")
+    assert (run.schedule.kind, run.skip.deviations, run.z_loss) == ("cosine", None, 0.0)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,11 @@ SUFFIXES = (".arrow", ".jsonl")
 
 @dataclass(frozen=True)
 class AcademicTask:
-    """A task of Table 1. ``metric`` is the table's; the harness's other metrics are reported too."""
+    """A task of Table 1, as the authors' evaluator scores it; plain accuracy is reported beside ``metric``.
+
+    ``acc_norm`` divides the log-probability of a choice by its characters. ``acc_mutual_info`` subtracts its
+    log-probability after "Answer:" alone. The paper's numbers of OLMo-1B follow OLMES, which is another protocol.
+    """
 
     shots: int
     metric: str
@@ -120,13 +125,13 @@ class AcademicTask:
 
 TASKS: Mapping[str, AcademicTask] = {
     "mmlu": AcademicTask(5, "acc", "mmlu/default"),
-    "boolq": AcademicTask(0, "acc", "super_glue/boolq"),
+    "boolq": AcademicTask(0, "acc_mutual_info", "super_glue/boolq"),
     "hellaswag": AcademicTask(0, "acc_norm", "hellaswag"),
-    "piqa": AcademicTask(0, "acc", "piqa"),
-    "social_iqa": AcademicTask(0, "acc", "siqa"),
+    "piqa": AcademicTask(0, "acc_norm", "piqa"),
+    "social_iqa": AcademicTask(0, "acc_norm", "siqa"),
     "winogrande": AcademicTask(0, "acc", "winogrande"),
-    "arc_easy": AcademicTask(0, "acc", "arc"),
-    "arc_challenge": AcademicTask(0, "acc", "arc"),
+    "arc_easy": AcademicTask(0, "acc_norm", "arc"),
+    "arc_challenge": AcademicTask(0, "acc_norm", "arc"),
     "nq_open": AcademicTask(5, "exact_match", "nq_open"),
     "triviaqa": AcademicTask(5, "exact_match", "triviaqa"),
 }
@@ -167,7 +172,14 @@ def academic(
 
 
 def _from_hub(tasks: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    return [{"task": name, "num_fewshot": TASKS[name].shots} for name in tasks], []
+    return [{"task": name, "num_fewshot": TASKS[name].shots, **_metrics(name)} for name in tasks], []
+
+
+def _metrics(name: str) -> dict[str, Any]:
+    """Return the harness's setting of a task's metrics. Answers in words have those of the harness."""
+    metric = TASKS["mmlu" if name.startswith(SUBJECT) else name].metric
+    chosen = [{"metric": one} for one in dict.fromkeys((metric, "acc"))]
+    return {"metric_list": chosen} if metric.startswith("acc") and name != "mmlu" else {}
 
 
 def _from_files(folder: Path, tasks: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -222,7 +234,7 @@ def _local_task(name: str, shots: int, splits: Mapping[str, Path], notes: list[s
     # The harness excludes an item from its own shots only if shots are from the split that it calls the test split.
     return {
         "task": name, "num_fewshot": shots, "custom_dataset": lambda **_: _open(splits), "training_split": None,
-        "validation_split": None, "test_split": evaluated, "fewshot_split": source,
+        "validation_split": None, "test_split": evaluated, "fewshot_split": source, **_metrics(name),
     }  # fmt: skip
 
 
@@ -244,7 +256,18 @@ def _load(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     loaded = manager.load({"group": "table-1", "task": [dict(spec) for spec in specs]})["tasks"]
     for task in loaded.values():
         task.set_fewshot_seed(seed)
+        task.construct_requests = partial(_requests, task.construct_requests)
     return loaded
+
+
+def _requests(construct: Callable[..., list[Instance]], *arguments: Any, **options: Any) -> list[Instance]:
+    """Return the harness's requests of an item, with choices without a context after "Answer:"."""
+    found = construct(*arguments, **options)
+    for request in found if isinstance(found, list) else []:
+        context, *rest = request.arguments
+        if context == "" and request.request_type == "loglikelihood":
+            request.arguments = ("Answer:", f" {rest[0].lstrip()}")
+    return found
 
 
 def _load_from_hub(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:

@@ -36,6 +36,9 @@ from gecko.train import (
     SkipSettings,
 )
 
+_NO_SPIKES = SkipSettings(deviations=None)
+"""No finite step is skipped: the paper reports none, and runs that are compared must train on the same steps."""
+
 
 def tiny() -> Run:
     """The demo: about a million parameters that learn Python's standard library in minutes, on two CPU cores."""
@@ -105,7 +108,10 @@ _STEPS_1B = 953_674
 
 
 def gecko_1b() -> Run:
-    """1.3 B parameters on Dolma, 2 T tokens, as in the paper: 64 GPUs. Set data.source to its token shards."""
+    """1.3 B parameters on Dolma, 2 T tokens, as in the paper: 64 GPUs. Set data.source to its token shards.
+
+    The widths that the paper does not give are ours (``GeckoConfig.preset``), as are mesh and precision.
+    """
     return Run(
         model=GeckoConfig.preset("gecko-1b"),
         output="runs/gecko_1b",
@@ -116,6 +122,7 @@ def gecko_1b() -> Run:
         optimizer=OptimizerSettings(learning_rate=4e-4, weight_decay=0.05),
         schedule=ScheduleSettings(kind="cosine", warmup=2000 / _STEPS_1B, final=0.1),
         precision="bfloat16",
+        skip=_NO_SPIKES,
         activation_checkpointing="full",
         compile=True,
         parallel=ParallelSettings(replicate=8, shard=8),
@@ -143,6 +150,7 @@ def gecko_7b() -> Run:
         optimizer=OptimizerSettings(learning_rate=3.5e-4),
         schedule=ScheduleSettings(kind="cosine", warmup=2500 / _STEPS_7B, final=0.1),
         precision="bfloat16",
+        skip=_NO_SPIKES,
         activation_checkpointing="full",
         compile=True,
         # Data parallel 128 (32 × 4) × context 2; the 8 GPUs of a node share one copy of the parameters.
@@ -153,7 +161,10 @@ def gecko_7b() -> Run:
 
 
 def megalodon_7b() -> Run:
-    """Megalodon-7B, the paper's baseline, trained as Gecko-7B is. Set data.source and data.tokenizer."""
+    """Megalodon-7B, the paper's baseline, trained as Gecko-7B is. Set data.source and data.tokenizer.
+
+    The release's model with SwiGLU and chunks of 2,048. The paper's text has chunks of 4,096: model.chunk_size=4096.
+    """
     return dataclasses.replace(gecko_7b(), model=GeckoConfig.preset("megalodon-7b"), output="runs/megalodon_7b")
 
 
@@ -173,8 +184,13 @@ def compare_gecko() -> Run:
 
 
 def compare_megalodon() -> Run:
-    """Megalodon of the same size, as its authors released it."""
+    """Megalodon of the same size, with the gated feed-forward (SwiGLU) of the paper's Megalodon-7B and of Gecko."""
     return _comparison("compare_megalodon", GeckoConfig.preset("megalodon-tiny"))
+
+
+def compare_megalodon_ungated() -> Run:
+    """Megalodon of the same size with the ungated feed-forward of its release's first 7B model."""
+    return _comparison("compare_megalodon_ungated", GeckoConfig.preset("megalodon-tiny-ungated"))
 
 
 def compare_llama() -> Run:
@@ -263,9 +279,9 @@ def _wider(run: Run, name: str, times: int, *, learning_rate: float = 8e-3, ffn_
 COMPARISON: dict[str, Callable[[], Run]] = {
     recipe.__name__: recipe
     for recipe in (
-        compare_gecko, compare_megalodon, compare_llama, compare_chunk, compare_window, compare_cumulative,
-        compare_no_memory, compare_longer_keys, compare_linear, compare_gecko_4m, compare_megalodon_4m,
-        compare_llama_4m, compare_gecko_15m, compare_megalodon_15m, compare_llama_15m,
+        compare_gecko, compare_megalodon, compare_megalodon_ungated, compare_llama, compare_chunk, compare_window,
+        compare_cumulative, compare_no_memory, compare_longer_keys, compare_linear, compare_gecko_4m,
+        compare_megalodon_4m, compare_llama_4m, compare_gecko_15m, compare_megalodon_15m, compare_llama_15m,
     )
 }  # fmt: skip
 
@@ -291,7 +307,7 @@ def _comparison(name: str, model: ModelConfig) -> Run:
         evaluation=EvaluationSettings(every=200, rows=64, final_rows=768),
         checkpoint=CheckpointSettings(every=200, keep=1),
         sample=SampleSettings(tokens=100),
-        skip=SkipSettings(deviations=None),
+        skip=_NO_SPIKES,
         threads=1,
     )
 
