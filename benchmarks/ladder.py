@@ -10,7 +10,7 @@ by novel) or ``ladder_rates.csv``. ``books`` holds the novels as text files.
 novels choose the learning rates. Training uses the rest, without Gibbon, who is kept for long texts.
 
 **Margin**, stated before the first run: a rung changes the loss if the 95 % interval over seeds and novels of the
-paired difference does not contain 0; it matters if the whole interval is beyond ±0.005 nats per byte.
+paired difference does not contain 0; it matters if the whole interval is beyond ±0.005 nats per byte (``MARGIN``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+import numpy as np
 import torch
+from scipy import stats
 
 from gecko.models import LanguageModel, load_any
 from gecko.runtime.process import code_version, processor_name
@@ -39,6 +41,11 @@ KEPT_BACK = "gibbon"
 RATES = (4e-3, 8e-3, 1.6e-2)
 LENGTH, ROWS, BATCH = 2048, 256, 8
 """Bytes of a scored row, rows of each novel (evenly spaced), and rows of a forward pass."""
+
+BEGIN, END = "<!-- benchmarks/ladder.py -->\n", "<!-- end ladder -->\n"
+"""Marks of the ladder's table in docs/evidence.md, which ``benchmarks/evidence.py --write`` renews."""
+MARGIN = 0.005
+"""Nats per byte that a difference must exceed to matter."""
 
 Step = tuple[str, tuple[str, ...]]
 RUNGS: tuple[Step, ...] = (
@@ -148,6 +155,47 @@ def run(planned: Planned, out: Path, folders: dict[str, Path], table: Table) -> 
     table.add(planned.rung, planned.seed, f"{planned.rate:g}", size, *losses, f"{tuned:.5f}", *where)
 
 
+def losses_of(rung: str) -> dict[int, list[float]]:
+    """Return the losses on the test novels by seed."""
+    with (RESULTS / "ladder.csv").open(encoding="utf-8", newline="") as file:
+        return {
+            int(row["seed"]): [float(row[name]) for name in TEST] for row in csv.DictReader(file) if row["rung"] == rung
+        }
+
+
+def contrast(rung: str, base: str) -> tuple[float, float, float, int] | None:
+    """Return a rung's loss less that of ``base``, its 95 % interval, and the number of seeds; None without a seed.
+
+    The interval is the wider one of Student's t over seeds and over novels, each of the means over the other.
+    """
+    one, other = losses_of(rung), losses_of(base)
+    seeds = sorted(one.keys() & other.keys())
+    if not seeds:
+        return None
+    table = np.array([np.subtract(one[seed], other[seed]) for seed in seeds])
+    halves = [half_width(table.mean(axis=axis)) for axis in (0, 1)]
+    middle, half = float(table.mean()), max(halves)
+    return middle, middle - half, middle + half, len(seeds)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of a mean by Student's t; 0 for one value, which has no interval."""
+    count = len(values)
+    return float(stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / count**0.5) if count > 1 else 0.0
+
+
+def page() -> str:
+    """Return the ladder as a Markdown table: each rung's loss, and its difference to the rung above."""
+    lines = ["| rung | seeds | nats per byte | change | 95 % interval |", "|---|---:|---:|---:|---|"]
+    for number, (name, _) in enumerate(RUNGS):
+        found = losses_of(name)
+        change = contrast(name, RUNGS[number - 1][0]) if number and found else None
+        shown = ("", "") if change is None else (f"{change[0]:+.4f}", f"{change[1]:+.4f} .. {change[2]:+.4f}")
+        loss = f"{np.mean(list(found.values())):.4f}" if found else "not run"
+        lines.append(f"| {name} | {len(found)} | {loss} | {shown[0]} | {shown[1]} |")
+    return "\n".join(lines) + "\n"
+
+
 def plan(given: argparse.Namespace) -> list[Planned]:
     names = [name for name, _ in RUNGS]
     if given.rates:
@@ -179,6 +227,7 @@ def main() -> None:
     with ThreadPoolExecutor(given.jobs) as pool:
         for future in [pool.submit(run, one, given.out, folders, table) for one in open_]:
             future.result()
+    print(page())
 
 
 if __name__ == "__main__":

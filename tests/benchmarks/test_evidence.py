@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import evidence
+import ladder
 import long_context
 import memory_forms
 import order_by_size
@@ -15,6 +16,7 @@ import retrieval
 def test_the_table_has_the_numbers_of_the_files() -> None:
     page = evidence.PAGE.read_text(encoding="utf-8")
     assert evidence.BEGIN + evidence.table() + evidence.END in page, "run: python benchmarks/evidence.py --write"
+    assert ladder.BEGIN + ladder.page() + ladder.END in page, "run: python benchmarks/evidence.py --write"
 
 
 @pytest.mark.parametrize("module", [retrieval, long_context, order_by_size, memory_forms])
