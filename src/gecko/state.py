@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig
-from gecko.io.model_folder import load_tensors, save_tensors
+from gecko.io.files import fitting, parse_json
+from gecko.io.model_folder import load_tensors, save_tensors, stored_config
+from gecko.io.tensors import FLOATS, fitted, float_dtype
 from gecko.layers.gated_attention import MixerState
 from gecko.ops.chunk_attention import AttentionState
 from gecko.ops.timestep_norm import TimestepNormState
@@ -114,19 +116,57 @@ class GeckoState(TensorRecord):
         if metadata.get("format") != FORMAT:
             found = metadata.get("gecko", metadata.get("format", "another file"))
             raise ValueError(f"{path} must hold a reading state ({FORMAT}); it holds {found}.")
-        config = GeckoConfig.from_dict(json.loads(metadata["config"]))
-        blank = cls.empty(config, model=metadata["model"])
-        if blank.tensors().keys() != tensors.keys():
-            raise ValueError(f"{path} must hold the tensors of a state of its config; another version wrote it.")
-        for name, dtype in json.loads(metadata.get(ROUNDED, "{}")).items():
-            tensors[name] = tensors[name].to(getattr(torch, dtype))
-        filled = (tensors[name] for name in blank.tensors())
-        return blank.map(lambda _: next(filled))
+        config = stored_config(Path(path), metadata, GeckoConfig)
+        tensors |= fitting(path, "a reading state", lambda: _restored(tensors, metadata))
+        blank = _blank_like(config, tensors, metadata.get("model", ""))
+        filled = iter(fitted(path, tensors, blank.tensors()).values())
+        state = blank.map(lambda _: next(filled))
+        state.check_counts(path)
+        return state
+
+    def check_counts(self, source: object) -> None:
+        """Raise ValueError, which names ``source``, unless the token counts of the state can be those of a text.
+
+        Decoders find slots of the attention window by them.
+        """
+        position, start = self.clock.position, self.clock.document_start
+        norms = [self.final_norm, *(mixer.norm for mixer in self.mixers)]
+        counts = torch.stack([norm.count.to(position.device) for norm in norms])
+        if bool(((start < 0) | (start > position) | (position > _LONGEST) | (counts != position - start)).any()):
+            raise ValueError(
+                f"{source} must hold counts of tokens: 0 ≤ document start ≤ position ≤ {_LONGEST:,}, and in every norm "
+                f"position − document start; got {start.tolist()}, {position.tolist()} and {counts.tolist()}."
+            )
 
     def to(self, device: torch.device | str) -> GeckoState:
         """Move the state to a device, except the clock. The tensors of an ``exclusive`` state are always copied."""
         moved = self.map(lambda x: x.to(device, copy=self.exclusive))
         return replace(moved, clock=self.clock)
+
+
+_LONGEST = 2**53
+"""Most tokens of a text, so that counts are exact in float64."""
+
+
+def _restored(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors that a compact file rounded, in the dtypes that they had."""
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+    rounded = parse_json(metadata.get(ROUNDED, "{}"))
+    return {name: tensors[name].to(known[dtype]) for name, dtype in rounded.items()}
+
+
+def _blank_like(config: GeckoConfig, tensors: Mapping[str, Tensor], model: str) -> GeckoState:
+    """Return an empty state, whose layers are on ``meta``, with the rows and float dtypes of the tensors of a file.
+
+    All layers have the dtypes of the first one.
+    """
+    rows = tensors.get("clock.position", torch.empty(1)).numel()
+    wide = torch.promote_types(float_dtype(tensors.get("final_norm.mean")), torch.float32)
+    blank = GeckoState.empty(config, max(1, rows), model=model, dtype=wide, device="meta")
+    first = {name: float_dtype(tensors.get(f"mixers.0.attention.{name}")) for name in ("keys", "values")}
+    window = blank.mixers[0].attention
+    window = AttentionState(window.keys.to(first["keys"]), window.values.to(first["values"]))
+    return replace(blank, mixers=tuple(replace(mixer, attention=window) for mixer in blank.mixers))
 
 
 def _may_round(name: str) -> bool:

@@ -66,6 +66,14 @@ def _create_beside(path: Path) -> tuple[Path, int]:
 T = TypeVar("T")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text of a file; raise ValueError if it is not JSON, or nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("lists and objects are nested too deep") from error
+
+
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
     """Return the object in a JSON file.
 
@@ -79,13 +87,20 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"{path} must hold {what} as JSON; {found_at(path)}. Name a file.")
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} must hold {what} as JSON; {error}.") from error
     if not isinstance(content, dict):
         kind = "null" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"{path} must hold {what} as a JSON object; got {kind}.")
     return content
+
+
+def inner_name(name: object) -> str:
+    """Return the name of a file that another file of its folder gives; ValueError if it leads out of the folder."""
+    if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+        raise ValueError(f"a file must be named by its path inside the folder; got {name!r}.")
+    return name
 
 
 def found_at(path: str | Path) -> str:
@@ -109,11 +124,16 @@ def parse_object(path: str | Path, what: str, parse: Callable[[dict[str, Any]], 
         ValueError: the file is damaged, or a field is missing or does not fit; the message names the file.
     """
     content = read_object(path, what)
+    return fitting(path, what, lambda: parse(content))
+
+
+def fitting(path: str | Path, what: str, parse: Callable[[], T]) -> T:
+    """Return ``parse()``, which takes apart content of ``path``; raise ValueError as ``parse_object`` does."""
     try:
-        return parse(content)
+        return parse()
     except KeyError as error:
         raise ValueError(f"{path} must hold {what}; the field {error} is missing.") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} must hold {what}; {error}") from error
 
 
@@ -176,8 +196,8 @@ def as_lines(records: Collection[Record]) -> str:
 def _parse(line: bytes, fields: Collection[str]) -> tuple[Record | None, str]:
     """Return the record, or None and the rule that the line breaks."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         return None, f"a JSON object; {error}"
     if not isinstance(record, dict):
         return None, f"a JSON object; got a {type(record).__name__}"

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.io.files import found_at, read_object, whole_file
+from gecko.io.files import fitting, found_at, parse_json, read_object, whole_file
 from gecko.io.quantization import plain_tensors, stored_bits
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -170,12 +170,17 @@ def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[
     places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{folder / INDEX} must map names to files under weight_map; it does not. {_REMEDY}")
+    strange = next((file for file in places.values() if not _WEIGHT_FILE.fullmatch(str(file))), None)
+    if strange is not None:
+        raise ValueError(
+            f"{folder / INDEX} must name files of its own folder, as {_SHARD.format(1, 2)}; got {strange!r}."
+        )
     tensors: dict[str, Tensor] = {}
     every = []
     for file in sorted(set(places.values())):
-        found, metadata = _checked(folder / str(file), expected)
+        found, metadata = _checked(folder / file, expected)
         if found.keys() != {name for name, place in places.items() if place == file}:
-            raise ValueError(f"{folder / str(file)} must hold the weights that {INDEX} lists; it holds others.")
+            raise ValueError(f"{folder / file} must hold the weights that {INDEX} lists; it holds others.")
         tensors |= found
         every.append(metadata)
     if any(metadata != every[0] for metadata in every):
@@ -199,15 +204,22 @@ def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, d
     check_one_model(folder)
     config = kind.load(folder / CONFIG)
     stored, metadata = _read_weights(folder, layout.format)
-    written = kind.from_dict(json.loads(metadata["config"]))
+    written = stored_config(folder / WEIGHTS, metadata, kind)
     if written != config:
         names = [name for name, value in written.to_dict().items() if config.to_dict()[name] != value]
         raise ValueError(f"{folder / CONFIG} and {folder / WEIGHTS} must describe one model; they differ in {names}.")
     weights = {name.removeprefix(_prefix(name, layout.wrappers)): weight for name, weight in stored.items()}
-    if config.tie_embedding:
-        head, embedding = layout.tied
+    head, embedding = layout.tied
+    if len(weights) < len(stored) or (config.tie_embedding and head in weights):
+        raise ValueError(f"{folder / WEIGHTS} must hold every weight once; it holds one under two names. {_REMEDY}")
+    if config.tie_embedding and embedding in weights:
         weights[head] = weights[embedding]
     return config, weights
+
+
+def stored_config(path: Path, metadata: Mapping[str, str], kind: type[C]) -> C:
+    """Return the config in the metadata of a file that ``save_tensors`` wrote; ValueError if it is not one."""
+    return fitting(path, "the config of its model", lambda: kind.from_dict(parse_json(metadata["config"])))
 
 
 def stored_prefix(folder: Path) -> str:
@@ -251,8 +263,8 @@ def _check_writable(folder: Path) -> None:
 def _manifest_files(folder: Path) -> Collection[str]:
     """Return the files that a checkpoint's manifest lists; none if the folder is no checkpoint."""
     try:
-        record = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        record = parse_json((folder / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return ()
     files = record.get("files") if isinstance(record, dict) else None
     return files if isinstance(files, dict) else ()
@@ -325,8 +337,19 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapp
     with whole_file(Path(path)) as temporary:
         try:
             save_file(ready, temporary, metadata={**metadata, DIGEST: _digest(ready, metadata)})
+            _sort_metadata(temporary)
         except SafetensorError as error:
             raise OSError(None, str(error)) from error
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata of a file: safetensors writes them in random order, and equal states must be equal files."""
+    with path.open("r+b") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        fields = parse_json(header)
+        fields["__metadata__"] = dict(sorted(fields["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode().ljust(len(header)))
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

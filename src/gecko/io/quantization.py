@@ -74,17 +74,11 @@ def stored_bits(packed: Mapping[str, Tensor]) -> int | None:
 
 
 def unpack(packed: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights that ``pack`` packed; those that are quantised in ``like`` become quantised tensors.
-
-    Raises:
-        ValueError: a scale is missing.
-    """
+    """Return the weights that ``pack`` packed; those that are quantised in ``like`` become quantised tensors."""
     weights = dict(packed)
     for name, blank in like.items():
         kind = next((kind for kind in _KINDS.values() if f"{name}.{kind}" in weights), None)
         if kind is not None and is_quantized(blank):
-            if f"{name}.scale" not in weights:
-                raise ValueError(f"quantised weights must come with their scales; the file lacks {name}.scale.")
             integers = weights.pop(f"{name}.{kind}")
             integers = _split_halves(integers) if kind == "int4" else integers
             weights[name] = _fill(blank, integers, weights.pop(f"{name}.scale"))

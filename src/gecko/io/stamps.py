@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gecko.io.files import whole_file
+from gecko.io.files import parse_json, whole_file
 
 FOLDER = ".verified"
 """Folder of the stamps, beside the files."""
@@ -48,6 +48,6 @@ def _identity(path: Path, digest: str) -> dict[str, Any]:
 def _read(stamp: Path) -> Any:
     """Return the content of a stamp; None if there is none, or it is damaged."""
     try:
-        return json.loads(stamp.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return parse_json(stamp.read_bytes())
+    except (OSError, ValueError):
         return None

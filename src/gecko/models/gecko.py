@@ -14,6 +14,7 @@ from gecko.config import GeckoConfig
 from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import TIED, fill, fingerprint, load_model, save_model
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
+from gecko.io.tensors import fitted, float_dtype
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, MixerState
@@ -330,19 +331,23 @@ def load(folder: str | Path) -> Gecko:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or weights and config do not fit.
     """
-    config, weights = load_model(model_folder(folder))
-    return from_weights(config, weights)
+    folder = model_folder(folder)
+    return from_weights(*load_model(folder), source=folder)
 
 
-def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor]) -> Gecko:
+def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor], source: object = "the weights") -> Gecko:
     """Return a model of ``config`` with copies of ``weights``, in the dtype of the embedding or quantised, and in
-    evaluation mode: to change the mode of all modules at every decoded token takes longer than a small model's step."""
+    evaluation mode: to change the mode of all modules at every decoded token takes longer than a small model's step.
+
+    Raises:
+        ValueError: a weight is missing, unknown, not finite, or of another shape or dtype; it names ``source``.
+    """
     with meta_device():
         model = Gecko(config)
-    dtype, bits = weights["embedding.weight"].dtype, stored_bits(weights)
-    if bits is None:
-        fill(model, {name: weight.to(dtype) for name, weight in weights.items()})
-    else:
-        quantize(model.to(dtype), bits)
-        fill(model, unpack(weights, model.state_dict()))
+    model.to(float_dtype(weights.get("embedding.weight")))
+    bits = stored_bits(weights)
+    if bits is not None:
+        quantize(model, bits)
+    blank = model.state_dict()
+    fill(model, unpack(fitted(source, weights, pack(blank)), blank))
     return model.eval()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gecko.config import check_above, check_counts, check_layers, check_switches, checked_fields, named, read_fields
 from gecko.io.model_folder import Layout, fill, read_folder, write_folder
+from gecko.io.tensors import fitted, float_dtype
 from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
 from gecko.runtime.meta import meta_device
@@ -263,8 +264,8 @@ def load_llama(folder: str | Path) -> Llama:
     config, weights = read_folder(folder, LlamaConfig, LAYOUT)
     with meta_device():
         model = Llama(config)
-    dtype = weights[LAYOUT.tied[1]].dtype
-    fill(model, {name: weight.to(dtype) for name, weight in weights.items()})
+    model.to(float_dtype(weights.get(LAYOUT.tied[1])))
+    fill(model, fitted(folder, weights, model.state_dict()))
     return model.eval()
 
 

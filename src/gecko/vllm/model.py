@@ -19,7 +19,8 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree
 
 from gecko.inference.packed_weights import PackedWeights, decoder_of
 from gecko.io.model_folder import TIED, WRAPPERS
-from gecko.io.quantization import quantize, stored_bits, unpack
+from gecko.io.quantization import pack, quantize, stored_bits, unpack
+from gecko.io.tensors import fitted
 from gecko.layers.linear import project
 from gecko.models.gecko import Gecko
 from gecko.ops.decoding.cpu import Network
@@ -99,8 +100,8 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         """Load the weights of a model folder, or this rank's part of them; return the names of the parameters.
 
         Raises:
-            ValueError: weights are quantised and tensor parallelism is on.
-            RuntimeError: parameters are missing, unexpected, or of another shape.
+            ValueError: weights are quantised and tensor parallelism is on; or parameters are missing, unexpected, not
+                finite, or of another shape or dtype.
         """
         stored = {_own_name(name): self._local(_own_name(name), weight) for name, weight in weights}
         head, embedding = TIED
@@ -111,7 +112,8 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
             if self._ranks.size > 1:
                 raise ValueError("a quantised model must run without tensor parallelism; got more than one rank.")
             quantize(self.gecko.to(self._dtype), bits)
-            stored = unpack(stored, self.gecko.state_dict())
+        blank = self.gecko.state_dict()
+        stored = unpack(fitted("the model's folder", stored, pack(blank)), blank)
         self.gecko.load_state_dict(stored, strict=True, assign=True)
         self.gecko.tie()
         self.gecko.requires_grad_(False).eval()
