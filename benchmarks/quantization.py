@@ -20,7 +20,7 @@ from measuring import DEMO, describe, find_model, publish
 from torch import Tensor
 
 import gecko
-from gecko.data import TokenizedCorpus, load_documents, load_tokenizer
+from gecko.data import TokenizedCorpus, Tokenizer, load_documents, load_tokenizer
 from gecko.inference import Sampling, TokenStream, read
 from gecko.inference.decoder import Decoder
 from gecko.io.model_folder import load_tensors
@@ -42,22 +42,23 @@ def main() -> None:
     keep_freed_memory()
     folder = find_model(arguments.model)
     model, run = gecko.load(folder), Run.load(folder / "recipe.json")
-    held_out = _held_out(run)
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    held_out = _held_out(run, tokenizer)
     stream = torch.from_numpy(held_out.tokens.astype("int64"))
     options = f"--model {arguments.model} --rows {arguments.rows} --texts {arguments.texts} --length {arguments.length}"
     heading = describe(model, folder, [], f"python benchmarks/quantization.py {options} --threads {arguments.threads}")
     lines = [
         "# What fewer bits cost", "", heading.replace("Text: .", "Text: the run's held-out documents."), "",
-        *_weights_section(model, HeldOut.of(held_out, arguments.rows, run.sequence_length, 1), stream), "",
+        *_weights_section(model, HeldOut.of(held_out, arguments.rows, run.sequence_length, 1, tokenizer), stream), "",
         *_file_section(model, stream, arguments.texts), "",
         *_policy_section(model, stream[: arguments.length + 1]),
     ]  # fmt: skip
     publish("quantization.md", lines, arguments.write)
 
 
-def _held_out(run: Run) -> TokenizedCorpus:
+def _held_out(run: Run, tokenizer: Tokenizer) -> TokenizedCorpus:
     source = run.data.validation or run.data.source
-    corpus = TokenizedCorpus.build(load_documents(source, field=run.data.field), load_tokenizer(run.data.tokenizer))
+    corpus = TokenizedCorpus.build(load_documents(source, field=run.data.field), tokenizer)
     return corpus if run.data.validation else corpus.split(run.data.validation_fraction, run.seed)[1]
 
 

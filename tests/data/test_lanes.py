@@ -38,7 +38,7 @@ def check_lane(rows: Rows, lanes: int, lane: int, steps: int) -> list[tuple[int,
 
 def numbered(lengths: list[int]) -> TokenizedCorpus:
     """Return a corpus in which every token is another number."""
-    return TokenizedCorpus.of_whole(np.arange(sum(lengths), dtype=np.uint32), lengths, lengths)
+    return TokenizedCorpus.of_whole(np.arange(sum(lengths), dtype=np.uint32), lengths)
 
 
 @any_case

@@ -42,7 +42,7 @@ class Numbered:
 def numbered_corpus(lengths: list[int]) -> TokenizedCorpus:
     """Return documents with the given numbers of text tokens; all stored tokens, also borders, are different."""
     built = TokenizedCorpus.build(["x" * length for length in lengths], Numbered())
-    return TokenizedCorpus.of_whole(np.arange(len(built.tokens), dtype=np.uint32), built.lengths, built.text_bytes)
+    return TokenizedCorpus.of_whole(np.arange(len(built.tokens), dtype=np.uint32), built.lengths)
 
 
 def document_of(corpus: TokenizedCorpus, token: int) -> int:
@@ -161,7 +161,7 @@ def test_batch_is_what_the_model_takes() -> None:
     assert batch.targets.tolist() == [[104, 0xC3, 0xA9, 256, IGNORED, 120, 256, IGNORED, IGNORED]]
     assert batch.segment_ids.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, 2]]
     assert all(part.dtype == torch.int64 for part in (batch.tokens, batch.targets, batch.segment_ids))
-    assert batch.scored_tokens == corpus.num_bytes + len(corpus)
+    assert batch.scored_tokens == len("héx".encode()) + len(corpus)
 
 
 def test_corpus_shorter_than_a_row() -> None:

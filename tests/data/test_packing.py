@@ -22,8 +22,6 @@ def test_documents_are_kept_between_their_borders(tokenizer: Tokenizer, texts: l
     ]
     assert [corpus.document(index).tolist() for index in range(len(corpus))] == expected
     assert corpus.num_tokens == sum(map(len, expected)) == len(corpus.tokens)
-    assert corpus.text_bytes.tolist() == [len(text.encode()) for text in texts if text]
-    assert corpus.num_bytes == len("".join(texts).encode())
 
 
 def test_text_without_tokens_is_no_document() -> None:
@@ -32,7 +30,7 @@ def test_text_without_tokens_is_no_document() -> None:
             return super().encode(text.strip())
 
     corpus = TokenizedCorpus.build(["  ", "a", "\n"], Stripping())
-    assert (len(corpus), corpus.num_bytes) == (1, 1)
+    assert corpus.tokens.tolist() == [256, 97, 256]
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
@@ -54,7 +52,6 @@ def test_split_is_disjoint_complete_and_repeatable(count: int, fraction: float, 
     offsets = [part.offsets.tolist() for part in (train, validation)]
     assert len(train) >= 1 and len(validation) >= 1
     assert sorted(offsets[0] + offsets[1]) == corpus.offsets.tolist()
-    assert train.num_bytes + validation.num_bytes == corpus.num_bytes
     assert abs(len(validation) - fraction * count) <= 1
     assert [part.offsets.tolist() for part in corpus.split(fraction, seed)] == offsets
 
@@ -75,7 +72,6 @@ def test_head_is_the_first_tokens(texts: list[str], max_tokens: int) -> None:
     # A single border token at the cut is dropped: as a document it would have nothing to predict.
     assert min(max_tokens, len(whole)) - len(kept) in (0, 1)
     assert head.lengths.min() >= 2
-    assert head.num_bytes == int((kept != 256).sum())
 
 
 @any_case
@@ -84,7 +80,7 @@ def test_a_head_of_a_head_is_the_shorter_of_both(texts: list[str], first: int, s
     corpus = TokenizedCorpus.build(texts, ByteTokenizer())
     twice, once = corpus.head(first).head(second), corpus.head(min(first, second))
     assert twice.lengths.tolist() == once.lengths.tolist()
-    assert twice.text_bytes.tolist() == once.text_bytes.tolist()
+    assert twice.offsets.tolist() == once.offsets.tolist()
 
 
 def test_permutation_never_changes() -> None:
@@ -111,8 +107,7 @@ def test_of_a_single_document_the_end_is_held_out(length: int, fraction: float, 
     start, end = training.document(0), held_out.document(0)
     assert bytes(start[1:].tolist() + end[1:-1].tolist()).decode() == text
     assert start[0] == end[0] == end[-1] == 256
-    assert training.num_bytes + held_out.num_bytes == length
-    assert held_out.num_bytes == held_out.text_tokens[0] == min(max(round(fraction * length), 1), length - 1)
+    assert held_out.lengths[0] == 2 + min(max(round(fraction * length), 1), length - 1)
 
 
 def test_split_of_one_document() -> None:

@@ -282,7 +282,7 @@ def evaluations(run: Run, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
         found = []
         for rows, at_once in cases:
             kept = Batch(batch.tokens[:rows], batch.targets[:rows], batch.segment_ids[:rows])
-            found.append(asdict(evaluate(model, HeldOut(kept, at_once, 1.0), "float32", ranks)))
+            found.append(asdict(evaluate(model, HeldOut(kept, at_once, torch.ones(rows)), "float32", ranks)))
         return found
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gecko.cli.arguments import TextPrefill
+    from gecko.data.token_bytes import TokenBytes
     from gecko.models.gecko import Gecko
     from gecko.state import GeckoState
 
@@ -57,6 +58,7 @@ def read(
         gecko read runs/demo second.txt.gz --state book.state --out both.state --loss
     """
     from gecko.cli.arguments import TextPrefill, check_state, load_model, named_text
+    from gecko.data.token_bytes import token_bytes
     from gecko.runtime.process import keep_freed_memory
     from gecko.state import GeckoState
     from gecko.train.health import StopSignal
@@ -75,7 +77,7 @@ def read(
         StopSignal(_notice) as stop,
         TextPrefill(texts, vocabulary, stopped=lambda: stop.requested is not None) as reading,
     ):
-        done = _read(network, reading, before, loss)
+        done = _read(network, reading, before, token_bytes(vocabulary) if loss else None)
     if target is not None:
         done.state.save(target, compact=compact)
     typer.echo(_summary(done, target), err=True)
@@ -108,41 +110,43 @@ class _Reading:
     bytes: int
     seconds: float
     loss: float | None
-    """Nats per token; None if it was not asked for or no token was predicted."""
-    started: bool
-    """Whether the first token is a document start, which encodes no byte."""
-
-    @property
-    def loss_per_byte(self) -> float | None:
-        """Nats per byte. The first token after a state has no loss; the mean loss of the others is used for it."""
-        if self.loss is None or not self.bytes:
-            return None
-        return self.loss * (self.tokens - self.started) / self.bytes
+    """Nats per token; None if it was not asked for or no token with text was predicted."""
+    loss_per_byte: float | None
 
 
-def _read(model: Gecko, reading: TextPrefill, before: GeckoState | None, with_loss: bool) -> _Reading:
+def _read(model: Gecko, reading: TextPrefill, before: GeckoState | None, sizes: TokenBytes | None) -> _Reading:
+    """Read the texts; with ``sizes``, score all tokens except the first."""
     from gecko.inference import read as read_tokens
 
-    begin, loss = time.perf_counter(), None
+    begin = time.perf_counter()
     tokens = reading.tokens(begin=before is None)
-    if with_loss:
-        state, loss = _score(model, tokens, before)
+    if sizes is None:
+        state, a_token, a_byte = read_tokens(model, tokens, before).state, None, None
     else:
-        state = read_tokens(model, tokens, before).state
+        state, a_token, a_byte = _score(model, tokens, before, sizes)
     seconds = time.perf_counter() - begin
-    return _Reading(state.to("cpu"), reading.num_tokens, reading.num_bytes, seconds, loss, started=before is None)
+    return _Reading(state.to("cpu"), reading.num_tokens, reading.num_bytes, seconds, a_token, a_byte)
 
 
-def _score(model: Gecko, tokens: Iterator[Tensor], state: GeckoState | None) -> tuple[GeckoState, float | None]:
-    """Return the state after the last token, and the mean loss of all tokens except the first."""
+def _score(
+    model: Gecko, tokens: Iterator[Tensor], state: GeckoState | None, sizes: TokenBytes
+) -> tuple[GeckoState, float | None, float | None]:
+    """Return the state after the last token, and the loss per token and per byte of all tokens except the first."""
     from gecko.inference import score
 
-    total, count = 0.0, 0
-    for scored in score(model, tokens, state):
+    total, count, text_bytes, starts = 0.0, 0, 0, state is None
+
+    def counted() -> Iterator[Tensor]:
+        nonlocal text_bytes
+        for place, ids in enumerate(tokens):
+            text_bytes += sizes.of_text(ids[place == 0 :].numpy(), begins=starts and place == 1)
+            yield ids
+
+    for scored in score(model, counted(), state):
         total, count = total + float(scored.losses.double().sum()), count + len(scored.losses)
         state = scored.state
     assert state is not None, "without a state, a document start is read"
-    return state, total / count if count else None
+    return (state, total / count, total / text_bytes) if text_bytes else (state, None, None)
 
 
 def _summary(done: _Reading, out: Path | None) -> str:

@@ -76,8 +76,6 @@ class ChatCorpus:
     """(length,) ids of each chat, up to the end of its last answer."""
     trained: list[NDArray[np.bool_]]
     """(length,) of each chat, True at the tokens that a model learns: answers and what ends them."""
-    answer_bytes: list[int]
-    """Bytes of the answers of each chat in UTF-8."""
 
     @classmethod
     def build(cls, chats: Iterable[tuple[str, Sequence[Turn]]], chat_format: TemplateChat) -> ChatCorpus:
@@ -86,7 +84,7 @@ class ChatCorpus:
         Raises:
             ValueError: a chat does not fit the template; the message names its place.
         """
-        found = cls([], [], [])
+        found = cls([], [])
         for where, turns in chats:
             try:
                 pieces = list(chat_format.trained_pieces(turns))
@@ -94,7 +92,6 @@ class ChatCorpus:
                 raise ValueError(f"{where} cannot be read: {error}") from error
             found.tokens.append(np.concatenate([np.array(ids, np.int64) for ids, _ in pieces]))
             found.trained.append(np.concatenate([np.full(len(ids), learned) for ids, learned in pieces]))
-            found.answer_bytes.append(sum(len(t.content.encode()) for t in turns if t.role == "assistant"))
         return found
 
     def __len__(self) -> int:
@@ -116,11 +113,7 @@ class ChatCorpus:
 
     def select(self, chats: Iterable[int]) -> ChatCorpus:
         kept = list(chats)
-        return ChatCorpus(
-            [self.tokens[chat] for chat in kept],
-            [self.trained[chat] for chat in kept],
-            [self.answer_bytes[chat] for chat in kept],
-        )
+        return ChatCorpus([self.tokens[chat] for chat in kept], [self.trained[chat] for chat in kept])
 
     def split(self, validation_fraction: float, seed: int) -> tuple[ChatCorpus, ChatCorpus]:
         """Return training and held-out chats; see ``TokenizedCorpus.split``."""
@@ -136,12 +129,7 @@ class ChatCorpus:
         """Return the first ``length`` tokens of each chat, without chats that have no part of an answer in them."""
         kept = [chat for chat in range(len(self)) if self.trained[chat][1:length].any()]
         part = self.select(kept)
-        sizes = [len(tokens[:length]) / len(tokens) for tokens in part.tokens]
-        return ChatCorpus(
-            [tokens[:length] for tokens in part.tokens],
-            [trained[:length] for trained in part.trained],
-            [round(size * count) for size, count in zip(sizes, part.answer_bytes, strict=True)],
-        )
+        return ChatCorpus([tokens[:length] for tokens in part.tokens], [trained[:length] for trained in part.trained])
 
     def digest(self) -> str:
         """Return a SHA-256 of all ids, learned tokens and lengths."""

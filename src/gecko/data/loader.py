@@ -155,7 +155,7 @@ def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length
     """Yield the whole corpus once, documents packed in their order; the last batch may have fewer rows.
 
     Every token except the first of each document is a target exactly once. So all batches together have
-    ``corpus.num_tokens - len(corpus)`` targets that are not ignored, which encode ``corpus.num_bytes`` bytes of text.
+    ``corpus.num_tokens - len(corpus)`` targets that are not ignored; ``TokenBytes.of_targets`` counts their bytes.
     The last row is padded with a separate document that has no targets.
 
     Raises:

@@ -74,19 +74,13 @@ class TokenizedCorpus:
     offsets: NDArray[np.int64]
     """(documents,) start of each document in ``tokens``."""
     lengths: NDArray[np.int64]
-    """(documents,) tokens of each document, border tokens included."""
-    text_tokens: NDArray[np.int64]
-    """(documents,) tokens of each document without border tokens; a cut document has no end token."""
-    text_bytes: NDArray[np.int64]
-    """(documents,) bytes of each document's text in UTF-8."""
+    """(documents,) tokens of each document, border tokens included; a cut document has no end token."""
 
     @classmethod
-    def of_whole(
-        cls, tokens: NDArray[np.unsignedinteger], lengths: ArrayLike, text_bytes: ArrayLike
-    ) -> TokenizedCorpus:
-        """Build a corpus of whole documents that are concatenated in ``tokens``."""
+    def of_whole(cls, tokens: NDArray[np.unsignedinteger], lengths: ArrayLike) -> TokenizedCorpus:
+        """Build a corpus of documents that are concatenated in ``tokens``."""
         sizes = np.asarray(lengths, np.int64)
-        return cls(tokens, np.cumsum(sizes) - sizes, sizes, sizes - 2, np.asarray(text_bytes, np.int64))
+        return cls(tokens, np.cumsum(sizes) - sizes, sizes)
 
     @classmethod
     def build(cls, texts: Iterable[str], tokenizer: Tokenizer) -> TokenizedCorpus:
@@ -108,11 +102,6 @@ class TokenizedCorpus:
     def num_tokens(self) -> int:
         """Number of tokens, border tokens included."""
         return int(self.lengths.sum())
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of text in UTF-8."""
-        return int(self.text_bytes.sum())
 
     def document(self, index: int) -> NDArray[np.int64]:
         """Return the ids of one document, border tokens included."""
@@ -141,27 +130,20 @@ class TokenizedCorpus:
         return self._select(np.sort(order[count:])), self._select(order[:count])
 
     def _split_only_document(self, validation_fraction: float) -> tuple[TokenizedCorpus, TokenizedCorpus]:
-        """Return the document without its end, and the end between border tokens.
-
-        Bytes are divided in proportion to text tokens, which is exact if they are bytes.
-        """
-        text, begin = int(self.text_tokens[0]), int(self.offsets[0])
+        """Return the document without its end, and the end between border tokens."""
+        text, begin = int(self.lengths[0]) - 2, int(self.offsets[0])
         if text < 2:
             raise ValueError(
                 "a single document must have at least 2 tokens to hold out its end; got 1. Give more text."
             )
         held = min(max(round(validation_fraction * text), 1), text - 1)
-        held_bytes = round(int(self.text_bytes[0]) * held / text)
         tail = self.tokens[begin + 1 + text - held : begin + int(self.lengths[0])]
         end = np.concatenate([self.tokens[begin : begin + 1], tail])
-        lengths, kept = np.array([1 + text - held]), np.array([text - held])
-        rest = TokenizedCorpus(self.tokens, self.offsets, lengths, kept, self.text_bytes - held_bytes)
-        return rest, TokenizedCorpus.of_whole(end, [len(end)], [held_bytes])
+        rest = TokenizedCorpus(self.tokens, self.offsets, np.array([1 + text - held]))
+        return rest, TokenizedCorpus.of_whole(end, [len(end)])
 
     def head(self, max_tokens: int) -> TokenizedCorpus:
         """Return the first ``max_tokens`` tokens of the corpus; the last document may be cut.
-
-        ``text_bytes`` of a cut document is proportional to its text tokens, which is exact if they are bytes.
 
         Raises:
             ValueError: ``max_tokens`` is too small for a document's first text token.
@@ -172,16 +154,10 @@ class TokenizedCorpus:
         lengths = np.minimum(self.lengths, max_tokens - before)
         # A document that is cut to its first border token has no targets.
         count = np.count_nonzero(lengths > 1)
-        lengths = lengths[:count]
-        text_tokens = np.minimum(lengths - 1, self.text_tokens[:count])
-        text_bytes = np.rint(self.text_bytes[:count] * (text_tokens / self.text_tokens[:count])).astype(np.int64)
-        return TokenizedCorpus(self.tokens, self.offsets[:count], lengths, text_tokens, text_bytes)
+        return TokenizedCorpus(self.tokens, self.offsets[:count], lengths[:count])
 
     def _select(self, documents: NDArray[np.int64]) -> TokenizedCorpus:
-        return TokenizedCorpus(
-            self.tokens, self.offsets[documents], self.lengths[documents], self.text_tokens[documents],
-            self.text_bytes[documents],
-        )  # fmt: skip
+        return TokenizedCorpus(self.tokens, self.offsets[documents], self.lengths[documents])
 
 
 @dataclass(frozen=True)
@@ -215,16 +191,15 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
 def _tokenized(groups: Iterable[list[str]], tokenizer: Tokenizer) -> TokenizedCorpus:
     """Tokenize batches of texts; texts without tokens are dropped."""
     dtype = _dtype(tokenizer)
-    tokens, lengths, text_bytes = bytearray(), array("q"), array("q")
+    tokens, lengths = bytearray(), array("q")
     start = np.array([tokenizer.document_start], dtype).tobytes()
     end = np.array([tokenizer.document_end], dtype).tobytes()
     for batch in groups:
-        for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+        for ids in tokenizer.encode_batch(batch):
             if len(ids):
                 tokens += start + ids.astype(dtype).tobytes() + end
                 lengths.append(len(ids) + 2)
-                text_bytes.append(len(text.encode("utf-8")))
-    return TokenizedCorpus.of_whole(np.frombuffer(tokens, dtype), lengths, text_bytes)
+    return TokenizedCorpus.of_whole(np.frombuffer(tokens, dtype), lengths)
 
 
 def held_out_count(documents: int, validation_fraction: float) -> int:

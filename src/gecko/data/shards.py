@@ -44,7 +44,7 @@ class ShardRecord:
     tokens: int
     """Border tokens included."""
     text_bytes: int
-    """Bytes of the text of all documents in UTF-8."""
+    """Bytes in UTF-8 of the text that the ids of all documents stand for."""
     sha256: tuple[str, ...]
     """SHA-256 of the files, in the order of ``SUFFIXES``."""
 
@@ -287,7 +287,6 @@ class SplitShards:
         before = np.cumsum([0, *(run.end - run.begin for run in self.held_out)])
         order = Shuffle.of(self.held_out_documents, self.seed, HELD_OUT_ORDER)
         documents: list[NDArray[np.unsignedinteger]] = []
-        text_bytes: list[int] = []
         count = 0
         for index in range(self.held_out_documents):
             place = order[index]
@@ -296,12 +295,11 @@ class SplitShards:
             document = run.begin + place - int(before[which])
             begin, end = run.shard.document_start(document), run.shard.document_start(document + 1)
             documents.append(np.array(run.shard.tokens[begin:end]))
-            text_bytes.append(int(run.shard.text_bytes[document]))
             count += end - begin
             if count >= max_tokens:
                 break
         lengths = [len(document) for document in documents]
-        return TokenizedCorpus.of_whole(np.concatenate(documents), lengths, text_bytes).head(max_tokens)
+        return TokenizedCorpus.of_whole(np.concatenate(documents), lengths).head(max_tokens)
 
 
 class ShardedRows:

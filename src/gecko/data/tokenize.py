@@ -24,6 +24,7 @@ import numpy as np
 from gecko.data.packing import batches
 from gecko.data.shards import FORMAT, MANIFEST, SUFFIXES, Manifest, Shard, ShardRecord, TokenizerRecord
 from gecko.data.sources import Part, dataset_pieces, empty_source, find_sources
+from gecko.data.token_bytes import TokenBytes, token_bytes
 from gecko.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
 from gecko.io.files import parse_object, whole_file
 
@@ -191,7 +192,7 @@ def write_shard(plan: TokenizingPlan, task: Task, tokenizer: Tokenizer, encoders
     shard = Shard(plan.folder, record, plan.tokenizer.dtype)
     with whole_file(shard.file(SUFFIXES[0])) as temporary:
         encoded = _encoded(batches(_documents(task)), tokenizer, encoders)
-        lengths, text_bytes, digest = _write_tokens(temporary, encoded, plan.tokenizer)
+        lengths, text_bytes, digest = _write_tokens(temporary, encoded, plan.tokenizer, token_bytes(tokenizer))
     columns = [np.cumsum(lengths, dtype="<u8").tobytes(), np.array(text_bytes, "<u8").tobytes()]
     for suffix, column in zip(SUFFIXES[1:], columns, strict=True):
         with whole_file(shard.file(suffix)) as temporary:
@@ -247,7 +248,7 @@ def _groups(parts: list[tuple[str, Part]]) -> Iterator[list[tuple[str, Part]]]:
 
 
 def _write_tokens(
-    path: Path, encoded: Iterator[tuple[list[str], list[TokenIds]]], tokenizer: TokenizerRecord
+    path: Path, encoded: Iterator[list[TokenIds]], tokenizer: TokenizerRecord, sizes: TokenBytes
 ) -> tuple[array, array, str]:
     """Write the ids; return lengths and text bytes of the documents, and the SHA-256 of the file."""
     dtype = tokenizer.dtype
@@ -255,13 +256,13 @@ def _write_tokens(
     end = np.array([tokenizer.document_end], dtype).tobytes()
     lengths, text_bytes, digest = array("q"), array("q"), sha256()
     with path.open("wb") as file:
-        for texts, batch in encoded:
+        for batch in encoded:
             block = bytearray()
-            for text, ids in zip(texts, batch, strict=True):
+            for ids in batch:
                 if len(ids):
                     block += start + ids.astype(dtype).tobytes() + end
                     lengths.append(len(ids) + 2)
-                    text_bytes.append(len(text.encode("utf-8")))
+                    text_bytes.append(sizes.of_text(ids))
             digest.update(block)
             file.write(block)
     return lengths, text_bytes, digest.hexdigest()
@@ -289,18 +290,16 @@ def _check_size(part: Part) -> None:
         )
 
 
-def _encoded(
-    texts: Iterator[list[str]], tokenizer: Tokenizer, encoders: Executor
-) -> Iterator[tuple[list[str], list[TokenIds]]]:
-    """Yield batches with their ids; the next batch is encoded while the caller works on this one."""
+def _encoded(texts: Iterator[list[str]], tokenizer: Tokenizer, encoders: Executor) -> Iterator[list[TokenIds]]:
+    """Yield the ids of batches; the next batch is encoded while the caller works on this one."""
     waiting = None
     for batch in texts:
-        submitted = (batch, encoders.submit(tokenizer.encode_batch, batch))
+        submitted = encoders.submit(tokenizer.encode_batch, batch)
         if waiting is not None:
-            yield waiting[0], waiting[1].result()
+            yield waiting.result()
         waiting = submitted
     if waiting is not None:
-        yield waiting[0], waiting[1].result()
+        yield waiting.result()
 
 
 @lru_cache(maxsize=1)

@@ -26,6 +26,8 @@ END_TOKENS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 class Tokenizer(Protocol):
     """Interface of a tokenizer."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def name(self) -> str:
         """Argument with which ``load_tokenizer`` loads this tokenizer from any working folder."""
@@ -64,6 +66,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Encode every text, on all processor cores if the library can."""
 
+    def piece(self, index: int) -> str:
+        """Return the entry of an id in the vocabulary."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``, without special ids and ids beyond the vocabulary.
 
@@ -87,6 +92,9 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
+
+    def piece(self, index: int) -> str:
+        return f"<0x{index:02X}>"
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(text_ids(self, ids)).decode("utf-8", errors="replace")
@@ -144,6 +152,9 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
+    def piece(self, index: int) -> str:
+        return self._tokenizer.id_to_token(index) or ""
+
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self._tokenizer.decode(text_ids(self, ids), skip_special_tokens=False)
         return text
@@ -173,6 +184,9 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [np.array(ids, dtype=np.int64) for ids in self._processor.encode(list(texts), num_threads=-1)]
+
+    def piece(self, index: int) -> str:
+        return str(self._processor.id_to_piece(index))
 
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self._processor.decode(text_ids(self, ids))

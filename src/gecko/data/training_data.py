@@ -357,9 +357,4 @@ def _joined_digest(digests: Sequence[str]) -> str:
 def _joined(corpora: Sequence[TokenizedCorpus]) -> TokenizedCorpus:
     """Concatenate the documents of several corpora."""
     documents = [corpus.document(index) for corpus in corpora for index in range(len(corpus))]
-    tokens = np.concatenate(documents).astype(np.uint32)
-    lengths, text_tokens, text_bytes = (
-        np.concatenate([getattr(corpus, name) for corpus in corpora])
-        for name in ("lengths", "text_tokens", "text_bytes")
-    )
-    return TokenizedCorpus(tokens, np.cumsum(lengths) - lengths, lengths, text_tokens, text_bytes)
+    return TokenizedCorpus.of_whole(np.concatenate(documents).astype(np.uint32), [len(ids) for ids in documents])

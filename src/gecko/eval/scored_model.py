@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gecko.data import ByteTokenizer, Tokenizer, check_vocabulary
 from gecko.data.readers import check_plain_text, decode_text, read_pieces
+from gecko.data.token_bytes import token_bytes
 from gecko.inference import Prefill, Sampling, TextStream, TokenStream, encode_stream, read, score
 from gecko.inference.llama import LlamaPrefill, LlamaStream, prefill_llama, score_llama
 from gecko.inference.pieces import pieces
@@ -342,7 +343,10 @@ class TextSize:
 def measure(tokenizer: Tokenizer, parts: Iterator[Tensor]) -> TextSize:
     """Return the size of a text that is given in pieces."""
     size, inside, context = TextSize(), False, torch.empty(0, dtype=torch.int64)
+    sizes = token_bytes(tokenizer)
     for part in parts:
+        size.bytes += sizes.of_text(part.numpy(), begins=not size.tokens)
+        size.tokens += len(part)
         content = _content(tokenizer, context, part)
         context = torch.cat([context, part])[-_CONTEXT_IDS:]
         if not content:
@@ -350,8 +354,6 @@ def measure(tokenizer: Tokenizer, parts: Iterator[Tensor]) -> TextSize:
         words = len(content.split())
         size.words += words - (1 if inside and not content[:1].isspace() else 0)
         inside = not content[-1:].isspace()
-        size.bytes += len(content)
-        size.tokens += len(part)
     return size
 
 

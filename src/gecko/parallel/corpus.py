@@ -21,8 +21,8 @@ class _Contents:
 
     texts: str
     """Digest of the tokenizer and the texts that it read."""
-    batches: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
-    """Lengths and text bytes of the documents of each of its batches."""
+    batches: list[NDArray[np.int64]]
+    """Lengths of the documents of each of its batches."""
 
 
 def whole_corpus(source: str, share: CorpusShare, ranks: Ranks) -> TokenizedCorpus:
@@ -34,21 +34,21 @@ def whole_corpus(source: str, share: CorpusShare, ranks: Ranks) -> TokenizedCorp
         ValueError: on the first rank, if the ranks have different texts or tokenizers, or no text has tokens.
         SystemExit: on all other ranks.
     """
-    found = ranks.gather(_Contents(share.texts, [(part.lengths, part.text_bytes) for part in share.parts]))
+    found = ranks.gather(_Contents(share.texts, [part.lengths for part in share.parts]))
     ranks.run_or_abort_all(lambda: _check(source, found))
     # Batch b of the corpus is number b // world of rank b % world.
     places = [divmod(batch, ranks.world) for batch in range(sum(len(contents.batches) for contents in found))]
     batches = [found[rank].batches[number] for number, rank in places]
-    lengths, text_bytes = (np.concatenate(column) for column in zip(*batches, strict=True))
+    lengths = np.concatenate(batches)
     tokens = np.empty(lengths.sum(), share.dtype)
     begin = 0
-    for (number, rank), (sizes, _) in zip(places, batches, strict=True):
+    for (number, rank), sizes in zip(places, batches, strict=True):
         ids = tokens[begin : begin + sizes.sum()]
         if rank == ranks.rank:
             ids[:] = share.parts[number].tokens
         ranks.broadcast_into(torch.from_numpy(ids.view(np.uint8)), rank)
         begin += len(ids)
-    return TokenizedCorpus.of_whole(tokens, lengths, text_bytes)
+    return TokenizedCorpus.of_whole(tokens, lengths)
 
 
 def _check(source: str, found: list[_Contents]) -> None:
@@ -59,5 +59,5 @@ def _check(source: str, found: list[_Contents]) -> None:
             f"all ranks must read the same texts from {source!r} and have the same tokenizer; rank {other[0]} has "
             "other ones than rank 0. Give every node the same files, or use a folder that all share."
         )
-    if not any(len(lengths) for contents in found for lengths, _ in contents.batches):
+    if not any(len(lengths) for contents in found for lengths in contents.batches):
         raise ValueError(f"{source!r} must hold at least one document with text; got none.")

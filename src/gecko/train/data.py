@@ -117,7 +117,8 @@ def _run_data(
     rows = run.rows_per_rank(ranks.data_ranks)
     loader = data.loader(run.batch_size)
     rest = data.held_out(run.evaluation.final_rows * run.sequence_length + 1)
-    final = HeldOut.of(rest, run.evaluation.final_rows, run.sequence_length, rows // run.gradient_accumulation_steps)
+    at_once = rows // run.gradient_accumulation_steps
+    final = HeldOut.of(rest, run.evaluation.final_rows, run.sequence_length, at_once, tokenizer)
     record = DataRecord(data.digest, layout)
     ids = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)])
     prompt = SamplePrompt(ids, frozenset({tokenizer.document_end}))
@@ -141,7 +142,7 @@ def _load_chats(run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer) 
             f"{run.sequence_length} tokens. Give more chats, or set batch_size={rows.rows_per_epoch}."
         )
     at_once = run.rows_per_rank(ranks.data_ranks) // run.gradient_accumulation_steps
-    final = HeldOut.of_chats(held_out, run.evaluation.final_rows, run.sequence_length, at_once)
+    final = HeldOut.of_chats(held_out, run.evaluation.final_rows, run.sequence_length, at_once, tokenizer)
     ids = torch.tensor(chat_format.encode([Turn("user", run.sample.prompt)]))
     return RunData(
         tokenizer, partial(batch_of, rows), final.spread(run.evaluation.rows), final, DataRecord(digest, ROW_LAYOUT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, validation_batches
 from gecko.data.chats import ChatCorpus, ChatRows
+from gecko.data.token_bytes import token_bytes
 from gecko.inference import NewToken, stream
 from gecko.inference.llama import LlamaStream, prefill_llama
 from gecko.models import LanguageModel, Llama
@@ -32,11 +34,13 @@ class HeldOut:
 
     rows: Batch
     batch_size: int
-    bytes_per_token: float
-    """Bytes of text divided by the number of targets."""
+    row_bytes: Tensor
+    """(rows,) bytes of text that the targets of each row stand for."""
 
     @classmethod
-    def of(cls, corpus: TokenizedCorpus, rows: int, sequence_length: int, batch_size: int) -> HeldOut:
+    def of(
+        cls, corpus: TokenizedCorpus, rows: int, sequence_length: int, batch_size: int, tokenizer: Tokenizer
+    ) -> HeldOut:
         """Return at most ``rows`` rows from the corpus's start. All tokens except documents' first are targets once."""
         head = corpus.head(rows * sequence_length + 1)
         batches = list(validation_batches(head, batch_size, sequence_length))
@@ -45,23 +49,25 @@ class HeldOut:
             torch.cat([batch.targets for batch in batches]),
             torch.cat([batch.segment_ids for batch in batches]),
         )
-        return cls(joined, batch_size, head.num_bytes / joined.scored_tokens)
+        return cls(joined, batch_size, token_bytes(tokenizer).of_targets(joined))
 
     @classmethod
-    def of_chats(cls, corpus: ChatCorpus, rows: int, sequence_length: int, batch_size: int) -> HeldOut:
+    def of_chats(
+        cls, corpus: ChatCorpus, rows: int, sequence_length: int, batch_size: int, tokenizer: Tokenizer
+    ) -> HeldOut:
         """Return at most ``rows`` rows of whole chats. The targets are the tokens of answers."""
         packed = ChatRows(corpus, sequence_length, seed=0)
         chosen = [packed.packed_row(row) for row in range(min(rows, packed.rows_per_epoch))]
         columns = (torch.from_numpy(np.stack(column)) for column in zip(*chosen, strict=True))
         joined = Batch(*columns)
-        return cls(joined, batch_size, sum(corpus.answer_bytes) / corpus.trained_tokens)
+        return cls(joined, batch_size, token_bytes(tokenizer).of_targets(joined))
 
     def spread(self, rows: int) -> HeldOut:
         """Return ``rows`` evenly spaced rows, because neighbouring rows are often parts of one document."""
         available = len(self.rows.tokens)
         chosen = torch.arange(min(rows, available)) * available // min(rows, available)
         kept = Batch(self.rows.tokens[chosen], self.rows.targets[chosen], self.rows.segment_ids[chosen])
-        return HeldOut(kept, self.batch_size, self.bytes_per_token)
+        return HeldOut(kept, self.batch_size, self.row_bytes[chosen])
 
     def batches(self, device: torch.device, ranks: Ranks = _ALONE) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield this rank's tokens, targets and segment ids on ``device``; each at most (``batch_size``, T).
@@ -82,7 +88,7 @@ class Evaluation:
     loss: float
     """Mean over all held-out targets, in nats per token."""
     nats_per_byte: float
-    """The same loss per byte of text, which is comparable between tokenizers."""
+    """The same losses per byte of text that the targets stand for, which is comparable between tokenizers."""
     loss_by_position: list[float | None]
     """Mean loss in bins of ``bin_width`` positions from the row's start; None if no row has a target in the bin."""
     bin_width: int
@@ -122,10 +128,10 @@ def evaluate(
         by_row[:, number * at_once : number * at_once + len(targets)] += found.sum(dim=2)
     release(model)
     model.train(was_training)
-    return _summary(ranks.sum(by_position.cpu()), ranks.sum(by_row[:, :rows].cpu()), held_out.bytes_per_token)
+    return _summary(ranks.sum(by_position.cpu()), ranks.sum(by_row[:, :rows].cpu()), int(held_out.row_bytes.sum()))
 
 
-def _summary(by_position: Tensor, by_row: Tensor, bytes_per_token: float) -> Evaluation:
+def _summary(by_position: Tensor, by_row: Tensor, text_bytes: int) -> Evaluation:
     """Summarise the loss sums and target counts by position (2, T) and by row (2, R)."""
     width = -(-by_position.shape[1] // POSITION_BINS)
     bins = zip(*(_binned(sums, width).tolist() for sums in by_position), strict=True)
@@ -133,7 +139,7 @@ def _summary(by_position: Tensor, by_row: Tensor, bytes_per_token: float) -> Eva
     total, targets = by_position.sum(dim=1).tolist()
     row_losses, row_targets = by_row.tolist()
     return Evaluation(
-        total / targets, total / targets / bytes_per_token, means, width, int(targets), row_losses,
+        total / targets, total / text_bytes if text_bytes else math.nan, means, width, int(targets), row_losses,
         list(map(int, row_targets)),
     )  # fmt: skip
 

@@ -1,0 +1,109 @@
+"""Bytes belong to ids: of any text, of any part of it, and of any row they are those of the decoded text."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from gecko.data import TokenizedCorpus, Tokenizer, load_tokenizer, validation_batches
+from gecko.data.token_bytes import token_bytes
+
+any_case = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+texts = st.text(st.one_of(st.sampled_from("the quick,é你🎉 \n"), st.characters(exclude_categories=["Cs"])), max_size=40)
+LINES = ["the quick brown fox, don't jump over the lazy dog.", "naïve café, 你好 世界 🎉", " five  dozen jugs"] * 20
+
+
+def word_piece() -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    library = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    library.normalizer, library.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    library.decoder = decoders.WordPiece()
+    return library, trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]", "</s>"], show_progress=False)
+
+
+def words() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    return library, trainers.WordLevelTrainer(vocab_size=15, special_tokens=["</s>", "<unk>"], show_progress=False)
+
+
+def unigram() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.Unigram())
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return library, trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+
+
+@pytest.fixture(scope="session", params=[word_piece, words, unigram])
+def lossy_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library, trainer = request.param()
+    library.train_from_iterator(LINES, trainer)
+    path = tmp_path_factory.mktemp("lossy") / "tokenizer.json"
+    library.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="session", params=["bpe", "unigram"])
+def normalizing_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a SentencePiece model without byte tokens, which joins spaces and knows few characters."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES), model_writer=model, vocab_size=60, model_type=request.param,
+        character_coverage=0.98, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("normalizing") / "tiny.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def check_parts(tokenizer: Tokenizer, text: str) -> None:
+    ids, sizes = tokenizer.encode(text), token_bytes(tokenizer)
+    whole = sizes.of_text(ids)
+    assert whole == len(tokenizer.decode(ids).encode())
+    for cut in range(1, len(ids)):
+        assert sizes.of_text(ids[:cut]) + sizes.of_text(ids[cut:], begins=False) == whole
+        begin = tokenizer.decode(ids[:cut])
+        if begin and "\ufffd" not in begin:
+            assert sizes.of_text(ids[:cut]) == len(begin.encode())
+
+
+@any_case
+@given(text=texts)
+@example(text="  the <|endoftext|></s><s> <|pad|> café 你好🎉\r\n\t \ufffd\x00")
+def test_bytes_of_parts_add_up_to_those_of_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
+    check_parts(tokenizer, text)
+
+
+@any_case
+@given(text=texts)
+def test_bytes_of_normalised_text(normalizing_file: Path, text: str) -> None:
+    check_parts(load_tokenizer(str(normalizing_file)), text)
+
+
+@pytest.mark.parametrize("text", ["the quick brown fox", "the dog 你好 jumps", "naïve, don't!", "dog"])
+def test_bytes_of_text_that_loses_characters(lossy_file: Path, text: str) -> None:
+    check_parts(load_tokenizer(str(lossy_file)), text)
+
+
+@any_case
+@given(documents=st.lists(texts.filter(bool), min_size=1, max_size=5), length=st.integers(1, 9))
+def test_rows_of_any_length_hold_the_bytes_of_all_documents(
+    tokenizer: Tokenizer, documents: list[str], length: int
+) -> None:
+    corpus = TokenizedCorpus.build(documents, tokenizer)
+    rows = list(validation_batches(corpus, 2, length))
+    counted = sum(int(token_bytes(tokenizer).of_targets(batch).sum()) for batch in rows)
+    assert counted == len("".join(documents).encode())
