@@ -39,7 +39,7 @@ def followed(chat_format: TemplateChat, question: str) -> list[int]:
 def test_a_message_that_the_template_drops_is_refused() -> None:
     tokenizer = load_tokenizer("bytes")
     first = TemplateChat(tokenizer, "{{ messages[0].content + messages[-1].role }}", {}, "x.jinja")
-    with pytest.raises(ValueError, match="has no place for a message of 'user' after an answer"):
+    with pytest.raises(ValueError, match="has no place for a message of"):
         first.continuation(turns("r"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from dataclasses import replace
@@ -96,21 +95,20 @@ def test_a_template_writes_special_tokens(template: TemplateChat, tokenizer: Tok
 @given(data=st.data())
 def test_messages_hold_text_only_whatever_special_tokens_look_like(specials: list[str], data: st.DataObject) -> None:
     """Special tokens may overlap, contain one another, or consist of one character."""
-    parts = [*specials, *"".join(specials), "\ue000", "\U000f0000", "x"]
+    parts = [*specials, *"".join(specials), "\ue000", "\ue001", "\ue002", "\U000f0000", "x"]
     content = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=8)))
     template = specials[0] + "{{ messages[0].content }}x{{ eos_token }}" + specials[-1]
     ids = {special: 300 + index for index, special in enumerate(specials)}
     encoded = TemplateChat(load_tokenizer("bytes"), template, ids, "a test").encode(messages(("user", f"x{content}")))
     assert (encoded[0], encoded[-1]) == (300, 299 + len(specials))
-    left_out = "[\ue000\U000f0000]" if any(len(special) == 1 for special in specials) else "\ue000"
-    assert bytes(encoded[1:-1]).decode() == re.sub(left_out, "", f"x{content}x")
+    assert bytes(encoded[1:-1]).decode() == f"x{content}x"
 
 
-@given(st.lists(st.sampled_from([*SPECIALS, "<|im_", "end|>", "\ue000", "a", " ", "é"]), max_size=8))
+@given(st.lists(st.sampled_from([*SPECIALS, "<|im_", "end|>", "\ue000", "\ue002", "a", " ", "é"]), max_size=8))
 def test_messages_hold_text_only(template: TemplateChat, tokenizer: Tokenizer, parts: list[str]) -> None:
     content = "".join(parts)
     spelled = spell(tokenizer, template.encode(messages(("user", f"x{content}x"))))
-    assert spelled == ["", 0, "user\nx" + content.replace("\ue000", "") + "x", 1, "\n", 0, "assistant\n"]
+    assert spelled == ["", 0, f"user\nx{content}x", 1, "\n", 0, "assistant\n"]
 
 
 def test_an_answer_ends_where_the_template_closes_a_turn(folder: Path, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,9 +22,10 @@ from gecko.runtime.process import require
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _MARK = "\ue000"
-"""Marks the text of a special token inside a message while the template is rendered."""
-_STAND_INS = 0xF0000
-"""First of the private characters that replace one-character special tokens, which no mark can split."""
+"""Begins what replaces a part of a message while the template is rendered."""
+_ITSELF, _BREAK, _STAND_INS = _MARK + "\ue001", _MARK + "\ue002", 0xF0000
+"""Replacement of the mark itself; what divides special tokens; first of the characters that, after a mark, replace
+special tokens of one character, which cannot be divided."""
 
 _PART = 1 << 16
 """Characters of a message that are processed in one call, which holds the GIL until it returns."""
@@ -46,10 +48,12 @@ class Message(Protocol):
 
 
 class Turn(NamedTuple):
-    """A ``Message`` of its two fields."""
+    """A ``Message``."""
 
     role: str
     content: str
+    learned: bool = True
+    """Whether fine-tuning learns it, if it is an answer."""
 
 
 class ChatFormat(Protocol):
@@ -161,60 +165,117 @@ class TemplateChat:
             raise ValueError(f"the chat template must be valid Jinja; {error}") from error
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        return self._encode(self._specials.split(self._rendered(messages)))
+        """See ``ChatFormat``. The prompt ends with all that the template writes before the text of an answer."""
+        text = self._prompt(messages)
+        self._outline(messages, [place for place, said in enumerate(messages) if said.role in ("system", "developer")])
+        return self._encode(self._specials.split(text))
 
     def continuation(self, messages: Sequence[Message]) -> Continuation:
         """Render a short conversation that ends in an answer, and cut it after that and after the end of the answer."""
-        answer = secrets.token_hex(16)
-        before = [Turn("user", "."), Turn("assistant", answer)]
-        text = self._rendered([*before, *messages], generate=bool(messages)).partition(answer)[2]
-        for message in messages:
-            if self._specials.protect(message.content).strip() not in text:
-                raise ValueError(f"the chat template has no place for a message of {message.role!r} after an answer.")
-        parts = list(self._specials.split(text))
+        before = [Turn("user", "."), answer := Turn("assistant", _new_mark())]
+        text = self._prompt([*before, *messages]) if messages else self._rendered(before, generate=False)
+        self._outline([*before, *messages], range(1, 2 + len(messages)))
+        parts = list(self._specials.split(text.partition(answer.content)[2]))
         end = self._end(parts)
         return Continuation(self._encode(parts[:end]), self._encode(parts[end:]) if messages else [])
 
-    def trained_pieces(self, messages: Sequence[Message]) -> Iterator[tuple[list[int], bool]]:
-        """Yield the ids of a conversation up to its last answer in pieces, and whether a model learns a piece.
+    def trained_pieces(self, messages: Sequence[Turn]) -> Iterator[tuple[list[int], bool]]:
+        """Yield the ids of a conversation up to its last learned answer in pieces, and whether a model learns a piece.
 
-        It learns the answers, each with the special token that ends it. The pieces are cut where generation cuts them:
-        a prompt ends where its answer begins. Turns after the last answer are left out.
+        It learns the text of answers, each with the special token that ends it. The pieces are cut where generation
+        cuts them: a prompt ends where its answer begins.
 
         Raises:
-            ValueError: the conversation does not fit the template, the template changes earlier turns, or no special
-                token ends an answer.
+            ValueError: the conversation does not fit the template, the template changes or loses a message, or no
+                special token ends an answer.
         """
-        done, held = "", list[str | int]()
-        for place, message in enumerate(messages):
-            if message.role == "assistant":
-                prompt = self._rendered(messages[:place])
-                whole = self._rendered(messages[: place + 1], generate=False)
-                yield self._encode([*held, *self._specials.split(self._rest(prompt, done))]), False
-                parts = list(self._specials.split(self._rest(whole, prompt)))
-                if not (end := self._end(parts)):
-                    raise ValueError(
-                        "the chat template must end every answer with a special token, or a model would not learn to "
-                        f"stop; {self.source} does not. Add eos_token after the content of the assistant's messages."
-                    )
-                held = parts[end:]
-                yield self._encode(parts[:end]), True
-                done = whole
+        learned = [place for place, turn in enumerate(messages) if turn.role == "assistant" and turn.learned]
+        text, spans = self._spans(messages[: learned[-1] + 1], learned)
+        prompt = self._prompt(messages[: learned[-1]])
+        space = text[len(prompt) : spans[learned[-1]][0]]
+        if not text.startswith(prompt) or space.strip():
+            raise ValueError(
+                f"the chat template must begin answers as it asks for them; {self.source} does not, or changes earlier "
+                "turns in another way when an answer follows. Change the template."
+            )
+        # Spaces that the prompt for an answer leaves out are written by the model.
+        begins = [spans[place][0] - len(space) * text.endswith(space, 0, spans[place][0]) for place in learned]
+        held = list(self._specials.split(text[: begins[0]]))
+        for place, (begin, limit) in zip(learned, pairwise([*begins, len(text)]), strict=True):
+            yield self._encode(held), False
+            parts = list(self._specials.split(text[begin:limit]))
+            end = self._end(parts)
+            if not end or "".join(map(str, parts[: end - 1])).strip() != messages[place].content.strip():
+                raise ValueError(
+                    "the chat template must end every answer with a special token, or a model would not learn to "
+                    f"stop; {self.source} does not. Add eos_token after the content of the assistant's messages."
+                )
+            yield self._encode(parts[:end]), True
+            held = parts[end:]
+
+    def _prompt(self, messages: Sequence[Message]) -> str:
+        """Render the prompt for an answer, with what the template writes between it and the text of an answer."""
+        return self._rendered(messages) + self._header
+
+    @cached_property
+    def _header(self) -> str:
+        answered = [Turn("user", "."), answer := Turn("assistant", _new_mark())]
+        try:
+            asked, unasked = (self._rendered(answered[:1], generate=generate) for generate in (True, False))
+            before = self._rendered(answered, generate=False).partition(answer.content)[0]
+        except ValueError:
+            return ""
+        more = before.removeprefix(asked)
+        return more if asked != unasked and more != before and more.strip() else ""
+
+    def _spans(self, messages: Sequence[Turn], learned: Collection[int]) -> tuple[str, dict[int, tuple[int, int]]]:
+        """Return the rendering of a conversation, and the beginning and end of each message in it.
+
+        Answers that are not learned may be changed by the template, and have no place.
+        """
+        marked = [place for place, turn in enumerate(messages) if turn.role != "assistant" or place in learned]
+        first, *outline = self._outline(messages, marked)
+        text = self._rendered(messages, generate=False)
+        at, spans = len(first), dict[int, tuple[int, int]]()
+        for place, following in zip(map(int, outline[::2]), outline[1::2], strict=True):
+            found = _find(self._specials.protect(messages[place].content), text, at, following)
+            if not text.startswith(first) or found is None or (place in learned and place in spans):
+                raise ValueError(
+                    f"the chat template must write every message as it is, and an answer once; {self.source} changes "
+                    f"the message of {messages[place].role!r} that begins {messages[place].content[:40]!r}. Change the "
+                    "template, or give answers that it changes the weight 0."
+                )
+            spans[place] = found
+            at = found[1] + len(following)
+        return text, spans
+
+    def _outline(self, messages: Sequence[Message], marked: Iterable[int]) -> list[str]:
+        """Render a conversation without its ``marked`` messages: texts, and between them the places of messages.
+
+        Raises:
+            ValueError: the template leaves a message out.
+        """
+        # An empty message may be left out, unless a model learns that it is empty.
+        shown = {place for place in marked if messages[place].content.strip() or messages[place].role == "assistant"}
+        mark, said = _new_mark(), enumerate(messages)
+        contents = [f"{mark}{n:09}" if n in shown else self._specials.protect(message.content) for n, message in said]
+        parts = re.split(rf"{mark}(\d{{9}})", self._render(messages, contents, generate=False)) if shown else [""]
+        if lost := shown.difference(map(int, parts[1::2])):
+            raise ValueError(
+                f"the chat template has no place for a message of {messages[min(lost)].role!r} there; {self.source} "
+                "leaves it out. Leave the message out, or change the template."
+            )
+        return parts
 
     def _end(self, parts: Sequence[str | int]) -> int:
         """Return the number of parts up to the special token that ends an answer; 0 if there is none."""
         return next((place + 1 for place, part in enumerate(parts) if part in self.stop_ids), 0)
 
-    def _rest(self, text: str, start: str) -> str:
-        if not text.startswith(start):
-            raise ValueError(
-                f"the chat template must only append turns to a conversation; {self.source} changes earlier ones when "
-                "turns follow them, or begins answers in another way than it asks for them. Change the template."
-            )
-        return text[len(start) :]
-
     def _rendered(self, messages: Sequence[Message], *, generate: bool = True) -> str:
-        spoken = [{"role": message.role, "content": self._specials.protect(message.content)} for message in messages]
+        return self._render(messages, [self._specials.protect(said.content) for said in messages], generate=generate)
+
+    def _render(self, messages: Sequence[Message], contents: Sequence[str], *, generate: bool) -> str:
+        spoken = [{"role": said.role, "content": text} for said, text in zip(messages, contents, strict=True)]
         try:
             return self._template.render(messages=spoken, add_generation_prompt=generate, **self._names)
         except Exception as error:  # a template is a program and may raise anything
@@ -229,6 +290,24 @@ class TemplateChat:
         for kind, group in groups:
             ids += next(encoded).tolist() if kind is str else map(int, group)
         return ids
+
+
+def _find(content: str, text: str, at: int, following: str) -> tuple[int, int] | None:
+    """Return where ``text`` from ``at`` on holds ``content``, without spaces at its ends if need be, and ``following``.
+
+    None: it holds something else there.
+    """
+    core, lead, trail = content.strip(), content[: -len(content.lstrip()) or None], content[len(content.rstrip()) :]
+    if (begin := text.find(core, at, at + len(content))) < 0 or not lead.endswith(text[at:begin]):
+        return None
+    ends = range(begin + len(core), begin + len(core) + len(trail) + 1)
+    fitting = (end for end in ends if trail.startswith(text[ends[0] : end]) and text.startswith(following, end))
+    return next(((at, end) for end in fitting), None)
+
+
+def _new_mark() -> str:
+    """Return a text that no message contains: digits, which are the same in capitals."""
+    return str(secrets.randbits(128) | 1 << 127)
 
 
 class _Specials:
@@ -246,15 +325,13 @@ class _Specials:
         self._first = re.compile(f"(?={any_of_them})")
         self._longest = max(map(len, ids), default=1)
         letters = [ord(text) for text in ids if len(text) == 1]
-        self._hidden = {letter: _STAND_INS + index for index, letter in enumerate(letters)}
-        self._shown: dict[int, int | None] = {private: letter for letter, private in self._hidden.items()}
-        self._shown[ord(_MARK)] = None
+        self._hidden = {letter: _MARK + chr(_STAND_INS + index) for index, letter in enumerate(letters)}
+        self._hidden[ord(_MARK)] = _ITSELF
 
     def protect(self, text: str) -> str:
         """Mark a message so that ``split`` finds no special token in it; ``split`` removes the marks."""
-        clean = _translate(text, dict.fromkeys(self._shown))
-        borders = [0, *(start + 1 for start in self._starts(clean)), len(clean)]
-        return _translate(_MARK.join(clean[begin:end] for begin, end in pairwise(borders)), self._hidden)
+        borders = [0, *(start + 1 for start in self._starts(text)), len(text)]
+        return _BREAK.join(_translate(text[begin:end], self._hidden) for begin, end in pairwise(borders))
 
     def split(self, text: str) -> Iterator[str | int]:
         """Yield the ids of special tokens and the texts between them, without marks."""
@@ -277,10 +354,13 @@ class _Specials:
                     yield found.start()
 
     def _plain(self, text: str) -> list[str]:
-        return [_translate(text, self._shown)] if text else []
+        text = text.replace(_BREAK, "")
+        for letter, hidden in self._hidden.items():  # the mark itself comes last
+            text = text.replace(hidden, chr(letter))
+        return [text] if text else []
 
 
-def _translate(text: str, table: Mapping[int, int | None]) -> str:
+def _translate(text: str, table: Mapping[int, str]) -> str:
     return "".join(text[begin : begin + _PART].translate(table) for begin in range(0, len(text), _PART))
 
 

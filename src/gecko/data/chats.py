@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from gecko.data.readers import check_regular, format_of, read_records
 from gecko.data.sources import empty_source, find_files
 
 ROLES = ("system", "user", "assistant")
+_TOOLS = ("tools", "functions", "tool_choice", "function_call", "system", "documents", "chat_template_kwargs")
+"""Fields beside ``messages`` that would change how a conversation reads; others describe the chat."""
 _EXPECTED = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 
@@ -43,16 +45,20 @@ def _turns(record: dict[str, Any], where: str) -> list[Turn]:
     messages = record.get("messages")
     if not isinstance(messages, list):
         raise _no_chat(where, f"the fields {sorted(record)}" if messages is None else "messages that are no list")
+    _check_fields(record, [name for name in record if name in _TOOLS], where)
     turns = [_turn(message, f"{where} message {number},") for number, message in enumerate(messages, start=1)]
-    if not any(turn.role == "assistant" and turn.content.strip() for turn in turns):
+    if not any(turn.role == "assistant" and turn.learned and turn.content.strip() for turn in turns):
         raise _no_chat(where, "a chat without an answer of the assistant, from which nothing can be learned")
     return turns
 
 
 def _turn(message: object, where: str) -> Turn:
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+    if not isinstance(message, dict):
         raise _no_chat(where, "no object with role and content")
-    role, content = message["role"], message["content"]
+    _check_fields(message, message.keys() - {"role", "content", "weight"}, where)
+    if not {"role", "content"} <= message.keys():
+        raise _no_chat(where, "no object with role and content")
+    role, content, weight = message["role"], message["content"], message.get("weight")
     if role not in ROLES:
         raise _no_chat(where, f"the role {role!r}, which is none of {', '.join(ROLES)}")
     if not isinstance(content, str):
@@ -61,7 +67,15 @@ def _turn(message: object, where: str) -> Turn:
         content.encode("utf-8")
     except UnicodeEncodeError as error:
         raise _no_chat(where, "half a surrogate pair, which UTF-8 cannot write") from error
-    return Turn(role, content)
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1) or role != "assistant"):
+        raise _no_chat(where, f"the weight {weight!r} of {role!r}; answers alone have one, 0 (not learned) or 1")
+    return Turn(role, content, weight != 0)
+
+
+def _check_fields(fields: Mapping[str, Any], unknown: Iterable[str], where: str) -> None:
+    """Raise ValueError if an ``unknown`` field has a value: what is not read cannot be learned."""
+    if given := sorted(name for name in unknown if fields[name] not in (None, "", [], {})):
+        raise _no_chat(where, f"{', '.join(map(repr, given))}, which chats for fine-tuning do not have")
 
 
 def _no_chat(where: str, found: str) -> ValueError:
