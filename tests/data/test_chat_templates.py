@@ -243,4 +243,4 @@ def test_weights_and_empty_fields(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(line + ', "tools": []}\n')
     corpus = load_chats(str(tmp_path / "chats.jsonl"), chat_of(CHATML))
     learned = corpus.tokens[0][corpus.trained[0]]
-    assert spell(learned.tolist()) == "a¦<|im_end|>¦" and corpus.answer_bytes == [1]
+    assert spell(learned.tolist()) == "a¦<|im_end|>¦"
