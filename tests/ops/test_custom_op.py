@@ -17,21 +17,11 @@ def _backward(grad: Tensor, x: Tensor, factors: list[Tensor], power: int) -> Ten
     return grad * power * x ** (power - 1) * factors[0]
 
 
-@_backward.register_fake
-def _(grad: Tensor, x: Tensor, factors: list[Tensor], power: int) -> Tensor:
-    return torch.empty_like(x)
-
-
 @custom_op("tested_twice")
 def _powers(x: Tensor, y: Tensor | None, factors: list[Tensor], power: int) -> tuple[Tensor, Tensor]:
     """Return x^power times a factor and y, and x², which has no gradient."""
     out = x**power * factors[0]
     return out if y is None else out * y, x * x
-
-
-@_powers.register_fake
-def _(x: Tensor, y: Tensor | None, factors: list[Tensor], power: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -83,11 +73,6 @@ def test_both_ways_give_the_same(with_y):
 @custom_op("tested_as_list")
 def _multiples(x: Tensor, count: int) -> list[Tensor]:
     return [x * (place + 1) for place in range(count)]
-
-
-@_multiples.register_fake
-def _(x: Tensor, count: int) -> list[Tensor]:
-    return [torch.empty_like(x) for _ in range(count)]
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

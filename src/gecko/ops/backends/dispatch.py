@@ -7,9 +7,9 @@ package therefore does not import Triton, and ``gecko.hf.export`` copies no kern
 forms. Eager forms also serve float64 and all other cases that a kernel leaves out.
 
 **Layers of a Triton operator.** A ``@triton.jit`` function is the kernel. A plain function ``_forward(x, …)``
-allocates outputs with ``torch.empty``, builds one ``Launch`` per kernel and runs it. ``custom_op("NAME")`` wraps it,
-with a fake (shapes only) and ``register_autograd``; its backward is a custom op as well. Custom ops take and return
-tensors and numbers only, and never return an input.
+allocates outputs with ``torch.empty``, builds one ``Launch`` per kernel and runs it. ``custom_op("NAME")`` wraps it;
+``register_autograd`` adds its backward, a custom op as well. The function is its own fake: without values nothing is
+launched. Custom ops take and return tensors and numbers only, and never return an input.
 
 **Names.** ``p_`` pointer, ``b_`` tile in registers, ``i_`` index or offsets, ``m_`` mask. Sizes are words
 (``length``, ``channels``); those that kernels unroll are ``tl.constexpr``.
@@ -191,8 +191,13 @@ class Launch:
     """Most registers per thread that the compiler may use; None: as many as it wants."""
 
     def run(self) -> None:
-        """Run the kernel on the device of its first tensor, which need not be the current device."""
+        """Run the kernel on the device of its first tensor, which need not be the current device.
+
+        Tensors without values, which are fake or on ``meta``, launch nothing.
+        """
         first = next(x for x in self.arguments.values() if isinstance(x, Tensor))
+        if type(first) not in PLAIN or first.is_meta:
+            return
         with torch.cuda.device_of(first):
             self.kernel[self.grid](**self.arguments, **self.options)
 
@@ -228,12 +233,9 @@ class CustomOp:
 
     def __init__(self, name: str, forward: Callable[..., Any]) -> None:
         self.registered = torch.library.custom_op(name, forward, mutates_args=())
+        self.registered.register_fake(forward)  # it allocates the outputs, and without values launches nothing
         self._name, self._forward = name, forward
         self._function: type[torch.autograd.Function] | None = None
-
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Register ``fake``, which returns empty outputs of the right shapes and dtypes."""
-        return self.registered.register_fake(fake)
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Register the backward pass, as ``torch.library.register_autograd`` does."""

@@ -156,16 +156,6 @@ def _named(items: list[Tensor]) -> dict[str, Tensor]:
 _cema_op = custom_op("cema")(_forward)
 
 
-@_cema_op.register_fake
-def _(
-    x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor | None,
-    before: Tensor | None, continues: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    after = input.new_empty(x.shape[0], *output.shape)
-    tables = input.new_empty(len(input), _chunk(x, unit)), torch.empty_like(output), torch.empty_like(output)
-    return torch.empty_like(x), after, *tables
-
-
 def _backward(
     grad: Tensor, grad_after: Tensor | None, x: Tensor, output: Tensor, response: Tensor, decay: Tensor,
     input: Tensor, before: Tensor | None, after: Tensor, continues: Tensor, forwards: list[Tensor],
@@ -208,22 +198,6 @@ def _sums(
 
 
 _backward_op = custom_op("cema_backward")(_backward)
-
-
-@_backward_op.register_fake
-def _(
-    grad: Tensor, grad_after: Tensor | None, x: Tensor, output: Tensor, response: Tensor, decay: Tensor,
-    input: Tensor, before: Tensor | None, after: Tensor, continues: Tensor, forwards: list[Tensor],
-    backwards: list[Tensor], unit: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    of_modes = (input.new_empty(input.shape[:2]) for _ in range(3))
-    return (
-        torch.empty_like(x),
-        *of_modes,
-        torch.empty_like(output),
-        input.new_empty(len(input)),
-        torch.empty_like(after),
-    )  # type: ignore[return-value]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -372,13 +372,6 @@ def _step(
 _step_op = custom_op("cema_step")(_step)
 
 
-@_step_op.register_fake
-def _(
-    x: Tensor, input: Tensor, decay: Tensor, output: Tensor, state: Tensor, continues: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(state)
-
-
 def cema_step_triton(
     x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor]:

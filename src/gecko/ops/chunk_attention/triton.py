@@ -134,11 +134,6 @@ def attend_grid(
     return form(near, far, k, v, first, heads, chunk_size)
 
 
-@attend_grid.register_fake
-def _(near, far, k, v, first, heads, chunk_size):
-    return v.new_empty(*near.shape[:2], v.shape[2]), near.new_empty(near.shape[:2], dtype=torch.float32)
-
-
 @custom_op("attend_grid_backward")
 def attend_grid_backward(
     grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
@@ -150,11 +145,6 @@ def attend_grid_backward(
         grad.contiguous(), near, far, k, v, first, out, log_sum, heads, chunk_size
     )
     return grad_near, near.new_empty(0) if grad_far is None else grad_far, grad_k, grad_v
-
-
-@attend_grid_backward.register_fake
-def _(grad, near, far, k, v, first, out, log_sum, heads, chunk_size):
-    return tuple(near.new_empty(0) if x is None else torch.empty_like(x) for x in (near, far, k, v))
 
 
 def _keep(ctx, inputs, output):

@@ -268,11 +268,6 @@ def lay(
     return _lay(x, ring, table, offset, shift, rows, to_ring, chunk_size, turned_heads, further, dtype)
 
 
-@lay.register_fake
-def _(x, ring, table, offset, shift, rows, to_ring, chunk_size, turned_heads, further, dtype):
-    return x.new_empty(*x.shape[:2], rows, x.shape[3], dtype=dtype)
-
-
 @custom_op("lay_backward")
 def lay_backward(
     grad: Tensor, table: Tensor | None, offset: Tensor, length: int, to_ring: bool,
@@ -280,11 +275,6 @@ def lay_backward(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of x in ``lay``, (B, H, length, d) of ``dtype``."""
     return _lay_backward(grad, table, offset, length, to_ring, chunk_size, turned_heads, further, dtype)
-
-
-@lay_backward.register_fake
-def _(grad, table, offset, length, to_ring, chunk_size, turned_heads, further, dtype):
-    return grad.new_empty(*grad.shape[:2], length, grad.shape[3], dtype=dtype)
 
 
 def _keep(ctx, inputs, output):

@@ -49,19 +49,6 @@ _swiglu = custom_op("swiglu")(_forward)
 _swiglu_backward = custom_op("swiglu_backward")(_backward)
 
 
-@_swiglu.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return torch.empty_like(a, memory_format=torch.contiguous_format)
-
-
-@_swiglu_backward.register_fake
-def _(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty_like(a, memory_format=torch.contiguous_format),
-        torch.empty_like(b, memory_format=torch.contiguous_format),
-    )
-
-
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 

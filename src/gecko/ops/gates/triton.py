@@ -93,31 +93,6 @@ _gated = custom_op("gated")(_gated_forward)
 _gated_backward_op = custom_op("gated_backward")(_gated_backward)
 
 
-@_silu_by_head.register_fake
-def _(x: Tensor, heads: int) -> Tensor:
-    batch, length, features = x.shape
-    return x.new_empty(batch, heads, length, features // heads)
-
-
-@_silu_by_head_backward.register_fake
-def _(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@_gated.register_fake
-def _(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
-    batch, heads, length, size = attended.shape
-    return attended.new_empty(batch, length, heads * size)
-
-
-@_gated_backward_op.register_fake
-def _(grad: Tensor, attended: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grad_attended = torch.empty_like(attended, memory_format=torch.contiguous_format)
-    return (
-        grad_attended, torch.empty_like(gate, memory_format=torch.contiguous_format), torch.empty_like(grad_attended),
-    )  # fmt: skip
-
-
 def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
 

@@ -40,11 +40,6 @@ def _forward(logits: Tensor, targets: Tensor, count: Tensor, ignored: int, dtype
 _cross_entropy = custom_op("cross_entropy")(_forward)
 
 
-@_cross_entropy.register_fake
-def _(logits: Tensor, targets: Tensor, count: Tensor, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(logits.shape[0]), torch.empty_like(logits, dtype=dtype)
-
-
 @triton.jit
 def _token(p_logits, p_targets, p_count, p_losses, p_grad, ignored, vocabulary: tl.constexpr, block: tl.constexpr):
     i_token = tl.program_id(0).to(tl.int64)

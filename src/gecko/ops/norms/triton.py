@@ -75,19 +75,6 @@ _group_norm = custom_op("group_norm")(_forward)
 _group_norm_backward = custom_op("group_norm_backward")(_backward)
 
 
-@_group_norm.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, centered: bool, dtype: torch.dtype
-) -> Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-@_group_norm_backward.register_fake
-def _(grad_y: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    scale = x.new_empty(x.shape[-1], dtype=torch.float32)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), scale, torch.empty_like(scale)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, *ctx.fixed, _ = inputs
     ctx.save_for_backward(x, weight, bias)

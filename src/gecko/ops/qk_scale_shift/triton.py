@@ -87,18 +87,6 @@ _qk_scale_shift = custom_op("qk_scale_shift")(_forward)
 _qk_scale_shift_backward = custom_op("qk_scale_shift_backward")(_backward)
 
 
-@_qk_scale_shift.register_fake
-def _(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> list[Tensor]:
-    batch, length, features = z.shape
-    return [z.new_empty(batch, heads, length, features // heads) for _ in range(scale.shape[0])]
-
-
-@_qk_scale_shift_backward.register_fake
-def _(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    grad_scale = torch.empty_like(scale, memory_format=torch.contiguous_format)
-    return torch.empty_like(z, memory_format=torch.contiguous_format), grad_scale, torch.empty_like(grad_scale)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     z, scale, offset, *ctx.fixed = inputs
     ctx.save_for_backward(z, scale)

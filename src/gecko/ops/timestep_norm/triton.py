@@ -170,24 +170,6 @@ _timestep_norm = custom_op("timestep_norm")(_forward)
 _timestep_norm_backward = custom_op("timestep_norm_backward")(_backward)
 
 
-@_timestep_norm.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, count: Tensor, mean: Tensor, variance: Tensor,
-    begins: Tensor | None, groups: int, betas: list[float] | None, eps: float, dtype: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    batch, length, features = x.shape
-    tiles, _ = _tiling(length, _sizes(length, int(features), groups, betas is None))
-    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    carry = mean.new_empty(batch, tiles - 1, 2, groups)
-    return y, *(x.new_empty(x.shape) for x in (count, mean, variance)), carry
-
-
-@_timestep_norm_backward.register_fake
-def _(grad_y: Tensor, grad_mean: Tensor, grad_variance: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return grad_x, grad_mean.new_empty(2, x.shape[-1]), *(x.new_empty(x.shape) for x in (grad_mean, grad_variance))
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, count, mean, variance, begins, *ctx.fixed, _ = inputs
     ctx.save_for_backward(x, weight, bias, count, mean, variance, begins, output[4])

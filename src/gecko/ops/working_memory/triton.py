@@ -168,20 +168,10 @@ def weigh(k: Tensor, counted: Tensor, adaptive: bool) -> Tensor:
     return weigh_forward(k, counted, adaptive)
 
 
-@weigh.register_fake
-def _(k, counted, adaptive):
-    return k.new_empty(*k.shape[:3], k.shape[4], dtype=torch.float32)
-
-
 @custom_op("memory_weigh_backward")
 def weigh_gradient(grad: Tensor, k: Tensor, counted: Tensor, weight: Tensor, adaptive: bool) -> Tensor:
     """Return the gradient of ``weigh`` with respect to k."""
     return weigh_backward(grad, k, counted, weight, adaptive)
-
-
-@weigh_gradient.register_fake
-def _(grad, k, counted, weight, adaptive):
-    return torch.empty_like(k)
 
 
 def _keep_weigh(ctx, inputs, output):
@@ -213,12 +203,6 @@ def summarise(
     return product(phi.mT, psi).view(shape), product(phi.mT, v.flatten(0, 2)).view(shape)
 
 
-@summarise.register_fake
-def _(k, v, counted, weight, before, adaptive):
-    shape = (*k.shape[:3], k.shape[4])
-    return tuple(k.new_empty(*shape, x.shape[4], dtype=torch.float32) for x in (k, v))
-
-
 @custom_op("memory_summarise_backward")
 def summarise_gradient(
     grad_keys: Tensor, grad_values: Tensor, k: Tensor, v: Tensor, counted: Tensor, weight: Tensor,
@@ -232,11 +216,6 @@ def summarise_gradient(
     grad_k, grad_divisor = features_backward(k, counted, weight, before, grad_phi, torch.bmm(phi, grad_keys), adaptive)
     assert grad_divisor is not None
     return grad_k, torch.bmm(phi, grad_values).view_as(v), grad_divisor
-
-
-@summarise_gradient.register_fake
-def _(grad_keys, grad_values, k, v, counted, weight, before, adaptive):
-    return tuple(torch.empty_like(x) for x in (k, v, weight))
 
 
 def _keep(ctx, inputs, output):
@@ -265,11 +244,6 @@ def recall(q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor | No
     return torch.bmm(psi, memories.flatten(0, 1)).view(*q.shape[:4], -1)
 
 
-@recall.register_fake
-def _(q, memories, allowed, normaliser, adaptive):
-    return memories.new_empty(*q.shape[:4], memories.shape[-1])
-
-
 @custom_op("memory_recall_backward")
 def recall_gradient(
     grad: Tensor, q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor | None, adaptive: bool
@@ -281,12 +255,6 @@ def recall_gradient(
     grad_q, grad_normaliser = features_backward(q, allowed, None, normaliser, None, grad_psi, adaptive)
     grad_memories = torch.bmm(psi.mT, grad).view_as(memories)
     return grad_q, grad_memories, memories.new_empty(0) if grad_normaliser is None else grad_normaliser
-
-
-@recall_gradient.register_fake
-def _(grad, q, memories, allowed, normaliser, adaptive):
-    by_normaliser = memories.new_empty(0) if normaliser is None else torch.empty_like(normaliser)
-    return torch.empty_like(q), torch.empty_like(memories), by_normaliser
 
 
 def _pass_back_recall(ctx, grad):

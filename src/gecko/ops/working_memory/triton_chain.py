@@ -179,22 +179,12 @@ def chain(
     return chain_forward(a, first, b, rho, initial, dtype)
 
 
-@chain.register_fake
-def _(a, first, b, rho, initial, dtype):
-    return torch.empty_like(b, dtype=dtype), torch.empty_like(initial)
-
-
 @custom_op("memory_chain_backward")
 def chain_backward(
     grad_memories: Tensor, grad_last: Tensor, a: Tensor, first: Tensor, b: Tensor, rho: Tensor, memories: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``chain`` for a, first, b, rho and initial."""
     return chain_backward_forms(grad_memories, grad_last, a, first, b, rho, memories)
-
-
-@chain_backward.register_fake
-def _(grad_memories, grad_last, a, first, b, rho, memories):
-    return tuple(torch.empty_like(x) for x in (a, first, b, rho, first))
 
 
 def _keep(ctx, inputs, output):

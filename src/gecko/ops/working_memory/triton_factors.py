@@ -219,13 +219,6 @@ def factors(
     return factors_forward(normaliser, first_weight, first_keys, weights, keys, resets, steps)
 
 
-@factors.register_fake
-def _(normaliser, first_weight, first_keys, weights, keys, resets, steps):
-    rows, _, width = weights.shape
-    rho = weights.new_empty(rows, steps, width)
-    return weights.new_empty(rows, steps, width, width), rho, torch.empty_like(normaliser), torch.empty_like(rho)
-
-
 @custom_op("memory_factors_backward")
 def factors_gradient(
     grad_a: Tensor, grad_rho: Tensor, grad_last: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor,
@@ -233,12 +226,6 @@ def factors_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of ``factors`` for all inputs except the resets."""
     return factors_backward(grad_a, grad_rho, grad_last, first_keys, weights, keys, resets, rho, share)
-
-
-@factors_gradient.register_fake
-def _(grad_a, grad_rho, grad_last, first_keys, weights, keys, resets, rho, share):
-    last = torch.empty_like(grad_last, memory_format=torch.contiguous_format)
-    return last, torch.empty_like(last), *(torch.empty_like(x) for x in (first_keys, weights, keys))
 
 
 def _keep(ctx, inputs, output):
