@@ -24,6 +24,7 @@ test: .venv/test  ## Check style, types and import directions, and run the tests
 	$(BIN)/lint-imports
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations 20 --ignore tests/serving/test_attacks.py
 	$(MAKE) --no-print-directory test-attacks
+	$(BIN)/python tests/faults/plant.py --check
 
 ci: test  ## Run everything that continuous integration runs
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(STAGES)

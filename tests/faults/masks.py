@@ -125,6 +125,10 @@ def main() -> int:
     files = [file for file in kernel_files() if not words or any(word in file for word in words)]
     if not files:
         parser.error(f"words must be part of the path of a file with kernels; got {' '.join(words)}.")
+    there = {(guard.file, guard.call) for file in files for guard in guards_of(file)}
+    for file, call in known_reasons().keys() - there:
+        if file in files:
+            print(f"{'OUTDATED':16} {file} {call} in masks.toml")
     verdicts = json.loads(VERDICTS.read_text(encoding="utf-8")) if VERDICTS.exists() else {}
     reasons, wrong, total = known_reasons(), 0, 0
     with tempfile.TemporaryDirectory() as temporary:

@@ -2,7 +2,8 @@
 
 Run ``make faults``, or ``python tests/faults/plant.py NAME ...`` for the faults whose names contain one of the words.
 Faults are exact replacements of code and not patches: they name no line numbers and need no context lines, so an edit
-elsewhere in the file does not break them. The code to replace must occur exactly once in its file.
+elsewhere in the file does not break them. The code to replace must occur exactly once in its file; a fault whose code
+or tests are no longer there is reported and not planted. ``--check`` only prints these and their number.
 """
 
 from __future__ import annotations
@@ -44,15 +45,22 @@ class Fault:
     tests: tuple[str, ...]
     """Arguments of pytest."""
 
+    def outdated(self) -> str | None:
+        """Return why the fault no longer applies to the repository; None if it does."""
+        path = ROOT / self.file
+        if (found := path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0) != 1:
+            return f"its code occurs {found} times in {self.file}"
+        for test in set(self.tests) - {SIMULATED}:
+            file, *names = test.split("::")
+            content = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+            if not content or not all(f"def {name}(" in content for name in names):
+                return f"there is no test {test}"
+        return None
+
     def plant(self, folder: Path) -> str:
         """Replace the code in the copy at ``folder``; return the original content of the file."""
         path = folder / self.file
         content = path.read_text(encoding="utf-8")
-        if (found := content.count(self.old)) != 1:
-            raise ValueError(
-                f"the code that a fault replaces must occur once in its file; {self.old!r} occurs {found} times in "
-                f"{self.file}. Adapt the fault {self.name!r} in tests/faults/faults.toml to the code, or remove it."
-            )
         path.write_text(content.replace(self.old, self.new), encoding="utf-8")
         return content
 
@@ -101,13 +109,24 @@ def is_found(folder: Path, fault: Fault) -> bool:
 
 
 def main() -> int:
-    """Print one line per fault; return 0 if the tests pass without faults and fail with each of them."""
+    """Print one line per fault; return 0 if the tests pass without faults and fail with each that still applies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="words in the names of the faults to plant; all faults by default")
-    words = parser.parse_args().names
-    faults = [fault for fault in read_faults() if not words or any(word in fault.name for word in words)]
-    if not faults:
+    parser.add_argument("--check", action="store_true", help="only print the faults that no longer apply")
+    given = parser.parse_args()
+    words = given.names
+    chosen = [fault for fault in read_faults() if not words or any(word in fault.name for word in words)]
+    if not chosen:
         parser.error(f"names must be part of a fault's name; got {' '.join(words)}.")
+    outdated = {fault.name: reason for fault in chosen if (reason := fault.outdated()) is not None}
+    for name, reason in outdated.items():
+        print(f"OUTDATED   {name}: {reason}")
+    print(
+        f"{len(outdated)} of {len(chosen)} faults no longer apply; adapt them in tests/faults/faults.toml", flush=True
+    )
+    faults = [fault for fault in chosen if fault.name not in outdated]
+    if given.check:
+        return 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         copy_repository(folder)
