@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import pytest
@@ -20,6 +20,7 @@ from gecko.inference import Prefill, Sampling, TokenStream, read
 from gecko.inference.decoder import Decoder
 from gecko.inference.packed_weights import PackedWeights
 from gecko.layers.cema import CEMA
+from gecko.ops.decoding.weights import Weights
 from gecko.segments import Segments
 from gecko.state import GeckoState
 
@@ -162,6 +163,74 @@ def test_states_in_pages_in_any_order(variant: str) -> None:
         found = pages.map(lambda x, slot=slot: x[slot : slot + 1])
         assert_same_states(dataclasses.replace(found, clock=decoder.state(slot).clock), decoder.state(slot), 0)
     assert torch.equal(pages.mixers[0].cema[1], prefills[1].state.mixers[0].cema[0])
+
+
+FORGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "another rank": lambda x: x.unsqueeze(0),
+    "a longer axis": lambda x: torch.cat([x, x[..., :1]], -1),
+    "a shorter axis": lambda x: x[..., :-1].contiguous(),
+    "one number": lambda x: torch.ones([1] * x.dim(), dtype=x.dtype),
+    "no numbers": lambda x: x[:0],
+    "wider numbers": lambda x: x.double(),
+    "narrower numbers": lambda x: x.to(torch.int8),
+    "no memory": lambda x: x.to("meta"),
+    "repeated memory": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("change", FORGED)
+@pytest.mark.parametrize("variant", ["gecko", "linear-memory"])
+def test_a_tensor_of_a_state_that_c_would_misread_is_refused(variant: str, change: str) -> None:
+    model = cases.model(variant, torch.float32)
+    state = GeckoState.stack([read(model, [cases.tokens(1, 20, seed)[0]]).state for seed in range(2)])
+    for forged in state.tensors():
+        if forged != "clock.segment_id":
+            names = iter(state.tensors())
+            other = state.map(lambda x, names=names, forged=forged: FORGED[change](x) if next(names) == forged else x)
+            with torch.inference_mode(), pytest.raises(ValueError, match="C kernels need"):
+                PackedWeights(model, "cpu").with_states(other, rows=2)
+
+
+@pytest.mark.parametrize("clock", [(-1, -1), (-(2**63), 0), (4, 5), (2**63 - 1, 0), (3, -1)])
+def test_a_clock_that_leads_out_of_the_window_is_refused(clock: tuple[int, int]) -> None:
+    model = cases.model("gecko", torch.float32)
+    prefills = [read(model, [cases.tokens(1, 20, seed)[0]]) for seed in range(2)]
+    decoder = decode_from(model, prefills[:1])
+    position, start = (torch.tensor([x]) for x in clock)
+    state = prefills[1].state
+    state = dataclasses.replace(state, clock=dataclasses.replace(state.clock, position=position, document_start=start))
+    with torch.inference_mode():
+        decoder.add(state, prefills[1].seen)
+        with pytest.raises(ValueError, match="not before the start"):
+            decoder.step([1, 2])
+
+
+def test_a_later_state_of_other_sizes_is_not_spread_over_a_slot() -> None:
+    model = cases.model("gecko", torch.float32)
+    prefill = read(model, [cases.tokens(1, 20)[0]])
+    decoder = decode_from(model, [prefill])
+    one = prefill.state.map(lambda x: torch.ones([1] * x.dim(), dtype=x.dtype))
+    with torch.inference_mode(), pytest.raises(ValueError, match="of a state must have shape"):
+        decoder.add(one, prefill.seen)
+
+
+@pytest.mark.parametrize("name", ["head", "to_value", "fc2"])
+def test_weights_that_c_would_misread_are_refused(name: str) -> None:
+    """Whatever packs them: integers without scales, and floats with scales, have no meaning in C."""
+    model = cases.model("gecko", torch.float32)
+    state = read(model, [cases.tokens(1, 20)[0]]).state.own()
+    packed = PackedWeights(model, "cpu")
+    record = packed._ends if name == "head" else packed._layers[0]
+    good = record[name]
+    outputs = len(good.weight)
+    for wrong in (
+        good._replace(weight=good.weight.double()), good._replace(weight=good.weight[:-1]),
+        good._replace(weight=good.weight.to(torch.int8)), good._replace(scale=torch.ones(outputs)),
+        Weights(good.weight.to(torch.int8), torch.ones(1)), good._replace(bias=torch.ones(outputs - 1)),
+    ):  # fmt: skip
+        record[name] = wrong
+        with pytest.raises(ValueError, match=rf"{name}.*(must be|C kernels need)"):
+            packed.with_states(state)
 
 
 def test_weights_in_bfloat16_are_read_as_they_are() -> None:

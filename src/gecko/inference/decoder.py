@@ -78,7 +78,11 @@ class Decoder:
         assert self._all is not None
         if self.count == self._all.batch_size:
             self._grow()
-        for slot, tensor in zip(self._all.tensors().values(), state.tensors().values(), strict=True):
+        for (name, slot), tensor in zip(self._all.tensors().items(), state.tensors().values(), strict=True):
+            if tensor.shape != (1, *slot.shape[1:]):  # a smaller one would be repeated
+                raise ValueError(
+                    f"{name} of a state must have shape {(1, *slot.shape[1:])}; got {tuple(tensor.shape)}."
+                )
             slot[self.count].copy_(tensor[0])
         self._seen[self.count].copy_(seen)
         self._resize(self.count + 1)

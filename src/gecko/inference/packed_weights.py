@@ -142,12 +142,8 @@ class PackedWeights:
 
 def _page_bytes(state: GeckoState) -> int:
     """Return the bytes from row to row of tensors that are views of pages; 0 if each tensor is contiguous."""
-    parts = [tensor for part in (*state.mixers, state.final_norm) for tensor in part.tensors().values()]
-    if all(tensor.is_contiguous() for tensor in parts):
-        return 0
-    sizes = {tensor.stride(0) * tensor.itemsize for tensor in parts}
-    assert len(sizes) == 1, "rows of all tensors lie in pages of one size"
-    return sizes.pop()
+    count = state.final_norm.count
+    return 0 if count.is_contiguous() else count.stride(0) * count.itemsize
 
 
 def matrix(weight: Tensor, bias: Tensor | None = None) -> Weights:
@@ -184,11 +180,11 @@ def _vector(x: Tensor) -> Tensor:
 
 
 def _plus_one(weight: Tensor | None, size: int) -> Tensor:
-    return torch.ones(size) if weight is None else 1 + _vector(weight)
+    return torch.ones(size, dtype=torch.float32, device="cpu") if weight is None else 1 + _vector(weight)
 
 
 def _or_zeros(bias: Tensor | None, size: int) -> Tensor:
-    return torch.zeros(size) if bias is None else _vector(bias)
+    return torch.zeros(size, dtype=torch.float32, device="cpu") if bias is None else _vector(bias)
 
 
 def _running_norm(norm: TimestepNorm) -> dict[str, Tensor]:
@@ -202,7 +198,7 @@ def _mixer(mixer: GatedAttention) -> Record:
     return {
         "norm": _running_norm(mixer.norm),
         "cema_tables": _cema_tables(mixer.cema),
-        "cema_skip": torch.ones(config.model_dim) if mixer.cema.omega is None else _vector(mixer.cema.omega),
+        "cema_skip": _plus_one(None, config.model_dim) if mixer.cema.omega is None else _vector(mixer.cema.omega),
         "cema_norm": _plus_one(mixer.cema_norm.weight, config.model_dim),
         **{name: matrix(layer.weight, layer.bias) for name, layer in layers.items()},
         "qk_scale": (1 + _vector(mixer.scale)) / config.key_head_dim**0.5,
@@ -241,9 +237,7 @@ def _cema_tables(cema: CEMA) -> Tensor:
 
 def _phases(config: GeckoConfig) -> Tensor:
     """Return the cosine and sine of the angles of positions 0 … 2c − 1, (2c, key / 2, 2)."""
-    if config.num_rope_heads == 0:
-        return torch.zeros(0)
-    positions = torch.arange(2 * config.chunk_size)
+    positions = torch.arange(2 * config.chunk_size, device="cpu")
     phases = rotary_phases(positions, config.key_head_dim, config.rope_base, torch.float32, torch.device("cpu"))
     return torch.view_as_real(phases).contiguous()
 

@@ -19,7 +19,7 @@ def rotary_phases(positions: Tensor, head_dim: int, base: float, dtype: torch.dt
     Angles are computed in float64; only the result is rounded to ``dtype``. ONNX has no complex numbers: while the
     model is exported, the result has pairs (cos, sin) instead, (…, head_dim / 2, 2).
     """
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     angles = positions.to("cpu", torch.float64).unsqueeze(-1) * frequencies
     if torch.compiler.is_exporting():
         return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device, dtype)

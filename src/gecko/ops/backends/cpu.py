@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import subprocess
 from collections.abc import Sequence
 from functools import cache
@@ -30,8 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.ops.backends.cpu_library import Name, built
-from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH, cpu_kernels_run_on, is_plain_float32, products_are_rounded
+from gecko.ops.backends.cpu_library import Name, built, sources
+from gecko.ops.backends.dispatch import (
+    CPU_KERNEL_WIDTH,
+    PLAIN,
+    cpu_kernels_run_on,
+    is_plain_float32,
+    products_are_rounded,
+)
 from gecko.runtime.private import onednn_linear
 from gecko.runtime.process import processor_field
 
@@ -81,6 +88,32 @@ def _warn(reason: str) -> None:
     )
 
 
+def address(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None, page_bytes: int = 0
+) -> int:
+    """Return the address of a tensor that C reads or writes. All tensors pass here on their way to C.
+
+    Args:
+        shape: None: the caller knows that the shape is right.
+        page_bytes: bytes from one row to the next where rows lie in pages; 0: they lie side by side.
+
+    Raises:
+        ValueError: it is not a plain tensor on the CPU of this dtype and shape, or not in this order in memory.
+    """
+    paged = page_bytes != 0 and tensor.dim() > 0 and tensor.stride(0) * tensor.itemsize == page_bytes
+    if (
+        type(tensor) not in PLAIN or not tensor.is_cpu or tensor.dtype is not dtype or tensor.is_neg()
+        or (shape is not None and tensor.shape != shape)
+        or not (tensor[0] if paged else tensor).is_contiguous() or paged != bool(page_bytes)
+    ):  # fmt: skip
+        raise ValueError(
+            f"for {name}, C kernels need a plain, contiguous {dtype} tensor on the CPU"
+            f"{'' if shape is None else f' of shape {shape}'}; got a {type(tensor).__name__} of {tensor.dtype} on "
+            f"{tensor.device} of shape {tuple(tensor.shape)}, strides {tensor.stride()}."
+        )
+    return tensor.data_ptr()
+
+
 Argument = Tensor | tuple[Tensor | None, ...] | int | float | None
 
 
@@ -92,10 +125,12 @@ def call(name: str, *arguments: Argument) -> None:
 
     Raises:
         MemoryError: the system refused the work memory of the kernel. The outputs are not valid then.
-        TypeError: a tensor has 16 bits.
+        ValueError: a tensor is not what the kernel declares; see ``address``.
     """
-    function = _functions.get(name) or _prepared(name, arguments)
-    refused = function(*map(_plain, arguments), torch.get_num_threads())
+    function, dtypes = _functions.get(name) or _prepared(name, arguments)
+    kinds = iter(dtypes)
+    given = [x if isinstance(x, int | float) else _pointer(name, x, next(kinds)) for x in arguments]
+    refused = function(*given, torch.get_num_threads())
     if refused:
         raise MemoryError(
             f"the kernel {name} needs {refused:,} bytes to work in; the system refused them. "
@@ -103,19 +138,36 @@ def call(name: str, *arguments: Argument) -> None:
         )
 
 
-_NARROW = (torch.bfloat16, torch.float16)
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    """Save tensors for ``saved``."""
+    ctx.save_for_backward(*tensors)
+    ctx.saved_shapes = [None if x is None else x.shape for x in tensors]
 
-_functions: dict[str, Any] = {}
-"""Functions with their argument types set. Setting them at each call would take longer than the call."""
+
+def saved(ctx: Any) -> tuple[Any, ...]:
+    """Return what ``save`` saved, for kernels that know the sizes: a user's hook on saved tensors may return others.
+
+    Raises:
+        ValueError: a hook returned a tensor of another shape.
+    """
+    tensors = ctx.saved_tensors  # calls the hooks
+    for tensor, shape in zip(tensors, ctx.saved_shapes, strict=True):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"a hook on saved tensors must return shape {tuple(shape)}; got {tuple(tensor.shape)}.")
+    return tuple(x if x is None else x.contiguous() for x in tensors)
 
 
-def _prepared(name: str, arguments: tuple[Argument, ...]) -> Any:
+_functions: dict[str, tuple[Any, list[torch.dtype]]] = {}
+"""Functions with their argument types set, which would take longer than the call, and the dtypes behind pointers."""
+
+
+def _prepared(name: str, arguments: tuple[Argument, ...]) -> tuple[Any, list[torch.dtype]]:
     loaded = library()
     assert loaded is not None, "operators ask choose_backend first"
     function = getattr(loaded, name)
     function.argtypes = [*map(_kind, arguments), ctypes.c_int64]
     function.restype = ctypes.c_int64
-    return _functions.setdefault(name, function)
+    return _functions.setdefault(name, (function, _declared()[name]))
 
 
 def _kind(argument: Argument) -> type:
@@ -124,14 +176,25 @@ def _kind(argument: Argument) -> type:
     return ctypes.c_float if isinstance(argument, float) else ctypes.c_void_p
 
 
-def _plain(argument: Argument) -> Any:
+_DTYPES = {
+    "float": torch.float32, "double": torch.float64, "int32_t": torch.int32, "int64_t": torch.int64,
+    "uint8_t": torch.uint8,
+}  # fmt: skip
+
+
+@cache
+def _declared() -> dict[str, list[torch.dtype]]:
+    """Return the dtypes of the tensors that each kernel takes, in order, as C declares them."""
+    code = "".join(path.read_text(encoding="utf-8") for path in sources("operators"))
+    kernels = re.findall(r"^int64_t (\w+)\((.*?)\) {", code, re.MULTILINE | re.DOTALL)
+    return {name: [_DTYPES[x] for x in re.findall(r"(float|double|\w+_t) \*", given)] for name, given in kernels}
+
+
+def _pointer(name: str, argument: Argument, dtype: torch.dtype) -> Any:
     if isinstance(argument, Tensor):
-        assert argument.is_contiguous(), "kernels take contiguous tensors"
-        if argument.dtype in _NARROW:  # a hook on saved tensors can return any dtype
-            raise TypeError(f"C kernels need float32; got {argument.dtype}.")
-        return argument.data_ptr()
+        return address(name, argument, dtype)
     if isinstance(argument, tuple):
-        return (ctypes.c_void_p * len(argument))(*map(_plain, argument))
+        return (ctypes.c_void_p * len(argument))(*(_pointer(name, x, dtype) for x in argument))
     return argument
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call
+from gecko.ops.backends.cpu import call, save, saved
 from gecko.ops.cema.chunked import CEMACoefficients
 from gecko.ops.common import check_shape
 from gecko.segments import Segments
@@ -50,13 +50,13 @@ class CEMACPU(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         x, p, q, gamma, skip, _, starts = given
         kept = _kept(x, p)
-        ctx.save_for_backward(x, p, q, gamma, skip, starts, kept)
+        save(ctx, x, p, q, gamma, skip, starts, kept)
         return _forward(given, kept)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        x, p, q, gamma, skip, starts, kept = ctx.saved_tensors
+        x, p, q, gamma, skip, starts, kept = saved(ctx)
         groups = min(len(x), _GROUPS)
         grad_x, grad_state = torch.empty_like(x), x.new_empty(len(x), *q.shape)
         sums = [t.new_empty(groups, *t.shape) for t in (p, q, gamma, skip)]

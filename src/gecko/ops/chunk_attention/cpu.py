@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call
+from gecko.ops.backends.cpu import call, save, saved
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH
 from gecko.ops.chunk_attention.chunked import Pattern, in_order, ring_after
 from gecko.ops.rotary import rotate
@@ -101,14 +101,14 @@ class ChunkAttentionCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pattern: Pattern, rounded: bool, *given: Tensor) -> Tensor:
         log_sums = given[0].new_empty(given[0].shape[:3])
-        ctx.save_for_backward(*given, log_sums)
+        save(ctx, *given, log_sums)
         ctx.pattern, ctx.rounded = pattern, rounded
         return _forward(pattern, rounded, *given, log_sums=log_sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, turns, first, log_sums = ctx.saved_tensors
+        *inputs, turns, first, log_sums = saved(ctx)
         q, k, v, k_before, v_before = inputs
         sizes = _sizes(q, v, ctx.pattern)
         ranges = -(-q.shape[2] // (ctx.pattern.chunk_size * sizes[-1]))

@@ -387,10 +387,20 @@ static void run_network(const worker *w) {
     run_layer(w, &net->head, outputs, &last, w->batch->logits, net->vocabulary);
 }
 
-// Logits of the token after those of ``b``, whose states are changed in place. ``room`` as ``decoding_room`` says: no
-// memory is asked for here, so it returns 0.
+// Whether every row has a slot, and its position does not lie before the start of its document.
+static int are_places(const network *net, const batch *b) {
+    int are = 1;
+    for (int64_t r = 0; r < b->rows; r++)
+        are &= (uint64_t)b->slot[r] < (uint64_t)net->slots && b->document_start[r] >= 0 &&
+               b->position[r] >= b->document_start[r] && b->position[r] < INT64_MAX / 2;
+    return are;
+}
+
+// Logits of the token after those of ``b``, whose states are changed in place; ``room`` as ``decoding_room`` says. Returns
+// 1, and does nothing, if a row has no place.
 int64_t decoding_step(const network *net, const batch *b, float *room, int64_t threads) {
     activations a;
+    if (!are_places(net, b)) return 1;
     carve(&a, room, net, threads);
 #pragma omp parallel num_threads(threads)
     {

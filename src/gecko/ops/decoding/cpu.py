@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gecko.ops.backends.cpu import library
-from gecko.ops.decoding.weights import REGISTER, Record, Weights
+from gecko.ops.backends.cpu import address, library
+from gecko.ops.decoding.weights import GROUP, REGISTER, Record, Weights
 
 WEIGHTS_PER_THREAD = 2**21
 """Products of weights and activations for which another thread pays. Threads meet six times a layer: on a busy machine,
@@ -59,8 +59,8 @@ class _Layer(ctypes.Structure):
 class _Network(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in (
-            "rows", "layers", "features", "heads", "key", "value", "hidden", "modes", "chunk", "groups", "norm_groups",
-            "vocabulary", "attention", "memory", "rope_heads", "swiglu", "two_hop", "cumulative",
+            "rows", "slots", "layers", "features", "heads", "key", "value", "hidden", "modes", "chunk", "groups",
+            "norm_groups", "vocabulary", "attention", "memory", "rope_heads", "swiglu", "two_hop", "cumulative",
             "keys_are_bfloat16", "values_are_bfloat16", "page_bytes",
         )),
         *((name, c_double) for name in ("beta_mean", "beta_variance", "eps", "embedding_scale")),
@@ -78,6 +78,31 @@ class _Batch(ctypes.Structure):
     ]
 
 
+_VECTOR, _HEADS = "features", "slots heads"
+_SHAPES = {
+    "scale": _VECTOR, "shift": _VECTOR, "count": "slots", "mean": "slots groups", "variance": "slots groups",
+    "cema_tables": "parts features table", "cema_skip": _VECTOR, "cema": "slots features modes pair",
+    "cema_norm": _VECTOR, "to_shared": "keys_of_all features", "to_value": "values_of_all features",
+    "to_gate": "values_of_all features", "to_hidden": "features features", "to_output": "features values_of_all",
+    "qk_scale": "copies keys_of_all", "qk_shift": "copies keys_of_all", "keys": f"{_HEADS} window key",
+    "values": f"{_HEADS} window value", "memory": f"{_HEADS} key value", "normaliser": f"{_HEADS} key",
+    "weight": f"{_HEADS} key", "key_sum": f"{_HEADS} key key", "value_sum": f"{_HEADS} key value",
+    "previous_resets": "slots", "ffn_norm_scale": _VECTOR, "ffn_norm_shift": _VECTOR, "ffn_scale": _VECTOR,
+    "fc1": "hidden features", "fc3": "hidden features", "fc2": "features hidden", "phases": "window turns pair",
+    "embedding": "vocabulary features", "head": "vocabulary features",
+}  # fmt: skip
+"""Shapes of the tensors that C reads and writes, in sizes of the network, and of matrices without their padding."""
+
+
+def _sizes(record: Record) -> dict[str, int]:
+    keys, values = (record["heads"] * record[name] for name in ("key", "value"))
+    return {
+        **record, "slots": record["final_norm"]["count"].numel(), "window": 2 * record["chunk"], "pair": 2, "parts": 4,
+        "table": -(-2 * record["modes"] // 16) * 16, "turns": -(-record["key"] // 2), "keys_of_all": keys,
+        "values_of_all": values, "copies": 4 if record["memory"] else 2,
+    }  # fmt: skip
+
+
 class Network:
     """A network with the states of its sequences, ready to be called.
 
@@ -85,24 +110,34 @@ class Network:
         record: the fields of the network; "layer" is a list of those of the layers, and "rows" the most sequences that
             a call may have.
         clock: (rows,) int64, tokens that each sequence has read, and the position at which its document started.
+
+    Raises:
+        ValueError: a tensor is missing, or has another dtype, shape or order in memory than C reads.
     """
 
     def __init__(self, record: Record, clock: tuple[Tensor, Tensor]) -> None:
         self._kept: list[Tensor] = []
-        self._page_bytes = record["page_bytes"]
+        self._page_bytes, self._sizes = record["page_bytes"], _sizes(record)
+        bfloat16 = {name: torch.bfloat16 for name in ("keys", "values") if record[f"{name}_are_bfloat16"]}
+        self._dtypes = {"count": torch.int64, "previous_resets": torch.bool, **bfloat16}
+        memory = () if record["memory"] else ("memory", "normaliser", "previous", "current", "previous_resets")
+        self._absent = {"ffn_scale", "layer", *memory, *(() if record["swiglu"] else ("fc3",))}
         layers = [self._filled(_Layer, layer) for layer in record.pop("layer")]
         self._layers = (_Layer * len(layers))(*layers)
-        self._network = self._filled(_Network, record)
+        self._network = self._filled(_Network, record | {"slots": self._sizes["slots"]})
         self._network.layer = self._layers
         self._room: dict[int, Tensor] = {}
         self._vocabulary = record["vocabulary"]
         self._products = sum(_products(one) for one in self._layers) + _size(self._network.head)
         self._features, self._rows = record["features"], record["rows"]
-        self._logits = torch.empty(self._rows, self._vocabulary)
-        self._tokens = (c_int64 * self._rows)()
-        slots, position, start = (self._value(None, x) for x in (torch.arange(self._rows), *clock))
-        logits = self._value(None, self._logits)
-        self._batch = _Batch(0, ctypes.addressof(self._tokens), slots, position, start, logits, None)
+        self._logits = torch.empty(self._rows, self._vocabulary, dtype=torch.float32, device="cpu")
+        self._tokens, self._slots = (c_int64 * self._rows)(), (c_int64 * self._rows)(*range(self._rows))
+        self._clocked = min(self._rows, clock[0].numel())
+        self._batch = _Batch(
+            0, ctypes.addressof(self._tokens), ctypes.addressof(self._slots),
+            *(self._address("the clock", x, torch.int64, (clock[0].numel(),)) for x in clock),
+            self._logits.data_ptr(), None,
+        )  # fmt: skip
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one token of each of the first sequences and return the logits of the next ones, (rows, vocabulary).
@@ -110,9 +145,9 @@ class Network:
         The states in the slots are changed in place, except for the clock. The next call overwrites the logits.
 
         Raises:
-            ValueError: a token is not in the vocabulary.
+            ValueError: a token is not in the vocabulary, or a clock does not count up from the start of a document.
         """
-        self._check(tokens)
+        self._check(tokens, self._clocked)
         rows = self._batch.rows = len(tokens)
         self._tokens[:rows] = tokens
         self._run(self._batch)
@@ -120,9 +155,9 @@ class Network:
 
     def hidden_step(self, tokens: Sequence[int]) -> Tensor:
         """Read tokens as ``step`` does, and return the input of the head, (rows, D) float32."""
-        self._check(tokens)
+        self._check(tokens, self._clocked)
         rows = len(tokens)
-        hidden = torch.empty(rows, self._features)
+        hidden = torch.empty(rows, self._features, dtype=torch.float32, device="cpu")
         batch = _Batch.from_buffer_copy(self._batch)
         batch.rows, batch.logits, batch.hidden = rows, None, hidden.data_ptr()
         self._tokens[:rows] = tokens
@@ -138,30 +173,35 @@ class Network:
             positions: tokens that each sequence has read, in one document. The clock of the network is not used.
 
         Raises:
-            ValueError: a token is not in the vocabulary.
+            ValueError: a token is not in the vocabulary, there is no such slot, or a position is negative.
         """
-        self._check(tokens)
+        self._check(tokens, self._rows)
         rows = len(tokens)
-        hidden = torch.empty(rows, self._features)
+        hidden = torch.empty(rows, self._features, dtype=torch.float32, device="cpu")
         lists = [(c_int64 * rows)(*numbers) for numbers in (tokens, slots, positions, [0] * rows)]
         self._run(_Batch(rows, *(ctypes.addressof(one) for one in lists), None, hidden.data_ptr()))
         return hidden
 
-    def _check(self, tokens: Sequence[int]) -> None:
-        assert len(tokens) <= self._rows, "a call has at most as many sequences as the network was made for"
+    def _check(self, tokens: Sequence[int], most: int) -> None:
+        if not 0 < len(tokens) <= most:
+            raise ValueError(f"a call must have 1 to {most} sequences, one token of each; got {len(tokens)}.")
         if min(tokens) < 0 or max(tokens) >= self._vocabulary:
             raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
 
     def _run(self, batch: _Batch) -> None:
         threads = max(1, min(torch.get_num_threads(), batch.rows * self._products // WEIGHTS_PER_THREAD))
-        _step(ctypes.byref(self._network), ctypes.byref(batch), self._room_of(threads), threads)
+        if _step(ctypes.byref(self._network), ctypes.byref(batch), self._room_of(threads), threads):
+            raise ValueError(
+                f"sequences must be in slots 0..{self._sizes['slots'] - 1}, at a position that is not before the start "
+                "of their document; a state has another clock. Read the text again."
+            )
 
     def _room_of(self, threads: int) -> int:
         """Return the address of the work memory, which is zero before the first call."""
         if threads not in self._room:
             numbers = _room_for(ctypes.byref(self._network), threads)
             try:
-                self._room[threads] = torch.zeros(numbers)
+                self._room[threads] = torch.zeros(numbers, dtype=torch.float32, device="cpu")
             except RuntimeError as error:
                 raise MemoryError(
                     f"decoding needs {4 * numbers:,} bytes to work in; the system refused them."
@@ -169,28 +209,41 @@ class Network:
         return self._room[threads].data_ptr()
 
     def _filled(self, kind: Any, record: Record) -> Any:
-        names = dict(kind._fields_)
-        return kind(**{name: self._value(names[name], value) for name, value in record.items()})
+        """Return a structure of class ``kind``. Fields that C does not read may be missing in the record."""
+        return kind(**{name: self._value(name, field, record.get(name)) for name, field in kind._fields_})
 
-    def _value(self, kind: Any, value: Any) -> Any:
+    def _value(self, name: str, kind: Any, value: Any) -> Any:
         if isinstance(value, dict):
             return self._filled(kind, value)
+        if isinstance(value, int | float):
+            return value
+        if value is None:
+            if name in self._absent:
+                return kind()
+            raise ValueError(f"the state or the weights must have {name}, which C reads; they have not.")
+        shape = tuple(self._sizes[size] for size in _SHAPES[name].split())
         if isinstance(value, Weights):
-            return self._matrix(value)
-        if isinstance(value, Tensor):
-            paged = bool(self._page_bytes) and value.stride(0) * value.itemsize == self._page_bytes
-            assert value.device.type == "cpu", "kernels take tensors of the CPU"
-            assert (value[0] if paged else value).is_contiguous(), "kernels take contiguous tensors, or views of pages"
-            self._kept.append(value)
-            return value.data_ptr()
-        return value
+            return self._matrix(name, value, *shape)
+        paged = self._page_bytes if _SHAPES[name].startswith("slots") else 0
+        return self._address(name, value, self._dtypes.get(name, torch.float32), shape, paged)
 
-    def _matrix(self, weights: Weights) -> _Matrix:
-        weight, (scale, bias) = weights.weight, (self._value(None, x) for x in (weights.scale, weights.bias))
-        assert weights.inputs % REGISTER == 0, "rows of weights are whole registers"
+    def _address(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], paged: int = 0) -> int:
+        self._kept.append(tensor)
+        return address(name, tensor, dtype, shape, paged)
+
+    def _matrix(self, name: str, weights: Weights, outputs: int, inputs: int) -> _Matrix:
+        kind, inputs = weights.weight.dtype, -(-inputs // REGISTER) * REGISTER
+        scales = {torch.int8: (outputs,), torch.uint8: (outputs, inputs // GROUP)}.get(kind, ())
+        # Rows of the embedding are read one by one, without a scale.
+        if kind not in _KINDS or (weights.scale is not None) != bool(scales) or (scales and name == "embedding"):
+            given = "without scales" if weights.scale is None else "with scales"
+            raise ValueError(f"{name} must be float32, bfloat16, or integers with scales; got {kind} {given}.")
+        row = inputs // 2 if kind == torch.uint8 else inputs
+        weight = self._address(name, weights.weight, kind, (outputs, row))
+        vectors = [(f"{name}.scale", weights.scale, scales), (f"{name}.bias", weights.bias, (outputs,))]
         return _Matrix(
-            _KINDS[weight.dtype], len(weight), weights.inputs, weight.shape[1] * weight.itemsize,
-            self._value(None, weight), scale, bias,
+            _KINDS[kind], outputs, inputs, row * kind.itemsize, weight,
+            *(None if x is None else self._address(of, x, torch.float32, shape) for of, x, shape in vectors),
         )  # fmt: skip
 
 
@@ -207,8 +260,10 @@ def _room_for(network: Any, threads: int) -> int:
     return int(_function("decoding_room", c_int64, (c_void_p, c_int64))(network, threads))
 
 
-def _step(network: Any, batch: Any, room: int, threads: int) -> None:
-    _function("decoding_step", c_int64, (c_void_p, c_void_p, c_void_p, c_int64))(network, batch, room, threads)
+def _step(network: Any, batch: Any, room: int, threads: int) -> int:
+    return int(
+        _function("decoding_step", c_int64, (c_void_p, c_void_p, c_void_p, c_int64))(network, batch, room, threads)
+    )
 
 
 def samples_in_c(logits: Tensor) -> bool:
@@ -218,8 +273,9 @@ def samples_in_c(logits: Tensor) -> bool:
 
 def first_broken(logits: Tensor) -> int | None:
     """Return the first row of logits (B, V) with a number that is not finite; None if there is none."""
+    logits = logits.contiguous()
     found = _function("decoding_first_broken", c_int64, (c_void_p, c_int64, c_int64))(
-        logits.contiguous().data_ptr(), *logits.shape
+        address("logits", logits, torch.float32), *logits.shape
     )
     return None if found < 0 else int(found)
 
@@ -236,7 +292,9 @@ def sample(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[flo
     tokens, weights = (c_int64 * rows)(), (c_double * vocabulary)()
     numbers = (c_double * rows)(*temperatures), (c_double * rows)(*uniforms)
     arguments = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)
-    _function("decoding_sample", c_int64, arguments)(logits.data_ptr(), rows, vocabulary, *numbers, weights, tokens)
+    _function("decoding_sample", c_int64, arguments)(
+        address("logits", logits, torch.float32), rows, vocabulary, *numbers, weights, tokens
+    )
     return list(tokens)
 
 

@@ -35,7 +35,7 @@ typedef enum { NO_MEMORY, ADAPTIVE, LINEAR } memory_rule;
 typedef enum { SLIDING_CHUNK, CHUNK, SLIDING_WINDOW } attention_pattern;
 
 typedef struct {
-    int64_t rows, layers, features, heads, key, value, hidden, modes, chunk, groups, norm_groups, vocabulary;
+    int64_t rows, slots, layers, features, heads, key, value, hidden, modes, chunk, groups, norm_groups, vocabulary;
     int64_t attention, memory, rope_heads, swiglu, two_hop, cumulative, keys_are_bfloat16, values_are_bfloat16;
     int64_t page_bytes;  // from the state of one slot to the next in every tensor; 0: their slots lie side by side
     double beta_mean, beta_variance, eps, embedding_scale;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call, refuse_second_derivatives
+from gecko.ops.backends.cpu import call, refuse_second_derivatives, save, saved
 from gecko.ops.backends.dispatch import products_are_rounded
 
 
@@ -33,13 +33,13 @@ def _swiglu_forward(a: Tensor, b: Tensor) -> Tensor:
 class SwiGLUCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
+        save(ctx, a, b)
         return _swiglu_forward(a, b)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
+        a, b = saved(ctx)
         grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
         call("swiglu_backward", grad.contiguous(), a, b, grad_a, grad_b, a.numel())
         return grad_a, grad_b
@@ -68,13 +68,13 @@ class FeedForwardCPU(torch.autograd.Function):
     def forward(ctx: Any, rounded: bool, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor) -> Tensor:
         ctx.rounded = rounded
         kept = tuple(x.new_empty(*x.shape[:-1], len(gate)) for _ in range(2))
-        ctx.save_for_backward(x, gate, up, down, *kept)
+        save(ctx, x, gate, up, down, *kept)
         return _feed_forward_forward(rounded, x, gate, up, down, onto, kept)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        x, gate, up, down, a, b = ctx.saved_tensors
+        x, gate, up, down, a, b = saved(ctx)
         hidden, inputs = gate.shape
         trained = any(ctx.needs_input_grad[2:5])
         grads = [torch.empty_like(x), *(torch.empty_like(t) if trained else None for t in (gate, up, down))]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call
+from gecko.ops.backends.cpu import call, save, saved
 
 
 def silu_by_head_cpu(x: Tensor, heads: int) -> Tensor:
@@ -43,13 +43,13 @@ def _gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
 class SiLUByHeadCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: int) -> Tensor:
-        ctx.save_for_backward(x)
+        save(ctx, x)
         return _silu(x, heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
+        (x,) = saved(ctx)
         grad_x = torch.empty_like(x)
         call("gates_silu_backward", grad.contiguous(), x, grad_x, *grad.shape)
         return grad_x, None
@@ -58,13 +58,13 @@ class SiLUByHeadCPU(torch.autograd.Function):
 class GatedCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
-        ctx.save_for_backward(attended, gate)
+        save(ctx, attended, gate)
         return _gated(attended, gate, recalled)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        attended, gate = ctx.saved_tensors
+        attended, gate = saved(ctx)
         into_attended, into_gate = torch.empty_like(attended), torch.empty_like(gate)
         into_recalled = torch.empty_like(attended) if ctx.needs_input_grad[2] else None
         call(

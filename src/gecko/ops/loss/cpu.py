@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gecko.ops.backends.cpu import call, refuse_second_derivatives
+from gecko.ops.backends.cpu import call, refuse_second_derivatives, save, saved
 from gecko.ops.backends.dispatch import products_are_rounded
 
 
@@ -53,11 +53,11 @@ class MeanCrossEntropyCPU(torch.autograd.Function):
         grads = [torch.empty_like(x) if ctx.needs_input_grad[1 + i] else None for i, x in enumerate((hidden, weight))]
         sizes = *hidden.shape, len(weight)
         call("loss_of_head", hidden, weight, targets, losses, *grads, float(count), ignored, int(rounded), *sizes)
-        ctx.save_for_backward(*grads)
+        save(ctx, *grads)
         return losses.sum() / count
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        of_hidden, of_weight = (None if of is None else of * grad for of in ctx.saved_tensors)
+        of_hidden, of_weight = (None if of is None else of * grad for of in saved(ctx))
         return None, of_hidden, of_weight, None, None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call
+from gecko.ops.backends.cpu import call, save, saved
 
 _STEPS, _PARTS = 16, 64
 """Minimum steps per part, and maximum number of parts. Each part sums the gradients of weight and bias separately. The
@@ -37,13 +37,13 @@ class GroupNormCPU(torch.autograd.Function):
         steps = x.numel() // features
         kept = x.new_empty(1 + ctx.centered, steps, groups)
         call("norms_forward", x, weight, bias, y, kept, eps, ctx.centered, steps, groups, features // groups)
-        ctx.save_for_backward(x, weight, bias, kept)
+        save(ctx, x, weight, bias, kept)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, kept = ctx.saved_tensors
+        x, weight, bias, kept = saved(ctx)
         features, (steps, groups) = x.shape[-1], kept.shape[1:]
         parts = min(_PARTS, -(-steps // _STEPS))
         grad_x, affine = torch.empty_like(x), x.new_empty(2, parts, features)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gecko.ops.backends.cpu import call, refuse_second_derivatives
+from gecko.ops.backends.cpu import call, refuse_second_derivatives, save, saved
 from gecko.ops.backends.dispatch import products_are_rounded
 
 
@@ -52,7 +52,7 @@ class ProjectionsCPU(torch.autograd.Function):
     def forward(ctx: Any, rounded: bool, x: Tensor, onto: Tensor | None, *layers: Tensor | None) -> tuple[Tensor, ...]:
         weights, _ = _divided(layers)
         trained = any(ctx.needs_input_grad[3 : 3 + len(weights)])
-        ctx.save_for_backward(x if trained else None, *weights)
+        save(ctx, x if trained else None, *weights)
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.rounded = x.shape, rounded
         return _forward(rounded, x, onto, *layers)
@@ -60,7 +60,7 @@ class ProjectionsCPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        x, *weights = ctx.saved_tensors
+        x, *weights = saved(ctx)
         given = [None if grad is None else grad.contiguous() for grad in grads]
         _, needed, needs_onto, *layers = ctx.needs_input_grad
         grad_x = weights[0].new_empty(ctx.shape) if needed and any(grad is not None for grad in given) else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call
+from gecko.ops.backends.cpu import call, save, saved
 
 _TILE = 64
 """Same as in cpu.c."""
@@ -34,7 +34,7 @@ def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -
 class QKScaleShiftCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(z, scale)
+        save(ctx, z, scale)
         ctx.heads, ctx.eps = heads, eps
         ctx.set_materialize_grads(False)
         return _forward(z, scale, offset, heads, eps)
@@ -42,7 +42,7 @@ class QKScaleShiftCPU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        z, scale = ctx.saved_tensors
+        z, scale = saved(ctx)
         given = tuple(None if grad is None else grad.contiguous() for grad in grads)
         batch, length, features = z.shape
         groups = min(_GROUPS, -(-batch * length // _TILE))

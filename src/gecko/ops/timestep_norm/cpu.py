@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call
+from gecko.ops.backends.cpu import call, save, saved
 from gecko.ops.common import check_shape
 from gecko.segments import Segments
 
@@ -51,13 +51,13 @@ class TimestepNormCPU(torch.autograd.Function):
             kept, final_mean, final_variance, eps, batch, length, groups, features // groups,
         )  # fmt: skip
         ctx.mark_non_differentiable(final_count)
-        ctx.save_for_backward(x, weight, mean, starts, betas, factors, kept)
+        save(ctx, x, weight, mean, starts, betas, factors, kept)
         return y, final_count, final_mean, final_variance
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, starts, betas, factors, kept = ctx.saved_tensors
+        x, weight, mean, starts, betas, factors, kept = saved(ctx)
         (batch, length, features), groups = x.shape, mean.shape[1]
         parts = min(_PARTS, -(-batch * length // _STEPS))
         grad_x, grad_mean, grad_variance = torch.empty_like(x), torch.empty_like(mean), torch.empty_like(mean)

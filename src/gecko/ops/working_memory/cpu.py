@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call
+from gecko.ops.backends.cpu import call, save, saved
 from gecko.ops.working_memory.chunked import Grid
 from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary, with_identity
 from gecko.segments import Segments
@@ -149,14 +149,14 @@ class WorkingMemoryCPU(torch.autograd.Function):
         memories = v.new_empty(*memory.shape[:2], chunks, *memory.shape[2:])
         after, out = (torch.empty_like(memory), torch.empty_like(normaliser)), None
         call(
-            "working_memory_chain", *sums, resets, normaliser, memory, rho, share, memories, after[1], after[0],
-            spans.row_steps, *sizes,
+            "working_memory_chain", *sums, resets.view(torch.uint8), normaliser, memory, rho, share, memories, after[1],
+            after[0], spans.row_steps, *sizes,
         )  # fmt: skip
         if q is not None:
             out = torch.empty_like(v)
             call("working_memory_read", q, memories, spans.allowed, out, *sizes)
         ctx.spans = spans
-        ctx.save_for_backward(q, k, v, resets, memories, rho, share, *sums, *earlier)
+        save(ctx, q, k, v, resets, memories, rho, share, *sums, *earlier)
         if spans.ends is not None:
             ends = spans.row_steps, (spans.row_steps + 1).clamp(max=chunks)
             return out, *after, *(_at_rows(x, end) for end in ends for x in sums)
@@ -165,7 +165,7 @@ class WorkingMemoryCPU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *grads_after: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, resets, memories, rho, share, *sums = ctx.saved_tensors
+        q, k, v, resets, memories, rho, share, *sums = saved(ctx)
         sums, earlier, spans = sums[:3], sums[3:], ctx.spans
         sizes = spans.sizes(k, v)
         # Without gradients of the state, only the memories that this call reads have gradients.
@@ -185,8 +185,8 @@ class WorkingMemoryCPU(torch.autograd.Function):
             rho.new_empty(*rho.shape[:2], rho.shape[3]),
         )
         call(
-            "working_memory_chain_backward", *sums[1:], memories, rho, share, resets, grad_memory, grad_normaliser,
-            grads[2], *grads[:2], *before, steps, *sizes,
+            "working_memory_chain_backward", *sums[1:], memories, rho, share, resets.view(torch.uint8), grad_memory,
+            grad_normaliser, grads[2], *grads[:2], *before, steps, *sizes,
         )  # fmt: skip
         for i, left in enumerate(grads_left):
             grads[i % 3][:, :, spans.steps + i // 3] = left
