@@ -28,6 +28,7 @@ from gecko.io.quantization import quantize
 from gecko.runtime.process import keep_freed_memory
 from gecko.train import Run
 from gecko.train.evaluate import HeldOut, evaluate
+from gecko.train.metrics import row_layout
 
 Round = Callable[[gecko.GeckoState], gecko.GeckoState]
 
@@ -43,7 +44,7 @@ def main() -> None:
     folder = find_model(arguments.model)
     model, run = gecko.load(folder), Run.load(folder / "recipe.json")
     tokenizer = load_tokenizer(run.data.tokenizer)
-    held_out = _held_out(run, tokenizer)
+    held_out = _held_out(run, tokenizer, folder)
     stream = torch.from_numpy(held_out.tokens.astype("int64"))
     options = f"--model {arguments.model} --rows {arguments.rows} --texts {arguments.texts} --length {arguments.length}"
     heading = describe(model, folder, [], f"python benchmarks/quantization.py {options} --threads {arguments.threads}")
@@ -56,10 +57,12 @@ def main() -> None:
     publish("quantization.md", lines, arguments.write)
 
 
-def _held_out(run: Run, tokenizer: Tokenizer) -> TokenizedCorpus:
+def _held_out(run: Run, tokenizer: Tokenizer, folder: Path) -> TokenizedCorpus:
     source = run.data.validation or run.data.source
     corpus = TokenizedCorpus.build(load_documents(source, field=run.data.field), tokenizer)
-    return corpus if run.data.validation else corpus.split(run.data.validation_fraction, run.seed)[1]
+    if run.data.validation:
+        return corpus
+    return corpus.split(run.data.validation_fraction, run.seed, row_layout(folder))[1]
 
 
 # Weights

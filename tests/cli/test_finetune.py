@@ -25,7 +25,7 @@ def test_a_run_is_tuned_and_talked_with(command: Command, run_folder: Path, chat
     out = tmp_path / "tuned"
     result = command("finetune", run_folder, chats, *QUICK, "--out", out, "--epochs", 1)
     assert result.exit_code == 0, result.stderr
-    assert "training: 19 chats" in result.stdout and "held out: 1 chats" in result.stdout
+    assert "training: 20 chats" in result.stdout and "held out: the end of 1 chats, 7 tokens" in result.stdout
     assert f"talk with it: gecko chat {out}" in result.stdout
     recipe = json.loads((out / "recipe.json").read_text())
     assert recipe["init_from"] == str(run_folder / "checkpoints" / "step-00000002")

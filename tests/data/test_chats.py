@@ -169,3 +169,22 @@ def test_long_chats_are_cut_and_those_without_an_answer_left_out(corpus: ChatCor
     assert len(corpus.cut(20)) == 0
     with pytest.raises(ValueError, match="at least one chat must have an answer within its first 20 tokens"):
         ChatRows(corpus.cut(20), 19, seed=0)
+
+
+@pytest.mark.parametrize("lengths", [[20], [20, 30], [400, *[10] * 40], [10] * 50])
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.5])
+def test_no_more_of_the_answers_than_the_fraction_is_held_out(lengths: list[int], fraction: float) -> None:
+    """Every token is another number; each chat is a question of five tokens and an answer."""
+    ends = np.cumsum([5 + length for length in lengths])
+    tokens = [np.arange(end - 5 - length, end) for end, length in zip(ends, lengths, strict=True)]
+    corpus = ChatCorpus(tokens, [np.arange(len(ids)) >= 5 for ids in tokens])
+    for seed in range(8):
+        training, held_out = corpus.split(fraction, seed)
+        trained, kept = (
+            [ids for chat, marks in zip(part.tokens, part.trained, strict=True) for ids in chat[marks].tolist()]
+            for part in (training, held_out)
+        )
+        assert sorted(trained + kept) == [ids for chat in tokens for ids in chat[5:].tolist()]
+        assert fraction * sum(lengths) / 2 - 1 < len(kept) <= fraction * sum(lengths)
+        assert len(training) + len(held_out) - len(corpus) in (0, 1)
+        assert not {index for chat in training.tokens for index in chat.tolist()} & set(kept)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gecko.data import ByteTokenizer, TokenizedCorpus, Tokenizer
@@ -44,16 +44,57 @@ def test_ids_are_stored_in_the_smallest_type(vocab_size: int, dtype: type) -> No
     assert corpus.document(0).tolist() == [vocab_size - 1, 97, 98, vocab_size - 1]
 
 
+def numbered(lengths: list[int]) -> TokenizedCorpus:
+    """Return a corpus in which every token is another number."""
+    return TokenizedCorpus.of_whole(np.arange(sum(lengths), dtype=np.uint32), lengths)
+
+
+def ids_of(corpus: TokenizedCorpus) -> list[int]:
+    return [int(index) for document in range(len(corpus)) for index in corpus.document(document)]
+
+
+sizes = st.one_of(st.integers(3, 9), st.integers(3, 2000))
+
+
 @any_case
-@given(count=st.integers(2, 40), fraction=st.floats(0.001, 0.999), seed=st.integers(0, 2**40))
-def test_split_is_disjoint_complete_and_repeatable(count: int, fraction: float, seed: int) -> None:
-    corpus = TokenizedCorpus.build((f"document {index}" for index in range(count)), ByteTokenizer())
-    train, validation = corpus.split(fraction, seed)
-    offsets = [part.offsets.tolist() for part in (train, validation)]
-    assert len(train) >= 1 and len(validation) >= 1
-    assert sorted(offsets[0] + offsets[1]) == corpus.offsets.tolist()
-    assert abs(len(validation) - fraction * count) <= 1
-    assert [part.offsets.tolist() for part in corpus.split(fraction, seed)] == offsets
+@given(
+    lengths=st.lists(sizes, min_size=1, max_size=40).filter(lambda lengths: sum(lengths) > 3),
+    fraction=st.floats(0.001, 0.999),
+    seed=st.integers(0, 2**40),
+)
+@example(lengths=[1000], fraction=0.05, seed=0)
+@example(lengths=[1000, 1200], fraction=0.05, seed=0)
+@example(lengths=[50_000, *[500] * 100], fraction=0.05, seed=3)
+@example(lengths=[100] * 30, fraction=0.05, seed=0)
+def test_no_more_than_the_fraction_is_held_out(lengths: list[int], fraction: float, seed: int) -> None:
+    corpus = numbered(lengths)
+    training, held_out = corpus.split(fraction, seed)
+    assert 0 < held_out.num_tokens <= max(fraction * sum(lengths), 3)
+    assert held_out.num_tokens >= fraction * sum(lengths) / 2 - 3
+    divided = len(training) + len(held_out) - len(corpus)
+    assert divided in (0, 1)
+    trained, kept = ids_of(training), ids_of(held_out)
+    # The start of a document that is divided is in both parts.
+    assert len(set(trained) & set(kept)) == divided and sorted({*trained, *kept}) == ids_of(corpus)
+    assert all(training.lengths >= 2) and all(held_out.lengths >= 3)
+    assert [ids_of(part) for part in corpus.split(fraction, seed)] == [trained, kept]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fraction", "seed", "held"),
+    [
+        ([40], 0.1, 0, [0, 35, 36, 37, 38, 39]),
+        ([9, 14, 12, 11, 8], 0.3, 5, [*range(46, 54), *range(35, 46)]),
+        ([5, 900, 6], 0.05, 1, [*range(905, 911)]),
+    ],
+)
+def test_splits_of_earlier_layouts_never_change(
+    lengths: list[int], fraction: float, seed: int, held: list[int]
+) -> None:
+    """A run that started with one would otherwise train on what it held out."""
+    training, held_out = numbered(lengths).split(fraction, seed, layout=2)
+    assert ids_of(held_out) == held
+    assert set(ids_of(training)) - {0} == set(range(sum(lengths))) - set(held) - {0}
 
 
 def test_split_depends_on_the_seed() -> None:
@@ -98,20 +139,19 @@ def test_no_text(texts: list[str]) -> None:
         TokenizedCorpus.build(texts, ByteTokenizer())
 
 
-@given(st.integers(2, 300), st.floats(0.001, 0.999), st.integers(0, 5))
-def test_of_a_single_document_the_end_is_held_out(length: int, fraction: float, seed: int) -> None:
-    text = bytes(32 + place % 90 for place in range(length)).decode()
+def test_of_a_single_document_the_end_is_held_out() -> None:
+    text = bytes(32 + place % 90 for place in range(300)).decode()
     corpus = TokenizedCorpus.build([text], ByteTokenizer())
-    training, held_out = corpus.split(fraction, seed)
+    training, held_out = corpus.split(0.05, 0)
     assert (len(training), len(held_out)) == (1, 1)
     start, end = training.document(0), held_out.document(0)
     assert bytes(start[1:].tolist() + end[1:-1].tolist()).decode() == text
     assert start[0] == end[0] == end[-1] == 256
-    assert held_out.lengths[0] == 2 + min(max(round(fraction * length), 1), length - 1)
+    assert len(end) == 15
 
 
 def test_split_of_one_document() -> None:
-    with pytest.raises(ValueError, match=r"a single document must have at least 2 tokens .* got 1"):
+    with pytest.raises(ValueError, match=r"a source must have at least 4 tokens, .* got 3"):
         TokenizedCorpus.build(["a"], ByteTokenizer()).split(0.1, 0)
 
 

@@ -114,8 +114,8 @@ def test_a_missing_source(folders: tuple[Path, Path]) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 100), st.floats(0, 1))
-def test_count_of_held_out_documents(count: int, fraction: float) -> None:
+def test_count_of_held_out_documents_up_to_the_second_layout(count: int, fraction: float) -> None:
     if fraction in (0, 1):
-        assert held_out_count(count, fraction) == fraction * count
+        assert held_out_count(count, fraction, 2, 1) == fraction * count
     elif count > 1:
-        assert 1 <= held_out_count(count, fraction) < count
+        assert 1 <= held_out_count(count, fraction, 2, 1) < count

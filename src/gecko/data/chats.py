@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gecko.data.chat import TemplateChat, Turn
 from gecko.data.loader import IGNORED, Row, make_row
-from gecko.data.packing import SPLIT_STREAM, Shuffle, held_out_count, permutation
+from gecko.data.packing import ROW_LAYOUT, SPLIT_STREAM, Shuffle, held_out_part, permutation
 from gecko.data.readers import check_regular, format_of, read_records
 from gecko.data.sources import empty_source, find_files
 
@@ -129,15 +129,24 @@ class ChatCorpus:
         kept = list(chats)
         return ChatCorpus([self.tokens[chat] for chat in kept], [self.trained[chat] for chat in kept])
 
-    def split(self, validation_fraction: float, seed: int) -> tuple[ChatCorpus, ChatCorpus]:
-        """Return training and held-out chats; see ``TokenizedCorpus.split``."""
-        if len(self) < 2:
-            raise ValueError(
-                "a source must hold at least 2 chats to hold one out; got 1. Add chats, or set data.validation."
-            )
+    def split(self, validation_fraction: float, seed: int, layout: int = ROW_LAYOUT) -> tuple[ChatCorpus, ChatCorpus]:
+        """Return training and held-out chats; see ``TokenizedCorpus.split``. Tokens of answers are counted.
+
+        A chat that is divided ends, in training, where the held-out end of its last answers begins.
+        """
+        if not len(self):
+            return self, self
         order = permutation(len(self), seed, SPLIT_STREAM)
-        count = held_out_count(len(self), validation_fraction)
-        return self.select(np.sort(order[count:])), self.select(order[:count])
+        learned = np.array([int(trained.sum()) for trained in self.trained])
+        count, tail = held_out_part(learned[order], validation_fraction, layout, 1)
+        training, held_out = self.select(np.sort(order[count:])), self.select(order[: count + (tail > 0)])
+        if tail:
+            place = int(np.searchsorted(np.sort(order[count:]), order[count]))
+            begin = int(np.flatnonzero(training.trained[place])[-tail])
+            training.tokens[place] = training.tokens[place][:begin]
+            training.trained[place] = training.trained[place][:begin]
+            held_out.trained[-1] = np.concatenate([np.zeros(begin, bool), held_out.trained[-1][begin:]])
+        return training, held_out
 
     def cut(self, length: int) -> ChatCorpus:
         """Return the first ``length`` tokens of each chat, without chats that have no part of an answer in them."""

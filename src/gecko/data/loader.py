@@ -16,13 +16,6 @@ from gecko.data.packing import SPLIT_STREAM, Shuffle, TokenizedCorpus, permutati
 
 IGNORED = -100
 """Target that the loss ignores."""
-ROW_LAYOUT = 2
-"""Version of the rule that makes rows of documents; a run keeps the version that it started with.
-
-In layout 1, the rows of token shards leave out the tokens at the end of the corpus that do not fill a row. In layout 2
-the last row is padded. In memory, both layouts leave out less than one row of tokens at the end of an epoch; as the
-order of documents changes, they are other tokens in every epoch.
-"""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -57,7 +58,17 @@ def _mix(x: int) -> int:
     return x ^ (x >> 33)
 
 
+ROW_LAYOUT = 3
+"""Version of the rule that makes rows of documents; a run keeps the version that it started with.
+
+In layout 1, the rows of token shards leave out the tokens at the end of the corpus that do not fill a row. In later
+ones the last row is padded. In memory, all layouts leave out less than one row of tokens at the end of an epoch; as the
+order of documents changes, they are other tokens in every epoch. Up to layout 2, the held-out fraction is that of the
+number of documents; since layout 3 it is that of the tokens.
+"""
 BATCH_CHARACTERS = 1 << 20
+LEAST = 3
+"""Fewest tokens of a document with text: its start, one token and its end."""
 SPLIT_STREAM = 0
 """Random stream of the split; epochs use the streams after it."""
 
@@ -114,33 +125,31 @@ class TokenizedCorpus:
         found.update(self.lengths.tobytes())
         return found.hexdigest()
 
-    def split(self, validation_fraction: float, seed: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
-        """Return training and validation documents; ``held_out_count`` random documents are held out.
+    @classmethod
+    def joined(cls, documents: Sequence[NDArray[Any]]) -> TokenizedCorpus:
+        """Concatenate documents, which include their border tokens."""
+        return cls.of_whole(np.concatenate(documents).astype(np.uint32), [len(document) for document in documents])
 
-        Validation documents are in random order, so that any first part is a sample of all. Of a single document the
-        end is held out, as a document of its own.
+    def split(
+        self, validation_fraction: float, seed: int, layout: int = ROW_LAYOUT
+    ) -> tuple[TokenizedCorpus, TokenizedCorpus]:
+        """Return training and validation documents; random documents are held out, see ``held_out_part``.
+
+        Validation documents are in random order, so that any first part is a sample of all. If one is the end of a
+        document that is trained on, it is the last, with border tokens of its own.
 
         Raises:
             ValueError: a single document of one token, or a fraction outside 0..1.
         """
-        if len(self) == 1 and 0 < validation_fraction < 1:
-            return self._split_only_document(validation_fraction)
         order = permutation(len(self), seed, SPLIT_STREAM)
-        count = held_out_count(len(self), validation_fraction)
-        return self._select(np.sort(order[count:])), self._select(order[:count])
-
-    def _split_only_document(self, validation_fraction: float) -> tuple[TokenizedCorpus, TokenizedCorpus]:
-        """Return the document without its end, and the end between border tokens."""
-        text, begin = int(self.lengths[0]) - 2, int(self.offsets[0])
-        if text < 2:
-            raise ValueError(
-                "a single document must have at least 2 tokens to hold out its end; got 1. Give more text."
-            )
-        held = min(max(round(validation_fraction * text), 1), text - 1)
-        tail = self.tokens[begin + 1 + text - held : begin + int(self.lengths[0])]
-        end = np.concatenate([self.tokens[begin : begin + 1], tail])
-        rest = TokenizedCorpus(self.tokens, self.offsets, np.array([1 + text - held]))
-        return rest, TokenizedCorpus.of_whole(end, [len(end)])
+        count, tail = held_out_part(self.lengths[order], validation_fraction, layout, LEAST)
+        training, held_out = self._select(np.sort(order[count:])), self._select(order[:count])
+        if tail:
+            document = self.document(order[count])
+            end = np.concatenate([document[:1], document[1 - tail :]])
+            held_out = self.joined([*(held_out.document(index) for index in range(count)), end])
+            training.lengths[np.searchsorted(np.sort(order[count:]), order[count])] -= tail - 1
+        return training, held_out
 
     def head(self, max_tokens: int) -> TokenizedCorpus:
         """Return the first ``max_tokens`` tokens of the corpus; the last document may be cut.
@@ -202,22 +211,41 @@ def _tokenized(groups: Iterable[list[str]], tokenizer: Tokenizer) -> TokenizedCo
     return TokenizedCorpus.of_whole(np.frombuffer(tokens, dtype), lengths)
 
 
-def held_out_count(documents: int, validation_fraction: float) -> int:
-    """Return how many documents are held out: none for 0, all for 1, otherwise at least one and not all.
+def held_out_part(lengths: NDArray[np.int64], fraction: float, layout: int, least: int) -> tuple[int, int]:
+    """Return how many documents, from the first on, are held out whole, and how many tokens of the next one's end.
+
+    The next document is divided only if the whole ones are less than half of what is to be held out. See
+    ``held_out_count`` for the other arguments.
+    """
+    total, documents = int(lengths.sum()), len(lengths)
+    if fraction in (0, 1):
+        return documents if fraction else 0, 0
+    if layout < 3 and documents > 1:
+        return held_out_count(documents, fraction, layout, 1), 0
+    if layout < 3:
+        return 0, held_out_count(total - 2, fraction, layout, 1) + 2
+    budget, ends = held_out_count(total, fraction, layout, least), np.cumsum(lengths)
+    count = int(np.searchsorted(ends, budget, side="right"))
+    left = budget - (int(ends[count - 1]) if count else 0)
+    return count, left if 2 * left > budget and left >= least else 0
+
+
+def held_out_count(total: int, fraction: float, layout: int, least: int) -> int:
+    """Return how many of ``total`` tokens, or documents up to layout 2, are held out: at least ``least``.
 
     Raises:
-        ValueError: fewer than two documents to divide, or a fraction outside 0..1.
+        ValueError: there are not more than ``least``, or the fraction is outside 0..1.
     """
-    if not 0 <= validation_fraction <= 1:
-        raise ValueError(f"validation_fraction must lie between 0 and 1; got {validation_fraction}. Try 0.05.")
-    if validation_fraction in (0, 1):
-        return documents if validation_fraction else 0
-    if documents < 2:
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"validation_fraction must lie between 0 and 1; got {fraction}. Try 0.05.")
+    if fraction in (0, 1):
+        return total if fraction else 0
+    if total <= least:
         raise ValueError(
-            f"token shards must hold at least 2 documents to be split into training and validation; got {documents}. "
-            "Name the text file itself as the source, whose end is then held out, or add documents."
+            f"a source must have at least {least + 1} tokens, starts and ends of documents included, to hold a part of "
+            f"them out; got {total}. Give more text."
         )
-    return min(max(round(validation_fraction * documents), 1), documents - 1)
+    return min(max(round(fraction * total), 1), total - 1) if layout < 3 else max(int(fraction * total), least)
 
 
 def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:

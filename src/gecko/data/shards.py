@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gecko.data.loader import ROW_LAYOUT, Row, make_row, numbered_from_zero, rows_in
-from gecko.data.packing import SPLIT_STREAM, Shuffle, TokenizedCorpus, held_out_count, permutation
+from gecko.data.loader import Row, make_row, numbered_from_zero, rows_in
+from gecko.data.packing import LEAST, ROW_LAYOUT, SPLIT_STREAM, Shuffle, TokenizedCorpus, held_out_count, permutation
 from gecko.data.tokenizers import Tokenizer
 from gecko.io.stamps import has_digest
 
@@ -241,6 +241,10 @@ class Range:
     shard: Shard
     begin: int
     end: int
+    cut: int = 0
+    """Tokens at the end of the last document that are left out."""
+    skip: int = 0
+    """Tokens after the start token of the only document that are left out."""
 
     @property
     def first_token(self) -> int:
@@ -248,39 +252,41 @@ class Range:
 
     @property
     def tokens(self) -> int:
-        return self.shard.document_start(self.end) - self.first_token
+        return self.shard.document_start(self.end) - self.first_token - self.cut - self.skip
 
 
 class SplitShards:
     """The documents of a folder of shards, divided into training and held-out ones.
 
     Each shard holds out one run of consecutive documents from a random position, so that the held-out documents are a
-    sample of the whole corpus, and finding them needs no list of documents.
+    sample of the whole corpus, and finding them needs no list of documents. A run may include the end of a document
+    that is trained on. ``layout`` is a version of ``ROW_LAYOUT``.
 
     Raises:
-        ValueError: fewer than two documents to divide, or a fraction outside 0..1.
+        ValueError: too little text to divide, or a fraction outside 0..1.
     """
 
-    def __init__(self, folder: ShardFolder, validation_fraction: float, seed: int) -> None:
-        self.seed = seed
-        held_out = _held_out_runs(folder, validation_fraction, seed)
-        self.held_out = [run for run in held_out if run.begin < run.end]
-        self.training = [
-            part
-            for run in held_out
-            for part in (Range(run.shard, 0, run.begin), Range(run.shard, run.end, run.shard.record.documents))
-            if part.begin < part.end
-        ]
+    def __init__(self, folder: ShardFolder, validation_fraction: float, seed: int, layout: int = ROW_LAYOUT) -> None:
+        self.seed, self.layout = seed, layout
+        self.held_out, self.training, self.divided = list[Range](), list[Range](), 0
+        for run, tail in _held_out_runs(folder, validation_fraction, seed, layout):
+            shard, end = run.shard, run.end
+            held_out, training = [run], [Range(shard, 0, run.begin)]
+            if tail:
+                end, self.divided = end + 1, self.divided + 1
+                held_out.append(Range(shard, run.end, end, skip=Range(shard, run.end, end).tokens - tail))
+                training.append(Range(shard, run.end, end, cut=tail - 1))
+            training.append(Range(shard, end, shard.record.documents))
+            self.held_out += [part for part in held_out if part.begin < part.end]
+            self.training += [part for part in training if part.begin < part.end]
         self.documents = sum(part.end - part.begin for part in self.training)
         self.tokens = sum(part.tokens for part in self.training)
         self.held_out_documents = sum(run.end - run.begin for run in self.held_out)
         self.held_out_tokens = sum(run.tokens for run in self.held_out)
-        self.holds_out_end = False
         self.digest = folder.digest
 
-    def rows(self, sequence_length: int, layout: int = ROW_LAYOUT) -> ShardedRows:
-        """Return the rows of the training documents."""
-        return ShardedRows(self, sequence_length, layout)
+    def rows(self, sequence_length: int) -> ShardedRows:
+        return ShardedRows(self, sequence_length)
 
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
         """Return the first ``max_tokens`` tokens of the held-out documents in random order, in memory."""
@@ -294,12 +300,12 @@ class SplitShards:
             run = self.held_out[which]
             document = run.begin + place - int(before[which])
             begin, end = run.shard.document_start(document), run.shard.document_start(document + 1)
-            documents.append(np.array(run.shard.tokens[begin:end]))
-            count += end - begin
+            ids = run.shard.tokens
+            documents.append(np.concatenate([ids[begin : begin + 1], ids[begin + 1 + run.skip : end]]))
+            count += len(documents[-1])
             if count >= max_tokens:
                 break
-        lengths = [len(document) for document in documents]
-        return TokenizedCorpus.of_whole(np.concatenate(documents), lengths).head(max_tokens)
+        return TokenizedCorpus.joined(documents).head(max_tokens)
 
 
 class ShardedRows:
@@ -310,18 +316,14 @@ class ShardedRows:
     shorter: it is padded with a separate document without targets, so every epoch reads every token. Every epoch
     shuffles the rows of the whole corpus.
 
-    Args:
-        layout: 1 leaves out the tokens that do not fill the last row, the same tokens in every epoch. Runs that
-            started with layout 1 keep it; see ``ROW_LAYOUT``.
-
     Raises:
         ValueError: the training documents are shorter than a row, or the length is out of range.
     """
 
-    def __init__(self, split: SplitShards, sequence_length: int, layout: int = ROW_LAYOUT) -> None:
+    def __init__(self, split: SplitShards, sequence_length: int) -> None:
         self.sequence_length = sequence_length
         whole = rows_in(split.tokens, sequence_length)
-        self.rows_per_epoch = whole if layout == 1 else -(-(split.tokens - 1) // sequence_length)
+        self.rows_per_epoch = whole if split.layout == 1 else -(-(split.tokens - 1) // sequence_length)
         self._end = split.tokens
         self._ranges = split.training
         self._borders = np.cumsum([0, *(part.tokens for part in split.training)])
@@ -365,20 +367,31 @@ def _read_shard(shard: Shard, begin: int, end: int) -> tuple[NDArray[np.int64], 
     return shard.tokens[begin:end].astype(np.int64), np.repeat(np.arange(first, last + 1), counts)
 
 
-def _held_out_runs(folder: ShardFolder, fraction: float, seed: int) -> list[Range]:
-    """Return the held-out documents of every shard, possibly none.
+def _held_out_runs(folder: ShardFolder, fraction: float, seed: int, layout: int) -> list[tuple[Range, int]]:
+    """Return the held-out documents of every shard, possibly none, and the tokens held out of the next document's end.
 
-    For every k, the first k shards of a random order together hold out the fraction of their documents, rounded.
+    For every k, the first k shards of a random order together hold out the fraction of their tokens (up to layout 2: of
+    their documents), rounded.
     """
-    total = held_out_count(folder.documents, fraction)
+    units = "documents" if layout < 3 else "tokens"
+    sizes = np.array([getattr(shard.record, units) for shard in folder.shards])
+    total = held_out_count(int(sizes.sum()), fraction, layout, 1 if layout < 3 else LEAST)
     order = permutation(len(folder.shards), seed, SPLIT_STREAM)
-    sizes = np.array([shard.record.documents for shard in folder.shards])
     upto = np.cumsum(sizes[order])
-    # Integer arithmetic, so that rounding never takes more documents from a shard than it has.
-    counts = np.diff((upto.astype(object) * total + folder.documents // 2) // folder.documents, prepend=0)
-    places = np.random.PCG64((seed, HELD_OUT_PLACE)).random_raw(len(folder.shards))
-    runs: dict[int, Range] = {}
-    for shard, count in zip(order.tolist(), map(int, counts), strict=True):
-        begin = int(places[shard]) % (int(sizes[shard]) - count + 1)
-        runs[shard] = Range(folder.shards[shard], begin, begin + count)
-    return [runs[shard] for shard in range(len(folder.shards))]
+    # Integers, so that rounding never takes more from a shard than it has.
+    counts = np.zeros(len(sizes), np.int64)
+    counts[order] = np.diff((upto.astype(object) * total + sizes.sum() // 2) // sizes.sum(), prepend=0)
+    if layout > 2 and 0 < counts.max() < LEAST:  # shards so small that none could hold out a token of text
+        counts[sizes.argmax()] = LEAST
+    places = np.random.PCG64((seed, HELD_OUT_PLACE)).random_raw(len(sizes)) % (sizes - counts + 1).astype(np.uint64)
+    runs = []
+    for shard, place, count in zip(folder.shards, places, counts.tolist(), strict=True):
+        if layout < 3:
+            runs.append((Range(shard, int(place), int(place) + count), 0))
+            continue
+        begin = int(shard.ends.searchsorted(place, side="right"))
+        most = shard.document_start(begin) + count
+        end = int(shard.ends.searchsorted(np.uint64(most), side="right"))
+        left = most - shard.document_start(end)
+        runs.append((Range(shard, begin, end), left if 2 * left > count and left >= LEAST else 0))
+    return runs

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gecko.data.lanes import LaneRows, MixedLanes
-from gecko.data.loader import ROW_LAYOUT, Loader, OrderedRows, PackedRows, Row, Rows
-from gecko.data.packing import CorpusShare, TokenizedCorpus, permutation
+from gecko.data.loader import Loader, OrderedRows, PackedRows, Row, Rows
+from gecko.data.packing import ROW_LAYOUT, CorpusShare, TokenizedCorpus, permutation
 from gecko.data.shards import ShardFolder, SplitShards, is_shard_folder
 from gecko.data.sources import check_apart, check_disjoint, load_documents
 from gecko.data.tokenizers import Tokenizer
@@ -117,13 +117,13 @@ class Split(Protocol):
     """Number of training tokens."""
     held_out_documents: int
     held_out_tokens: int
-    holds_out_end: bool
-    """Whether the held-out text is the end of the only document."""
+    divided: int
+    """Number of held-out documents that are the ends of documents that are trained on."""
     digest: str
     """SHA-256 of the ids of all documents of the source in their order."""
 
-    def rows(self, sequence_length: int, layout: int = ROW_LAYOUT) -> OrderedRows:
-        """Return the training rows in a version of ``ROW_LAYOUT``; raise ValueError if there are less than one."""
+    def rows(self, sequence_length: int) -> OrderedRows:
+        """Return the training rows; raise ValueError if there are less than one."""
 
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
         """Return the first ``max_tokens`` tokens, at least 2, of the held-out documents in random order, or all."""
@@ -132,16 +132,15 @@ class Split(Protocol):
 class SplitDocuments:
     """Split of a corpus in memory."""
 
-    def __init__(self, corpus: TokenizedCorpus, validation_fraction: float, seed: int) -> None:
-        self._training, self._held_out = corpus.split(validation_fraction, seed)
-        self._seed = seed
+    def __init__(self, corpus: TokenizedCorpus, request: DataRequest) -> None:
+        self._training, self._held_out = corpus.split(request.validation_fraction, request.seed, request.layout)
+        self._seed = request.seed
         self.digest = corpus.digest()
         self.documents, self.tokens = len(self._training), self._training.num_tokens
         self.held_out_documents, self.held_out_tokens = len(self._held_out), self._held_out.num_tokens
-        self.holds_out_end = len(corpus) == len(self._training) == len(self._held_out) == 1
+        self.divided = len(self._training) + len(self._held_out) - len(corpus)
 
-    def rows(self, sequence_length: int, layout: int = ROW_LAYOUT) -> PackedRows:
-        """Return the training rows, which are the same in all layouts."""
+    def rows(self, sequence_length: int) -> PackedRows:
         return PackedRows(self._training, sequence_length, self._seed)
 
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
@@ -158,7 +157,7 @@ class DataRequest:
 
     sequence_length: int
     validation_fraction: float
-    """Fraction of the documents that is held out, 0 to 1."""
+    """Fraction of the tokens that is held out, 0 to 1."""
     seed: int
     rank: int = 0
     ranks: int = 1
@@ -187,8 +186,8 @@ class TrainingData:
     """Returns the first N tokens, at least 2, of the held-out documents in random order, or all."""
     digest: str
     """SHA-256 of the ids of all documents, training and held-out."""
-    holds_out_end: bool = False
-    """Whether held-out text of a source is the end of its only document."""
+    divided: int = 0
+    """Number of held-out documents that are the ends of documents that are trained on."""
 
     def loader(self, batch_size: int, *, parts: int = 1) -> Loader:
         """Return a loader of batches, each divided into ``parts`` equal groups of rows, one for each rank.
@@ -258,7 +257,7 @@ def open_training_data(
         source: a folder of token shards, or a source of ``load_documents``, which is read into memory.
         sources: items ``SOURCE=WEIGHT``.
         validation: source of the held-out documents; all documents of ``source`` or ``sources`` are then trained on.
-            None: ``request.validation_fraction`` of the documents is held out.
+            None: ``request.validation_fraction`` of the tokens is held out.
         corpora: all sources by name, which several processes have read together. None: this process reads them.
 
     Raises:
@@ -289,7 +288,7 @@ def _open_training(
         return _open_source(source, corpora[source], request)
     weights = [weight for _, weight in mixture]
     splits = [_split(corpora[name], request) for name, _ in mixture]
-    parts = [split.rows(request.sequence_length, request.layout) for split in splits]
+    parts = [split.rows(request.sequence_length) for split in splits]
     rows = _mixed_rows(parts, weights, request)
     opened = [_described(name, split, part) for (name, _), split, part in zip(mixture, splits, parts, strict=True)]
     shares = list(zip(opened, block_counts(weights), strict=True))
@@ -302,7 +301,7 @@ def _open_training(
         held_out_tokens=sum(data.held_out_tokens for data in opened),
         held_out=lambda most: _mixed_held_out(shares, most),
         digest=_joined_digest([data.digest for data in opened]),
-        holds_out_end=any(data.holds_out_end for data in opened),
+        divided=sum(data.divided for data in opened),
     )
 
 
@@ -317,7 +316,8 @@ def _mixed_held_out(shares: Sequence[tuple[TrainingData, int]], most: int) -> To
     """Join held-out documents in the mixture's proportions, at most ``most`` tokens or what the sources allow."""
     held = [data.held_out_tokens * BLOCK // count for data, count in shares]
     most = min(most, *held)
-    return _joined([data.held_out(max(2, -(-most * count // BLOCK))) for data, count in shares])
+    parts = [data.held_out(max(2, -(-most * count // BLOCK))) for data, count in shares]
+    return TokenizedCorpus.joined([part.document(index) for part in parts for index in range(len(part))])
 
 
 def parse_source(item: str) -> tuple[str, float]:
@@ -333,28 +333,22 @@ def parse_source(item: str) -> tuple[str, float]:
 
 def _open_source(source: str, corpus: Corpus, request: DataRequest) -> TrainingData:
     split = _split(corpus, request)
-    rows = split.rows(request.sequence_length, request.layout)
+    rows = split.rows(request.sequence_length)
     return _described(source, split, rows if request.lanes is None else LaneRows(rows, request.lanes, request.seed))
 
 
 def _described(source: str, split: Split, rows: Rows) -> TrainingData:
     return TrainingData(
         source, rows, split.documents, split.tokens, split.held_out_documents, split.held_out_tokens,
-        split.held_out_corpus, split.digest, split.holds_out_end,
+        split.held_out_corpus, split.digest, split.divided,
     )  # fmt: skip
 
 
 def _split(corpus: Corpus, request: DataRequest) -> Split:
     if isinstance(corpus, ShardFolder):
-        return SplitShards(corpus, request.validation_fraction, request.seed)
-    return SplitDocuments(corpus, request.validation_fraction, request.seed)
+        return SplitShards(corpus, request.validation_fraction, request.seed, request.layout)
+    return SplitDocuments(corpus, request)
 
 
 def _joined_digest(digests: Sequence[str]) -> str:
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
-
-
-def _joined(corpora: Sequence[TokenizedCorpus]) -> TokenizedCorpus:
-    """Concatenate the documents of several corpora."""
-    documents = [corpus.document(index) for corpus in corpora for index in range(len(corpus))]
-    return TokenizedCorpus.of_whole(np.concatenate(documents).astype(np.uint32), [len(ids) for ids in documents])

@@ -112,10 +112,10 @@ def _sized(run: Run, corpus: ChatCorpus, epochs: float, overrides: Sequence[str]
     if "minutes" in given and "steps" not in given:
         given, overrides = {*given, "steps"}, [*overrides, "steps=none"]
     run = apply_overrides(run, overrides)
-    training = corpus
+    training = corpus.cut(run.sequence_length + 1)
     if run.data.validation is None:
-        training, _ = corpus.split(run.data.validation_fraction, run.seed)
-    rows = ChatRows(training.cut(run.sequence_length + 1), run.sequence_length, run.seed).rows_per_epoch
+        training, _ = training.split(run.data.validation_fraction, run.seed)
+    rows = ChatRows(training, run.sequence_length, run.seed).rows_per_epoch
     if "batch_size" not in given:
         run = dataclasses.replace(run, batch_size=min(run.batch_size, rows))
     if "steps" not in given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,8 @@ from gecko.data import (
 )
 from gecko.data.chat import TEMPLATE, TemplateChat, Turn, tuning_format
 from gecko.data.chats import ChatCorpus, ChatRows, load_chats
-from gecko.data.loader import ROW_LAYOUT, batch_of
-from gecko.data.packing import CorpusShare
+from gecko.data.loader import batch_of
+from gecko.data.packing import ROW_LAYOUT, CorpusShare
 from gecko.data.sources import check_apart
 from gecko.data.training_data import read_sources
 from gecko.io.checkpoints import list_checkpoints, model_folder
@@ -74,7 +74,7 @@ def load_data(run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT
     """
     tokenizer = ranks.run_or_abort_all(lambda: _load_tokenizer(run, console))
     if run.data.format == "chat":
-        return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, tokenizer))
+        return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, tokenizer, layout))
     settings = run.data
     request = DataRequest(
         run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world, settings.field, layout,
@@ -110,9 +110,10 @@ def _run_data(
 ) -> RunData:
     settings = run.data
     console.print(f"training: {data.documents:,} documents, {data.tokens:,} tokens of {data.name}")
-    of = "" if settings.validation is None else f" of {settings.validation}"
-    if data.holds_out_end:
-        of = f", the last {settings.validation_fraction:.3g} of a source that is one document"
+    of = f" of {settings.validation}"
+    if settings.validation is None:
+        of = f", {data.held_out_tokens / (data.tokens + data.held_out_tokens):.2%} of all"
+        of += f"; {data.divided:,} of them the end of a document that is trained on" if data.divided else ""
     console.print(f"held out: {data.held_out_documents:,} documents, {data.held_out_tokens:,} tokens{of}")
     rows = run.rows_per_rank(ranks.data_ranks)
     loader = data.loader(run.batch_size)
@@ -126,15 +127,18 @@ def _run_data(
     return RunData(tokenizer, training, final.spread(run.evaluation.rows), final, record, prompt)
 
 
-def _load_chats(run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer) -> RunData:
+def _load_chats(run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer, layout: int) -> RunData:
     """Read, tokenize and split chats. Rows hold whole chats; the loss is on the assistant's answers."""
     chat_format = tuning_format(tokenizer, _template_folder(run))
-    training, held_out, digest = _split_chats(run, chat_format, console)
+    training, held_out, digest, divided = _split_chats(run, chat_format, console, layout)
     console.print(
         f"training: {len(training):,} chats, {training.num_tokens:,} tokens, of which {training.trained_tokens:,} are "
         f"of answers, of {run.data.source}"
     )
-    console.print(f"held out: {len(held_out):,} chats; conversations are written by {chat_format.source}")
+    console.print(
+        f"held out: {'the end of ' * divided}{len(held_out):,} chats, {held_out.trained_tokens:,} tokens of answers; "
+        f"conversations are written by {chat_format.source}"
+    )
     rows = ChatRows(training, run.sequence_length, run.seed)
     if rows.rows_per_epoch < run.batch_size:
         raise ValueError(
@@ -145,7 +149,7 @@ def _load_chats(run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer) 
     final = HeldOut.of_chats(held_out, run.evaluation.final_rows, run.sequence_length, at_once, tokenizer)
     ids = torch.tensor(chat_format.encode([Turn("user", run.sample.prompt)]))
     return RunData(
-        tokenizer, partial(batch_of, rows), final.spread(run.evaluation.rows), final, DataRecord(digest, ROW_LAYOUT),
+        tokenizer, partial(batch_of, rows), final.spread(run.evaluation.rows), final, DataRecord(digest, layout),
         SamplePrompt(ids, chat_format.stop_ids), chat_format.text,
     )  # fmt: skip
 
@@ -158,27 +162,32 @@ def _template_folder(run: Run) -> Path:
     return model_folder(run.init_from)
 
 
-def _split_chats(run: Run, chat_format: TemplateChat, console: Console) -> tuple[ChatCorpus, ChatCorpus, str]:
-    """Return training and held-out chats, cut to the length of a row, and the digest of all chats."""
-    settings = run.data
+def _split_chats(
+    run: Run, chat_format: TemplateChat, console: Console, layout: int
+) -> tuple[ChatCorpus, ChatCorpus, str, bool]:
+    """Return training and held-out chats, cut to the length of a row, the digest of all chats, and whether one of them
+    is in both."""
+    settings, room = run.data, run.sequence_length + 1
     for source in filter(None, (settings.source, settings.validation)):
         if is_shard_folder(source):
             raise ValueError(f"data.format=chat takes JSON Lines of chats; {source} is a folder of token shards.")
     with console.status(f"reading {settings.source}"):
         whole = load_chats(settings.source, chat_format)
+        corpora = [whole]
         if settings.validation is None:
-            training, held_out = whole.split(settings.validation_fraction, run.seed)
-            digest = whole.digest()
+            parts = whole if layout < 3 else whole.cut(room)
+            training, held_out = parts.split(settings.validation_fraction, run.seed, layout)
         else:
             check_apart(settings.validation, [settings.source])
             training, held_out = whole, load_chats(settings.validation, chat_format)
-            digest = f"{whole.digest()} {held_out.digest()}"
-    _report_long(training, held_out, run.sequence_length + 1, console)
-    return training.cut(run.sequence_length + 1), held_out.cut(run.sequence_length + 1), digest
+            corpora.append(held_out)
+    _report_long(corpora, room, console)
+    divided = len(training) + len(held_out) > sum(map(len, corpora))
+    return training.cut(room), held_out.cut(room), " ".join(corpus.digest() for corpus in corpora), divided
 
 
-def _report_long(training: ChatCorpus, held_out: ChatCorpus, room: int, console: Console) -> None:
-    lengths = [len(tokens) for corpus in (training, held_out) for tokens in corpus.tokens]
+def _report_long(corpora: Sequence[ChatCorpus], room: int, console: Console) -> None:
+    lengths = [len(tokens) for corpus in corpora for tokens in corpus.tokens]
     long = sum(length > room for length in lengths)
     if long:
         console.print(

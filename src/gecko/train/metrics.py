@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from gecko.data.loader import ROW_LAYOUT
+from gecko.data.packing import ROW_LAYOUT
 from gecko.io.files import Record, as_lines, mend_lines, parse_object, read_lines, whole_file
 from gecko.runtime.process import code_version, require
 from gecko.train.overrides import build

@@ -25,11 +25,12 @@ class DataSettings:
     tokenizer: str = "bytes"
     """``bytes``, a ``tokenizer.json``, its folder, a SentencePiece ``.model``, or a name on the Hugging Face hub."""
     validation: str | None = None
-    """Source of the held-out texts. None: ``validation_fraction`` of the documents.
+    """Source of the held-out texts. None: ``validation_fraction`` of ``source``.
     It takes anything that ``source`` takes; all of ``source`` or ``sources`` is then trained on, and a file that is in
     both is refused."""
     validation_fraction: float = 0.05
-    """Fraction of the documents that is held out if ``validation`` is None."""
+    """Largest fraction of the tokens that is held out if ``validation`` is None.
+    Whole documents are held out, or, if they are few or long, the end of one."""
     carry_state: bool = False
     """Carry the state from step to step: truncated backpropagation through time.
     Each row of a batch goes on where that of the step before ended, and gradients end at the row's start. Rows are then

@@ -145,7 +145,7 @@ def _shown(measured: Sequence[Line], what: str, material: Material) -> Iterator[
 def _texts(data: Mapping[str, Any]) -> str:
     sources = ", ".join(data.get("sources") or [str(data.get("source"))])
     held_out = data.get("validation")
-    apart = f"held out: {held_out}" if held_out else f"{data.get('validation_fraction')} of the documents held out"
+    apart = f"held out: {held_out}" if held_out else f"{data.get('validation_fraction')} held out"
     return f"{sources} ({apart}; tokenizer {data.get('tokenizer')})"
 
 
