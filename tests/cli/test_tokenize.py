@@ -157,3 +157,26 @@ def test_training_on_shards_and_mixtures(command: Command, corpus: Path, tmp_pat
 def test_mistakes(command: Command, corpus: Path, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     result = command("tokenize", corpus, "--tokenizer", "bytes", "--out", tmp_path / "shards", *arguments)
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_tokenizer_that_loses_text_is_refused(command: Command, tmp_path: Path) -> None:
+    """By training, of texts and of chats, and by gecko tokenize, unless that is allowed."""
+    from tokenizers import Tokenizer, models
+
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.BPE({letter: place for place, letter in enumerate(["</s>", *"ab cd"])}, [])).save(str(path))
+    (tmp_path / "texts.jsonl").write_text('{"text": "a bad cab dab"}\n' * 40 + '{"text": "a café"}\n')
+    turns = [{"role": "user", "content": "cab"}, {"role": "assistant", "content": "dab é"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    small = ("steps=1", "batch_size=1", "sequence_length=8", "sample.tokens=2", "sample.prompt=a", "threads=1")
+    train = ("train", "tiny", *small, f"data.tokenizer={path}", "model.vocab_size=8", "--out", tmp_path / "run")
+    shards = ("tokenize", tmp_path / "texts.jsonl", "--tokenizer", path, "--out", tmp_path / "shards")
+    texts, chats = (f"data.source={tmp_path / name}.jsonl" for name in ("texts", "chats"))
+    for arguments in ((*train, texts), shards, (*train, chats, "data.format=chat")):
+        result = command(*arguments)
+        assert result.exit_code == 2 and "of the characters, most often " in result.stderr, result.stderr
+        assert "--allow-loss" in result.stderr
+    for arguments in ((*train, texts, "data.allow_loss=true"), (*shards, "--allow-loss")):
+        result = command(*arguments)
+        assert result.exit_code == 0, result.stderr
+        assert "loses 0.380% of the characters" in result.stdout

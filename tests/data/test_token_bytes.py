@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gecko.data import TokenizedCorpus, Tokenizer, load_tokenizer, validation_batches
-from gecko.data.token_bytes import token_bytes
+from gecko.data.token_bytes import check_loss, token_bytes
 
 any_case = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 texts = st.text(st.one_of(st.sampled_from("the quick,é你🎉 \n"), st.characters(exclude_categories=["Cs"])), max_size=40)
@@ -107,3 +107,37 @@ def test_rows_of_any_length_hold_the_bytes_of_all_documents(
     rows = list(validation_batches(corpus, 2, length))
     counted = sum(int(token_bytes(tokenizer).of_targets(batch).sum()) for batch in rows)
     assert counted == len("".join(documents).encode())
+
+
+LOSSLESS = ["the quick, brown fox.\n\n  don't jump\t", " leading and trailing ", "é你好🎉 <|endoftext|></s>"]
+
+
+def test_a_tokenizer_that_keeps_the_text_loses_nothing(tokenizer: Tokenizer) -> None:
+    assert check_loss(tokenizer, LOSSLESS, allowed=False) == ""
+
+
+def test_declared_normalisation_is_no_loss(normalizing_file: Path) -> None:
+    """Of the SentencePiece models: spaces are joined, and compatible characters replaced."""
+    tokenizer = load_tokenizer(str(normalizing_file))
+    assert check_loss(tokenizer, ["the  quick brown fox", "ｔｈｅ lazy"], allowed=False) == ""
+    with pytest.raises(ValueError, match=r"must keep 99\.9% .* loses 5\.000% of the characters, most often 'ж' \(in"):
+        check_loss(tokenizer, ["the quick brownж fox"], allowed=False)
+
+
+def test_lost_characters_are_named_and_refused(lossy_file: Path) -> None:
+    tokenizer = load_tokenizer(str(lossy_file))
+    with pytest.raises(ValueError, match=r"loses [\d.]+% of the characters, most often 'ж'.* data\.allow_loss=true"):
+        check_loss(tokenizer, ["the lazy dog " + "ж" * 13], allowed=False)
+    assert "most often 'ж'" in check_loss(tokenizer, ["the lazy dog " + "ж" * 13], allowed=True)
+    told = check_loss(tokenizer, [*["the"] * 2000, "ж"], allowed=False)
+    assert told.endswith("loses 0.017% of the characters, most often 'ж' (in a sample of 6,001)")
+
+
+def test_characters_that_no_id_stands_for_are_lost(tmp_path: Path) -> None:
+    """Without an unknown token the library drops them in silence."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models
+
+    Library(models.BPE({"a": 0, "b": 1, "</s>": 2}, [])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"loses 50\.000% of the characters, most often 'x', 'y'"):
+        check_loss(load_tokenizer(str(tmp_path)), ["abxy"], allowed=False)

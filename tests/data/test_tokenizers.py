@@ -157,12 +157,13 @@ def changed(folder: Path, into: Path, change: Callable[[Any], None]) -> Tokenize
     return load_tokenizer(str(into))
 
 
-def test_truncation_and_padding_of_another_use_are_not_taken_over(bpe_folder: Path, tmp_path: Path) -> None:
+def test_truncation_padding_and_dropout_of_another_use_are_not_taken_over(bpe_folder: Path, tmp_path: Path) -> None:
     def change(library: Any) -> None:
         library.enable_truncation(4)
         library.enable_padding(pad_id=0, pad_token="<|endoftext|>")
+        library.model.dropout = 0.5
 
-    texts = ["the quick brown fox jumps over the lazy dog", "a"]
+    texts = ["the quick brown fox jumps over the lazy dog", "a"] * 4
     plain, other = load_tokenizer(str(bpe_folder)), changed(bpe_folder, tmp_path, change)
     expected = [ids.tolist() for ids in plain.encode_batch(texts)]
     assert [ids.tolist() for ids in other.encode_batch(texts)] == expected

@@ -39,6 +39,9 @@ def tokenize(
     executor: Annotated[str, typer.Option(help="Where to run: local, slurm or ray.")] = "local",
     partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
     hours: Annotated[int, typer.Option(min=1, help="Slurm time limit per shard, in hours.")] = 12,
+    allow_loss: Annotated[
+        bool, typer.Option("--allow-loss", help="Allow a tokenizer that loses more than 0.1 % of the characters.")
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read all shards back and verify their checksums.")] = False,
 ) -> None:
     """Tokenize a corpus into shards, which training maps from disk.
@@ -55,6 +58,8 @@ def tokenize(
     from rich.console import Console
 
     from gecko.data import ShardFolder, load_tokenizer
+    from gecko.data.sources import sample_texts
+    from gecko.data.token_bytes import SAMPLE, check_loss
     from gecko.data.tokenize import TokenizingPlan
 
     if executor not in EXECUTORS:
@@ -67,6 +72,10 @@ def tokenize(
     plan = TokenizingPlan.make(sources, loaded, out, field=field)
     plan.start()
     try:
+        if len(plan.done()) < len(plan.tasks):
+            parts = [part for task in plan.tasks for part in task.parts]
+            if told := check_loss(loaded, sample_texts(parts, SAMPLE), allowed=allow_loss):
+                console.print(told)
         _run(plan, loaded, executor, workers, partition or "", hours, console)
         manifest = plan.finish()
     except (OSError, ValueError):

@@ -194,6 +194,19 @@ def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[Part, ...]:
     return tuple(Part(kind, str(path), field, path.stat().st_size) for path in fresh)
 
 
+def sample_texts(parts: Sequence[Part], characters: int) -> Iterator[str]:
+    """Yield up to ``characters`` of the texts of evenly spaced parts, of long texts pieces from all over."""
+    chosen = parts[:: max(1, len(parts) // 64)]
+    for part in chosen:
+        left = characters // len(chosen) + 1
+        for text in part.read():
+            pieces = 16 if len(text) > left else 1
+            for begin in range(0, len(text), len(text) // pieces + 1):
+                yield text[begin : begin + left // pieces + 1]
+            if (left := left - len(text)) <= 0:
+                break
+
+
 def dataset_pieces(part: Part) -> tuple[Part, ...]:
     """Divide a data set into pieces that can be read in parallel, in its order; a file is returned as it is."""
     if part.kind != "dataset":

@@ -1,8 +1,13 @@
-"""Bytes of text that token ids stand for. They belong to ids, so the bytes of all parts of a text add up to its own."""
+"""Bytes of text that token ids stand for, and characters that a tokenizer loses.
+
+Bytes belong to ids, so those of all parts of a text add up to those of the text.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -11,7 +16,7 @@ from torch import Tensor
 
 from gecko.data.loader import IGNORED, Batch
 from gecko.data.text_stream import REPLACEMENT
-from gecko.data.tokenizers import TokenIds, Tokenizer
+from gecko.data.tokenizers import ByteTokenizer, TokenIds, Tokenizer
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _UNKNOWN = "\U0010fffdꙮ\u9f98"
@@ -61,3 +66,39 @@ def _added(tokenizer: Tokenizer, before: list[int], index: int, after: list[int]
     if REPLACEMENT in text and REPLACEMENT not in piece:
         return 1 if _BYTE.fullmatch(piece) else len(piece)  # byte-level pieces have a letter for each byte
     return len(text.encode()) - without
+
+
+SAMPLE = 1 << 19
+"""Characters of a sample of texts."""
+LARGEST_LOSS = 1e-3
+
+
+def check_loss(tokenizer: Tokenizer, texts: Iterable[str], *, allowed: bool) -> str:
+    """Return the share of characters that a tokenizer loses, in words; an empty text if it loses none.
+
+    Up to ``SAMPLE`` characters are encoded and decoded. The normalisation that the tokenizer declares is no loss.
+
+    Raises:
+        ValueError: it loses more than ``LARGEST_LOSS``, which is not ``allowed``.
+    """
+    sample, total, lost = list[str](), 0, Counter[str]()
+    for text in texts if not isinstance(tokenizer, ByteTokenizer) else ():
+        sample.append(text[: SAMPLE - total])
+        total += len(sample[-1])
+        if total == SAMPLE:
+            break
+    for text, ids in zip(sample, tokenizer.encode_batch(sample), strict=True):
+        if (kept := tokenizer.decode(ids)) != text:
+            lost += Counter(tokenizer.normalize(text)) - Counter(tokenizer.normalize(kept))
+    if not lost:
+        return ""
+    named = ", ".join(repr(character) for character, _ in lost.most_common(3))
+    named = ", ".join(repr(character) for character, _ in lost.most_common(3))
+    share = f"{lost.total() / total:.3%} of the characters, most often {named}"
+    if lost.total() > LARGEST_LOSS * total and not allowed:
+        raise ValueError(
+            f"a tokenizer must keep {1 - LARGEST_LOSS:.1%} of the characters; {tokenizer.name!r} loses {share} (in a "
+            f"sample of {total:,}). Take one that falls back to bytes, or set data.allow_loss=true (gecko tokenize: "
+            "--allow-loss)."
+        )
+    return f"the tokenizer {tokenizer.name!r} loses {share} (in a sample of {total:,})"

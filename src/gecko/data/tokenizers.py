@@ -66,6 +66,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Encode every text, on all processor cores if the library can."""
 
+    def normalize(self, text: str) -> str:
+        """Return the text that is divided into tokens."""
+
     def piece(self, index: int) -> str:
         """Return the entry of an id in the vocabulary."""
 
@@ -93,6 +96,9 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
 
+    def normalize(self, text: str) -> str:
+        return text
+
     def piece(self, index: int) -> str:
         return f"<0x{index:02X}>"
 
@@ -119,9 +125,11 @@ class HuggingFaceTokenizer:
             self._tokenizer = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise _unreadable(path, "a tokenizer.json of the tokenizers library", error) from error
-        # Many published files contain settings for the batches of another use.
+        # Many published files contain settings of another use: its batches, or its training with random tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if hasattr(self._tokenizer.model, "dropout"):
+            self._tokenizer.model.dropout = None
         self.name, self.folder = name, path.absolute().parent
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -151,6 +159,10 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def normalize(self, text: str) -> str:
+        normalizer = self._tokenizer.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def piece(self, index: int) -> str:
         return self._tokenizer.id_to_token(index) or ""
@@ -184,6 +196,9 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [np.array(ids, dtype=np.int64) for ids in self._processor.encode(list(texts), num_threads=-1)]
+
+    def normalize(self, text: str) -> str:
+        return str(self._processor.normalize(text))
 
     def piece(self, index: int) -> str:
         return str(self._processor.id_to_piece(index))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gecko.data.token_bytes import check_loss
 from gecko.eval.results import Report, Results, Score, Values, bootstrap_mean, quiet, student
 from gecko.eval.scored_model import Cursor, ScoredModel, Text, TextSize, measure
 from gecko.runtime.process import require
@@ -81,6 +82,8 @@ def _plan(model: ScoredModel[Any], texts: Sequence[Text], lengths: Sequence[int]
         if scored < count:
             notes.append(f"{text.name}: the first {scored:,} of {count:,} tokens are scored, whole segments")
         kept.append(text)
+        if lost := check_loss(model.tokenizer, text.start(), allowed=True):
+            notes.append(f"{text.name}: {lost}")
         sizes.append(measure(model.tokenizer, Cursor(text.tokens(model.tokenizer)).take(scored)))
     if not kept:
         raise ValueError(

@@ -12,6 +12,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -287,6 +288,10 @@ class Text:
     def whole(self) -> str:
         """Return the whole text as a string; errors as for ``decode_text``."""
         return decode_text(b"".join(self._pieces()), self.name)
+
+    def start(self) -> Iterator[str]:
+        """Yield the first piece of the text, without what is not UTF-8."""
+        return (piece.decode("utf-8", "ignore") for piece in islice(self._pieces(), 1))
 
     def _pieces(self) -> Iterator[bytes]:
         return (piece for path in self.paths for piece in read_pieces(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from rich.console import Console
 from gecko.data import (
     IGNORED,
     Batch,
+    ByteTokenizer,
     DataRequest,
     Tokenizer,
     TrainingData,
@@ -24,11 +25,12 @@ from gecko.data import (
     open_training_data,
 )
 from gecko.data.chat import TEMPLATE, TemplateChat, Turn, tuning_format
-from gecko.data.chats import ChatCorpus, ChatRows, load_chats
+from gecko.data.chats import ChatCorpus, ChatRows, load_chats, read_chats
 from gecko.data.loader import batch_of
 from gecko.data.packing import ROW_LAYOUT, CorpusShare
-from gecko.data.sources import check_apart
-from gecko.data.training_data import read_sources
+from gecko.data.sources import check_apart, find_sources, sample_texts
+from gecko.data.token_bytes import SAMPLE, check_loss
+from gecko.data.training_data import parse_source, read_sources
 from gecko.io.checkpoints import list_checkpoints, model_folder
 from gecko.parallel.corpus import whole_corpus
 from gecko.parallel.mesh import Ranks
@@ -73,6 +75,8 @@ def load_data(run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT
         SystemExit: on all other ranks.
     """
     tokenizer = ranks.run_or_abort_all(lambda: _load_tokenizer(run, console))
+    if layout == ROW_LAYOUT:  # runs of earlier versions continue with what they began with
+        ranks.run_or_abort_all(lambda: _report_loss(run, tokenizer, console))
     if run.data.format == "chat":
         return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, tokenizer, layout))
     settings = run.data
@@ -103,6 +107,21 @@ def _load_tokenizer(run: Run, console: Console) -> Tokenizer:
             f"model.vocab_size={-(-tokenizer.vocab_size // 8) * 8}"
         )
     return tokenizer
+
+
+def _report_loss(run: Run, tokenizer: Tokenizer, console: Console) -> None:
+    settings = run.data
+    texts: Iterable[str]
+    names = [parse_source(item)[0] for item in settings.sources] or [settings.source]
+    for name in filter(None, [*names, settings.validation]):
+        if isinstance(tokenizer, ByteTokenizer) or is_shard_folder(name):
+            continue
+        if settings.format == "chat":
+            texts = (turn.content for _, turns in read_chats(name) for turn in turns)
+        else:
+            texts = sample_texts(find_sources(name, field=settings.field)[0].parts, SAMPLE)
+        if told := check_loss(tokenizer, texts, allowed=settings.allow_loss):
+            console.print(f"{name}: {told}")
 
 
 def _run_data(

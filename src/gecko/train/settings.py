@@ -24,6 +24,8 @@ class DataSettings:
     """Field of JSON Lines, Parquet and data sets that holds the text. It does not apply to token shards."""
     tokenizer: str = "bytes"
     """``bytes``, a ``tokenizer.json``, its folder, a SentencePiece ``.model``, or a name on the Hugging Face hub."""
+    allow_loss: bool = False
+    """Train with a tokenizer that loses more than 0.1 % of the characters of the texts."""
     validation: str | None = None
     """Source of the held-out texts. None: ``validation_fraction`` of ``source``.
     It takes anything that ``source`` takes; all of ``source`` or ``sources`` is then trained on, and a file that is in
