@@ -19,6 +19,7 @@ from torch import Tensor
 from gecko.data import Tokenizer
 from gecko.data.text_stream import letter
 from gecko.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from gecko.inference.json_exact import JsonTokens, Names, exact_pattern, exact_schema
 from gecko.runtime.process import require
 
 MAX_SCHEMA = 1 << 18
@@ -73,10 +74,11 @@ class Constraint:
     Args:
         matcher: the matcher of llguidance, before any token.
         text: (V,) bool, the ids that represent text.
+        tokens: the ids as parts of JSON, of which no object repeats a name; None for other texts.
     """
 
-    def __init__(self, matcher: Any, text: np.ndarray) -> None:
-        self._matcher, self._text = matcher, text
+    def __init__(self, matcher: Any, text: np.ndarray, tokens: JsonTokens | None) -> None:
+        self._matcher, self._text, self._tokens = matcher, text, tokens
 
     @property
     def vocab_size(self) -> int:
@@ -88,7 +90,7 @@ class Constraint:
         Args:
             stop_tokens: ids that may end the text once it is complete.
         """
-        return Matcher(self._matcher.deep_copy(), self._text, stop_tokens)
+        return Matcher(self._matcher.deep_copy(), self._text, self._tokens, stop_tokens)
 
 
 class Matcher:
@@ -98,8 +100,11 @@ class Matcher:
         ConstraintError: no token is allowed.
     """
 
-    def __init__(self, matcher: Any, text: np.ndarray, stop_tokens: Iterable[int]) -> None:
-        self._matcher, self._text, self._stops = matcher, text, list(stop_tokens)
+    def __init__(
+        self, matcher: Any, text: np.ndarray, tokens: JsonTokens | None, stop_tokens: Iterable[int]
+    ) -> None:  # fmt: skip
+        self._matcher, self._text, self._tokens, self._stops = matcher, text, tokens, list(stop_tokens)
+        self._names = Names()
         self.allowed = self._next()
         """(V,) bool, the tokens that may come next."""
 
@@ -115,6 +120,8 @@ class Matcher:
             ConstraintError: no token can follow although the text is not complete, or a limit is reached.
         """
         self._matcher.consume_token(token)
+        if self._tokens is not None:
+            self._names = self._names.read(self._tokens.parts[token]) or Names()
         self.allowed = self._next()
 
     def _next(self) -> Tensor:
@@ -124,6 +131,8 @@ class Matcher:
         allowed = self._text.copy()
         allowed[: len(known)] &= known
         allowed[len(known) :] = False
+        if self._tokens is not None:
+            allowed[self._tokens.refused(self._names, allowed)] = False
         self._continues = bool(allowed.any())
         complete = bool(self._matcher.is_accepting())
         if not complete and not self._continues:
@@ -165,17 +174,20 @@ class GrammarCompiler:
         except ValueError as error:  # not JSON, or not Unicode
             raise ConstraintError(str(error)[:_LONGEST]) from error
         limits = library.LLParserLimits(**_LIMITS)
-        matcher = library.LLMatcher(self._library_tokenizer(library), source, limits=limits, log_level=0)
+        tokenizer, tokens = self._library_tokenizer(library)
+        matcher = library.LLMatcher(tokenizer, source, limits=limits, log_level=0)
         _check(matcher)
-        constraint = Constraint(matcher, self._text)
+        constraint = Constraint(matcher, self._text, tokens if grammar.kind == "json_schema" else None)
         constraint.start([])  # the first mask fails if the grammar allows no text
         return constraint
 
-    def _library_tokenizer(self, library: Any) -> Any:
+    def _library_tokenizer(self, library: Any) -> tuple[Any, JsonTokens]:
         """Return the tokenizer of llguidance, which takes about a second to build for large vocabularies."""
         with self._lock:
             if self._known is None:
-                self._known = _convert(library, self._tokenizer)
+                tokenizer = _convert(library, self._tokenizer)
+                parts = [tokenizer.decode_bytes([index]) for index in range(self._tokenizer.vocab_size)]
+                self._known = tokenizer, JsonTokens(parts)
             return self._known
 
 
@@ -185,9 +197,10 @@ def _source(library: Any, grammar: Grammar) -> str:
     if len(grammar.source) > limit:
         raise ConstraintError(f"must have at most {limit:,} characters; got {len(grammar.source):,}")
     if grammar.kind == "json_schema":
-        return library.LLMatcher.grammar_from_json_schema(grammar.source, overrides=_JSON)
+        return library.LLMatcher.grammar_from_json_schema(exact_schema(grammar.source), overrides=_JSON)
     if grammar.kind == "regex":
-        return library.LLMatcher.grammar_from_regex(grammar.source)
+        # \d and \w are ASCII, as in the patterns of a schema.
+        return library.LLMatcher.grammar_from_regex(library.regex_to_lark(exact_pattern(grammar.source), "dw"))
     texts = (_OPERATORS.sub(r"\\\g<0>", text) for text in json.loads(grammar.source))
     return library.LLMatcher.grammar_from_regex("|".join(texts))
 
