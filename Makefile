@@ -10,9 +10,9 @@ INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 
 # After the tests, two of these run side by side, the longest first: installations wait for the network, and some use one
 # processor.
-STAGES := test-vllm test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-upstream docs
+STAGES := test-vllm test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-hf-newest test-upstream docs
 
-.PHONY: demo test ci test-attacks test-kernels test-kernels-oldest test-simulated test-hf-oldest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-attacks test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -47,11 +47,11 @@ test-kernels-oldest: build/triton-3.6/ready  ## Compile the Triton kernels with 
 test-simulated: .venv/simulated  ## Run the Triton kernels under ttsem, as compiled for sm_90, and check each launch for races
 	PYTHONPATH=tests $(BIN)/pytest -p kernels.simulated -n auto --dist loadgroup tests/kernels/interpreted
 
-test-hf-oldest: .venv-oldest/test  ## Run the tests that need transformers with its oldest supported version
-	.venv-oldest/bin/pytest -n auto tests/hf tests/models/test_llama.py tests/models/test_config.py
+test-hf-oldest test-hf-newest: test-hf-%: build/transformers-%/ready  ## Run the tests that need transformers with the oldest supported and the newest version
+	PYTHONPATH=build/transformers-$* $(BIN)/pytest -n auto tests/hf tests/models/test_llama.py tests/models/test_config.py
 
-test-upstream: .venv/upstream  ## Run transformers' own common and training tests on Gecko
-	$(BIN)/pytest -n 2 -W ignore --override-ini addopts='-q --import-mode=importlib --tb=line' \
+test-upstream: .venv/upstream  ## Run the common and training tests of the newest transformers on Gecko
+	PYTHONPATH=build/transformers-newest $(BIN)/pytest -n 2 -W ignore --override-ini addopts='-q --import-mode=importlib --tb=line' \
 		tests/upstream/suite.py
 
 test-vllm: .venv-vllm/test  ## Run Gecko in vLLM on the CPU
@@ -110,7 +110,7 @@ test-gpu: .venv/test  ## Run the tests of operators and models on this machine's
 	$(BIN)/pytest -n 4 tests/gpu/test_operators.py
 
 clean:
-	rm -rf .venv .venv-docs .venv-oldest .venv-vllm build
+	rm -rf .venv .venv-docs .venv-vllm build
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gecko needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -124,12 +124,12 @@ clean:
 	$(INSTALL) --editable '.[dev]'
 	touch $@
 
-.venv/upstream: .venv/simulated  # one installation at a time in .venv; upstream's tests import parameterized, and need an __init__.py to be a package
+.venv/upstream: .venv/simulated build/transformers-newest/ready  # one installation at a time in .venv; upstream's tests import parameterized, and need an __init__.py to be a package
 	$(INSTALL) parameterized
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --constraint constraints.txt \
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --constraint constraints-newest.txt \
 		--no-binary transformers --no-deps --dest build transformers
-	tar -C build -xzf build/transformers-*.tar.gz
-	touch $$(ls -d build/transformers-*/)tests/__init__.py $@
+	tar -C build/transformers-newest --strip-components 1 --wildcards -xzf build/transformers-*.tar.gz '*/tests'
+	touch build/transformers-newest/tests/__init__.py $@
 
 .venv/simulated: .venv/test
 	$(INSTALL) --no-deps --ignore-requires-python ttsem==0.1.0
@@ -151,16 +151,13 @@ clean:
 		mkdocstrings-python zensical
 	touch $@
 
-.venv-oldest/test: pyproject.toml constraints.txt constraints-oldest.txt
-	$(PYTHON) -m venv .venv-oldest
-	awk -F== 'NR == FNR {replaced[$$1]; print; next} !($$1 in replaced)' \
-		constraints-oldest.txt constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python $(PIP) --constraint .venv-oldest/constraints.txt \
-		--editable '.[finetune]' hypothesis pytest pytest-timeout pytest-xdist
-	touch $@
-
 .venv-vllm/test: pyproject.toml constraints-vllm.txt tests/support/vllm_install.py
 	$(PYTHON) tests/support/vllm_install.py .venv-vllm --editable '.[eval,serve]' accelerate hypothesis psutil pytest pytest-timeout tenacity torchao
+	touch $@
+
+build/transformers-%/ready: .venv/test constraints-%.txt  # beside the pinned versions, so without the constraints
+	rm -rf build/transformers-$*
+	$(BIN)/python $(PIP) --no-deps --target build/transformers-$* --requirement constraints-$*.txt
 	touch $@
 
 build/triton-3.6/ready: .venv/test  # beside the pinned version, so without the constraints

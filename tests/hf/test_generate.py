@@ -99,18 +99,19 @@ def test_a_text_goes_on_from_a_state_in_a_file(pair, tmp_path):
     assert read.position == [50]
 
 
-def test_the_whole_text_with_a_cache_reads_only_what_is_new(pair, monkeypatch):
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_whole_text_with_a_cache_reads_only_what_is_new(name, pair, monkeypatch):
     ours, theirs = pair()
     cache, book = GeckoCache(), tokens(2, 30)
     with torch.no_grad():
-        theirs(book, past_key_values=cache)
+        theirs(book, **{name: cache})
     read: list[int] = []
     hidden = ours.__class__.hidden
     monkeypatch.setattr(
         ours.__class__, "hidden", lambda self, ids, *rest: (read.append(ids.shape[1]), hidden(self, ids, *rest))[1]
     )
     longer = torch.cat([book, tokens(2, 4, 7)], dim=1)
-    theirs.generate(longer, attention_mask=torch.ones(2, 34), past_key_values=cache, **GREEDY)
+    theirs.generate(longer, attention_mask=torch.ones(2, 34), **{name: cache}, **GREEDY)
     assert read == [4] + [1] * 11
 
 

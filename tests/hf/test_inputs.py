@@ -92,6 +92,18 @@ def test_the_config_can_ask_for_hidden_states():
     assert model(tokens(1, 5), output_hidden_states=False).hidden_states is None
 
 
+def test_a_version_newer_than_those_tested_is_named_once_and_refused_only_where_a_call_fails(monkeypatch, caplog):
+    config = GeckoConfig.of(SMALL)
+    assert GeckoForCausalLM(config)(tokens(1, 5), new=False).logits.shape == (1, 5, SMALL.vocab_size)
+    assert "tested" not in caplog.text
+    monkeypatch.setattr("transformers.__version__", "5.99.0")
+    models = [GeckoForCausalLM(config) for _ in range(2)]
+    assert caplog.text.count("transformers 5.99.0 is newer than 5.24, the newest that was tested") == 1
+    assert torch.equal(models[0].generate(tokens(1, 5), max_new_tokens=2)[:, :5], tokens(1, 5))
+    with pytest.raises(TypeError, match=r"no argument new. transformers 5\.99\.0 is newer than"):
+        models[0](tokens(1, 5), new=True)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_shifted_labels_are_the_targets_themselves(masked, pair):
     _, theirs = pair()

@@ -278,6 +278,7 @@ REFUSED = [
     ({"output_attentions": True}, ValueError, "output_attentions must be off"),
     ({"output_hidden_states": [7]}, IndexError, "out of range"),
     ({"past_key_values": ()}, TypeError, "must be a GeckoCache; got tuple"),
+    ({"past_key_values": GeckoCache(), "cache": GeckoCache()}, ValueError, "names of one argument; got both"),
     ({"token_type_ids": ONES}, TypeError, "takes no argument token_type_ids"),
     ({"labels": torch.zeros(2, 5).long()}, ValueError, "labels must have the shape"),
 ]

@@ -71,6 +71,7 @@ def test_evaluate_and_predict(model, tmp_path):
         return {"accuracy": float((found["logits"].argmax(-1)[:, :-1] == found["labels"][:, 1:]).float().mean())}
 
     run = trainer(model, tmp_path, compute_metrics=metrics)
+    run.model.config.use_cache = True  # which transformers 5 sets to False; a cache is no prediction
     evaluated = run.evaluate()
     assert {"eval_loss", "eval_accuracy"} <= evaluated.keys()
     predicted = run.predict(ROWS[:7])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import transformers
 
-TESTS = Path(__file__).parents[2] / "build" / f"transformers-{transformers.__version__}" / "tests"
+TESTS = Path(transformers.__file__).parents[1] / "tests"
 PACKAGE = "transformers_tests"
 
 LEFT_OUT = {

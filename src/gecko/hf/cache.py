@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from gecko.hf.batch import Memory
 from gecko.state import GeckoState
+
+_NAMES = ("past_key_values", "cache")
+CACHE = _NAMES["cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+"""Name of the cache in transformers: ``cache`` from 5.24 on, ``past_key_values`` before."""
 
 
 class GeckoCache(Cache):
@@ -23,6 +30,8 @@ class GeckoCache(Cache):
 
     is_compileable = False
     is_croppable = False
+    is_linear = (False,)
+    """transformers 5.24 passes the whole text again to a cache all of whose layers are linear; this one has none."""
 
     def __init__(self, state: GeckoState | None = None) -> None:
         super().__init__(layers=[])
@@ -104,6 +113,17 @@ class GeckoCache(Cache):
             "a Gecko's state cannot go back to an earlier token; keep cache.state from that point and continue with "
             "GeckoCache(state)."
         )
+
+
+def given_cache(past_key_values: GeckoCache | None, cache: GeckoCache | None) -> GeckoCache | None:
+    """Return the one of the two names of a cache that a caller used.
+
+    Raises:
+        ValueError: both were used.
+    """
+    if past_key_values is not None and cache is not None:
+        raise ValueError("past_key_values and cache are names of one argument; got both. Pass one of them.")
+    return cache if past_key_values is None else past_key_values
 
 
 _BASE = 6_364_136_223_846_793_005

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from gecko.hf.cache import GeckoCache
+from gecko.hf.cache import CACHE, GeckoCache, given_cache
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.modeling import GeckoModel, as_asked
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
@@ -50,6 +50,7 @@ class GeckoForSequenceClassification(GeckoPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | Sequence[int] | None = None,
         return_dict: bool | None = None,
+        cache: GeckoCache | None = None,
         **others: Any,
     ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
         """Return the scores (B, num_labels) of the texts, and the loss if ``labels`` are given.
@@ -65,6 +66,7 @@ class GeckoForSequenceClassification(GeckoPreTrainedModel):
         Raises:
             ValueError: several rows of ids have no mask, and the config has no ``pad_token_id``; or see ``Batch``.
         """
+        past_key_values = given_cache(past_key_values, cache)
         if attention_mask is None and input_ids is not None and past_key_values is None:
             attention_mask = self._mask(input_ids)
         output = self.model(
@@ -76,7 +78,7 @@ class GeckoForSequenceClassification(GeckoPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(logits=scores, labels=labels, pooled_logits=scores, config=self.config)
         found = SequenceClassifierOutputWithPast(
-            loss=loss, logits=scores, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+            loss=loss, logits=scores, hidden_states=output.hidden_states, **{CACHE: output.get(CACHE)}
         )
         return as_asked(found, return_dict, self.config)
 

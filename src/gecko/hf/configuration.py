@@ -19,7 +19,7 @@ class GeckoConfig(PretrainedConfig):
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (Trainer appends to it, so it is a list)
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 (Trainer appends to this list)
     attribute_map = {  # noqa: RUF012 (transformers expects a plain dictionary)
         "hidden_size": "model_dim",
         "intermediate_size": "ffn_dim",

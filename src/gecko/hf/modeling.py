@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from gecko.hf.batch import Batch, Layers, Memory, pick
-from gecko.hf.cache import GeckoCache
+from gecko.hf.cache import CACHE, GeckoCache, given_cache
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
 from gecko.inference.pieces import piece_length
@@ -32,6 +33,9 @@ from gecko.state import GeckoState
 _REPEATS_POSITIONS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx")
 """Arguments that repeat the document borders of ``position_ids`` in the form that other attention kernels need."""
 
+
+NEWEST = Version("5.24")
+"""Newest minor version of transformers with which the tests ran."""
 
 _NO_KERNELS = (
     "This copy of Gecko's code holds no C or Triton kernels, so it computes the same more slowly. To use the kernels, "
@@ -76,6 +80,8 @@ class GeckoModel(GeckoPreTrainedModel):
         super().__init__(config)
         if not is_package():
             logger.warning_once(_NO_KERNELS)
+        if note := _untested():
+            logger.warning_once(note)
         self.gecko = CheckpointedGecko.without_values(config.architecture())
         self.post_init()  # which calls initialize_weights
 
@@ -91,9 +97,11 @@ class GeckoModel(GeckoPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | Sequence[int] | None = None,
         return_dict: bool | None = None,
+        cache: GeckoCache | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Return hidden states (B, T, D). Arguments: see ``GeckoForCausalLM``; values at padding: ``Batch.read``."""
+        past_key_values = given_cache(past_key_values, cache)
         if torch.compiler.is_exporting():
             use_cache = _exported_without_cache(attention_mask, position_ids, past_key_values, use_cache)
         _refuse(output_attentions, others)
@@ -110,7 +118,7 @@ class GeckoModel(GeckoPreTrainedModel):
             ids = batch.inputs if inputs_embeds is None else None
             cache.follow(state, ids, batch.is_text, hidden[:, -1].clone())
         shown: Any = None if wanted is False else pick([*layers, hidden], wanted)
-        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache, hidden_states=shown)
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=shown, **{CACHE: cache})
         return as_asked(output, return_dict, self.config)
 
     def batch(
@@ -204,7 +212,10 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: see ``GeckoCache.check``.
         """
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
+        cache = given_cache(*(kwargs.pop(name, None) for name in ("past_key_values", "cache")))
+        ids = kwargs.get("input_ids", inputs)
+        if cache is not None:
+            kwargs[CACHE] = cache
         if isinstance(cache, GeckoCache) and ids is not None and kwargs.get("inputs_embeds") is None:
             cache.check(ids)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
@@ -230,17 +241,20 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         if mask is not None and mask.dim() == 2 and not bool((mask != 0).any(1).all()):
             raise ValueError("every prompt must have at least one token; a row of attention_mask has only padding.")
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)  # type: ignore[misc]
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = GeckoCache()
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = GeckoCache()
         return prepared
 
     def prepare_inputs_for_generation(self, *args: Any, inputs_embeds: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs without ``tokenizer``, which transformers passes on from the arguments of ``generate``.
 
-        ``inputs_embeds`` has a name here because transformers looks for it.
+        ``inputs_embeds`` has a name here because transformers looks for it. The cache is under its older name, by which
+        PEFT knows whether a trained prompt was read.
         """
         kwargs.pop("tokenizer", None)
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
+        if CACHE in prepared:
+            prepared["past_key_values"] = prepared.pop(CACHE)
         return prepared
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
@@ -266,6 +280,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        cache: GeckoCache | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return the logits, the loss if ``labels`` are given, and the cache.
@@ -285,6 +300,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
             logits_to_keep: number of last columns, or indices of columns, whose logits are returned; 0 means all. The
                 loss is over all columns and does not need the logits, so 1 saves memory if only the loss is needed.
             num_items_in_batch: divisor of the sum of losses, instead of the number of targets.
+            cache: another name of ``past_key_values``, which transformers uses from 5.24 on.
             others: ``shift_labels`` (B, T), the target of every token, is used instead of ``labels`` and not shifted;
                 the target of the last token of a document is ignored, unless it is the last token of the call. It is
                 not a parameter, because ``Trainer`` takes every parameter with "label" in its name for a column.
@@ -292,6 +308,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         Raises:
             ValueError, TypeError: attentions are requested; or see ``Batch``.
         """
+        past_key_values = given_cache(past_key_values, cache)
         targets, shift_labels = None, others.pop("shift_labels", None)
         given = labels if shift_labels is None else shift_labels
         if given is not None:  # before the call updates the cache
@@ -306,8 +323,8 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         kept = slice(None) if isinstance(kept, int) else kept
         loss = None if targets is None else self._loss(hidden, targets, num_items_in_batch)
         output = CausalLMOutputWithPast(
-            loss=loss, logits=self.model.gecko.head(hidden[:, kept]), past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
+            loss=loss, logits=self.model.gecko.head(hidden[:, kept]), hidden_states=output.hidden_states,
+            **{CACHE: output.get(CACHE)},
         )  # fmt: skip
         return as_asked(output, return_dict, self.config)
 
@@ -345,6 +362,14 @@ def _exported_without_cache(mask: Any, positions: Any, cache: Any, use_cache: bo
     return False
 
 
+def _untested() -> str:
+    """Return a note if this version of transformers is newer than those tested, else an empty text."""
+    from transformers import __version__ as found
+
+    newer = Version(found).release[:2] > NEWEST.release
+    return f"transformers {found} is newer than {NEWEST}, the newest that was tested." if newer else ""
+
+
 def _check_borders(positions: Tensor | None, others: dict[str, Any]) -> None:
     given = [name for name in _REPEATS_POSITIONS if others.get(name) is not None]
     if given and positions is None:
@@ -358,9 +383,10 @@ def _refuse(attentions: bool | None, others: dict[str, Any]) -> None:
     if attentions:
         raise ValueError("output_attentions must be off: a Gecko computes no attention weights of a whole text.")
     known = (*_REPEATS_POSITIONS, "cache_position")  # transformers 4 passes this, which repeats the cache's length
-    unknown = [name for name, value in others.items() if value is not None and name not in known]
+    off = (None, False)
+    unknown = [name for name, value in others.items() if not any(value is x for x in off) and name not in known]
     if unknown:
-        raise TypeError(f"a Gecko takes no argument {', '.join(unknown)}.")
+        raise TypeError(f"a Gecko takes no argument {', '.join(unknown)}. {_untested()}".rstrip())
 
 
 def as_asked(output: Any, return_dict: bool | None, config: Any) -> Any:

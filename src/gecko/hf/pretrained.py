@@ -52,7 +52,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
     """transformers may ask for "eager" or "sdpa": a Gecko has one attention, which serves both names."""
     _is_stateful = True
     _no_split_modules = ["GeckoBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _to_gecko: str
     """Prefix of the ``Gecko``'s parameter names in this model."""
     _format = FORMAT

@@ -234,7 +234,7 @@ class Llama(nn.Module):
         cache = _Appending(before)
         # The number of keys grows with every call, and a compiled block would recompile for each.
         with torch.compiler.set_stance("force_eager"):
-            hidden = self._through_blocks(tokens, positions, past_key_values=cache)
+            hidden = self._through_blocks(tokens, positions, cache)
         return hidden, KeyValues(tuple(cache.after))
 
     def save(self, folder: str | Path) -> None:
@@ -249,13 +249,15 @@ class Llama(nn.Module):
         check_tokens("targets", targets, self.config.vocab_size, ignored=True)
         return self.hidden(tokens, segment_ids), trained_targets(tokens, targets, segment_ids)
 
-    def _through_blocks(self, tokens: Tensor, positions: Tensor, **options: Any) -> Tensor:
+    def _through_blocks(self, tokens: Tensor, positions: Tensor, cache: Any = None, **options: Any) -> Tensor:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         x = self.model.embed_tokens(tokens.long())
         rotation = LlamaRotaryEmbedding(self.model.config).to(x.device)(x, positions.to(x.device))
         for block in self.blocks:
-            x = run_block(self.activation_checkpointing, block, x, position_embeddings=rotation, **options)
+            # By position: the name of the cache differs between versions of transformers. The others are mask and ids.
+            inputs = (x, None, None, cache)
+            x = run_block(self.activation_checkpointing, block, *inputs, position_embeddings=rotation, **options)
         return self.model.norm(x)
 
 
@@ -287,7 +289,7 @@ class _Appending:
         self._before = before
         self.after: list[tuple[Tensor, Tensor]] = []
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self._before is not None:
             earlier = self._before.layers[layer]
             keys, values = torch.cat([earlier[0], keys], dim=2), torch.cat([earlier[1], values], dim=2)
