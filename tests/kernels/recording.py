@@ -82,14 +82,17 @@ def _on(device: str, tree: Any) -> Any:
 
 
 def launches(call: Callable[[], Any], run: Callable[[Launch], Any]) -> None:
-    """Make ``call`` as on a GPU, with ``run`` instead of each launch. Results on the CPU are unwritten."""
+    """Make ``call`` as on a GPU, with ``run`` instead of each launch. Results on the CPU are unwritten.
+
+    All tensors say that they are on a GPU, so whatever asks them chooses as there, not only the choice of kernels.
+    """
     with pytest.MonkeyPatch.context() as patch, _WithoutNumbers():
         patch.setattr(Launch, "run", lambda launch: run(launch))
         patch.setattr(dispatch, "is_watched", lambda: False)
         # C kernels would keep activations in float32 under autocast, on processors with bfloat16 products.
         patch.setattr(dispatch, "_cpu_kernels_installed", lambda: False)
         patch.setattr(cpu, "onednn_is_faster", lambda: False)  # products of a GPU are PyTorch's own on any processor
-        take_kernels(patch)
+        patch.setattr(torch.Tensor, "is_cuda", True)
         call()
 
 
@@ -113,12 +116,13 @@ def model_on_nothing(config: GeckoConfig, dtype: torch.dtype = torch.float32) ->
     return model.to(dtype).to_empty(device="cpu")
 
 
-def train(model: Gecko, length: int, precision: Precision, documents: bool) -> None:
-    """Compute loss and gradients of two rows with one document each, or several."""
-    text = torch.zeros(2, length + 1, dtype=torch.int64)
-    ids = (torch.arange(length) >= torch.tensor([[length // 3], [length - 2]])).long() if documents else None
+def train(model: Gecko, length: int, precision: Precision, documents: bool, rows: int = 2) -> None:
+    """Compute loss and gradients of rows with one document each, or several."""
+    text = torch.zeros(rows, length + 1, dtype=torch.int64)
+    ids = (torch.arange(length) >= torch.tensor([[length // 3], [length - 2]])).long()[:rows] if documents else None
     with autocast(precision, text.device):
-        model.loss(text[:, :-1], text[:, 1:], ids).backward()
+        loss = model.loss(text[:, :-1], text[:, 1:], ids)
+    loss.backward()  # outside, as in training: autocast would round products of gradients
 
 
 @torch.no_grad()

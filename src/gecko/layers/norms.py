@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.layers.linear import offsets
-from gecko.ops.backends.dispatch import triton_kernels_run_on
+from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import linear_dtype
 from gecko.ops.norms import group_layer_norm, group_rms_norm
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
@@ -34,7 +34,7 @@ class TimestepNorm(nn.Module):
             state = timestep_norm_state_before(x, self.groups, self.betas, self.eps, state, segments, segments.exchange)
         return timestep_norm(
             x, self.weight, self.bias, self.groups, self.betas, self.eps, state, segments=segments,
-            dtype=linear_dtype(x) if triton_kernels_run_on(x) else x.dtype,
+            dtype=linear_dtype(x) if choose_backend(x, cpu=False) == "triton" else x.dtype,
         )  # fmt: skip
 
 

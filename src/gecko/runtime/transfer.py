@@ -21,7 +21,7 @@ class HostCopy:
     """Values of a tensor of a device on their way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        on_gpu = tensor.is_cuda and torch.cuda.is_available()
+        on_gpu = tensor.device.type == "cuda" and torch.cuda.is_available()
         self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
         self._values.copy_(tensor, non_blocking=True)
         self._copied = torch.cuda.Event() if on_gpu else None

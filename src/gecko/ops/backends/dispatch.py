@@ -59,9 +59,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the Triton kernels support."""
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Return whether ``x`` is on a GPU, for choices that do not depend on Triton."""
+    return x.is_cuda
+
+
 def triton_kernels_run_on(x: Tensor) -> bool:
     """Return whether Triton kernels support ``x``: it is on a GPU, in at most 32 bits, and Triton is installed."""
-    return x.is_cuda and x.dtype in DTYPES and triton_kernels_installed()
+    return on_gpu(x) and x.dtype in DTYPES and triton_kernels_installed()
 
 
 def cpu_kernels_run_on(*tensors: Tensor | None) -> bool:

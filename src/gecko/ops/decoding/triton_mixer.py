@@ -237,6 +237,7 @@ def _use_memory(p_memory, p_value_sum, p_read, p_share, b_value, reads, i_column
         b_recalled += tl.load(p_read + i_r, mask=m_r, other=0.0)[:, None] * b_memory
         b_sum = tl.load(p_value_sum + i, mask=m, other=0.0)
         b_share = tl.load(p_share + i_r, mask=m_r, other=0.0)
+        tl.debug_barrier()  # all threads have loaded the sums
         tl.store(p_value_sum + i, b_sum + b_share[:, None] * (b_value[None, :] - b_sum), mask=m)
     return tl.sum(b_recalled, 0)
 
@@ -288,13 +289,14 @@ def _enter_previous(p_memory, p_previous_values, p_value_sum, p_rho, p_kept, p_e
         b_memory = tl.load(p_memory + i, mask=m, other=0.0)
         i, m = i_key[:, None] * key + i_r[None, :], m_key[:, None] & m_r[None, :]
         b_known = tl.dot(tl.load(p_entering + i, mask=m, other=0.0), b_memory, b_known, input_precision="tf32x3")
-    tl.debug_barrier()  # the program has read all of its columns of the memory
     i, m = i_key[:, None] * value + i_column[None, :], m_key[:, None] & m_column[None, :]
     b_rho = tl.load(p_rho + i_key, mask=m_key, other=0.0)[:, None]
     b_kept = tl.load(p_kept + i_key, mask=m_key, other=0.0)[:, None] * tl.load(p_memory + i, mask=m, other=0.0)
     b_enters = tl.load(p_previous_values + i, mask=m, other=0.0) - b_known
+    tl.debug_barrier()  # the program has read all of its columns of the memory
     tl.store(p_memory + i, b_kept + b_rho * b_enters, mask=m)
     tl.store(p_previous_values + i, tl.load(p_value_sum + i, mask=m, other=0.0), mask=m)
+    tl.debug_barrier()  # all threads have loaded the sums of the chunk that ended
     tl.store(p_value_sum + i, tl.zeros([width, columns], tl.float32), mask=m)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import linear, packed_weights_run_on
-from gecko.ops.backends.dispatch import choose_backend, kernels_of, products_are_rounded
+from gecko.ops.backends.dispatch import choose_backend, kernels_of, on_gpu, products_are_rounded
 from gecko.ops.common import check_shape, compute_dtype, linear_dtype
 
 IGNORED = -100
@@ -45,7 +45,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
         count = (targets != IGNORED).sum().clamp(min=1)
         total = torch.zeros((), dtype=compute_dtype(hidden), device=hidden.device)
         ctx.dtypes = hidden.dtype, weight.dtype
-        given = _logit_dtype(hidden, dtype)
+        given = dtype if on_gpu(hidden) else hidden.dtype
         read, projection = hidden.to(dtype), weight.to(dtype)
         hidden, weight = hidden.to(given), weight.to(given)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -122,45 +122,37 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
 
 
 def _token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    dtype = _logit_dtype(hidden, dtype)
+    dtype = dtype if on_gpu(hidden) else hidden.dtype
     hidden, weight = hidden.to(dtype), weight.to(dtype)
-    losses = []
-    for block in _blocks(hidden, weight.shape[0]):
-        logits = _product(hidden[block], weight)
-        losses.append(F.cross_entropy(logits, targets[block], reduction="none", ignore_index=IGNORED))
-    return torch.cat(losses)
+    return torch.cat([
+        F.cross_entropy(_product(hidden[block], weight), targets[block], reduction="none", ignore_index=IGNORED)
+        for block in _blocks(hidden, weight.shape[0])
+    ])  # fmt: skip
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype of products: that of autocast if the device supports such products, else that of ``hidden``."""
-    if hidden.is_cuda:
+    if on_gpu(hidden):
         return linear_dtype(hidden)
     return torch.bfloat16 if products_are_rounded() and hidden.dtype == torch.float32 else hidden.dtype
 
 
-def _logit_dtype(hidden: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the operands of logits."""
-    return dtype if hidden.is_cuda else hidden.dtype
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return a bᵀ in float32 or wider. On a GPU, sums of 16-bit products are not rounded to 16 bits."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+    if on_gpu(a) and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     return linear(a, b).to(compute_dtype(a))
 
 
 def _blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
     size = _block_size(hidden, vocabulary)
-    for begin in range(0, hidden.shape[0], size):
-        yield slice(begin, begin + size)
+    return (slice(begin, begin + size) for begin in range(0, hidden.shape[0], size))
 
 
 def _block_size(hidden: Tensor, vocabulary: int) -> int:
     """Return the number of tokens per block."""
-    if hidden.is_cuda:
-        return max(1, GPU_BLOCK_ELEMENTS // vocabulary)
-    return max(FEWEST_TOKENS, BLOCK_ELEMENTS // vocabulary)
+    least, elements = (1, GPU_BLOCK_ELEMENTS) if on_gpu(hidden) else (FEWEST_TOKENS, BLOCK_ELEMENTS)
+    return max(least, elements // vocabulary)
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -172,8 +164,7 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: 
             losses, grad = losses_and_gradient(logits, targets, count, IGNORED, dtype)
             return losses.sum(), grad
         case "cpu":
-            cpu = kernels_of("loss", "cpu")
-            losses, grad = cpu.losses_and_gradient_cpu(logits, targets, float(count), IGNORED)
+            losses, grad = kernels_of("loss", "cpu").losses_and_gradient_cpu(logits, targets, float(count), IGNORED)
             return losses.sum(), grad.to(dtype)
         case "eager":
             log_probabilities = logits.log_softmax(-1)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gecko.ops.backends.dispatch import on_gpu
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary, with_identity
 from gecko.runtime.transfer import to_device
@@ -87,7 +88,7 @@ class Grid:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a b in float32 for batches of matrices of one dtype. Sums over 16-bit factors are not rounded."""
-    if a.is_cuda and a.itemsize == 2:
+    if on_gpu(a) and a.itemsize == 2:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())
 

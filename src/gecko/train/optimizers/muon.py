@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from gecko.ops.backends.dispatch import on_gpu
 from gecko.parallel.fsdp import whole
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -102,7 +103,7 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     Products are bfloat16 on a GPU, and have the dtype of ``matrix`` on a CPU, which may emulate bfloat16 slowly.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.bfloat16() if matrix.is_cuda else matrix
+    x = matrix.bfloat16() if on_gpu(matrix) else matrix
     wide = len(x) <= x.shape[1]
     x = x if wide else x.T
     x = x / x.norm().clamp(min=1e-7)
