@@ -16,7 +16,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import gecko
 from gecko.io.checkpoints import list_checkpoints
 from gecko.train import Run
-from gecko.train.checkpoints.folders import verify_checkpoint, write_checkpoint
+from gecko.train.checkpoints.folders import (
+    all_files,
+    flushed_entries,
+    verify_checkpoint,
+    write_checkpoint,
+    write_manifest,
+)
 
 Command = Callable[..., Any]
 CONFIG = gecko.GeckoConfig(
@@ -171,3 +177,21 @@ def test_an_average_of_more_than_there_is_or_of_damaged_files_is_refused(
     result = command("average", run_folder, "--last", 2, "--out", tmp_path / "mean")
     assert result.exit_code == 2 and shard.name in result.stderr
     assert not (tmp_path / "mean").exists()
+
+
+@pytest.mark.parametrize(("every", "consecutive"), [(1, False), (2, False), (3, False), (4, True), (500, True)])
+def test_only_consecutive_checkpoints_are_averaged(
+    command: Command, run_folder: Path, tmp_path: Path, every: int, consecutive: bool
+) -> None:
+    """A checkpoint that is kept for its low loss may lie far before the newest one."""
+    for path in list_checkpoints(run_folder / "checkpoints"):
+        run = Run.load(path / "recipe.json")
+        replaced = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, every=every))
+        replaced.save(path / "recipe.json")
+        write_manifest(path, flushed_entries(path, all_files(path)))
+    result = command("average", run_folder, "--last", 2, "--out", tmp_path / "mean")
+    assert (result.exit_code == 0) == consecutive, result.output
+    if not consecutive:
+        assert "step-00000008 and step-00000004 are not" in result.stderr and "Try --last 1" in result.stderr
+        assert not (tmp_path / "mean").exists()
+        assert command("average", run_folder, "--last", 1, "--out", tmp_path / "mean").exit_code == 0

@@ -1,4 +1,7 @@
-"""``minutes`` is converted to a number of steps, once."""
+"""``minutes`` become a number of steps: once for a cosine, else when the time for the decay and the end has come.
+
+Clocks of these tests are made up: each look at one takes as many seconds as the machine is slow at that time.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +11,195 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.whole_runs import die, everything, same_end, stop_after
+from support.whole_runs import curve, die, everything, same_end, stop_after
 
-from gecko.train import CheckpointSettings, EvaluationSettings, Run, report, session, setup, train, trainer
-from gecko.train.checkpoints.checkpointer import Checkpointer
+from gecko.train import (
+    CheckpointSettings,
+    EvaluationSettings,
+    Run,
+    ScheduleSettings,
+    report,
+    session,
+    setup,
+    train,
+    trainer,
+)
+from gecko.train.checkpoints.checkpointer import Checkpointer, read_trainer_state
+from gecko.train.clock import Costs
 from gecko.train.evaluate import HeldOut
-from gecko.train.setup import Budget, Costs, most_steps
+from gecko.train.setup import most_steps
 from gecko.train.trainer import Trainer
 
 
+class Ticks:
+    """Clock that a look takes ``slowness(seconds so far)`` seconds forward."""
+
+    def __init__(self, slowness: Callable[[float], float]) -> None:
+        self.seconds, self._slowness = 0.0, slowness
+
+    def __call__(self) -> float:
+        self.seconds += self._slowness(self.seconds)
+        return self.seconds
+
+
+MACHINES = {
+    "steady": lambda seconds: 0.7,
+    "slow": lambda seconds: 1.5,
+    "restless": lambda seconds: 0.4 + seconds * 7.13 % 0.6,
+    "first slow": lambda seconds: 2.0 if seconds < 80 else 0.7,
+    "later slow": lambda seconds: 0.7 if seconds < 100 else 1.2,
+    "stalls": lambda seconds: 20.0 if 60 < seconds < 70 else 0.7,
+    "slow start": lambda seconds: 10.0 if seconds < 30 else 0.7,
+}
+
+
+def quick() -> Ticks:
+    return Ticks(lambda _: 0.2)
+
+
+def timed(run: Run) -> Run:
+    """Return the run with three minutes in place of its steps, and constant costs besides steps."""
+    schedule = ScheduleSettings(warmup=0.1, final=0.1)
+    evaluation, checkpoint = replace(run.evaluation, every=1000), replace(run.checkpoint, every=10)
+    return replace(run, steps=None, minutes=3, schedule=schedule, evaluation=evaluation, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_run_that_follows_the_clock_uses_the_time_and_no_more(run_in: Callable[[str], Run], machine: str) -> None:
+    clock = Ticks(MACHINES[machine])
+    result = train(timed(run_in("timed")), now=clock)
+    assert result.finished and result.run.steps == result.step
+    assert 150 <= clock.seconds <= 180
+    schedule = result.run.schedule
+    assert schedule.decay_steps == pytest.approx(schedule.decay * result.step, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("killed", "machine"),
+    [("in the warm-up", "slow"), ("before", "first slow"), ("between", "slow"), ("after", "slow")],
+)
+def test_a_run_that_follows_the_clock_resumes_exactly(
+    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, killed: str, machine: str
+) -> None:
+    """The result is that of a run whose steps are given. What was decided before a kill is kept after it, whatever the
+    clock of the next machine says; what was not is decided by that clock and the time that was already used."""
+    first = train(timed(run_in("whole")), now=Ticks(MACHINES["steady"]))
+    decided = first.step - (first.run.schedule.decay_steps or 0)
+    steps = {"in the warm-up": 6, "before": decided - 6, "between": decided + 1, "after": decided + 6}
+    run = timed(run_in("killed"))
+    stop_after(steps[killed], monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, now=Ticks(MACHINES["steady"]))
+    clock = Ticks(MACHINES[machine])
+    resumed = train(run, resume=True, now=clock)
+    if killed in ("between", "after"):
+        assert resumed.run.steps == first.run.steps
+        assert same_end(resumed, first) and curve(run) == curve(first.run)
+    given = train(replace(resumed.run, output=str(run_in("given").folder)))
+    assert given.step == resumed.step
+    assert same_end(resumed, given) and curve(run) == curve(given.run)
+
+
+def test_before_the_decay_no_rate_depends_on_the_number_of_steps(run_in: Callable[[str], Run]) -> None:
+    rates = []
+    for minutes in (2, 3):
+        run = replace(timed(run_in(f"{minutes}")), minutes=minutes)
+        run = replace(run, schedule=replace(run.schedule, warmup_steps=5))
+        result = train(run, now=Ticks(MACHINES["steady"]))
+        constant = result.step - (result.run.schedule.decay_steps or 0)
+        rates.append([row["learning_rate"] for row in curve(run) if row["kind"] == "train"][: constant + 1])
+    few, many = rates
+    assert len(few) < len(many) and few == many[: len(few)]
+    assert few == [0.01 * min(1, (step + 1) / 5) for step in range(len(few))]
+
+
+def test_a_resumed_run_counts_the_time_of_its_earlier_sessions(
+    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = timed(run_in("stopped"))
+    for step in (9, 15):
+        clock = Ticks(MACHINES["steady"])
+        stop_after(step, monkeypatch, die)
+        with pytest.raises(KeyboardInterrupt):
+            train(run, resume=True, now=clock)
+    used = read_trainer_state(run.folder / "checkpoints" / "step-00000010").elapsed
+    clock = Ticks(MACHINES["steady"])
+    whole = train(timed(run_in("whole")), now=Ticks(MACHINES["steady"]))
+    assert train(run, resume=True, now=clock).step < whole.step
+    assert clock.seconds + used < 180
+
+
+def test_another_schedule_does_not_follow_a_clock_that_was_begun(
+    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = timed(run_in("stopped"))
+    stop_after(12, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, now=Ticks(MACHINES["steady"]))
+    cosine = replace(run, schedule=replace(run.schedule, kind="cosine"), overrides=("schedule.kind=cosine",))
+    with pytest.raises(ValueError, match=r"schedule\.kind must be wsd .* got cosine\. Set steps="):
+        train(cosine, resume=True)
+    longer = train(replace(run, minutes=4), resume=True, now=Ticks(MACHINES["steady"]))
+    assert longer.finished and longer.run.minutes == 4
+
+
+@pytest.mark.parametrize("kind", ["cosine", "auto"])
+def test_long_evaluations_get_fewer_rows(
+    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """The final one takes at most a tenth of the time, and so do the others together; a resumed run has the same."""
+    monkeypatch.setattr(setup, "_timed", lambda work, clock: (work(), 4.0)[1])
+    run = timed(run_in("bounded"))
+    run = replace(
+        run, minutes=2, schedule=replace(run.schedule, kind=kind), sample=replace(run.sample, tokens=800),
+        evaluation=EvaluationSettings(every=5, rows=40, final_rows=1000),
+    )  # fmt: skip
+    stop_after(5, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, now=Ticks(MACHINES["steady"]))
+    result = train(run, resume=True, now=Ticks(MACHINES["steady"]))
+    assert result.run.evaluation == EvaluationSettings(every=5, rows=2, final_rows=6)
+    assert result.run.sample.tokens == 24
+    assert {len(row["row_losses"]) for row in curve(run) if row["kind"] == "validation"} == {2}
+    assert result.evaluation is not None and len(result.evaluation.row_losses) == 6
+
+
+def cosine(run: Run) -> Run:
+    return replace(run, schedule=ScheduleSettings(kind="cosine"))
+
+
 def test_a_time_budget_becomes_a_number_of_steps_once(run_in: Callable[[str], Run]) -> None:
-    timed = train(replace(run_in("timed"), steps=None, minutes=0.01))
-    assert timed.run.steps == timed.step >= 1
-    assert f"steps={timed.step}" in timed.run.command()
-    counted = train(replace(run_in("counted"), steps=timed.step))
-    assert same_end(timed, counted)
-    again = train(replace(run_in("timed"), steps=None, minutes=0.01), resume=True)
-    assert again.run.steps == timed.step
+    run = replace(cosine(run_in("timed")), steps=None, minutes=0.2)
+    measured = train(run, now=quick())
+    assert measured.run.steps == measured.step >= 1
+    assert f"steps={measured.step}" in measured.run.command()
+    counted = train(replace(cosine(run_in("counted")), steps=measured.step))
+    assert same_end(measured, counted)
+    again = train(run, resume=True)
+    assert again.run.steps == measured.step
 
 
 def test_other_minutes_than_those_that_became_steps_are_refused(run_in: Callable[[str], Run]) -> None:
     """They would change only the recipe; ``steps`` changes the run."""
-    run = replace(run_in("timed"), steps=None, minutes=0.01)
-    done = train(run).step
+    run = replace(cosine(run_in("timed")), steps=None, minutes=0.2)
+    done = train(run, now=quick()).step
     before = everything(run.folder)
-    with pytest.raises(ValueError, match=rf"fixed at {done}; got minutes=0\.02\. Set steps="):
-        train(replace(run, minutes=0.02), resume=True)
+    with pytest.raises(ValueError, match=rf"fixed at {done}; got minutes=0\.3\. Set steps="):
+        train(replace(run, minutes=0.3), resume=True)
     assert everything(run.folder) == before
-    assert train(replace(run, minutes=0.02, steps=done + 1), resume=True).step == done + 1
+    assert train(replace(run, minutes=0.3, steps=done + 1), resume=True).step == done + 1
 
 
 def test_killed_before_its_first_checkpoint_a_run_keeps_its_measured_steps(
     run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = replace(run_in("killed"), steps=None, minutes=0.02)
+    run = replace(cosine(run_in("killed")), steps=None, minutes=0.2)
     stop_after(1, monkeypatch, die)
     with pytest.raises(KeyboardInterrupt):
-        train(run)
+        train(run, now=quick())
     monkeypatch.undo()
     found = Run.load(run.folder / "recipe.json").steps
-    monkeypatch.setattr("gecko.train.session.steps_in_budget", lambda *_: pytest.fail("it was measured again"))
+    monkeypatch.setattr("gecko.train.session.measured", lambda *_, **__: pytest.fail("it was measured again"))
     assert train(run, resume=True).step == found
 
 
@@ -63,7 +215,7 @@ def test_what_does_not_fit_is_estimated_from_one_row_and_told(
         return step(model, optimizer, parts, **more)
 
     monkeypatch.setattr(setup, "train_step", recorded)
-    assert train(replace(run_in("short"), steps=None, minutes=0.001)).step == 1
+    assert train(replace(run_in("short"), steps=None, minutes=0.001), now=quick()).step == 1
     assert rows == [1, 1]
     assert "minutes=0.001 is too short for this run: a single step" in capsys.readouterr().out
 
@@ -72,13 +224,13 @@ def test_a_run_whose_first_step_ends_long_after_the_budget_is_refused(
     run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder can be trained in afterwards."""
-    run = replace(run_in("long"), steps=None, minutes=0.01)
+    run = replace(run_in("long"), steps=None, minutes=0.2)
     with monkeypatch.context() as patch:
         patch.setattr(setup, "SLACK_SECONDS", 0.0)
         patch.setattr(setup, "REPORT_SECONDS", 100.0)
         with pytest.raises(ValueError, match=r"takes about 1\.\d minutes. Nothing was trained. Try minutes=4"):
-            train(run)
-    assert train(replace(run, minutes=0.02)).step >= 1
+            train(run, now=quick())
+    assert train(run, now=quick()).step >= 1
 
 
 def test_the_budget_counts_what_a_run_does(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +264,8 @@ def test_as_many_steps_are_taken_as_fit(small_run: Run, left: float) -> None:
 def test_a_part_is_estimated_from_a_piece_of_it(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation takes one batch's time for each of its batches, and a sample one token's for each of its tokens."""
     found: list[Costs] = []
-    monkeypatch.setattr(setup, "_timed", lambda work: (work(), 3.0)[1])
+    monkeypatch.setattr(setup, "EVALUATING_PART", 1000)
+    monkeypatch.setattr(setup, "_timed", lambda work, clock: (work(), 3.0)[1])
     monkeypatch.setattr(setup, "most_steps", lambda run, costs, left: (found.append(costs), 1)[1])
     batches: list[int] = []
     evaluate = trainer.evaluate
@@ -124,7 +277,7 @@ def test_a_part_is_estimated_from_a_piece_of_it(small_run: Run, monkeypatch: pyt
     for place in (trainer, report):
         monkeypatch.setattr(place, "evaluate", counting)
     run = replace(small_run, evaluation=EvaluationSettings(every=5, rows=6, final_rows=10))
-    train(replace(run, steps=None, minutes=10, sample=replace(run.sample, tokens=20)))
+    train(replace(cosine(run), steps=None, minutes=1000, sample=replace(run.sample, tokens=20)))
     (costs,), (curve, *_, final) = found, batches
     assert curve > 1 and final > curve
     assert costs.step == 3
@@ -132,18 +285,9 @@ def test_a_part_is_estimated_from_a_piece_of_it(small_run: Run, monkeypatch: pyt
     assert costs.end == 3 * final + 3 * 20 / setup._SAMPLED + setup.REPORT_SECONDS
 
 
-def test_the_budget_begins_with_the_command(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, left = session.steps_in_budget, []
-
-    def late(*arguments: Any) -> Budget:
-        *others, begin = arguments
-        budget = measure(*others, begin - 595)
-        left.append(budget.left)
-        return replace(budget, steps=1)
-
-    monkeypatch.setattr(session, "steps_in_budget", late)
-    train(replace(small_run, steps=None, minutes=10))
-    assert left[0] < 5
+def test_the_budget_begins_with_the_command(run_in: Callable[[str], Run]) -> None:
+    late, early = (train(timed(run_in(f"{begin}")), begin=begin, now=Ticks(lambda _: 1.0)).step for begin in (-90, 0))
+    assert late < 0.8 * early
 
 
 def count(kind: object, name: str, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

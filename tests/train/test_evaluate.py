@@ -12,6 +12,8 @@ from gecko.data import ByteTokenizer, TokenizedCorpus
 from gecko.models.gecko import Gecko
 from gecko.train import Run
 from gecko.train.evaluate import HeldOut, evaluate
+from gecko.train.float8 import use_float8
+from gecko.train.run import Precision
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,17 @@ def test_every_batch_is_progress(model: Gecko, corpus: TokenizedCorpus) -> None:
     beat = Mock()
     evaluate(model, HeldOut.of(corpus, 9, 20, 2, ByteTokenizer()), "float32", beat=beat)
     assert beat.call_count == 5
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float8_emulated"])
+def test_the_loss_is_computed_in_float32_whatever_the_run_uses(
+    model: Gecko, corpus: TokenizedCorpus, precision: Precision
+) -> None:
+    held_out = HeldOut.of(corpus, 9, 20, 2)
+    exact = evaluate(model, held_out, "float32")
+    use_float8(model, precision)
+    found = evaluate(model, held_out, precision)
+    assert found == exact and found.arithmetic == "float32" and found.note == ""
 
 
 @pytest.mark.parametrize("batch_size", [2, 5, 100])

@@ -174,9 +174,9 @@ def test_minutes_are_not_left_out_where_steps_are_fixed(name: str, tmp_path: Pat
 def test_steps_that_are_profiled_are_steps_of_the_run() -> None:
     """This is checked once the number of steps is known; a window may extend beyond the last step."""
     run = apply_overrides(get_recipe("tiny"), ["profile=20,22"])
-    assert run.with_steps(20).profile == (20, 22)
+    assert run.with_settings("steps=20").profile == (20, 22)
     with pytest.raises(ValueError, match=r"profile must begin within the run's 19 steps; got \(20, 22\)"):
-        run.with_steps(19)
+        run.with_settings("steps=19")
 
 
 def test_fields_that_must_agree_change_together() -> None:

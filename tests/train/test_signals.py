@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -78,21 +79,23 @@ def test_training_says_what_comes_of_a_signal(
 
 @pytest.mark.parametrize(
     ("part", "said"),
-    [("steps_in_budget", "the measurement in progress is finished"), ("finish_run", "all steps are saved")],
+    [("measured", "the measurement in progress is finished"), ("finish_run", "all steps are saved")],
 )
 def test_the_notice_is_that_of_the_phase(
     part: str, said: str, small_run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     original, told = getattr(session, part), list[str]()
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         end = time.monotonic() + 10
         while not any(told) and time.monotonic() < end:
             told.append(capfd.readouterr().err)
             time.sleep(0.01)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(session, part, interrupted)
-    train(replace(small_run, steps=None, minutes=0.01) if part == "steps_in_budget" else small_run)
+    train(
+        replace(small_run, steps=None, minutes=0.2) if part == "measured" else small_run, now=itertools.count().__next__
+    )
     assert f"SIGINT: {said}" in "".join(told)

@@ -130,7 +130,7 @@ def average(
     """
     from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
     from gecko.io.checkpoints import list_checkpoints
-    from gecko.train.checkpoints.checkpointer import write_average
+    from gecko.train.checkpoints.checkpointer import check_consecutive, write_average
     from gecko.train.checkpoints.folders import verify_checkpoint
     from gecko.train.run import RECIPE
 
@@ -143,6 +143,7 @@ def average(
     checkpoints, target = found[:last], new_model_folder(out, "--out")
     for checkpoint in checkpoints:
         verify_checkpoint(checkpoint)
+    check_consecutive(checkpoints)
     write_average(checkpoints, target)
     shutil.copyfile(checkpoints[0] / RECIPE, target / RECIPE)
     if holds_tokenizer(checkpoints[0]):

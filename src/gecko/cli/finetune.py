@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +53,7 @@ def finetune(
 
         gecko chat runs/chat
     """
+    begin = time.perf_counter()
     from gecko.cli.arguments import find_model
     from gecko.parallel.mesh import only_first_rank_reports
     from gecko.recipes import apply_overrides, get_recipe
@@ -73,7 +75,7 @@ def finetune(
                 folder, chats, output=out, tokenizer=tokenizer, lora_rank=lora, epochs=epochs,
                 overrides=overrides or [],
             )  # fmt: skip
-    result = run_training(run, resume=resume)
+    result = run_training(run, resume=resume, begin=begin)
     if result.finished:
         typer.echo(f"talk with it: gecko chat {shlex.quote(out)}")
 

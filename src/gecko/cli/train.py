@@ -6,6 +6,7 @@ import inspect
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -57,6 +58,7 @@ def train(
 
         gecko train runs/demo/recipe.json --replay 117
     """
+    begin = time.perf_counter()
     if show_list:
         _list_recipes()
         return
@@ -75,7 +77,7 @@ def train(
     elif replay is not None:
         _print(replayed(run, replay))
     else:
-        run_training(run, resume=resume)
+        run_training(run, resume=resume, begin=begin)
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -10,35 +10,28 @@ from pathlib import Path
 from gecko.config import unknown_name
 from gecko.io.files import read_object
 from gecko.recipes.recipes import RECIPES
-from gecko.train.overrides import current_override, set_fields, settings_help
-from gecko.train.run import RECIPE, Run
+from gecko.train.overrides import current_override, settings_help
+from gecko.train.run import NOT_SETTINGS, RECIPE, Run
 
 __all__ = ["RECIPES", "apply_overrides", "get_recipe", "shown"]
-
-_FIXED = ("recipe", "overrides", "model.model_type")
 
 
 def apply_overrides(run: Run, overrides: Sequence[str]) -> Run:
     """Return ``run`` with each ``key=value`` applied, for example ``optimizer.learning_rate=3e-3``.
 
-    The annotation of the field determines how a value is parsed. If a key occurs twice, the last value applies. All
-    changes apply together, so fields that must agree can change in any order. Raise ValueError for an unknown key (with
-    the nearest one), a value that does not fit, or minutes for a run whose steps are fixed.
+    The annotation of the field determines how a value is parsed. Raise ValueError for an unknown key (with the nearest
+    one), a value that does not fit, or minutes for a run whose steps are fixed.
     """
     overrides = [current_override(override) for override in overrides]
-    values = run.to_dict()
-    set_fields(values, overrides, _FIXED)
-    changed = Run.from_dict(values)
-    # The command needs only the last value of each key.
-    latest = {override.partition("=")[0]: override for override in (*run.overrides, *overrides)}
+    changed = run.with_settings(*overrides)
     _check_minutes(run, changed, overrides)
-    return dataclasses.replace(changed, overrides=tuple(latest.values()))
+    return changed
 
 
 def shown(run: Run) -> Iterator[tuple[str, str]]:
     """Yield ``key=value`` with its value, and its meaning, for each setting that an override can change."""
     for name, value, meaning in settings_help(run):
-        if name not in _FIXED:
+        if name not in NOT_SETTINGS:
             yield f"{name}={value}", meaning
 
 

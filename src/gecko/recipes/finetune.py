@@ -85,7 +85,7 @@ def finetuning_run(
         sequence_length=_row_length(corpus.longest),
         steps=1,
         optimizer=OptimizerSettings(learning_rate=_learning_rate(config, lora_rank), weight_decay=0.01),
-        schedule=ScheduleSettings(kind="cosine", warmup=0.1),
+        schedule=ScheduleSettings(warmup=0.1),
         precision="auto",
         init_from=str(folder),
         lora_rank=lora_rank,
@@ -120,7 +120,7 @@ def _sized(run: Run, corpus: ChatCorpus, epochs: float, overrides: Sequence[str]
         run = dataclasses.replace(run, batch_size=min(run.batch_size, rows))
     if "steps" not in given:
         run = dataclasses.replace(run, steps=max(1, math.ceil(epochs * rows / run.batch_size)))
-    often = max(1, (run.steps or 1) // 5)
+    often = 100 if run.steps is None else max(1, run.steps // 5)
     if "evaluation.every" not in given:
         run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, every=often))
     if "checkpoint.every" not in given:

@@ -50,7 +50,7 @@ def tiny() -> Run:
         minutes=6.0,
         precision="auto",
         optimizer=OptimizerSettings(learning_rate=8e-3),
-        schedule=ScheduleSettings(kind="cosine", warmup=0.03),
+        schedule=ScheduleSettings(warmup=0.03),
         evaluation=EvaluationSettings(every=100),
         checkpoint=CheckpointSettings(every=200),
         sample=SampleSettings(prompt="def ", tokens=800),

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_f
 from gecko.train.evaluate import HeldOut, SamplePrompt
 from gecko.train.metrics import DataRecord, row_layout
 from gecko.train.run import Run
+from gecko.train.settings import EvaluationSettings
 
 AHEAD = 4
 """Batches that are made ahead of time. A row that takes long to read then delays no step."""
@@ -48,16 +49,29 @@ class RunData:
     tokenizer: Tokenizer
     rows: Callable[[range], Batch]
     """Returns the training rows of the given indices."""
-    held_out: HeldOut
-    """Rows for the held-out losses during training."""
-    final: HeldOut
-    """Rows for the held-out loss of the finished model."""
+    final_of: Callable[[int], HeldOut]
+    """Returns at most so many rows for the held-out loss of the finished model."""
+    evaluation: EvaluationSettings
+    """Numbers of rows."""
     record: DataRecord
     """Record that each checkpoint gets."""
     prompt: SamplePrompt
     """Prompt of the sample at the end of the run."""
     chat_template: str | None = None
     """Chat template that each checkpoint gets; None: only what lies beside the tokenizer."""
+
+    def __post_init__(self) -> None:
+        _ = self.held_out  # too small a corpus is an error here
+
+    @cached_property
+    def final(self) -> HeldOut:
+        """Rows for the held-out loss of the finished model."""
+        return self.final_of(self.evaluation.final_rows)
+
+    @cached_property
+    def held_out(self) -> HeldOut:
+        """Rows for the held-out losses during training."""
+        return self.final.spread(self.evaluation.rows)
 
     @property
     def prompt_end(self) -> str:
@@ -136,14 +150,16 @@ def _run_data(
     console.print(f"held out: {data.held_out_documents:,} documents, {data.held_out_tokens:,} tokens{of}")
     rows = run.rows_per_rank(ranks.data_ranks)
     loader = data.loader(run.batch_size)
-    rest = data.held_out(run.evaluation.final_rows * run.sequence_length + 1)
     at_once = rows // run.gradient_accumulation_steps
-    final = HeldOut.of(rest, run.evaluation.final_rows, run.sequence_length, at_once, tokenizer)
+
+    def final_of(rows: int) -> HeldOut:
+        return HeldOut.of(data.held_out(rows * run.sequence_length + 1), rows, run.sequence_length, at_once, tokenizer)
+
     record = DataRecord(data.digest, layout)
     ids = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)])
     prompt = SamplePrompt(ids, frozenset({tokenizer.document_end}))
     training = partial(batch_of, loader.rows)
-    return RunData(tokenizer, training, final.spread(run.evaluation.rows), final, record, prompt)
+    return RunData(tokenizer, training, final_of, run.evaluation, record, prompt)
 
 
 def _load_chats(run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer, layout: int) -> RunData:
@@ -165,10 +181,13 @@ def _load_chats(run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer, 
             f"{run.sequence_length} tokens. Give more chats, or set batch_size={rows.rows_per_epoch}."
         )
     at_once = run.rows_per_rank(ranks.data_ranks) // run.gradient_accumulation_steps
-    final = HeldOut.of_chats(held_out, run.evaluation.final_rows, run.sequence_length, at_once, tokenizer)
+
+    def final_of(rows: int) -> HeldOut:
+        return HeldOut.of_chats(held_out, rows, run.sequence_length, at_once, tokenizer)
+
     ids = torch.tensor(chat_format.encode([Turn("user", run.sample.prompt)]))
     return RunData(
-        tokenizer, partial(batch_of, rows), final.spread(run.evaluation.rows), final, DataRecord(digest, layout),
+        tokenizer, partial(batch_of, rows), final_of, run.evaluation, DataRecord(digest, layout),
         SamplePrompt(ids, chat_format.stop_ids), chat_format.text,
     )  # fmt: skip
 

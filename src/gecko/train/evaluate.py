@@ -20,7 +20,7 @@ from gecko.models import LanguageModel, Llama
 from gecko.parallel.fsdp import release
 from gecko.parallel.mesh import Ranks
 from gecko.train.float8 import without_float8
-from gecko.train.run import Precision, Run
+from gecko.train.run import Precision, Run, is_half
 from gecko.train.step import autocast
 
 _ALONE = Ranks()
@@ -98,6 +98,13 @@ class Evaluation:
     """Sum of the losses of each row in nats, so that two models can be compared row by row."""
     row_targets: list[int] = field(default_factory=list)
     """Number of targets of each row."""
+    arithmetic: str = ""
+    """``float32``, or ``bfloat16`` for products in it; empty in early versions, which used the run's precision."""
+
+    @property
+    def note(self) -> str:
+        """What to say after the loss."""
+        return "" if self.arithmetic != "bfloat16" else ", computed in bfloat16"
 
 
 @torch.no_grad()
@@ -108,30 +115,35 @@ def evaluate(
     ranks: Ranks = _ALONE,
     beat: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Return the loss of ``model`` on the held-out rows, summed in float64. All ranks call it together.
-    ``beat()`` is called before each batch."""
+    """Return the loss of ``model`` on the held-out rows, in float32 and summed in float64. All ranks call it together.
+
+    Ranks that gather a model's matrices in bfloat16 for training have no others, and compute with those.
+    ``beat()`` is called before each batch.
+    """
     device = next(model.parameters()).device
     length = held_out.rows.targets.shape[1]
     rows, at_once = len(held_out.rows.targets), held_out.batch_size
     by_position = torch.zeros(2, length, dtype=torch.float64, device=device)
     by_row = torch.zeros(2, rows + at_once * ranks.data_ranks, dtype=torch.float64, device=device)
+    used: Precision = precision if ranks.world > 1 else "float32"
     was_training = model.training
     model.eval()
     here = ranks.columns(length)
     batches = zip(count(ranks.data_rank, ranks.data_ranks), held_out.batches(device, ranks), strict=False)
     for number, (tokens, targets, segment_ids) in batches:
         beat()
-        with autocast(precision, device):
+        with without_float8(model, precision), autocast(used, device):
             losses, _ = model.token_losses(tokens, targets, segment_ids, context=ranks.context)
         found = torch.stack([losses.double(), (targets != IGNORED).double()])
         by_position[:, here] += found.sum(dim=1)
         by_row[:, number * at_once : number * at_once + len(targets)] += found.sum(dim=2)
     release(model)
     model.train(was_training)
-    return _summary(ranks.sum(by_position.cpu()), ranks.sum(by_row[:, :rows].cpu()), int(held_out.row_bytes.sum()))
+    sums = ranks.sum(by_position.cpu()), ranks.sum(by_row[:, :rows].cpu())
+    return _summary(*sums, int(held_out.row_bytes.sum()), "bfloat16" if is_half(used) else "float32")
 
 
-def _summary(by_position: Tensor, by_row: Tensor, text_bytes: int) -> Evaluation:
+def _summary(by_position: Tensor, by_row: Tensor, text_bytes: int, arithmetic: str) -> Evaluation:
     """Summarise the loss sums and target counts by position (2, T) and by row (2, R)."""
     width = -(-by_position.shape[1] // POSITION_BINS)
     bins = zip(*(_binned(sums, width).tolist() for sums in by_position), strict=True)
@@ -140,7 +152,7 @@ def _summary(by_position: Tensor, by_row: Tensor, text_bytes: int) -> Evaluation
     row_losses, row_targets = by_row.tolist()
     return Evaluation(
         total / targets, total / text_bytes if text_bytes else math.nan, means, width, int(targets), row_losses,
-        list(map(int, row_targets)),
+        list(map(int, row_targets)), arithmetic,
     )  # fmt: skip
 
 

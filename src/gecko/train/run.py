@@ -24,6 +24,7 @@ from gecko.train.overrides import (
     check_positive,
     current_fields,
     current_override,
+    set_fields,
 )
 from gecko.train.settings import (
     CheckpointSettings,
@@ -38,6 +39,8 @@ from gecko.train.settings import (
 
 RECIPE = "recipe.json"
 """File of a run in its folder and in each checkpoint."""
+NOT_SETTINGS = ("recipe", "overrides", "model.model_type")
+"""Fields that no override sets."""
 _MOST_THREADS = 1024
 
 
@@ -64,7 +67,7 @@ class Run:
     gradient_accumulation_steps: int = 1
     """Number of equal parts of a batch, computed one after the other. Saves memory; results differ by rounding."""
     steps: int | None = None
-    """Optimizer steps. None: as many as fit into ``minutes``, measured once when the run starts."""
+    """Optimizer steps. None: as many as fit into ``minutes``, fixed when ``schedule.kind`` says."""
     minutes: float | None = None
     """Time until the command ends, with evaluations, checkpoints and report; used only if ``steps`` is None."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -155,6 +158,11 @@ class Run:
         return self.batch_size // data_ranks
 
     @property
+    def follows_clock(self) -> bool:
+        """Whether the number of steps is fixed during the run, when the time for decay and end has come."""
+        return self.steps is None and self.schedule.kind != "cosine" and self.schedule.decay < 1
+
+    @property
     def folder(self) -> Path:
         return Path(self.output).expanduser()
 
@@ -163,13 +171,16 @@ class Run:
         source = self.recipe or str(self.folder / "recipe.json")
         return shlex.join(["gecko", "train", source, *self.overrides])
 
-    def with_steps(self, steps: int) -> Run:
-        """Return the run with a fixed number of steps, also in its command."""
-        return dataclasses.replace(self, steps=steps, overrides=(*self.overrides, f"steps={steps}"))
+    def with_settings(self, *overrides: str) -> Run:
+        """Return the run with each ``key=value``, also in its command. Raise ValueError for an unknown or unfit one.
 
-    def with_precision(self, precision: Precision) -> Run:
-        """Return the run with a fixed precision, also in its command."""
-        return dataclasses.replace(self, precision=precision, overrides=(*self.overrides, f"precision={precision}"))
+        All changes apply together, so fields that must agree can change in any order; of equal keys the last applies.
+        """
+        values = self.to_dict()
+        set_fields(values, overrides, NOT_SETTINGS)
+        # The command needs only the last value of each key.
+        latest = {override.partition("=")[0]: override for override in (*self.overrides, *overrides)}
+        return dataclasses.replace(Run.from_dict(values), overrides=tuple(latest.values()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as nested dictionaries. The model's first field is ``model_type``, its architecture."""

@@ -7,8 +7,9 @@ evaluates the finished model.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,9 +30,11 @@ from gecko.train.checkpoints.checkpointer import (
     checkpoints_folder,
     restore_snapshot,
     tokenizer_folder,
+    write_recipe,
 )
 from gecko.train.checkpoints.node_copies import NodeCopies
 from gecko.train.checkpoints.resuming import check_no_model, fixed_settings, start_or_resume
+from gecko.train.clock import Clock
 from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
 from gecko.train.float8 import check_float8
@@ -47,8 +50,8 @@ from gecko.train.metrics import (
 )
 from gecko.train.optimizers.build import build_optimizer
 from gecko.train.report import finish_run, remove_results
-from gecko.train.run import RECIPE, Run
-from gecko.train.setup import Budget, starting_model, steps_in_budget
+from gecko.train.run import Run
+from gecko.train.setup import measured, starting_model
 from gecko.train.throughput import describe_hardware, multiplies_bfloat16, select_device
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress
 
@@ -58,7 +61,7 @@ _LOCK = ".training"
 @dataclass(frozen=True)
 class TrainResult:
     run: Run
-    """The run with its number of steps fixed."""
+    """The run with its number of steps, unless it was stopped before they were fixed."""
     checkpoint: Path
     """Folder of the newest checkpoint, for ``gecko.load`` (a Llama's for ``gecko.models.load_any``)."""
     step: int
@@ -72,7 +75,9 @@ class TrainResult:
         return self.evaluation is not None
 
 
-def train(run: Run, resume: bool = False) -> TrainResult:
+def train(
+    run: Run, resume: bool = False, *, begin: float | None = None, now: Callable[[], float] = time.perf_counter
+) -> TrainResult:
     """Train ``run`` to its last step, or until Ctrl-C or SIGTERM, which save a checkpoint and return.
 
     A process that torchrun started trains as one of its ranks. If one rank fails, all do: the first rank raises the
@@ -80,6 +85,8 @@ def train(run: Run, resume: bool = False) -> TrainResult:
 
     Args:
         resume: continue from the newest sound checkpoint in ``run.output``; start the run if there is none.
+        begin: when the command began, for ``run.minutes``; None: with this call.
+        now: returns the time in seconds.
 
     Raises:
         FileExistsError: the folder holds a run and ``resume`` is not set, a finished run without checkpoints, or a
@@ -87,7 +94,7 @@ def train(run: Run, resume: bool = False) -> TrainResult:
         ranks. NonFiniteError: too many steps in a row were skipped.
         OSError: a checkpoint or the metrics cannot be written.
     """
-    begin = time.perf_counter()
+    clock = Clock(now, now() if begin is None else begin, run.minutes)
     _, world, local = launched()
     with only_first_rank_reports():
         sizes = MeshSizes.of(world, run.parallel.replicate, run.parallel.shard, run.parallel.context)
@@ -100,14 +107,15 @@ def train(run: Run, resume: bool = False) -> TrainResult:
         # Before the lock, which is a file in the folder: a model's folder must stay as it is.
         ranks.run_or_abort_all(lambda: check_no_model(run) if ranks.is_main else None)
         ranks.run_or_abort_all(lambda: stack.enter_context(_lock(run, ranks)))
-        return _train(run, resume, ranks, device, begin)
+        return _train(run, resume, ranks, device, clock)
 
 
-def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: float) -> TrainResult:
+def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, clock: Clock) -> TrainResult:
     console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not ranks.is_main)
     run, checkpoint = start_or_resume(run, resume, ranks)
     if run.precision == "auto":
-        run = run.with_precision(ranks.broadcast("bfloat16" if multiplies_bfloat16(device) else "float32"))
+        found = ranks.broadcast("bfloat16" if multiplies_bfloat16(device) else "float32")
+        run = run.with_settings(f"precision={found}")
     ranks.run_or_abort_all(lambda: check_float8(run.precision, device))
     _set_up(run, ranks, console)
     data = load_data(run, ranks, console, ranks.run_or_abort_all(lambda: row_layout(checkpoint)))
@@ -119,30 +127,21 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, begin: fl
         if run.steps is None:
             notice.phase = "measuring"
             console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
-            budget = steps_in_budget(run, model, batches, data, ranks, begin)
-            _print_budget(run, budget, console)
-            run = run.with_steps(budget.steps)
+            run = measured(run, model, batches, data, ranks, clock, console, fresh=checkpoint is None)
+            data = replace(data, evaluation=run.evaluation)
         notice.phase = "training"
-        position = _fit(run, model, data, batches, checkpoint, stop, ranks, console)
+        run, position = _fit(run, model, data, batches, checkpoint, stop, ranks, console, clock)
         newest = checkpoint_path(checkpoints_folder(run), position.step)
         if position.step == run.steps:
             notice.phase = "finishing"
             evaluation, report = finish_run(run, model, data, newest, ranks, console)
             return TrainResult(run, newest, position.step, evaluation, report)
     console.print(
-        f"{stop.requested or 'a signal to another rank'}: saved after step {position.step} of {run.steps}. "
+        f"{stop.requested or 'a signal to another rank'}: saved after step {position.step} of "
+        f"{run.steps or 'those that fit'}. "
         f"Continue with:\n  {run.command()} --resume"
     )
     return TrainResult(run, newest, position.step, None, None)
-
-
-def _print_budget(run: Run, budget: Budget, console: Console) -> None:
-    console.print(
-        f"{budget.steps} steps fit; the run ends in about {budget.seconds / 60:.1f} minutes"
-        if budget.seconds <= budget.left
-        else f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
-        f"sample and report takes about {budget.seconds / 60:.1f} more minutes. It is trained for that one"
-    )
 
 
 def _lock(run: Run, ranks: Ranks) -> AbstractContextManager[None]:
@@ -182,10 +181,10 @@ def _fit(
     stop: StopSignal,
     ranks: Ranks,
     console: Console,
-) -> TrainerState:
+    clock: Clock,
+) -> tuple[Run, TrainerState]:
     optimizer = build_optimizer(model, run.optimizer)
     carried = carried_state(run, model, ranks)
-    assert run.steps is not None
     with ExitStack() as stack:
         copies = None if run.checkpoint.memory_every is None else stack.enter_context(_copies(run, data, ranks))
         recovered = None if copies is None else _recovered(run, model, optimizer, checkpoint, copies, ranks)
@@ -193,6 +192,7 @@ def _fit(
         if recovered is None and checkpoint is not None:
             position = restore_snapshot(checkpoint, model, optimizer, carried)
         went_on = None if position == TrainerState() and checkpoint is None else position.step
+        clock.begin -= position.elapsed
         if went_on is not None:
             _print_position(run, went_on, "the memory of the nodes" if recovered else str(checkpoint), console)
         ranks.run_or_abort_all(lambda: _save_recipe(run, model, data, went_on, ranks))
@@ -205,11 +205,11 @@ def _fit(
         if recovered is not None:  # a state that is in memory only would be lost with the next node
             saver.save(model, optimizer, position)
         sinks = Sinks(saver, display, metrics, beat, copies)
-        trainer = Trainer(run, model, optimizer, batches, data.held_out, position, sinks, ranks, carried)
+        trainer = Trainer(run, model, optimizer, batches, data.held_out, position, sinks, ranks, clock, carried)
         trainer.fit(stop)
         if copies is not None:
             copies.clear()
-    return trainer.position
+    return trainer.run, trainer.position
 
 
 def _copies(run: Run, data: RunData, ranks: Ranks) -> NodeCopies:
@@ -243,8 +243,7 @@ def _print_position(run: Run, step: int, source: str, console: Console) -> None:
 def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None, ranks: Ranks) -> None:
     """Write recipe, tokenizer and a line about this session, which resumes after ``step`` (None: starts)."""
     if ranks.is_main:
-        with whole_file(run.folder / RECIPE) as temporary:
-            run.save(temporary)
+        write_recipe(run)
         copy_tokenizer(run.data.tokenizer, tokenizer_folder(run))
         if data.chat_template is not None:
             with whole_file(tokenizer_folder(run) / TEMPLATE) as temporary:

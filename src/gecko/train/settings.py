@@ -86,12 +86,18 @@ class OptimizerSettings:
 class ScheduleSettings:
     """Learning-rate schedule, and growth of the batches. Lengths are fractions of all steps if they are not counts."""
 
-    kind: Literal["cosine", "wsd"] = "cosine"
-    """``cosine``: warm-up, then cosine decay. ``wsd``: warm-up, constant, then linear decay."""
+    kind: Literal["auto", "cosine", "wsd"] = "auto"
+    """``cosine``: warm-up, then cosine decay. ``wsd``: warm-up, constant, then linear decay.
+    ``auto``: ``wsd`` if a run has ``minutes`` and no ``steps``, else ``cosine``. With ``minutes``, ``wsd`` follows the
+    clock: its decay begins when the time left is what decay and end need. ``cosine`` fixes the steps at the start."""
     warmup: float = 0.02
     """Fraction of the run in which the rate rises to its peak."""
     decay: float = 0.2
     """Fraction of the run, at its end, in which the ``wsd`` schedule decays."""
+    warmup_steps: int | None = None
+    """Steps of the warm-up. None: the fraction ``warmup`` of the run."""
+    decay_steps: int | None = None
+    """Steps of the decay of ``wsd``. None: the fraction ``decay`` of the run."""
     final: float = 0.0
     """Learning rate at the end, as a fraction of the peak rate."""
     initial_batch_size: int | None = None
@@ -106,10 +112,14 @@ class ScheduleSettings:
     sequence_length_steps: int = 0
     """Steps before the first rows of ``sequence_length`` tokens."""
 
+    def decay_after(self, steps: int) -> int:
+        """Return the steps of the decay that follows ``steps`` steps, at least 1."""
+        return self.decay_steps or max(1, round(steps * self.decay / (1 - self.decay)))
+
     def __post_init__(self) -> None:
         check_fractions(self, ("warmup", "decay", "final"), "schedule.")
-        check_not_negative(self, ("batch_size_steps", "sequence_length_steps"), "schedule.")
-        check_counts(self, ("initial_batch_size", "initial_sequence_length"), "schedule.")
+        check_not_negative(self, ("warmup_steps", "batch_size_steps", "sequence_length_steps"), "schedule.")
+        check_counts(self, ("decay_steps", "initial_batch_size", "initial_sequence_length"), "schedule.")
         if self.kind == "wsd" and self.warmup + self.decay > 1:
             raise ValueError(
                 f"schedule.warmup and schedule.decay are parts of one run, so their sum must be at most 1; "

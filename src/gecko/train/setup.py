@@ -1,19 +1,16 @@
-"""Preparation of a run: the starting model, and the number of steps in a time budget.
-
-A time budget becomes a number of steps once, when the run starts, so that the schedule depends on steps alone.
-"""
+"""Preparation of a run: the starting model, and what a time budget fixes before the first step."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import statistics
-import time
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from gecko.data import IGNORED, Batch
@@ -21,9 +18,11 @@ from gecko.io.checkpoints import model_folder
 from gecko.io.quantization import is_quantized
 from gecko.models import LanguageModel, build_model, load_any, meta_model
 from gecko.models.gecko import Block
+from gecko.ops.backends import cpu as native
 from gecko.parallel.fsdp import empty_sharded_model, fill
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoints.lora import add_adapters
+from gecko.train.clock import Clock, Costs
 from gecko.train.data import Prefetcher, RunData
 from gecko.train.evaluate import evaluate, sample_text
 from gecko.train.float8 import use_float8
@@ -102,9 +101,11 @@ WARMUP_STEPS = 4
 TIMED_STEPS = 8
 MEASURING_PART = 0.1
 """Maximum fraction of the time budget spent on measuring; at least one step is measured."""
+EVALUATING_PART = 0.1
+"""Maximum fraction of the time budget for the final held-out loss, for those before it together, and for the sample."""
 WRITE_BYTES_PER_SECOND = 200e6
 """Assumed speed of saving a checkpoint: write, flush to disk and read for the checksums."""
-REPORT_SECONDS = 4.0
+REPORT_SECONDS = 6.0
 """Assumed time to draw the report and to end the process."""
 SLACK_SECONDS = 20.0
 SLACK_PART = 0.1
@@ -113,53 +114,71 @@ _SAMPLED = 8
 """Number of tokens generated to time the sample."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds that each part of a run takes."""
+def measured(
+    run: Run, model: LanguageModel, batches: Prefetcher, data: RunData, ranks: Ranks, clock: Clock, console: Console,
+    *, fresh: bool,
+) -> Run:  # fmt: skip
+    """Measure what the run does for the clock, and return the run with what has to be known before its first step.
 
-    step: float
-    evaluation: float
-    """Seconds of one evaluation of ``evaluation.rows``."""
-    checkpoint: float
-    end: float
-    """Seconds after the last step: the final held-out loss, the sample and the report."""
-
-    def seconds(self, run: Run, steps: int) -> float:
-        """Return the seconds of a run of ``steps`` steps, with evaluations before the first and after the last step."""
-        evaluations = 1 + -(-steps // run.evaluation.every)
-        checkpoints = -(-steps // run.checkpoint.every)
-        return steps * self.step + evaluations * self.evaluation + checkpoints * self.checkpoint + self.end
-
-
-@dataclass(frozen=True)
-class Budget:
-    steps: int
-    seconds: float
-    """Expected seconds from now until the command ends."""
-    left: float
-    """Seconds left of ``run.minutes``."""
-
-
-def steps_in_budget(
-    run: Run, model: LanguageModel, batches: Prefetcher, data: RunData, ranks: Ranks, begin: float
-) -> Budget:
-    """Return the number of steps, at least 1, for which the whole command takes at most ``run.minutes``.
+    If the run follows the clock, these are the steps of its warm-up; else the steps, at least 1, for which the whole
+    command takes at most ``run.minutes``. The final evaluation may take ``EVALUATING_PART`` of them, and so may the
+    others together, and the sample; else they get fewer rows or tokens. Without ``fresh``, this was fixed before.
 
     All ranks measure together, and all use the first rank's times.
     The measured steps use a learning rate of 0 and a separate optimizer, so the model does not change.
-
-    Args:
-        begin: ``time.perf_counter()`` at the start of the command.
     """
-    if run.minutes is None:
-        raise ValueError("minutes must be set to measure how many steps fit into them; got None.")
-    end = begin + run.minutes * 60
-    step = _step_seconds(run, model, batches, ranks, MEASURING_PART * (end - time.perf_counter()))
-    costs = ranks.broadcast(_costs(run, model, data, ranks, step))
-    left = ranks.broadcast(end - time.perf_counter())
+    assert run.minutes is not None
+    if next(model.parameters()).device.type == "cpu":  # else GCC would build the kernels in a call that is timed
+        native.library("operators"), native.library("decoding")
+    step = _step_seconds(run, model, batches, ranks, clock, MEASURING_PART * clock.left)
+    at_once = data.held_out.batch_size * ranks.data_ranks
+    rows = data.held_out.spread(at_once)
+    batch = _warm(lambda: evaluate(model, rows, run.precision, ranks), clock)
+    token = _token_seconds(run, model, data, ranks, clock)
+    step, batch, token, left = ranks.broadcast((step, batch, token, clock.left))
+    most = EVALUATING_PART * run.minutes * 60
+    final, curve = (len(held_out.rows.tokens) for held_out in (data.final, data.held_out))
+    bounded = {
+        "evaluation.final_rows": (final, _bounded(final, most / batch, at_once)),
+        "evaluation.rows": (curve, _bounded(curve, most / batch / (2 + left / step / run.evaluation.every), at_once)),
+        "sample.tokens": (run.sample.tokens, _bounded(run.sample.tokens, most / max(token, 1e-9), 1)),
+    }
+    (_, final), (_, curve), (_, tokens) = bounded.values()
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    saving, end = 3 * size / WRITE_BYTES_PER_SECOND, -(-final // at_once) * batch + tokens * token + REPORT_SECONDS
+    clock.expect(Costs(step, -(-curve // at_once) * batch, saving, end))
+    if not fresh:
+        return run
+    fixed = [f"{name}={few}" for name, (all_of_them, few) in bounded.items() if few < all_of_them]
+    for line in fixed:
+        console.print(f"{line}: more would take more than {EVALUATING_PART:.0%} of the time")
+    return run.with_settings(*fixed, *_planned(run, clock.costs, left, console))
+
+
+def _bounded(count: int, batches: float, at_once: int) -> int:
+    """Return how many of ``count`` rows or tokens so many batches hold, at least those of one batch."""
+    return min(count, max(1, int(batches)) * at_once)
+
+
+def _planned(run: Run, costs: Costs, left: float, console: Console) -> list[str]:
+    """Return the settings that follow from the number of steps that fit into ``left`` seconds."""
     _check_one_step_fits(run, costs.seconds(run, 1), left)
     steps = most_steps(run, costs, left)
-    return Budget(steps, costs.seconds(run, steps), left)
+    minutes = costs.seconds(run, steps) / 60
+    if minutes * 60 > left:
+        console.print(
+            f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
+            f"sample and report takes about {minutes:.1f} more minutes. It is trained for that one"
+        )
+    elif run.follows_clock:
+        console.print(f"about {steps} steps fit; their number is fixed when the learning rate has to fall")
+    else:
+        console.print(f"{steps} steps fit; the run ends in about {minutes:.1f} minutes")
+    if not run.follows_clock:
+        return [f"steps={steps}"]
+    warmup = run.schedule.warmup_steps
+    warmup = round(run.schedule.warmup * steps) if warmup is None else warmup
+    return ["schedule.kind=wsd", f"schedule.warmup_steps={warmup}"]
 
 
 def _check_one_step_fits(run: Run, needed: float, left: float) -> None:
@@ -175,7 +194,9 @@ def _check_one_step_fits(run: Run, needed: float, left: float) -> None:
     )
 
 
-def _step_seconds(run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ranks, limit: float) -> float:
+def _step_seconds(
+    run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ranks, clock: Clock, limit: float
+) -> float:
     """Return the median time of a step after warm-up; the shortest time if ``limit`` seconds pass during warm-up.
 
     If a step takes longer than ``limit``, estimate it from one row: measuring it would use up the time for training.
@@ -195,14 +216,13 @@ def _step_seconds(run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ra
     if not run.compile:  # a compiler would compile the model for batches of one row too
         first = batches.batch(full)
         row = _fullest_row(first)
-        # The first call is slower than the rest: kernels are built and memory is allocated.
-        estimate = len(first.tokens) * min(_timed(lambda: step_of(row, 1)) for _ in range(2))
+        estimate = len(first.tokens) * _warm(lambda: step_of(row, 1), clock)
         if ranks.broadcast(estimate > limit):
             model.zero_grad(set_to_none=True)
             return estimate
     seconds: list[float] = []
     while len(seconds) < WARMUP_STEPS + TIMED_STEPS and (not seconds or ranks.broadcast(sum(seconds) < limit)):
-        seconds.append(_timed(lambda: one_step(len(seconds))))
+        seconds.append(_timed(lambda: one_step(len(seconds)), clock))
     model.zero_grad(set_to_none=True)
     return statistics.median(seconds[WARMUP_STEPS:]) if len(seconds) > WARMUP_STEPS else min(seconds)
 
@@ -213,39 +233,29 @@ def _fullest_row(batch: Batch) -> Batch:
     return Batch(*(x[at : at + 1] for x in (batch.tokens, batch.targets, batch.segment_ids)))
 
 
-def _costs(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, step: float) -> Costs:
-    """Estimate the costs from one batch of held-out rows and a few tokens of a sample."""
-    at_once = data.held_out.batch_size * ranks.data_ranks
-    batch = _timed(lambda: evaluate(model, data.held_out.spread(at_once), run.precision, ranks))
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    final, curve = (-(-len(held_out.rows.tokens) // at_once) for held_out in (data.final, data.held_out))
-    return Costs(
-        step, curve * batch, 3 * size / WRITE_BYTES_PER_SECOND,
-        final * batch + _sample_seconds(run, model, data, ranks) + REPORT_SECONDS,
-    )  # fmt: skip
-
-
-def _sample_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks) -> float:
-    """Return the seconds of the sample; 0 with several ranks, which cannot generate from a sharded model."""
+def _token_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, clock: Clock) -> float:
+    """Return the seconds per token of the sample; 0 with several ranks, which cannot generate from a sharded model."""
     count = min(_SAMPLED, run.sample.tokens)
     if not count or ranks.world > 1:
         return 0.0
     short = dataclasses.replace(run, sample=dataclasses.replace(run.sample, tokens=count))
-    return _timed(lambda: sample_text(short, model, data.tokenizer, data.prompt)) * run.sample.tokens / count
+    return _warm(lambda: sample_text(short, model, data.tokenizer, data.prompt), clock) / count
 
 
 def most_steps(run: Run, costs: Costs, left: float) -> int:
     """Return the largest number of steps of a run that takes at most ``left`` seconds; at least 1."""
-    low, high = 1, max(2, int(left / costs.step) + 2)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if costs.seconds(run, middle) <= left else (low, middle)
-    return low
+    numbers = range(1, max(2, int(left / costs.step) + 2))
+    return max(1, bisect_right(numbers, left, key=lambda steps: costs.seconds(run, steps)))
 
 
-def _timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def _warm(work: Callable[[], object], clock: Clock) -> float:
+    """Return the time of the faster of two calls: in the first, kernels are built and memory is allocated."""
+    return min(_timed(work, clock) for _ in range(2))
+
+
+def _timed(work: Callable[[], object], clock: Clock) -> float:
+    begin = clock.now()
     work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return clock.now() - begin

@@ -30,24 +30,29 @@ from gecko.train.run import Precision, is_half
 from gecko.train.settings import ScheduleSettings, SkipSettings
 
 
-def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int) -> float:
+def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int | None) -> float:
     """Return the factor of the peak learning rate in step ``step`` of ``0 .. steps - 1``.
 
     Warm-up rises linearly from ``1 / warmup_steps`` to 1. After it the factor is in ``[final, 1]``. With p from 0
     towards 1 over the decay, ``cosine`` is ``final + (1 - final) (1 + cos πp) / 2``; ``wsd`` stays at 1 and then
-    decays as ``1 - (1 - final) p``.
+    decays as ``1 - (1 - final) p``, which bounds a warm-up that is still going on. ``steps`` is None before the end of
+    a run that follows the clock is fixed; then there is no decay, and the warm-up has a number of steps.
     """
-    if not 0 <= step < steps:
-        raise ValueError(f"step must lie in 0..{steps - 1}; got {step}.")
-    warmup = round(schedule.warmup * steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule.kind == "cosine":
+    if step < 0 or (steps is not None and step >= steps):
+        raise ValueError(f"step must lie in 0..{'' if steps is None else steps - 1}; got {step}.")
+    warmup = schedule.warmup_steps
+    if warmup is None:
+        assert steps is not None, "a run that follows the clock fixes the steps of its warm-up when it starts"
+        warmup = round(schedule.warmup * steps)
+    rising = (step + 1) / warmup if step < warmup else 1.0
+    if steps is None or (schedule.kind != "wsd" and step < warmup):
+        return rising
+    if schedule.kind != "wsd":
         progress = (step - warmup) / (steps - warmup)
         return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * progress)) / 2
-    decay = round(schedule.decay * steps)
+    decay = round(schedule.decay * steps) if schedule.decay_steps is None else schedule.decay_steps
     progress = max(0, step - (steps - decay)) / max(1, decay)
-    return 1 - (1 - schedule.final) * progress
+    return min(rising, 1 - (1 - schedule.final) * progress)
 
 
 class Verdict(IntEnum):

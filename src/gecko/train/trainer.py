@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from gecko.state import GeckoState
 from gecko.train.carried import CarriedState
 from gecko.train.checkpoints.checkpointer import Checkpointer, TrainerState
 from gecko.train.checkpoints.node_copies import NodeCopies
+from gecko.train.clock import Clock
 from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.health import StopSignal, find_nonfinite, skip_failure
@@ -78,7 +78,10 @@ class _Pending:
 
 
 class Trainer:
-    """Training loop of a run whose number of steps is fixed. Every rank has one, and all call it together."""
+    """Training loop of a run. Every rank has one, and all call it together.
+
+    Without a number of steps, the first rank's ``clock`` says when the decay begins, which fixes the number.
+    """
 
     def __init__(
         self,
@@ -90,11 +93,10 @@ class Trainer:
         position: TrainerState,
         sinks: Sinks,
         ranks: Ranks,
+        clock: Clock,
         carried: CarriedState | None = None,
     ) -> None:
-        if run.steps is None:
-            raise ValueError("the number of steps must be fixed before training; got steps=None.")
-        self.run, self.steps = run, run.steps
+        self.run, self.clock = run, clock
         self.model, self.optimizer = model, optimizer
         self.batches, self.held_out = batches, held_out
         self.position, self.carried = position, carried
@@ -132,7 +134,7 @@ class Trainer:
         finally:  # a trace that cannot be written must not cost steps
             if self._saved != self.position.step:
                 self._save()
-        if self.position.step == self.steps and not self.position.consecutive_skips and self._finite_held_out:
+        if self.position.step == self.run.steps and not self.position.consecutive_skips and self._finite_held_out:
             self._drop_older()
         self.sinks.saver.wait()
 
@@ -147,13 +149,27 @@ class Trainer:
         Several ranks learn a step later of a request or failure, so that no rank waits for another here.
         """
         self.sinks.beat()
-        stopped, failed = self._flags(torch.tensor([stop.requested is not None, self.sinks.saver.failed]).int())
+        done = self.next_step - 1
+        late = self.run.steps is None and self.ranks.is_main and self.clock.has_to_decay(self.run, done)
+        flags = torch.tensor([stop.requested is not None, self.sinks.saver.failed, late]).int()
+        stopped, failed, decays = self._flags(flags)
         if failed:
             self.sinks.saver.wait()
-        return not stopped and self.next_step <= self.steps
+        if self.run.steps is None and decays and not stopped:
+            self._decay_after(done)
+        return not stopped and (self.run.steps is None or done < self.run.steps)
+
+    def _decay_after(self, done: int) -> None:
+        """Fix the number of steps. It is on disk before a rate depends on it, so that the run resumes exactly."""
+        decay = self.run.schedule.decay_after(done)
+        late = self.run.profile is not None and self.run.profile[0] > done + decay
+        fixed = [f"steps={done + decay}", f"schedule.decay_steps={decay}", *(["profile=none"] if late else [])]
+        self.run = self.run.with_settings(*fixed)
+        self.ranks.run_or_abort_all(lambda: self.sinks.saver.use(self.run))
+        self.sinks.display.say(f"step {done}: the learning rate falls from here on; the run ends after {done + decay}")
 
     def _due(self, every: int, step: int) -> bool:
-        return step % every == 0 or step == self.steps
+        return step % every == 0 or step == self.run.steps
 
     def _evaluate_and_save(self) -> None:
         """Evaluate the model and save a checkpoint after the steps for which they are due."""
@@ -174,7 +190,7 @@ class Trainer:
 
     def _step(self) -> None:
         """Start the next step, then finish the one before it, while the device computes."""
-        self._mark = self._mark or time.perf_counter()
+        self._mark = self._mark or self.clock.now()
         number, before = self.next_step, self._pending
         pending = self._start(number)
         if before is not None and not self._finish(before):
@@ -191,10 +207,10 @@ class Trainer:
 
     def _start(self, number: int) -> _Pending:
         """Start a step, counted from 1. The host waits for nothing but the batch."""
-        begin = time.perf_counter()
-        rate = self.run.optimizer.learning_rate * learning_rate_factor(self.run.schedule, number - 1, self.steps)
+        begin = self.clock.now()
+        rate = self.run.optimizer.learning_rate * learning_rate_factor(self.run.schedule, number - 1, self.run.steps)
         batch = self.batches.batch(number - 1)
-        waited = time.perf_counter() - begin
+        waited = self.clock.now() - begin
         parts = split_batch(batch, self.run.gradient_accumulation_steps, self.device, self.ranks)
         states = None if self.carried is None else self.carried.before
         started = start_step(
@@ -214,7 +230,7 @@ class Trainer:
 
     def _lap(self) -> float:
         """Return the seconds since the last call."""
-        now = time.perf_counter()
+        now = self.clock.now()
         seconds, self._mark = now - (self._mark or now), now
         return seconds
 
@@ -275,6 +291,7 @@ class Trainer:
         self.position = TrainerState(
             step=old.step + 1,
             seconds=old.seconds + seconds,
+            elapsed=self.clock.elapsed,
             skipped=old.skipped + skipped,
             consecutive_skips=old.consecutive_skips + 1 if skipped else 0,
             recent_losses=tuple(self._spikes.losses),
@@ -296,7 +313,7 @@ class Trainer:
             "skips": self.position.skipped,
         }
         self._write("train", values if cause is None else {**values, "skipped": cause})
-        self.sinks.display.update(step, result.loss, speed)
+        self.sinks.display.update(step, self.run.steps, result.loss, speed)
         if cause is not None:
             self.sinks.display.say(f"step {step} skipped: {cause}")
 
@@ -305,20 +322,22 @@ class Trainer:
             self.sinks.metrics.write(kind, self.position.step, values)
 
     def _evaluate(self) -> None:
-        begin = time.perf_counter()
+        begin = self.clock.now()
         result = evaluate(self.model, self.held_out, self.run.precision, self.ranks, self.sinks.beat)
-        seconds = self.position.seconds + time.perf_counter() - begin
-        self.position = dataclasses.replace(self.position, seconds=seconds)
+        seconds = self.clock.now() - begin
+        self.clock.took("evaluation", seconds)
+        self.position = dataclasses.replace(self.position, seconds=self.position.seconds + seconds)
         self._finite_held_out = math.isfinite(result.loss)
         self._write("validation", dataclasses.asdict(result))
-        self.sinks.display.say(
-            f"step {self.position.step} of {self.steps}: held-out loss {result.loss:.4f} nats per token"
-        )
+        end = "" if self.run.steps is None else f" of {self.run.steps}"
+        self.sinks.display.say(f"step {self.position.step}{end}: held-out loss {result.loss:.4f} nats per token")
 
     def _save(self) -> None:
         self.sinks.beat()
+        begin = self.clock.now()
         self.ranks.run_or_abort_all(self._flush_metrics)
         self.sinks.saver.save(self.model, self.optimizer, self.position)
+        self.clock.took("checkpoint", self.clock.now() - begin)
         self._saved, self._overdue, self._unproven = self.position.step, False, True
 
     def _flush_metrics(self) -> None:
@@ -329,7 +348,7 @@ class Trainer:
 class TrainingProgress:
     """Context that shows a progress bar: steps, loss (nats per token), tokens/s, elapsed and remaining time."""
 
-    def __init__(self, console: Console, step: int, steps: int) -> None:
+    def __init__(self, console: Console, step: int, steps: int | None) -> None:
         self._console = console
         self._progress = Progress(
             TextColumn("training"),
@@ -344,8 +363,9 @@ class TrainingProgress:
         )
         self._task = self._progress.add_task("training", total=steps, completed=step, loss="-", speed="-")
 
-    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
-        self._progress.update(self._task, completed=step, loss=f"{loss:.4f}", speed=f"{tokens_per_second:,.0f}")
+    def update(self, step: int, steps: int | None, loss: float, tokens_per_second: float) -> None:
+        speed = f"{tokens_per_second:,.0f}"
+        self._progress.update(self._task, completed=step, total=steps, loss=f"{loss:.4f}", speed=speed)
 
     def say(self, message: str) -> None:
         self._console.print(message)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,8 +32,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 
 from gecko.data.chat import TEMPLATE
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
-from gecko.io.checkpoints import CHECKPOINTS, SHARDS, Entries, read_manifest
-from gecko.io.files import parse_object
+from gecko.io.checkpoints import CHECKPOINTS, SHARDS, Entries, checkpoint_step, read_manifest
+from gecko.io.files import parse_object, whole_file
 from gecko.io.model_folder import CONFIG, WEIGHTS, stored_prefix
 from gecko.models import LanguageModel, load_config, meta_model
 from gecko.parallel.mesh import Ranks
@@ -67,7 +68,9 @@ class TrainerState:
     step: int = 0
     """Number of finished steps, including skipped ones; also the index of the next batch."""
     seconds: float = 0.0
-    """Time spent so far, over all sessions."""
+    """Time spent in steps and evaluations so far, over all sessions."""
+    elapsed: float = 0.0
+    """Time of all sessions until this step, with everything that they did; 0 if an early version wrote it."""
     skipped: int = 0
     """Number of skipped steps."""
     consecutive_skips: int = 0
@@ -85,6 +88,12 @@ def checkpoints_folder(run: Run) -> Path:
 def tokenizer_folder(run: Run) -> Path:
     """Return the folder with the run's copy of the tokenizer, which is copied into every checkpoint."""
     return run.folder / "tokenizer"
+
+
+def write_recipe(run: Run) -> None:
+    """Write ``run`` to its folder, whole or not at all."""
+    with whole_file(run.folder / RECIPE) as temporary:
+        run.save(temporary)
 
 
 def write_whole(
@@ -192,6 +201,22 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     return weights
 
 
+def check_consecutive(checkpoints: Sequence[Path]) -> None:
+    """Raise ValueError if the run saved another checkpoint between these, newest first, which is gone."""
+    for count, (later, earlier) in enumerate(pairwise(checkpoints), start=1):
+        every, after, until = (
+            Run.load(later / RECIPE).checkpoint.every,
+            checkpoint_step(earlier),
+            checkpoint_step(later),
+        )
+        if (until - 1) // every > after // every:
+            raise ValueError(
+                f"the checkpoints to average must be consecutive; {later.name} and {earlier.name} are not, as one was "
+                f"saved every {every} steps (older ones that are kept have the lowest loss, or are of "
+                f"checkpoint.keep_every). Try --last {count}; a run keeps more with checkpoint.keep=N."
+            )
+
+
 def write_average(checkpoints: Sequence[Path], folder: Path) -> None:
     """Write the model whose weights are the means of those of ``checkpoints``, at least one, to ``folder``."""
     model = meta_model(load_config(checkpoints[0] / CONFIG))
@@ -261,6 +286,12 @@ class Checkpointer:
             self._group, self._shards = group, ShardWriter(ranks.mesh.device_type, group)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+
+    def use(self, run: Run) -> None:
+        """Write ``run`` to its folder, and from now on to its checkpoints. All ranks call it."""
+        self.run = run
+        if self.ranks.is_main:
+            write_recipe(run)
 
     def save(self, model: LanguageModel, optimizer: torch.optim.Optimizer, position: TrainerState) -> None:
         """Save a checkpoint (one rank) or start to (several). Raise OSError if this or the previous save fails."""

@@ -100,22 +100,36 @@ def _mend_records(run: Run) -> None:
 
 
 def _begun_run(run: Run) -> Run:
-    """Return ``run`` with the number of steps measured in its folder. ValueError if another run trained there."""
+    """Return ``run`` with what a session fixed that was killed before its first checkpoint, if all else is equal.
+
+    Raise ValueError if another run trained in the folder.
+    """
     recipe = run.folder / RECIPE
     if not recipe.is_file():
         return run
     begun = Run.load(recipe)
     if any(record["kind"] == "train" for record in read_metrics(run.folder / METRICS)):
         _check_same_run(run, begun, f"the run in {run.folder} was begun with")
-    return _measured_run(run, begun)
-
-
-def _measured_run(run: Run, begun: Run) -> Run:
-    """Return ``run`` with the measured number of steps of a session that was killed before its first checkpoint."""
-    if run.steps is not None or begun.steps is None:
-        return run
-    measured = (run.with_precision(begun.precision) if run.precision == "auto" else run).with_steps(begun.steps)
+    measured = _as_begun(run, begun)
     return measured if _settings(measured) == _settings(begun) else run
+
+
+_FIXED_BY_TIME = (
+    "profile", "schedule.kind", "schedule.warmup_steps", "schedule.decay_steps", "evaluation.rows",
+    "evaluation.final_rows", "sample.tokens",
+)  # fmt: skip
+"""Settings that a session with ``minutes`` may fix, and then adds to its run's overrides, besides ``steps``."""
+
+
+def _as_begun(run: Run, begun: Run) -> Run:
+    """Return ``run`` with the precision and, unless it gives ``steps``, all else that sessions of ``begun`` fixed."""
+    fixed = [f"precision={begun.precision}"] if run.precision == "auto" else []
+    if run.steps is None:
+        given = {override.partition("=")[0] for override in run.overrides}
+        recorded = {override.partition("=")[0]: override for override in begun.overrides}
+        fixed += [recorded[name] for name in _FIXED_BY_TIME if name in recorded and name not in given]
+        fixed += [] if begun.steps is None else [f"steps={begun.steps}"]
+    return run.with_settings(*fixed)
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -124,14 +138,13 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _resumed_run(run: Run, checkpoint: Path) -> Run:
-    """Return ``run`` with the number of steps of its checkpoint. ValueError if the checkpoint is of another run."""
+    """Return ``run`` with what its sessions fixed. ValueError if the checkpoint is of another run."""
     saved = Run.load(checkpoint / RECIPE)
     _check_same_run(run, saved, "the checkpoint was trained with")
-    if run.precision == "auto":
-        run = run.with_precision(saved.precision)
-    if run.steps is None and saved.steps is not None:
+    if run.steps is None:
+        saved = _decided(run, saved)
         _check_same_minutes(run, saved)
-        run = run.with_steps(saved.steps)
+    run = _as_begun(run, saved)
     done = checkpoint_step(checkpoint)
     if run.steps is not None and run.steps < done:
         raise ValueError(
@@ -140,12 +153,26 @@ def _resumed_run(run: Run, checkpoint: Path) -> Run:
     return run
 
 
+def _decided(run: Run, saved: Run) -> Run:
+    """Return the run of the folder in place of ``saved`` if its steps were fixed by the clock after that was saved."""
+    if saved.steps is None and _holds_recipe(run.folder / RECIPE):
+        newest = Run.load(run.folder / RECIPE)
+        if newest.schedule.decay_steps is not None and newest.minutes == run.minutes:
+            return newest
+    return saved
+
+
 def _check_same_minutes(run: Run, saved: Run) -> None:
-    """Raise ValueError if ``minutes`` changed: it has no effect on a resumed run, whose number of steps is fixed."""
-    if run.minutes != saved.minutes:
+    """Raise ValueError if ``minutes`` or the kind of schedule changed, but must not in a run that is resumed."""
+    if saved.steps is not None and run.minutes != saved.minutes:
         raise ValueError(
-            f"minutes become steps once, when a run starts, and this one's are fixed at {saved.steps}; "
+            f"minutes become steps once, and this run's are fixed at {saved.steps}; "
             f"got minutes={run.minutes:g}. Set steps= for another length, or start a new run with another output=."
+        )
+    if saved.steps is None and not run.follows_clock:
+        raise ValueError(
+            f"schedule.kind must be wsd to resume a run that follows the clock; got {run.schedule.kind}. Set steps= "
+            "for another schedule, or start a new run with another output=."
         )
 
 
