@@ -10,12 +10,12 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from datetime import datetime
+from functools import cached_property, partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from gecko.data.jinja import environment
 from gecko.data.tokenizers import TokenIds, Tokenizer
 from gecko.io.files import read_object
 from gecko.runtime.process import require
@@ -142,6 +142,7 @@ class TemplateChat:
 
     Args:
         source: file of the template.
+        now: the time that the template sees; None: that of the clock.
 
     Raises:
         ValueError: the template is not valid Jinja.
@@ -150,7 +151,9 @@ class TemplateChat:
     stops: Sequence[str] = ()
     tuned = True
 
-    def __init__(self, tokenizer: Tokenizer, template: str, specials: Mapping[str, int], source: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: str, specials: Mapping[str, int], source: str, now: datetime | None = None
+    ) -> None:
         self._tokenizer, self._specials, self.source = tokenizer, _Specials(specials), source
         self.text = template
         self.stop_ids = tokenizer.special_ids | frozenset(specials.values())
@@ -159,9 +162,12 @@ class TemplateChat:
             "bos_token": texts.get(tokenizer.document_start, ""),
             "eos_token": texts.get(tokenizer.document_end, ""),
         }
+        require("jinja2", "chat")
+        from gecko.data.jinja import environment, render
+
         try:
-            self._template = environment().from_string(template)
-        except require("jinja2", "chat").TemplateError as error:
+            self._render_template = partial(render, environment(now).from_string(template))
+        except Exception as error:  # Jinja raises TemplateError, and Python whatever it raises for nested code
             raise ValueError(f"the chat template must be valid Jinja; {error}") from error
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -277,7 +283,7 @@ class TemplateChat:
     def _render(self, messages: Sequence[Message], contents: Sequence[str], *, generate: bool) -> str:
         spoken = [{"role": said.role, "content": text} for said, text in zip(messages, contents, strict=True)]
         try:
-            return self._template.render(messages=spoken, add_generation_prompt=generate, **self._names)
+            return self._render_template(spoken, add_generation_prompt=generate, **self._names)
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
