@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,12 @@ from support.corpora import BYTE_MODEL
 
 import gecko
 from gecko.data import IGNORED
-from gecko.data.chat import Turn, find_format
+from gecko.data.chat import DEFAULT_TEMPLATE, Turn, find_format
 from gecko.io.checkpoints import list_checkpoints
 from gecko.parallel.mesh import Ranks
 from gecko.recipes.finetune import finetuning_run
 from gecko.train import Run, train
-from gecko.train.data import load_data
+from gecko.train.data import load_data, replayed
 
 Tune = Callable[..., Run]
 
@@ -122,6 +123,33 @@ def test_a_run_resumes_with_its_own_template_and_weights(tune: Tune, base: Path,
     shutil.rmtree(base)
     assert train(whole, resume=True).finished
     assert (list_checkpoints(tmp_path / "run" / "checkpoints")[0] / "chat_template.jinja").read_text() == own
+
+
+@pytest.mark.parametrize("pattern", ["%d %b %Y", "%H:%M:%S.%f"])
+def test_a_run_goes_on_at_another_time_with_the_time_of_its_start(
+    tune: Tune, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Clock:
+            return clock
+
+    def set_clock(day: int) -> Clock:
+        for module in ("gecko.data.jinja", "gecko.train.metrics"):
+            monkeypatch.setattr(f"{module}.datetime", Clock, raising=False)
+        return Clock(2026, 3, day, 23, 59, day, 7 * day)
+
+    dated = f"{{{{ strftime_now('{pattern}') + '\n' }}}}{DEFAULT_TEMPLATE}"
+    (base / "chat_template.jinja").write_text(dated)
+    clock = set_clock(4)
+    train(tune("whole"))
+    train(tune("parts"))
+    shutil.rmtree(list_checkpoints(tmp_path / "parts" / "checkpoints")[0])
+    clock = set_clock(5)
+    train(tune("parts"), resume=True)
+    ours, theirs = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert "04" in "".join(replayed(tune("parts"), 1)) and "05" in "".join(replayed(tune("new"), 1))
 
 
 def test_adapters_are_merged_and_all_else_is_unchanged(tune: Tune, base: Path, tmp_path: Path) -> None:

@@ -370,9 +370,9 @@ def _translate(text: str, table: Mapping[int, str]) -> str:
     return "".join(text[begin : begin + _PART].translate(table) for begin in range(0, len(text), _PART))
 
 
-def find_format(tokenizer: Tokenizer, model_folder: Path) -> ChatFormat:
+def find_format(tokenizer: Tokenizer, model_folder: Path, now: datetime | None = None) -> ChatFormat:
     """Return the template in the folder of the tokenizer, else the one in the folder of the model, else the plain
-    format.
+    format. ``now`` is the time that templates see; None: that of the clock.
 
     Raises:
         ValueError: a file is damaged, or has several templates and none is named ``default``.
@@ -382,7 +382,7 @@ def find_format(tokenizer: Tokenizer, model_folder: Path) -> ChatFormat:
         return PlainChat(tokenizer)
     # The folder may have special tokens that a SentencePiece model lacks; the ids of the tokenizer win.
     specials = {**_special_tokens(found.path.parent), **tokenizer.special_texts}
-    return TemplateChat(tokenizer, found.text, specials, f"the template in {found.path}")
+    return TemplateChat(tokenizer, found.text, specials, f"the template in {found.path}", now)
 
 
 def find_template(tokenizer: Tokenizer, model_folder: Path) -> Template | None:
@@ -394,9 +394,9 @@ def find_template(tokenizer: Tokenizer, model_folder: Path) -> Template | None:
     return next((found for folder in folders if (found := _read_template(folder)) is not None), None)
 
 
-def tuning_format(tokenizer: Tokenizer, model_folder: Path) -> TemplateChat:
+def tuning_format(tokenizer: Tokenizer, model_folder: Path, now: datetime | None = None) -> TemplateChat:
     """Return the template that ``find_format`` finds for fine-tuning, or ``DEFAULT_TEMPLATE`` if there is none."""
-    found = find_format(tokenizer, model_folder)
+    found = find_format(tokenizer, model_folder, now)
     if isinstance(found, TemplateChat):
         return found
     return TemplateChat(tokenizer, DEFAULT_TEMPLATE, tokenizer.special_texts, "gecko's own chat template")

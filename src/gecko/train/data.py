@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from gecko.parallel.corpus import whole_corpus
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
 from gecko.train.evaluate import HeldOut, SamplePrompt
-from gecko.train.metrics import DataRecord, row_layout
+from gecko.train.metrics import DataRecord, row_layout, run_start
 from gecko.train.run import Run
 from gecko.train.settings import EvaluationSettings
 
@@ -79,10 +80,12 @@ class RunData:
         return "" if self.chat_template is None else "\n\n"
 
 
-def load_data(run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT) -> RunData:
+def load_data(
+    run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT, started: datetime | None = None
+) -> RunData:
     """Read, tokenize and split the run's source. Each rank tokenizes a share of the texts, and gets all of them.
 
-    ``layout`` is the row layout that the run started with. All ranks call it together.
+    ``layout`` is the row layout that the run started with, and ``started`` the time. All ranks call it together.
 
     Raises:
         ValueError: on the first rank, the source is too small or the tokenizer does not fit the model.
@@ -92,7 +95,7 @@ def load_data(run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT
     if layout == ROW_LAYOUT:  # runs of earlier versions continue with what they began with
         ranks.run_or_abort_all(lambda: _report_loss(run, tokenizer, console))
     if run.data.format == "chat":
-        return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, tokenizer, layout))
+        return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, tokenizer, layout, started))
     settings = run.data
     request = DataRequest(
         run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world, settings.field, layout,
@@ -162,9 +165,11 @@ def _run_data(
     return RunData(tokenizer, training, final_of, run.evaluation, record, prompt)
 
 
-def _load_chats(run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer, layout: int) -> RunData:
+def _load_chats(
+    run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer, layout: int, started: datetime | None
+) -> RunData:
     """Read, tokenize and split chats. Rows hold whole chats; the loss is on the assistant's answers."""
-    chat_format = tuning_format(tokenizer, _template_folder(run))
+    chat_format = tuning_format(tokenizer, _template_folder(run), started)
     training, held_out, digest, divided = _split_chats(run, chat_format, console, layout)
     console.print(
         f"training: {len(training):,} chats, {training.num_tokens:,} tokens, of which {training.trained_tokens:,} are "
@@ -187,7 +192,8 @@ def _load_chats(run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer, 
 
     ids = torch.tensor(chat_format.encode([Turn("user", run.sample.prompt)]))
     return RunData(
-        tokenizer, partial(batch_of, rows), final_of, run.evaluation, DataRecord(digest, layout),
+        tokenizer, partial(batch_of, rows), final_of, run.evaluation,
+        DataRecord(digest, layout, None if started is None else started.isoformat()),
         SamplePrompt(ids, chat_format.stop_ids), chat_format.text,
     )  # fmt: skip
 
@@ -288,7 +294,7 @@ def replayed(run: Run, step: int) -> Iterator[str]:
     if run.steps is not None and step > run.steps:
         raise ValueError(f"the run has {run.steps} steps; got {step}. Set steps= to look beyond its end.")
     newest = next(iter(list_checkpoints(checkpoints_folder(run))), None)
-    data = load_data(run, Ranks(), Console(quiet=True), row_layout(newest))
+    data = load_data(run, Ranks(), Console(quiet=True), row_layout(newest), run_start(newest))
     batch = batch_of_step(run, data.rows, step - 1, Ranks())
     yield f"step {step}: {len(batch.tokens)} rows of {batch.tokens.shape[1]} tokens, {batch.scored_tokens} targets"
     for number, (tokens, targets, segments) in enumerate(

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -216,6 +217,8 @@ class DataRecord:
     """Hash of the token ids of all documents."""
     row_layout: int
     """Version of the rule by which documents become rows; see ``gecko.data.loader.ROW_LAYOUT``."""
+    started: str | None = None
+    """ISO 8601 time of the start of a run on chats, which chat templates may write."""
 
     def save(self, folder: Path) -> None:
         (folder / DATA).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -243,6 +246,12 @@ def row_layout(checkpoint: Path | None) -> int:
             "of Gecko wrote it: install that version to continue the run."
         )
     return layout
+
+
+def run_start(checkpoint: Path | None) -> datetime:
+    """Return the time at which the run of ``checkpoint`` was started; now for a new run, and where it is not known."""
+    record = None if checkpoint is None else DataRecord.load(checkpoint)
+    return datetime.now() if record is None or record.started is None else datetime.fromisoformat(record.started)
 
 
 def record_session(folder: Path, step: int | None, parameters: int, hardware: Mapping[str, str], data: str) -> None:

@@ -47,6 +47,7 @@ from gecko.train.metrics import (
     read_metrics,
     record_session,
     row_layout,
+    run_start,
 )
 from gecko.train.optimizers.build import build_optimizer
 from gecko.train.report import finish_run, remove_results
@@ -118,7 +119,8 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, clock: Cl
         run = run.with_settings(f"precision={found}")
     ranks.run_or_abort_all(lambda: check_float8(run.precision, device))
     _set_up(run, ranks, console)
-    data = load_data(run, ranks, console, ranks.run_or_abort_all(lambda: row_layout(checkpoint)))
+    layout, started = ranks.run_or_abort_all(lambda: (row_layout(checkpoint), run_start(checkpoint)))
+    data = load_data(run, ranks, console, layout, ranks.broadcast(started))
     ranks.run_or_abort_all(lambda: _check_same_texts(run, checkpoint, data, console) if ranks.is_main else None)
     model = starting_model(run, ranks, device, fresh=checkpoint is None)
     batches = Prefetcher(run, data.rows, ranks, pinned=device.type == "cuda")
