@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,16 +36,16 @@ def serving(folder: Path, environment: dict[str, str], *options: object) -> Iter
     try:
         found = re.search(r"http://\S+", process.stdout.readline())
         assert found is not None, process.stderr.read()
-        assert process.stdout.readline().startswith("conversations are written by the plain format, ")
+        assert process.stdout.readline().startswith("conversations are written by the ")
         yield process, found[0]
     finally:
         process.kill()
         process.communicate()
 
 
-def ask(address: str, **asked: Any) -> Any:
+def ask(address: str, path: str = "/v1/completions", **asked: Any) -> Any:
     request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        f"{address}{path}", json.dumps(asked).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
@@ -70,6 +72,24 @@ def test_a_run_is_served_until_a_signal(run_folder: Path, environment: dict[str,
     assert process.returncode == 0, err
     assert out == "ended\n"
     assert "Traceback" not in err
+
+
+def test_a_signal_ends_the_server_whatever_a_template_does(
+    run_folder: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    model = shutil.copytree(run_folder / "checkpoints" / "step-00000002", tmp_path / "model")
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (model / "chat_template.jinja").write_text(loops)
+    hello = {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "Hello"}]}
+    with serving(model, environment, "--grace", 20) as (process, address), ThreadPoolExecutor(4) as clients:
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            ask(address, **hello)
+        asked = [clients.submit(ask, address, **hello) for _ in range(4)]
+        assert health(address, "127.0.0.1") == 200
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert {type(request.exception()) for request in asked} <= {urllib.error.HTTPError, urllib.error.URLError}
+    assert (process.returncode, out) == (0, "ended\n"), err
 
 
 def test_options_reach_the_server(run_folder: Path, environment: dict[str, str], tmp_path: Path) -> None:
