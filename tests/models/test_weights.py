@@ -12,7 +12,10 @@ from support import cases
 from support.cases import tokens
 
 import gecko
+from gecko.inference import read
+from gecko.inference.decoder import Decoder
 from gecko.io.model_folder import WEIGHTS
+from gecko.io.quantization import plain_tensors, quantize
 from gecko.models import Llama, LlamaConfig, load_any
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -52,6 +55,77 @@ def test_a_model_that_changed_goes_on_from_none_of_its_states(change):
     for old in (state, stepped.own()):
         with pytest.raises(ValueError, match="made by other weights"):
             model(tokens(2, 9), state=old)
+
+
+def write_in_inference_mode(weight: torch.Tensor) -> None:
+    with torch.inference_mode():
+        weight.mul_(1.5)
+
+
+def replace_and_return(weight: torch.Tensor) -> None:
+    """The memory is the same as before."""
+    before = weight.data
+    weight.data = before.clone()
+    before.mul_(1.5)
+    weight.data = before
+
+
+SILENT_WRITES = {
+    "data": lambda weight: weight.data.mul_(1.5),
+    "data of another tensor": lambda weight: setattr(weight, "data", weight.data * 1.5),
+    "the same memory": replace_and_return,
+    "inference mode": write_in_inference_mode,
+    "numpy": lambda weight: weight.detach().numpy().__imul__(1.5),
+    "one number": lambda weight: weight.data.view(-1)[-1:].add_(0.5),
+    "swapped": lambda weight: torch.utils.swap_tensors(weight, torch.nn.Parameter(weight.detach() * 1.5)),
+    "many at once": lambda weight: torch._foreach_mul_([weight.data], 1.5),
+}
+"""Writes that do not change the version of a tensor, as PEFT's ``merge_and_unload`` does them."""
+
+
+@pytest.mark.parametrize("name", ["embedding.weight", "blocks.0.mixer.to_value.weight", "blocks.1.mixer.cema.alpha"])
+@pytest.mark.parametrize("write", SILENT_WRITES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # decode in C, and in PyTorch
+def test_writes_that_leave_no_trace_change_the_name_and_what_is_decoded(write, name, dtype, tmp_path):
+    model = cases.model("gecko", dtype)
+    text = tokens(1, 20)[0]
+    decoder = Decoder(model, 1)
+
+    def decoded(model: gecko.Gecko, decoder: Decoder) -> tuple[torch.Tensor, gecko.GeckoState]:
+        decoder.clear()
+        found = read(model, [text])
+        with torch.inference_mode():
+            decoder.add(found.state, found.seen)
+            logits = torch.cat([decoder.step([token]).clone() for token in (3, 1, 4)])
+        return logits, decoder.state(0)
+
+    _, state = decoded(model, decoder)
+    SILENT_WRITES[write](model.get_parameter(name))
+    with torch.no_grad(), pytest.raises(ValueError, match="made by other weights"):
+        model(tokens(1, 9), state=state)
+    model.save(tmp_path)
+    saved = gecko.load(tmp_path)
+    assert model.fingerprint() == saved.fingerprint() != state.model
+    (found, after), (expected, _) = decoded(model, decoder), decoded(saved, Decoder(saved, 1))
+    assert torch.equal(found, expected)
+    with torch.no_grad():
+        saved(tokens(1, 9), state=after)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_writes_to_quantised_numbers_are_decoded(bits):
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=1, chunk_size=16)).eval()
+    quantize(model, bits)
+    before = gecko.generate(model, [1, 2, 3], max_new_tokens=20, temperature=0)
+    integers, scale = plain_tensors(model.blocks[0].feed_forward.fc1.weight)
+    integers.data.neg_().clamp_(min=-7)
+    scale.data.mul_(2)
+    expected = gecko.generate(copy.deepcopy(model), [1, 2, 3], max_new_tokens=20, temperature=0)
+    found = gecko.generate(model, [1, 2, 3], max_new_tokens=20, temperature=0)
+    assert all(map(torch.equal, found.state.tensors().values(), expected.state.tensors().values()))
+    assert found.tokens == expected.tokens and found.state.model != before.state.model
 
 
 @pytest.mark.parametrize("name", [name for name, _ in gecko.Gecko(cases.SMALL).named_parameters()])

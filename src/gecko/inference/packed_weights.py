@@ -20,6 +20,7 @@ from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends import dispatch
 from gecko.ops.backends.cpu import library
+from gecko.ops.common import content
 from gecko.ops.decoding.weights import GROUP, REGISTER, Record, Weights
 from gecko.ops.rotary import rotary_phases
 from gecko.ops.timestep_norm import TimestepNormState
@@ -163,15 +164,16 @@ def _padded(weight: Tensor, size: int = REGISTER) -> Tensor:
 
 
 _halves = WeakTensorKeyDictionary()
-"""Packed weights by their integers: packing takes long, and nothing trains them."""
+"""Content of the integers and their packed form, by the integers: packing takes long."""
 
 
 def _packed_halves(integers: Tensor) -> Tensor:
     """Pack (outputs, inputs) integers of −8 … 7 into bytes: input i of a group with input i + 16 of it."""
-    if integers not in _halves:
+    now, (before, packed) = content([integers]), _halves.get(integers, (None, None))
+    if now is None or now != before:
         low, high = (_padded(integers) + 8).to(torch.uint8).unflatten(1, (-1, 2, GROUP // 2)).unbind(2)
-        _halves[integers] = (low | high << 4).flatten(1)
-    packed: Tensor = _halves[integers]
+        packed = (low | high << 4).flatten(1)
+        _halves[integers] = now, packed
     return packed
 
 

@@ -320,9 +320,10 @@ def _row_sums(tensor: Tensor) -> Tensor:
     The bits of the floats are added as integers, so the result does not depend on the order of the sums or on the
     device. It runs at memory bandwidth; hashing every byte would take half a minute for a large model.
     """
-    values = tensor if tensor.dtype == torch.float64 else tensor.float()
     rows = len(tensor) if tensor.dim() > 1 else tensor.numel()
-    return values.reshape(rows, -1).view(torch.int32).sum(1, dtype=torch.int32)
+    parts = tensor.reshape(rows, -1).split(max(1, 2**18 * rows // max(1, tensor.numel())))  # stay in the cache
+    wide = (part if part.dtype == torch.float64 else part.float() for part in parts)
+    return torch.cat([part.view(torch.int32).sum(1, dtype=torch.int32) for part in wide])
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

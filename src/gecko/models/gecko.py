@@ -21,7 +21,7 @@ from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.layers.linear import embedding_, project
 from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
 from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
-from gecko.ops.common import identity
+from gecko.ops.common import content, identity
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.runtime.meta import meta_device
@@ -190,11 +190,14 @@ class Gecko(nn.Module):
         return project(hidden[:, 0], self.head)[0], after
 
     def _begin_steps(self, state: GeckoState) -> GeckoState:
-        # Writes through ``.data`` do not change the version of a tensor, so cached coefficients may be stale.
+        self._forget()
+        return state.own()
+
+    def _forget(self) -> None:
+        """Discard what was computed from the weights: writes through ``.data`` do not change a tensor's version."""
         for module in self.modules():
             if isinstance(module, CEMA):
                 module.forget()
-        return state.own()
 
     def _read(
         self, tokens: Tensor, segment_ids: Tensor | None, state: GeckoState | None, context: Context | None,
@@ -272,12 +275,15 @@ class Gecko(nn.Module):
 
     def fingerprint(self) -> str:
         """Return a hash of the weights, 16 hexadecimal digits, that changes if any weight changes."""
-        now = identity(tensor for parameter in self.parameters() for tensor in plain_tensors(parameter))
+        # Writes through ``.data``, numpy or memory maps leave no trace but the numbers: all of them are read again.
+        now = content([tensor for parameter in self.parameters() for tensor in plain_tensors(parameter)])
         cached = getattr(self, "_fingerprint", None)
-        if cached is None or cached[0] != now:
+        if cached is None or now is None or cached[0] != now:
+            self._forget()
             tied = TIED[0] if self.config.tie_embedding else None
-            cached = self._fingerprint = (now, fingerprint(self, tied), self.ends())
-        return cached[1]
+            cached = (now, fingerprint(self, tied))
+        self._fingerprint = (*cached[:2], self.ends())
+        return self._fingerprint[1]
 
     def _was_named(self, name: str) -> bool:
         """Return whether ``name`` is the last ``fingerprint``, and embedding and head have not changed since."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import products_are_rounded
+from gecko.ops.backends.dispatch import is_package, kernels_of, products_are_rounded
 from gecko.runtime.records import TensorRecord
 from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
@@ -32,6 +32,14 @@ def identity(tensors: Iterable[Tensor]) -> Hashable:
     a replacement changes the key.
     """
     return tuple((x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in tensors)
+
+
+def content(tensors: list[Tensor]) -> Hashable | None:
+    """Return a key that changes with any number in the tensors, whoever wrote it; None if no C kernel can read them.
+
+    It takes as long as to read the tensors from memory: about as long as to decode a token.
+    """
+    return kernels_of("decoding", "cpu").content(tensors) if is_package() else None
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -132,13 +140,13 @@ def run_by_chunk_offset(
         groups[position % period].append(row)
     outputs, states = [], []
     for rows in groups.values():
-        index = to_device(torch.tensor(rows), inputs[0].device)
+        index = to_device(torch.tensor(rows, device="cpu"), inputs[0].device)
         some = tuple(x.index_select(0, index) for x in inputs)
         part = state.map(partial(torch.index_select, dim=0, index=index))
         output, part = form(some, part, segments.select(rows))
         outputs.append(output)
         states.append(part)
-    order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+    order = torch.tensor([row for rows in groups.values() for row in rows], device="cpu").argsort()
     order = to_device(order, inputs[0].device)
     return torch.cat(outputs).index_select(0, order), _reorder(states, order)
 
@@ -159,13 +167,13 @@ def run_by_length(
         groups[length].append(row)
     outputs, states = [], []
     for length, rows in groups.items():
-        index = to_device(torch.tensor(rows), inputs[0].device)
+        index = to_device(torch.tensor(rows, device="cpu"), inputs[0].device)
         some = tuple(x.index_select(0, index).narrow(-2, 0, length) for x in inputs)
         part = state.map(partial(torch.index_select, dim=0, index=index))
         output, part = form(some, part, segments.unpadded(rows, length))
         outputs.append(padded(output, 0, segments.length - length))
         states.append(part)
-    order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+    order = torch.tensor([row for rows in groups.values() for row in rows], device="cpu").argsort()
     order = to_device(order, inputs[0].device)
     return torch.cat(outputs).index_select(0, order), _reorder(states, order)
 

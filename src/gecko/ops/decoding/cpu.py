@@ -7,7 +7,7 @@ only; ``Network`` keeps the tensors that they belong to.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.backends.cpu import address, library
+from gecko.ops.backends.dispatch import PLAIN
 from gecko.ops.decoding.weights import GROUP, REGISTER, Record, Weights
 
 WEIGHTS_PER_THREAD = 2**21
@@ -264,6 +265,20 @@ def _step(network: Any, batch: Any, room: int, threads: int) -> int:
     return int(
         _function("decoding_step", c_int64, (c_void_p, c_void_p, c_void_p, c_int64))(network, batch, room, threads)
     )
+
+
+def content(tensors: Sequence[Tensor]) -> Hashable | None:
+    """Compute ``ops.common.content``."""
+    if library("decoding") is None or not all(type(x) in PLAIN and x.is_cpu and x.is_contiguous() for x in tensors):
+        return None
+    count = len(tensors)
+    addresses, sizes = (
+        (c_void_p * count)(*(x.data_ptr() for x in tensors)),
+        (c_int64 * count)(*(x.nbytes for x in tensors)),
+    )
+    threads = max(1, min(torch.get_num_threads(), sum(sizes) // WEIGHTS_PER_THREAD))
+    function = _function("decoding_content", c_int64, (c_void_p, c_void_p, c_int64, c_int64))
+    return function(addresses, sizes, count, threads), *((x.dtype, x.shape) for x in tensors)
 
 
 def samples_in_c(logits: Tensor) -> bool:

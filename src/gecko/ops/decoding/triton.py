@@ -117,7 +117,7 @@ class Network:
         if self._copied.get(name) == values:
             return False
         buffer = getattr(self.buffers, name)
-        buffer[: len(values)].copy_(torch.tensor(values, dtype=buffer.dtype))
+        buffer[: len(values)].copy_(torch.tensor(values, dtype=buffer.dtype, device="cpu"))
         self._copied[name] = values
         return True
 
