@@ -85,7 +85,7 @@ class Clock(TensorRecord):
     @classmethod
     def start(cls, batch: int) -> Clock:
         """Return the clock of a stream before its first token."""
-        zeros = torch.zeros(batch, dtype=torch.int64)
+        zeros = torch.zeros(batch, dtype=torch.int64, device="cpu")
         return cls(zeros, zeros, zeros)
 
 
@@ -175,8 +175,8 @@ class Segments:
         carried = self.clock.document_start[:, None].expand(self.batch, self.length)
         if self.starts is None:
             return carried
-        positions = self.clock.position[:, None] + torch.arange(self.length)
-        begun = torch.where(torch.from_numpy(self.starts), positions, torch.tensor(-1)).cummax(dim=1).values
+        positions = self.clock.position[:, None] + torch.arange(self.length, device="cpu")
+        begun = positions.masked_fill(torch.from_numpy(~self.starts), -1).cummax(dim=1).values
         return torch.where(begun >= 0, begun, carried)
 
     @cached_property
@@ -230,7 +230,7 @@ class Segments:
 
     def select(self, rows: list[int]) -> Segments:
         """Return the layout of the given rows alone."""
-        index = torch.tensor(rows)
+        index = torch.tensor(rows, device="cpu")
         clock = self.clock.map(lambda x: x[index])
         starts = None if self.starts is None else self.starts[rows]
         ends = None if self.ends is None else self.ends[index]

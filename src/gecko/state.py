@@ -68,7 +68,7 @@ class GeckoState(TensorRecord):
 
     def rows(self, index: Sequence[int]) -> GeckoState:
         """Return the rows of ``index`` in that order; a row may occur more than once."""
-        return self.map(lambda x: x.index_select(0, to_device(torch.tensor(list(index)), x.device)))
+        return self.map(lambda x: x.index_select(0, to_device(torch.tensor(list(index), device="cpu"), x.device)))
 
     @staticmethod
     def stack(states: Sequence[GeckoState]) -> GeckoState:

@@ -286,7 +286,7 @@ class TextPrefill:
         """Yield the ids of all texts as 1-D tensors; with ``begin`` the document-start token comes first."""
         if begin:
             self.num_tokens += 1
-            yield torch.tensor([self._tokenizer.document_start])
+            yield torch.tensor([self._tokenizer.document_start], device="cpu")
         for place, text in enumerate(self._texts):
             self._bar.update(self._task, description=text.name)
             for ids in encode_stream(self._tokenizer, self._blocks(place, text), text.name):

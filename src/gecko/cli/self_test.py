@@ -206,11 +206,11 @@ def _model(device: torch.device) -> Gecko:
 
 
 def _tokens(device: torch.device, rows: int) -> Tensor:
-    return torch.randint(0, _CONFIG.vocab_size, (rows, _LENGTH)).to(device)
+    return torch.randint(0, _CONFIG.vocab_size, (rows, _LENGTH), device="cpu").to(device)
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).to(device)
+    return torch.randn(*shape, dtype=torch.float64, device="cpu").to(device)
 
 
 def _heads(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,7 +219,7 @@ def _heads(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _two_documents(device: torch.device) -> Segments:
-    ids = (torch.arange(_LENGTH) >= 20).long().expand(_BATCH, -1)
+    ids = (torch.arange(_LENGTH, device="cpu") >= 20).long().expand(_BATCH, -1)
     return Segments.build(_BATCH, _LENGTH, segment_ids=ids, device=device)
 
 

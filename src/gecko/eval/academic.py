@@ -72,8 +72,8 @@ class HarnessModel(TemplateLM):
                 raise ValueError(f"a continuation must have at least one token; got {text!r} after {context[-40:]!r}.")
             ids = before if before[:1] == [self.prefix_token_id] else [self.prefix_token_id, *before]
             if ids != read_ids:
-                read_ids, reading = ids, self._model.read(torch.tensor(ids))
-            losses, greedy = self._model.predict(reading, torch.tensor(tokens))
+                read_ids, reading = ids, self._model.read(torch.tensor(ids, device="cpu"))
+            losses, greedy = self._model.predict(reading, torch.tensor(tokens, device="cpu"))
             found.append((-float(losses.double().sum()), bool(greedy.all())))
         return found
 

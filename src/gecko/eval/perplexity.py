@@ -143,7 +143,7 @@ def _block_losses(model: ScoredModel[Any], plan: _Plan, length: int, report: Rep
 
 def segment_losses(model: ScoredModel[Any], cursor: Cursor, length: int) -> Iterator[Tensor]:
     """Yield the losses of the next ``length`` tokens, read after a document-start token, in pieces."""
-    start = torch.tensor([model.tokenizer.document_start])
+    start = torch.tensor([model.tokenizer.document_start], device="cpu")
     return model.losses(chain([start], cursor.take(length)))
 
 

@@ -41,7 +41,7 @@ KEPT = FIRST_RENEWAL - CHUNKS_A_CALL
 def renewed_losses(model: Gecko, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the losses in nats of all tokens of a text except the first, with renewed norms, on the CPU."""
     chunk, device = model.config.chunk_size, model.embedding.weight.device
-    state, recent, read = None, torch.empty(0, dtype=torch.int64), 0
+    state, recent, read = None, torch.empty(0, dtype=torch.int64, device="cpu"), 0
     for part, follows in _with_successor(pieces(model.config, tokens, piece=CHUNKS_A_CALL * chunk)):
         targets = torch.cat([part[1:], follows])
         padded = F.pad(targets, (0, len(part) - len(targets)), value=IGNORED)
@@ -197,7 +197,7 @@ def describe_model(model: LanguageModel, tokenizer: Tokenizer, name: str) -> dic
 
 def encode_document(tokenizer: Tokenizer, text: str) -> Tensor:
     """Return the ids of a text after a document-start token, (1 + length,) int64."""
-    return torch.cat([torch.tensor([tokenizer.document_start]), torch.from_numpy(tokenizer.encode(text))])
+    return torch.cat([torch.tensor([tokenizer.document_start], device="cpu"), torch.from_numpy(tokenizer.encode(text))])
 
 
 class LlamaModel:
@@ -320,7 +320,7 @@ class Cursor:
 
     def __init__(self, parts: Iterator[Tensor]) -> None:
         self._parts = parts
-        self._held = torch.empty(0, dtype=torch.int64)
+        self._held = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def take(self, count: int) -> Iterator[Tensor]:
         """Yield the next ``count`` elements, or those that are left. Iterate to the end before the next call."""
@@ -347,7 +347,7 @@ class TextSize:
 
 def measure(tokenizer: Tokenizer, parts: Iterator[Tensor]) -> TextSize:
     """Return the size of a text that is given in pieces."""
-    size, inside, context = TextSize(), False, torch.empty(0, dtype=torch.int64)
+    size, inside, context = TextSize(), False, torch.empty(0, dtype=torch.int64, device="cpu")
     sizes = token_bytes(tokenizer)
     for part in parts:
         size.bytes += sizes.of_text(part.numpy(), begins=not size.tokens)

@@ -63,14 +63,15 @@ def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatc
             f"mqar needs at least one pair, 4 tokens of length and 2 of the vocabulary for each, and power_a above 0; "
             f"got items={pairs}, length={size.length}, vocab_size={size.vocab_size}, power_a={size.power_a}."
         )
-    keys = 1 + _drawn(torch.zeros(half - 1), rows, pairs, generator)
-    values = half + _drawn(torch.zeros(size.vocab_size - half), rows, pairs, generator)
-    law = (size.power_a - 1) * torch.arange(1, space + 1).log()
+    keys = 1 + _drawn(torch.zeros(half - 1, dtype=torch.float32, device="cpu"), rows, pairs, generator)
+    even = torch.zeros(size.vocab_size - half, dtype=torch.float32, device="cpu")
+    values = half + _drawn(even, rows, pairs, generator)
+    law = (size.power_a - 1) * torch.arange(1, space + 1, dtype=torch.float32, device="cpu").log()
     queries = 2 * pairs + 2 * _drawn(law, rows, pairs, generator)
-    tokens = torch.randint(size.vocab_size if size.noise else 1, (rows, size.length), generator=generator)
+    tokens = torch.randint(size.vocab_size if size.noise else 1, (rows, size.length), generator=generator, device="cpu")
     tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
     tokens.scatter_(1, queries, keys)
-    places = (2 * torch.arange(pairs) + 1).expand(rows, -1)
+    places = (2 * torch.arange(pairs, device="cpu") + 1).expand(rows, -1)
     return SyntheticBatch(tokens, *_asked(tokens, queries, values, places))
 
 
@@ -86,12 +87,12 @@ def selective_copying(size: TaskSize, rows: int, generator: torch.Generator) -> 
             f"selective_copying needs at least one item, 2 tokens of length for each, and 3 of the vocabulary; "
             f"got items={items}, length={size.length}, vocab_size={size.vocab_size}."
         )
-    places = _drawn(torch.zeros(context), rows, items, generator).sort(1).values
-    data = torch.randint(2, size.vocab_size, (rows, items), generator=generator)
-    tokens = torch.zeros(rows, size.length, dtype=torch.int64)
+    places = _drawn(torch.zeros(context, dtype=torch.float32, device="cpu"), rows, items, generator).sort(1).values
+    data = torch.randint(2, size.vocab_size, (rows, items), generator=generator, device="cpu")
+    tokens = torch.zeros(rows, size.length, dtype=torch.int64, device="cpu")
     tokens.scatter_(1, places, data)
     tokens[:, context:] = 1
-    marks = torch.arange(context, size.length).expand(rows, -1)
+    marks = torch.arange(context, size.length, device="cpu").expand(rows, -1)
     return SyntheticBatch(tokens, *_asked(tokens, marks, data, places))
 
 
@@ -108,11 +109,11 @@ def induction_heads(size: TaskSize, rows: int, generator: torch.Generator) -> Sy
             f"induction_heads needs a length of at least 4 and a vocabulary of at least 3; got {size.length} and "
             f"{size.vocab_size}."
         )
-    tokens = torch.randint(1, size.vocab_size, (rows, size.length), generator=generator)
-    first = torch.randint(size.length - 2, (rows, 1), generator=generator)
+    tokens = torch.randint(1, size.vocab_size, (rows, size.length), generator=generator, device="cpu")
+    first = torch.randint(size.length - 2, (rows, 1), generator=generator, device="cpu")
     tokens.scatter_(1, first, 0)
     tokens[:, -1] = 0
-    last = torch.full((rows, 1), size.length - 1)
+    last = torch.full((rows, 1), size.length - 1, device="cpu")
     return SyntheticBatch(tokens, *_asked(tokens, last, tokens.gather(1, first + 1), first + 1))
 
 
@@ -147,7 +148,8 @@ def hits_by_distance(batch: SyntheticBatch, predicted: Tensor, chunk: int) -> di
 
 def _drawn(log_weights: Tensor, rows: int, count: int, generator: torch.Generator) -> Tensor:
     """Sample (rows, count) positions without replacement, with probabilities proportional to the weights."""
-    noise = -torch.rand(rows, len(log_weights), generator=generator).clamp(min=1e-20).log()
+    uniform = torch.rand(rows, len(log_weights), generator=generator, dtype=torch.float32, device="cpu")
+    noise = -uniform.clamp(min=1e-20).log()
     return (log_weights - noise.clamp(min=1e-20).log()).topk(count, dim=1).indices
 
 

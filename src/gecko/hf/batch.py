@@ -114,7 +114,8 @@ class Batch:
         states: list[GeckoState] = []
         order: list[int] = []
         for length in torch.unique(lengths).tolist() if keep_state else [int(lengths.max())]:
-            rows = (lengths == length).nonzero().flatten() if keep_state else torch.arange(len(lengths)).to(lengths)
+            every = torch.arange(len(lengths), device=lengths.device)
+            rows = (lengths == length).nonzero().flatten() if keep_state else every
             state = None if before.state is None else before.state.rows(rows.tolist())
             if length:
                 at = (rows[:, None], columns[rows, :length])
@@ -122,7 +123,8 @@ class Batch:
                 layers = tuple(x.to(part.dtype).index_put(at, part) for x, part in zip(layers, parts, strict=True))
             states.append(reader.start(len(rows)) if state is None else state)
             order += rows.tolist()
-        kept = GeckoState.stack(states).rows(torch.tensor(order).argsort().tolist()) if keep_state else None
+        places = torch.tensor(order, device="cpu").argsort().tolist()
+        kept = GeckoState.stack(states).rows(places) if keep_state else None
         return self._fill_padding(layers, before.last), kept
 
     def _fill_padding(self, layers: Layers, last: Tensor | None) -> Layers:

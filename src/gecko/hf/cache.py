@@ -106,7 +106,7 @@ class GeckoCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
-            self.batch_select_indices(torch.arange(self.state.batch_size).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.state.batch_size, device="cpu").repeat_interleave(repeats))
 
     def crop(self, *_: int) -> None:
         raise ValueError(

@@ -84,11 +84,11 @@ class Conversation:
         turns = [Turn("user", question)]
         if self.state is not None:
             closing, following = self._format.continuation(turns)
-            return torch.tensor([*closing, *following])
+            return torch.tensor([*closing, *following], device="cpu")
         ids = self._format.encode([*([] if self._system is None else [Turn("system", self._system)]), *turns])
         begins = ids[:1] == [self._tokenizer.document_start]
         # The state is inside a document, so no document starts here.
-        return torch.tensor(ids[1:] if self._before is not None and begins else ids)
+        return torch.tensor(ids[1:] if self._before is not None and begins else ids, device="cpu")
 
     def follow(self, reading: Prefill, pieces: TextStream[TokenStream], text: str) -> None:
         """Continue after an answer. A stop string is no part of it, but the tokens' state has read it."""

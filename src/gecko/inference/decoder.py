@@ -198,7 +198,7 @@ def _steps_may_be_faster(model: Gecko, count: int) -> bool:
 
 def _read_by_steps(model: Gecko, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
     decoder = Decoder(model, 1)
-    decoder.add(state, torch.zeros(model.config.vocab_size, dtype=torch.bool))
+    decoder.add(state, torch.zeros(model.config.vocab_size, dtype=torch.bool, device="cpu"))
     hidden = torch.cat([decoder.hidden_step([token]) for token in tokens[0].tolist()])
     return hidden.to(model.embedding.weight.dtype).unsqueeze(0), decoder.state(0)
 

@@ -42,7 +42,7 @@ def as_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
         ValueError: a seed does not fit in 64 bits, or the number of seeds differs from ``rows``.
     """
     if seed is None:
-        return torch.randint(2**53, (rows,)).tolist()
+        return torch.randint(2**53, (rows,), device="cpu").tolist()
     if isinstance(seed, Tensor | np.ndarray) and seed.ndim == 0:
         # A 0-D tensor is an Iterable to Python.
         seed = seed.item()
@@ -73,9 +73,9 @@ def _as_ids(prompt: object) -> Tensor:
     if isinstance(prompt, str):
         raise TypeError("a prompt must be token ids; got text. Try gecko.data.load_tokenizer(...).encode(text).")
     if isinstance(prompt, list | tuple) and not prompt:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     try:
-        ids = torch.as_tensor(prompt)
+        ids = prompt if isinstance(prompt, Tensor) else torch.as_tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"a prompt must be a 1-D tensor, array or list of token ids; {error}") from error
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:

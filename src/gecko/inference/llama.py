@@ -80,7 +80,7 @@ class LlamaStream:
             self._left -= 1
             yield NewToken(0, token)
             if self._left:
-                self._reading = prefill_llama(self._model, [torch.tensor([token])], self._reading)
+                self._reading = prefill_llama(self._model, [torch.tensor([token], device="cpu")], self._reading)
 
     def stop(self, row: int) -> None:
         """Generate no more tokens."""

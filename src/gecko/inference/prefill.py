@@ -65,7 +65,7 @@ def read(
     state = None if state is None else state.to(device)
     last = None
     with inference(model):
-        seen = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+        seen = torch.zeros(model.config.vocab_size, dtype=torch.bool, device="cpu")
         for part in pieces(model.config, tokens, state, piece=piece):
             seen[part] = True
             hidden, state = read_piece(model, part.unsqueeze(0).to(device), state)
@@ -122,8 +122,8 @@ class PromptScorer:
 
     def result(self) -> PromptScores:
         """Return the scores of all tokens so far."""
-        none = torch.empty(0, dtype=torch.float64), torch.empty(0, self._top, dtype=torch.int64)
-        first = *none, none[1].double()
+        none = torch.empty(0, self._top, dtype=torch.float64, device="cpu")
+        first = none.flatten()[:0], none.long(), none
         columns = zip(first, *self._found, strict=True)
         return PromptScores(torch.cat(self._tokens), *map(torch.cat, columns))
 

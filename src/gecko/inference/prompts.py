@@ -129,7 +129,7 @@ class PromptPrefill:
         return min(len(self._prompt), self._read + piece - self.position % piece, *kept)
 
     def _seen(self) -> Tensor:
-        seen = torch.zeros(self._model.config.vocab_size, dtype=torch.bool)
+        seen = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device="cpu")
         return seen.index_fill_(0, self._prompt, True).to(self._device)
 
 
@@ -186,7 +186,7 @@ def _read_rows(
         return [hidden[0]], [state]
     fresh = all(state is None for state in states)
     before = None if fresh else GeckoState.stack([model.empty_state() if x is None else x for x in states])
-    lengths = torch.tensor([len(part) for part in parts])
+    lengths = torch.tensor([len(part) for part in parts], device="cpu")
     tokens = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
     hidden, after = model.hidden(tokens, state=before, lengths=lengths)
     rows = range(len(parts))

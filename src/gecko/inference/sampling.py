@@ -112,7 +112,7 @@ class RandomNumbers:
         """Return the next number."""
         if not self._ready:
             # One call of PyTorch for many numbers: a call for each takes as long as a small model's layer.
-            numbers = torch.rand(_DRAWN_TOGETHER, generator=self._generator, dtype=torch.float64)
+            numbers = torch.rand(_DRAWN_TOGETHER, generator=self._generator, dtype=torch.float64, device="cpu")
             self._ready = numbers.flip(0).tolist()
         return self._ready.pop()
 
@@ -207,7 +207,7 @@ class Sampler:
         cumulative = self._probabilities(scores).cumsum(-1)
         total = cumulative[:, -1:]
         # The random numbers come from the host, as in C.
-        uniform = torch.tensor([[random.draw()] for random in randoms], dtype=torch.float64)
+        uniform = torch.tensor([[random.draw()] for random in randoms], dtype=torch.float64, device="cpu")
         # Rounding could give the total itself, which lies behind the last token with nonzero probability.
         point = torch.minimum(uniform.to(total.device) * total, total.nextafter(torch.zeros_like(total)))
         return torch.searchsorted(cumulative, point, right=True).squeeze(-1).tolist()

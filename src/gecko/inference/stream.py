@@ -129,4 +129,4 @@ class TokenStream:
     def _final_state(self, row: _Finished) -> GeckoState:
         if row.pending_token is None:
             return row.state
-        return read(self._model, [torch.tensor([row.pending_token])], row.state).state
+        return read(self._model, [torch.tensor([row.pending_token], device="cpu")], row.state).state

@@ -37,7 +37,7 @@ class CEMA(nn.Module):
         model_dim, modes = self.alpha.shape
         nn.init.normal_(self.alpha, std=0.2)
         nn.init.normal_(self.delta, std=0.2)
-        steps = torch.randperm(model_dim) + 1
+        steps = torch.randperm(model_dim, device=self.theta.device) + 1
         with torch.no_grad():
             self.theta.copy_(torch.logit(float(model_dim) ** (-steps.double() / model_dim)))
         nn.init.zeros_(self.gamma)

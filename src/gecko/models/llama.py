@@ -221,7 +221,7 @@ class Llama(nn.Module):
         """Return the input of the head, (B, T, D). Arguments are those of ``forward``."""
         check_tokens("tokens", tokens, self.config.vocab_size)
         segments = Segments.build(*tokens.shape, segment_ids=segment_ids, device=tokens.device)
-        positions = torch.arange(tokens.shape[1]) - segments.document_starts
+        positions = torch.arange(tokens.shape[1], device="cpu") - segments.document_starts
         return self._through_blocks(tokens, positions, documents=_Documents(segments))
 
     @torch.no_grad()
@@ -230,7 +230,7 @@ class Llama(nn.Module):
         both. ``before`` does not change."""
         check_tokens("tokens", tokens, self.config.vocab_size)
         read, length = 0 if before is None else before.length, tokens.shape[1]
-        positions = torch.arange(read, read + length).expand(tokens.shape)
+        positions = torch.arange(read, read + length, device="cpu").expand(tokens.shape)
         cache = _Appending(before)
         # The number of keys grows with every call, and a compiled block would recompile for each.
         with torch.compiler.set_stance("force_eager"):
@@ -309,7 +309,7 @@ class _Documents:
             starts = torch.from_numpy(segments.starts).clone()
             starts[:, 0] = True
             begins = torch.nonzero(starts.flatten()).flatten()
-            self.lengths = torch.diff(begins, append=torch.tensor([starts.numel()])).tolist()
+            self.lengths = torch.diff(begins, append=torch.tensor([starts.numel()], device="cpu")).tolist()
 
 
 def _attend(

@@ -47,7 +47,7 @@ def export_onnx(model: Gecko, path: str | Path) -> None:
     size = sum(x.nbytes for x in model.parameters())
     if size > MOST_BYTES:
         raise ValueError(f"the weights of an ONNX graph must take at most {MOST_BYTES:,} bytes; they take {size:,}.")
-    state, start = initial_state(model), torch.zeros(1, dtype=torch.int64)
+    state, start = initial_state(model), torch.zeros(1, dtype=torch.int64, device="cpu")
     step = _Step(model).eval()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

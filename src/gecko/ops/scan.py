@@ -105,7 +105,7 @@ class ScanPlan:
         return cls(
             chunk, batch, length, level_sizes,
             Slots(on_device(token), on_device(np.flatnonzero(~held)), on_device(slot_of_token)),
-            on_device(rows), to_device(torch.tensor([run.continues for run in runs]), device),
+            on_device(rows), to_device(torch.tensor([run.continues for run in runs], device="cpu"), device),
             on_device(first_slot[last_level] + last_run), on_device(last_length),
         )  # fmt: skip
 

@@ -39,7 +39,7 @@ def call_header(batch: int, length: int, chunk_size: int, segment_ids: Tensor | 
     stand = Clock.start(batch) if clock is None else clock
     inside = bool((stand.position % chunk_size).any())
     given = (segment_ids is not None, clock is not None, _digest(stand.position), _digest(stand.document_start), inside)
-    return torch.tensor([batch, length, chunk_size, *map(int, given)], dtype=torch.int64)
+    return torch.tensor([batch, length, chunk_size, *map(int, given)], dtype=torch.int64, device="cpu")
 
 
 def check_headers(headers: Tensor) -> None:
@@ -68,14 +68,14 @@ def check_chunks(ranks: int, length: int, chunk_size: int, *, inside: bool) -> N
 
 
 def _digest(numbers: Tensor) -> int:
-    return int((numbers * (torch.arange(len(numbers)) + 1)).sum())
+    return int((numbers * (torch.arange(len(numbers), device="cpu") + 1)).sum())
 
 
 def document_record(segment_ids: Tensor, chunk_size: int) -> Tensor:
     """Return (B, 4) for a rank: the ids of its first and last token, and the index of the last document start after the
     first token, among all tokens and among those before the last chunk; −1 if there is none."""
     ids = segment_ids.detach().to("cpu", torch.int64)
-    starts = torch.where(ids[:, 1:] != ids[:, :-1], torch.arange(1, ids.shape[1]), -1)
+    starts = torch.where(ids[:, 1:] != ids[:, :-1], torch.arange(1, ids.shape[1], device="cpu"), -1)
     starts = torch.cat([torch.full_like(ids[:, :1], -1), starts], dim=1)
     # At least one column, also if the rank holds a single chunk.
     earlier = starts[:, : max(1, ids.shape[1] - chunk_size)]
@@ -114,7 +114,7 @@ def parts_of_call(length: int, chunk_size: int, records: Tensor, clock: Clock | 
 
 def no_documents(size: int, batch: int, clock: Clock | None) -> Tensor:
     """Return the records (R, B, 4) of ranks in whose rows no document starts."""
-    ids = torch.zeros(batch, dtype=torch.int64) if clock is None else clock.segment_id
+    ids = torch.zeros(batch, dtype=torch.int64, device="cpu") if clock is None else clock.segment_id
     none = torch.full_like(ids, -1)
     return torch.stack([ids, ids, none, none], dim=1).expand(size, -1, -1)
 
@@ -122,7 +122,7 @@ def no_documents(size: int, batch: int, clock: Clock | None) -> Tensor:
 def reaching_counts(parts: list[Part], rank: int) -> Tensor:
     """Return ``ContextExchange.counts`` of a rank."""
     start = parts[rank].clock.document_start
-    counts = torch.zeros(len(parts) - 1, len(start), dtype=torch.int64)
+    counts = torch.zeros(len(parts) - 1, len(start), dtype=torch.int64, device="cpu")
     for before in range(rank):
         # Tokens that rank 0 read in earlier calls count as its own.
         begin = parts[before].clock.position if before else torch.minimum(start, parts[0].clock.position)
@@ -133,7 +133,7 @@ def reaching_counts(parts: list[Part], rank: int) -> Tensor:
 
 def reaching_chunks(parts: list[Part], rank: int, chunk_size: int) -> Tensor:
     """Return ``ContextExchange.chunks_reach`` of a rank."""
-    reach = torch.zeros(len(parts) - 1, len(parts[0].begins), 2, dtype=torch.bool)
+    reach = torch.zeros(len(parts) - 1, len(parts[0].begins), 2, dtype=torch.bool, device="cpu")
     for before in range(rank):
         start, end = parts[rank - 1].start_before_last, parts[before + 1].clock.position
         reach[rank - 1 - before] = torch.stack([start < end - chunk_size, start < end], dim=1)
@@ -347,7 +347,7 @@ def prefill_on_ranks(
     size, chunk = piece_length(model.config) if piece is None else piece, model.config.chunk_size
     if size < 1 or size % chunk:
         raise ValueError(f"piece must be a multiple of chunk_size = {chunk}; got {size}.")
-    last, seen = None, torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    last, seen = None, torch.zeros(model.config.vocab_size, dtype=torch.bool, device="cpu")
     with inference(model):
         for part in pieces(model.config, tokens, state, piece=group.size * size):
             seen[part] = True

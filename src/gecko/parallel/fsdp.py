@@ -55,7 +55,7 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
     """Set a sharded model's parameters to the whole tensors ``weights`` of the first rank; the others pass None."""
     for name, parameter in model.named_parameters():
         sharded = cast(DTensor, parameter)
-        whole = torch.empty(sharded.shape, dtype=sharded.dtype) if weights is None else weights[name]
+        whole = torch.empty(sharded.shape, dtype=sharded.dtype, device="cpu") if weights is None else weights[name]
         source = whole.to(sharded.device, sharded.dtype)
         sharded.copy_(distribute_tensor(source, sharded.device_mesh, sharded.placements))
 

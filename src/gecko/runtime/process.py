@@ -167,7 +167,7 @@ def flushed_denormals() -> Iterator[None]:
     """
     import torch
 
-    before = not (torch.tensor(1e-30) * 1e-9).item()
+    before = not (torch.tensor(1e-30, dtype=torch.float32, device="cpu") * 1e-9).item()
     torch.set_flush_denormal(True)
     try:
         yield

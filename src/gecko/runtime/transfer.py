@@ -22,7 +22,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         on_gpu = tensor.device.type == "cuda" and torch.cuda.is_available()
-        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu, device="cpu")
         self._values.copy_(tensor, non_blocking=True)
         self._copied = torch.cuda.Event() if on_gpu else None
         if self._copied is not None:

@@ -299,7 +299,7 @@ class Preparation:
         for part in parts:
             if min(part) < 0 or max(part) >= self._model.vocab_size:
                 raise self._id_error(next(index for index in part if not 0 <= index < self._model.vocab_size))
-        return torch.cat([torch.tensor(part) for part in parts])
+        return torch.cat([torch.tensor(part, device="cpu") for part in parts])
 
     def _check_ids(self, ids: Tensor) -> Tensor:
         self._check_length(len(ids))

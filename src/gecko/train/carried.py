@@ -78,7 +78,7 @@ class CarriedState:
         self.before = self._divided(self._empty.map(lambda x: next(found).to(x.device)))
 
     def _divided(self, state: GeckoState) -> list[GeckoState]:
-        return [state.rows(lanes.tolist()) for lanes in torch.arange(self._lanes).chunk(self._parts)]
+        return [state.rows(lanes.tolist()) for lanes in torch.arange(self._lanes, device="cpu").chunk(self._parts)]
 
     def _shared(self, x: Tensor) -> Tensor:
         """Return this rank's part of a tensor of all lanes."""

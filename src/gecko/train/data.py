@@ -159,7 +159,7 @@ def _run_data(
         return HeldOut.of(data.held_out(rows * run.sequence_length + 1), rows, run.sequence_length, at_once, tokenizer)
 
     record = DataRecord(data.digest, layout)
-    ids = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)])
+    ids = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)], device="cpu")
     prompt = SamplePrompt(ids, frozenset({tokenizer.document_end}))
     training = partial(batch_of, loader.rows)
     return RunData(tokenizer, training, final_of, run.evaluation, record, prompt)
@@ -190,7 +190,7 @@ def _load_chats(
     def final_of(rows: int) -> HeldOut:
         return HeldOut.of_chats(held_out, rows, run.sequence_length, at_once, tokenizer)
 
-    ids = torch.tensor(chat_format.encode([Turn("user", run.sample.prompt)]))
+    ids = torch.tensor(chat_format.encode([Turn("user", run.sample.prompt)]), device="cpu")
     return RunData(
         tokenizer, partial(batch_of, rows), final_of, run.evaluation,
         DataRecord(digest, layout, None if started is None else started.isoformat()),

@@ -65,7 +65,7 @@ class HeldOut:
     def spread(self, rows: int) -> HeldOut:
         """Return ``rows`` evenly spaced rows, because neighbouring rows are often parts of one document."""
         available = len(self.rows.tokens)
-        chosen = torch.arange(min(rows, available)) * available // min(rows, available)
+        chosen = torch.arange(min(rows, available), device="cpu") * available // min(rows, available)
         kept = Batch(self.rows.tokens[chosen], self.rows.targets[chosen], self.rows.segment_ids[chosen])
         return HeldOut(kept, self.batch_size, self.row_bytes[chosen])
 

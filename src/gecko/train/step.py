@@ -85,9 +85,9 @@ class SpikeRule:
         self.settings = settings
         self.losses = deque(losses, maxlen=settings.window)
         self.grad_norms = deque(grad_norms, maxlen=settings.window)
-        known = torch.full((2, settings.window), math.nan, dtype=torch.float64)
+        known = torch.full((2, settings.window), math.nan, dtype=torch.float64, device="cpu")
         for row, values in zip(known, (self.losses, self.grad_norms), strict=True):
-            row[settings.window - len(values) :] = torch.tensor(list(values), dtype=torch.float64)
+            row[settings.window - len(values) :] = torch.tensor(list(values), dtype=torch.float64, device="cpu")
         self._known = to_device(known, device)
         """The last values, oldest first; NaN where there are none."""
         self._held = torch.zeros((), dtype=torch.bool, device=device)

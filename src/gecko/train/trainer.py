@@ -151,8 +151,8 @@ class Trainer:
         self.sinks.beat()
         done = self.next_step - 1
         late = self.run.steps is None and self.ranks.is_main and self.clock.has_to_decay(self.run, done)
-        flags = torch.tensor([stop.requested is not None, self.sinks.saver.failed, late]).int()
-        stopped, failed, decays = self._flags(flags)
+        flags = stop.requested is not None, self.sinks.saver.failed, late
+        stopped, failed, decays = self._flags(torch.tensor(flags, dtype=torch.int32, device="cpu"))
         if failed:
             self.sinks.saver.wait()
         if self.run.steps is None and decays and not stopped:

@@ -174,8 +174,8 @@ class StatePages:
         """Return the picked pages as the state of sequences that have read ``read`` tokens, of one document each."""
         state, start = self.state(), Clock.start(len(read))
         return replace(
-            state, clock=replace(start, position=torch.tensor(read)), mixers=tuple(x.map(pick) for x in state.mixers),
-            final_norm=state.final_norm.map(pick),
+            state, clock=replace(start, position=torch.tensor(read, device="cpu")),
+            mixers=tuple(x.map(pick) for x in state.mixers), final_norm=state.final_norm.map(pick),
         )  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def state_before(
         state: that before the call on rank 0, where ``first`` is true; on the other ranks it is None.
         key, value: (B, H, c, d); the keys are not rotated yet.
     """
-    key = pattern.rotate(key.to(compute_dtype(key)), torch.arange(pattern.chunk_size)) * float(not first)
+    key = pattern.rotate(key.to(compute_dtype(key)), torch.arange(pattern.chunk_size, device="cpu")) * float(not first)
     half = (segments.clock.position // pattern.chunk_size + 1).to(value.device) % 2
     arrived = AttentionState(_ring(key, half), _ring(value, half))
     if state is None:

@@ -85,7 +85,7 @@ def chunk_attention_chunked(
     assert ring_start is not None, "rows must agree on their phase"
     phase = ring_start % chunk
     chunks = -(-(phase + length) // chunk)
-    place = (phase + torch.arange(length)) % chunk
+    place = (phase + torch.arange(length, device="cpu")) % chunk
     empty = chunks * chunk - phase - length
 
     before_keys, before_values = (in_order(x, ring_start, 2 * chunk) for x in (state.keys, state.values))
@@ -116,7 +116,8 @@ def _windows(keys: Tensor, pattern: Pattern) -> Tensor:
     own = keys.unflatten(2, (-1, pattern.chunk_size))
     if pattern.lookback == 0:
         return own
-    previous = pattern.rotate(keys, torch.tensor([-pattern.chunk_size])).unflatten(2, (-1, pattern.chunk_size))
+    back = torch.tensor([-pattern.chunk_size], device="cpu")
+    previous = pattern.rotate(keys, back).unflatten(2, (-1, pattern.chunk_size))
     return torch.cat([previous, F.pad(own[:, :, 1:], (0, 0, 0, 0, 0, 1))], dim=3)
 
 
@@ -124,24 +125,24 @@ def _bias(pattern: Pattern, segments: Segments, phase: int, chunks: int, dtype: 
     """Return additive masks as a table (masks, c, window) and the index of each block's mask, (B, n + lookback). Mask 0
     is the pattern alone. A block has another mask only if a document starts in its window."""
     chunk, (batch, length) = pattern.chunk_size, (segments.batch, segments.length)
-    place = torch.arange(chunk)
-    chunk_start = torch.arange(chunks)[:, None] * chunk
+    place = torch.arange(chunk, device="cpu")
+    chunk_start = torch.arange(chunks, device="cpu")[:, None] * chunk
     base = segments.clock.position - phase
     starts = F.pad(segments.document_starts - base[:, None], (phase, chunks * chunk - phase - length), value=-(2**62))
     first = starts.unflatten(1, (chunks, chunk)) - chunk_start + pattern.lookback * chunk
     first = torch.maximum(first, pattern.first_slot(place))
-    entry = torch.zeros(batch, chunks + pattern.lookback, dtype=torch.int64)
+    entry = torch.zeros(batch, chunks + pattern.lookback, dtype=torch.int64, device="cpu")
     if torch.compiler.is_exporting():  # nothing may be chosen by values, so every block has a mask
         own_firsts = first.flatten(0, 1)
-        entry[:, :chunks] = torch.arange(1, batch * chunks + 1).view(batch, chunks)
+        entry[:, :chunks] = torch.arange(1, batch * chunks + 1, device="cpu").view(batch, chunks)
     else:
         own = (first > pattern.first_slot(place)).any(-1)
         own_firsts = first[own]
-        entry[:, :chunks][own] = torch.arange(1, len(own_firsts) + 1)
+        entry[:, :chunks][own] = torch.arange(1, len(own_firsts) + 1, device="cpu")
     firsts = torch.cat([pattern.first_slot(place).unsqueeze(0), own_firsts])
-    slots = torch.arange(pattern.window)
+    slots = torch.arange(pattern.window, device="cpu")
     visible = (slots >= firsts.unsqueeze(-1)) & (slots <= pattern.last_slot(place).unsqueeze(-1))
-    table = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    table = torch.zeros(visible.shape, dtype=dtype, device="cpu").masked_fill_(~visible, -torch.inf)
     return to_device(table, segments.device), to_device(entry, segments.device)
 
 
@@ -269,21 +270,21 @@ class _Token:
     def of(cls, pattern: Pattern, segments: Segments, q: Tensor) -> _Token:
         chunk, position = pattern.chunk_size, segments.clock.position.unsqueeze(1)
         place, own_half = position % chunk, position // chunk % 2
-        turns = place + chunk * (torch.arange(2) != own_half)
+        turns = place + chunk * (torch.arange(2, device="cpu") != own_half)
         key_phases, query_phases = (
             rotary_phases(positions, q.shape[-1], pattern.rope_base, q.dtype, q.device)[:, None]
             for positions in (place, turns)
         )
         slot = (position % (2 * chunk)).to(q.device).view(-1, 1, 1, 1)
         unseen = ~_visible(pattern, segments)
-        bias = torch.zeros(unseen.shape, dtype=q.dtype).masked_fill_(unseen, -torch.inf)
+        bias = torch.zeros(unseen.shape, dtype=q.dtype, device="cpu").masked_fill_(unseen, -torch.inf)
         return cls(slot, key_phases, query_phases, bias.to(q.device).unsqueeze(1))
 
 
 def _visible(pattern: Pattern, segments: Segments) -> Tensor:
     """Return the slots of the ring that the query sees, (B, 2c) bool on the CPU."""
     chunk, position = pattern.chunk_size, segments.clock.position.unsqueeze(1)
-    held = position - (position - torch.arange(2 * chunk)) % (2 * chunk)
+    held = position - (position - torch.arange(2 * chunk, device="cpu")) % (2 * chunk)
     if pattern.attention == "sliding_window":
         first = position - chunk + 1
     else:

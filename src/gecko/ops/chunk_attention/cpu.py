@@ -47,7 +47,7 @@ def chunk_attention_cpu(
         return out, type(state)(*_rings_of_rows(pattern, (k, v), (keys, values), segments.ends, ring_start))
 
     kept = slice(max(0, length - size), length)
-    place = torch.arange(kept.start, length) % pattern.chunk_size
+    place = torch.arange(kept.start, length, device="cpu") % pattern.chunk_size
     phases = segments.shared(("recent", pattern, q.shape[-1]), lambda: pattern.phases(k, place))
     recent = rotate(k[:, :, kept], phases, pattern.rope_heads), v[:, :, kept]
     rings = (ring_after(old, new, ring_start + length, size) for old, new in zip((keys, values), recent, strict=True))
@@ -60,9 +60,10 @@ def _rings_of_rows(
     """Return the rings of keys and values of a padded call, from those before it in order of time."""
     k, v = new
     size = 2 * pattern.chunk_size
-    turned = rotate(k, pattern.phases(k, torch.arange(k.shape[2]) % pattern.chunk_size), pattern.rope_heads)
+    place = torch.arange(k.shape[2], device="cpu") % pattern.chunk_size
+    turned = rotate(k, pattern.phases(k, place), pattern.rope_heads)
     # Place of slot s in the last ``size`` tokens of a row, of the ring before the call and its own.
-    places = ends.unsqueeze(1) + (torch.arange(size) - ring_start - ends.unsqueeze(1)) % size
+    places = ends.unsqueeze(1) + (torch.arange(size, device="cpu") - ring_start - ends.unsqueeze(1)) % size
 
     def ring(old: Tensor, added: Tensor) -> Tensor:
         both = torch.cat([old, added], dim=2)
@@ -74,14 +75,15 @@ def _rings_of_rows(
 def _turns(pattern: Pattern, x: Tensor) -> Tensor:
     """Return cosines and sines of the rotations by 0 … c − 1 and −c, (c + 1, 2, d). A number becomes its product with
     the cosine plus the product of the other number of its pair with the sine, whose sign is included."""
-    phases = pattern.phases(x, torch.cat([torch.arange(pattern.chunk_size), torch.tensor([-pattern.chunk_size])]))
+    positions = torch.tensor([*range(pattern.chunk_size), -pattern.chunk_size], device="cpu")
+    phases = pattern.phases(x, positions)
     sines = torch.stack([-phases.imag, phases.imag], dim=-1).flatten(-2)
     return torch.stack([phases.real.repeat_interleave(2, dim=-1), sines], dim=1).contiguous()
 
 
 def _first(pattern: Pattern, segments: Segments) -> Tensor:
     """Return the first slot that each query sees in the window of the previous and its own chunk, (B, T) int32."""
-    chunk, steps = pattern.chunk_size, torch.arange(segments.length)
+    chunk, steps = pattern.chunk_size, torch.arange(segments.length, device="cpu")
     place = steps % chunk
     by_pattern = pattern.first_slot(place) + (1 - pattern.lookback) * chunk
     begun = segments.document_starts - segments.clock.position.unsqueeze(1)

@@ -75,7 +75,7 @@ def _first(pattern: Pattern, segments: Segments, chunks: int, offset: Tensor) ->
     """Return the first key that each query sees. In places without a token, a query sees only itself."""
     chunk, length = pattern.chunk_size, segments.length
     before = offset[:, None] // chunk * chunk
-    own = torch.arange(chunks * chunk) + before
+    own = torch.arange(chunks * chunk, device="cpu") + before
     token = own - offset[:, None]
     start = segments.document_starts.gather(1, token.clamp(0, length - 1))
     start = start - segments.clock.position[:, None] + offset[:, None]

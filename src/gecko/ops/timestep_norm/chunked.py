@@ -26,7 +26,7 @@ def decayed_statistics(
 ) -> tuple[Tensor, Tensor, TimestepNormState]:
     """Return the bias-corrected mean and variance (B, T, G) at every step, and the state after the last step."""
     mu, sigma2 = _group_moments(x, groups)
-    beta = to_device(torch.tensor(betas, dtype=torch.float64).repeat_interleave(groups), x.device)
+    beta = to_device(torch.tensor(betas, dtype=torch.float64, device="cpu").repeat_interleave(groups), x.device)
     # In float64: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
     added = (1 - beta).to(x.dtype) * torch.cat([mu, sigma2], dim=-1)
     before = torch.cat([state.mean, state.variance], dim=-1)
@@ -35,7 +35,7 @@ def decayed_statistics(
     else:
         running = decayed_sum(added, beta, before, ScanPlan.of(segments))
     count = _counts(state, segments)
-    logarithms = torch.tensor([math.log(b) if b > 0 else -math.inf for b in betas], dtype=x.dtype)
+    logarithms = torch.tensor([math.log(b) if b > 0 else -math.inf for b in betas], dtype=x.dtype, device="cpu")
     log_beta = to_device(logarithms.repeat_interleave(groups), x.device)
     corrected = running / -torch.expm1(count.unsqueeze(-1) * log_beta)
     mean, variance = corrected.split(groups, dim=-1)
@@ -174,7 +174,7 @@ def timestep_norm_step(
 
 def _decays(betas: tuple[float, float], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return β, 1 − β and log β of mean and variance, (2, 1) each."""
-    beta = to_device(torch.tensor(betas, dtype=torch.float64).unsqueeze(1), x.device)
+    beta = to_device(torch.tensor(betas, dtype=torch.float64, device="cpu").unsqueeze(1), x.device)
     # Rounded last: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
     # ONNX computes expm1(x) as exp(x) − 1, which needs float64 if x is small.
     log_beta = beta.log() if torch.compiler.is_exporting() else beta.log().to(x.dtype)

@@ -31,7 +31,7 @@ def timestep_norm_state_before(
 
 def _decayed(ends: Tensor, betas: tuple[float, float], counts: Tensor, length: int) -> Tensor:
     """Return the decayed sums (2, B, G) before this rank from ``ends`` (R − 1, 2, B, G), those of earlier ranks."""
-    beta = to_device(torch.tensor(betas, dtype=torch.float64), ends.device)
+    beta = to_device(torch.tensor(betas, dtype=torch.float64, device="cpu"), ends.device)
     between = length * torch.arange(len(ends), device=ends.device)
     decay = (beta ** between.unsqueeze(1)).to(ends.dtype)[:, :, None, None]
     return (ends * decay * (counts > 0)[:, None, :, None]).sum(0)

@@ -22,7 +22,7 @@ def timestep_norm_cpu(
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute ``timestep_norm`` in float32, without context exchange."""
     # A float64 tensor: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
-    decays = None if betas is None else torch.tensor(betas, dtype=torch.float64)
+    decays = None if betas is None else torch.tensor(betas, dtype=torch.float64, device="cpu")
     check_shape("state.variance", state.variance, state.mean.shape)
     check_shape("state.count", state.count, (len(x),))
     count = state.count.to(torch.int64)

@@ -56,9 +56,9 @@ class Grid:
         chunks = -(-(phase + length) // chunk_size)
         empty = chunks * chunk_size - phase - length
         starts = segments.document_starts - (segments.clock.position - phase).unsqueeze(1)
-        last = ((torch.arange(chunks) + 1) * chunk_size - phase).clamp(max=length) - 1
+        last = ((torch.arange(chunks, device="cpu") + 1) * chunk_size - phase).clamp(max=length) - 1
         last_start = starts[:, last]
-        place = phase + torch.arange(length)
+        place = phase + torch.arange(length, device="cpu")
         chunk = place // chunk_size
         counted = place >= last_start[:, chunk]
         allowed = starts < (chunk - 1) * chunk_size
@@ -69,7 +69,7 @@ class Grid:
 
         # Without a document start every token of the call belongs to the last document of its chunk.
         whole = phase == empty == 0 and (segments.starts is None or bool(counted.numpy().all()))
-        resets = last_start >= torch.arange(chunks) * chunk_size
+        resets = last_start >= torch.arange(chunks, device="cpu") * chunk_size
         continues = last_start[:, 0] < phase
         return cls(
             phase, chunks, empty, whole, on_grid(counted), on_grid(allowed), to_device(resets, segments.device),

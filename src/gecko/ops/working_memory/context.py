@@ -64,7 +64,7 @@ class MemoryContext:
         clock, device = self.segments.clock, keys.device
         with full_precision(keys):
             normaliser = rule.total(torch.cat([state.normaliser[None], before, last[1:]]).movedim(0, 2), None)
-            place = clock.position.unsqueeze(1) + torch.arange(-self.chunk_size, 0)
+            place = clock.position.unsqueeze(1) + torch.arange(-self.chunk_size, 0, device="cpu")
             counted = (place >= clock.document_start.unsqueeze(1)) | first
             resets = to_device(clock.document_start >= clock.position - self.chunk_size, device)
             in_document = torch.where(resets.view(-1, 1, 1), rule.empty_weight, normaliser)

@@ -111,10 +111,10 @@ class Spans:
         counted, allowed = (mask.sum((1, 3, 4)) for mask in (grid.counted, grid.allowed))
         phase, chunks, ends = grid.phase, grid.chunks, segments.ends
         if ends is None:
-            row_steps = torch.full((segments.batch,), (phase + segments.length) // chunk_size)
+            row_steps = torch.full((segments.batch,), (phase + segments.length) // chunk_size, device="cpu")
         else:
             row_steps = (phase + ends) // chunk_size
-            begins = (torch.arange(chunks) * chunk_size - phase).clamp(min=0)
+            begins = (torch.arange(chunks, device="cpu") * chunk_size - phase).clamp(min=0)
             inside = (ends.unsqueeze(1) - begins).clamp(min=0)
             counted, allowed = counted.minimum(inside), allowed.minimum(inside)
         steps = (phase + segments.length) // chunk_size
@@ -202,7 +202,7 @@ def _at(slots: Tensor, index: int) -> Tensor:
 
 def _at_rows(slots: Tensor, index: Tensor) -> Tensor:
     """Return a copy of one slot of each row, (B, H, …), for slots (B, H, n, …) and index (B,)."""
-    return slots[torch.arange(len(slots)), :, index]
+    return slots[torch.arange(len(slots), device="cpu"), :, index]
 
 
 def _whole(grads: tuple[Tensor | None, ...], sums: list[Tensor]) -> list[Tensor]:

@@ -34,7 +34,7 @@ def graph_count(run: Run, depth: int) -> int:
         compile_block(block, backend=keep)
     try:
         for lengths in _LENGTHS:
-            ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
+            ids = torch.repeat_interleave(torch.tensor(lengths, device="cpu")).unsqueeze(0)
             tokens = torch.zeros_like(ids)
             model.loss(tokens, tokens, ids).backward()
     finally:

@@ -67,10 +67,10 @@ def random_batch(run: Run, sizes: MeshSizes, rank: int) -> Batch:
     """Return the rows of a rank, whole: random tokens, and documents that start at random places."""
     shape = run.rows_per_rank(sizes.data_ranks), run.sequence_length
     generator = torch.Generator().manual_seed(rank // sizes.context)
-    tokens = torch.randint(run.model.vocab_size, shape, generator=generator)
-    starts = torch.rand(shape, generator=generator) < 1 / MEAN_DOCUMENT
+    tokens = torch.randint(run.model.vocab_size, shape, generator=generator, device="cpu")
+    starts = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") < 1 / MEAN_DOCUMENT
     ids = starts.long().cumsum(1)
-    ends = torch.cat([ids[:, 1:] != ids[:, :-1], torch.ones(shape[0], 1, dtype=torch.bool)], dim=1)
+    ends = torch.cat([ids[:, 1:] != ids[:, :-1], torch.ones(shape[0], 1, dtype=torch.bool, device="cpu")], dim=1)
     return Batch(tokens, tokens.roll(-1, 1).masked_fill(ends, IGNORED), ids)
 
 

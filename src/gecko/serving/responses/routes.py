@@ -85,7 +85,7 @@ class ResponsePreparation:
                 code="previous_response_not_found", param="previous_response_id",
             )  # fmt: skip
         closing, turns = self._model.chat.continuation(turn.messages)
-        prompt = torch.tensor([*previous.unread, *closing, *turns])
+        prompt = torch.tensor([*previous.unread, *closing, *turns], device="cpu")
         return self._preparation.build(turn, [prompt], previous.state)
 
     def store(self, prepared: PreparedResponse, body: dict[str, Any], piece: Piece) -> None:

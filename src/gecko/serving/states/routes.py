@@ -97,7 +97,7 @@ def _prepare(service: Service, asked: SaveState) -> _PreparedState:
         raise response_not_found(asked.response_id)
     unread = [*stored.unread, *service.model.chat.continuation([]).closing]
     keep = KeptStates()
-    requests = [EngineRequest(torch.tensor(unread), 0, state=stored.state, keep=keep)] if unread else []
+    requests = [EngineRequest(torch.tensor(unread, device="cpu"), 0, state=stored.state, keep=keep)] if unread else []
     choices = [ChoiceText(0, service.model.tokenizer, [], 0) for _ in requests]
     usage = Usage(len(unread), 0, service.model.state_bytes)
     return _PreparedState(requests, choices, usage, 8 * len(unread), stored.state, keep)
