@@ -20,8 +20,12 @@ from gecko.config import PRESETS
     ("changes", "message"),
     [
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1; got 0"),
-        ({"num_layers": 10**9}, "num_layers must be at most 10,000; got 1,000,000,000. Check the file"),
-        ({"model_dim": 2 * (10**12 + 39)}, "timestep_groups must divide model_dim; got 4 and 2000000000078. Try .*=2"),
+        ({"num_layers": 10**9}, "num_layers must be a whole number of at most 10,000; got 1000000000"),
+        ({"model_dim": 2 * 8_388_593}, "timestep_groups must divide model_dim; got 4 and 16777186. Try .*=2"),
+        *(
+            ({name: 10**24}, f"{name} must be a whole number of at most 16,777,216; got 1000000000000000000000000")
+            for name in ("vocab_size", "model_dim", "key_dim", "ffn_dim", "cema_modes", "chunk_size", "norm_groups")
+        ),
         ({"model_dim": -32}, "model_dim must be a whole number of at least 1; got -32"),
         ({"chunk_size": 8.0}, "chunk_size must be a whole number of at least 1; got 8.0"),
         ({"vocab_size": "64"}, "vocab_size must be a whole number of at least 1; got '64'"),
@@ -44,13 +48,21 @@ from gecko.config import PRESETS
         ({"timestep_betas": (0.9,)}, "timestep_betas must be two decays"),
         ({"timestep_betas": ("0.9", 0.9)}, "timestep_betas must be two decays"),
         ({"timestep_betas": 0.9}, "timestep_betas must be two decays"),
-        ({"memory_key_length": 0.0}, "memory_key_length must be a number, positive and finite; got 0.0"),
-        ({"memory_key_length": math.inf}, "memory_key_length must be a number, positive and finite; got inf"),
-        ({"norm_eps": 0.0}, "norm_eps must be a number, positive and finite; got 0.0"),
-        ({"norm_eps": float("nan")}, "norm_eps must be a number, positive and finite; got nan"),
-        ({"norm_eps": math.inf}, "norm_eps must be a number, positive and finite; got inf"),
-        ({"norm_eps": "1e-5"}, "norm_eps must be a number, positive and finite; got '1e-5'"),
-        ({"rope_base": 1.0}, "rope_base must be a number, above 1 and finite; got 1.0"),
+        ({"memory_key_length": 0.0}, "memory_key_length must be a number, positive and at most 1e\\+30; got 0.0"),
+        ({"memory_key_length": math.inf}, "memory_key_length must be a number, positive and at most 1e\\+30; got inf"),
+        ({"norm_eps": 0.0}, "norm_eps must be a number, above 1e-30 and at most 1e\\+30; got 0.0"),
+        ({"norm_eps": float("nan")}, "norm_eps must be a number, above 1e-30 and at most 1e\\+30; got nan"),
+        ({"norm_eps": math.inf}, "norm_eps must be a number, above 1e-30 and at most 1e\\+30; got inf"),
+        ({"norm_eps": "1e-5"}, "norm_eps must be a number, above 1e-30 and at most 1e\\+30; got '1e-5'"),
+        ({"rope_base": 1.0}, "rope_base must be a number, above 1 and at most 1e\\+30; got 1.0"),
+        *(
+            ({name: value}, f"{name} must be a number, .* at most")
+            for name in ("memory_key_length", "norm_eps", "rope_base")
+            for value in (2**2000, 1e31, -1.0)
+        ),
+        ({"norm_eps": 1e-320}, "norm_eps must be a number, above 1e-30"),
+        ({"timestep_betas": (0.9, 10**400)}, "timestep_betas must be two decays"),
+        ({"rope_heads": 10**30}, "rope_heads must be a whole number .* got 10000"),
         ({"swiglu": "false"}, "swiglu must be true or false; got 'false'"),
         ({"tie_embedding": 1}, "tie_embedding must be true or false; got 1"),
     ],

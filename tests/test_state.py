@@ -63,6 +63,14 @@ def test_compact_file_rounds_to_bfloat16_what_may_be_rounded_and_nothing_else(va
     assert 0 < (near - exact).norm() / exact.norm() < 0.03
 
 
+@pytest.mark.parametrize("compact", [False, True])
+def test_equal_states_are_equal_files(compact, tmp_path):
+    state = reading()[1]
+    for name in range(6):
+        state.save(tmp_path / str(name), compact=compact)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
 def test_compact_twice_is_compact_once(tmp_path):
     """Saving a loaded compact state as compact again loses nothing."""
     reading()[1].save(tmp_path / "once", compact=True)
@@ -163,5 +171,8 @@ def test_files_that_hold_no_state(tmp_path):
     state.save(tmp_path / "state")
     tensors = {name: x for name, x in state.tensors().items() if "memory" not in name}
     save_tensors(tmp_path / "old", tensors, load_tensors(tmp_path / "state")[1])
-    with pytest.raises(ValueError, match=r"must hold the tensors of its config; mixers.0.memory.\w+ must be float32 of .*, and is absent"):
+    with pytest.raises(
+        ValueError,
+        match=r"must hold the tensors of its config; mixers.0.memory.\w+ must be float32 of .*, and is absent",
+    ):
         gecko.GeckoState.load(tmp_path / "old")

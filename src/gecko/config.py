@@ -18,6 +18,10 @@ Memory = Literal["adaptive", "linear", "none"]
 CEMASkip = Literal["identity", "learned"]
 Config = TypeVar("Config")
 
+LARGEST = 1 << 24
+"""Largest width, chunk or vocabulary: 64 bits hold the bytes of a tensor with any three of them."""
+MOST_LAYERS = 10_000
+"""Largest number of layers: a block is built in a few milliseconds, even without its weights."""
 MODEL_TYPE = "gecko"
 """``model_type`` in a ``config.json``, which transformers reads too."""
 
@@ -125,23 +129,23 @@ class GeckoConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> GeckoConfig:
-        fields = read_fields(path)
-        own = fields if "model_type" not in fields else cls._select_fields(fields, path)
-        return parse_object(path, "a model config", lambda _: cls.from_dict(own))
+        return parse_object(path, "a model config", cls._from_transformers)
 
     @classmethod
-    def _select_fields(cls, fields: dict[str, Any], path: str | Path) -> dict[str, Any]:
-        """Return the fields of this class in a ``config.json`` that also has fields of transformers."""
+    def _from_transformers(cls, fields: dict[str, Any]) -> GeckoConfig:
+        """Take the fields of this class from those of a ``config.json``, which may also have fields of transformers."""
+        if "model_type" not in fields:
+            return cls.from_dict(fields)
         if fields["model_type"] != MODEL_TYPE:
-            raise ValueError(f"{path} must hold the config of a {MODEL_TYPE} model; it is of {fields['model_type']!r}.")
+            raise ValueError(f"it is of {fields['model_type']!r}.")
         known = {field.name for field in dataclasses.fields(cls)}
-        return {name: value for name, value in fields.items() if name in known}
+        return cls.from_dict({name: value for name, value in fields.items() if name in known})
 
     def _check_numbers(self) -> None:
-        check_counts(self, ("vocab_size", "num_layers", "model_dim", "key_dim", "value_dim", "num_heads", "ffn_dim",
+        check_counts(self, ("num_layers",), most=MOST_LAYERS)
+        check_counts(self, ("vocab_size", "model_dim", "key_dim", "value_dim", "num_heads", "ffn_dim",
                             "cema_modes", "chunk_size", "timestep_groups", "norm_groups"))  # fmt: skip
-        check_layers(self.num_layers)
-        check_above(self, {"memory_key_length": 0, "norm_eps": 0, "rope_base": 1})
+        check_above(self, {"memory_key_length": 0, "norm_eps": 1e-30, "rope_base": 1})
 
     def _check_choices(self) -> None:
         for name, choices in (("attention", Attention), ("memory", Memory), ("cema_skip", CEMASkip)):
@@ -203,18 +207,14 @@ def checked_fields(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def check_counts(config: object, names: Iterable[str]) -> None:
-    """Raise ValueError unless the named attributes are whole numbers of at least 1."""
+def check_counts(config: object, names: Iterable[str], least: int = 1, most: int = LARGEST) -> None:
+    """Raise ValueError unless the named attributes are whole numbers in ``least`` … ``most``."""
     for name in names:
         value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
-
-
-def check_layers(layers: int) -> None:
-    """Raise ValueError if there are so many layers that the model takes minutes to build, even without its weights."""
-    if layers > _MOST_LAYERS:
-        raise ValueError(f"num_layers must be at most {_MOST_LAYERS:,}; got {layers:,}. Check the file of the config.")
+        too_large = isinstance(value, int) and value > most
+        if not isinstance(value, int) or isinstance(value, bool) or value < least or too_large:
+            limit = f"at most {most:,}" if too_large else f"at least {least}"
+            raise ValueError(f"{name} must be a whole number of {limit}; got {value!r}.")
 
 
 def _divisors(number: int) -> list[int]:
@@ -224,12 +224,12 @@ def _divisors(number: int) -> list[int]:
 
 
 def check_above(config: object, bounds: Mapping[str, float]) -> None:
-    """Raise ValueError unless the named attributes are finite numbers above their bounds."""
+    """Raise ValueError unless the named attributes are numbers above their bounds, and at most ``_MOST_REAL``."""
     for name, bound in bounds.items():
         value = getattr(config, name)
-        if not _is_real(value) or not bound < value < math.inf:
+        if not _is_real(value) or not bound < value <= _MOST_REAL:
             wanted = "positive" if bound == 0 else f"above {bound:g}"
-            raise ValueError(f"{name} must be a number, {wanted} and finite; got {value!r}.")
+            raise ValueError(f"{name} must be a number, {wanted} and at most {_MOST_REAL:g}; got {value!r}.")
 
 
 def check_switches(config: object, names: Iterable[str]) -> None:
@@ -271,8 +271,8 @@ def _nearest(name: str, choices: list[str]) -> list[str]:
     return list(dict.fromkeys([*same_end, *(small[choice] for choice in near)]))
 
 
-_MOST_LAYERS = 10_000
-"""Largest number of layers; a block without weights is built in a few milliseconds."""
+_MOST_REAL = 1e30
+"""Largest value of fields that are no counts: float32 holds it, and its square root and logarithm."""
 _MOST_LISTED = 20
 """Largest number of names that an error message lists."""
 

@@ -167,14 +167,14 @@ def _vocab_size(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> int:
     if "embed.weight" not in state:
         raise ValueError(f"a checkpoint of the reference release must hold embed.weight; got {sorted(state)[:3]} ….")
     given = config.get("vocab_size", -1)
-    return int(state["embed.weight"].shape[0] if given == -1 else given)
+    return next(iter(state["embed.weight"].shape), 0) if given == -1 else given
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """Convert complex numbers to pairs, and remove the axes of length 1 of Megalodon's CEMA."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     axes = {"alpha": 2, "delta": 2, "theta": 1, "omega": 1}.get(name.rsplit(".", 1)[-1])
-    return tensor if axes is None else tensor.reshape(tensor.shape[:axes])
+    return tensor if axes is None or tensor.dim() <= axes else tensor.flatten(axes - 1)
 
 
 def _names(config: GeckoConfig) -> Iterator[tuple[str, str]]:
@@ -192,8 +192,8 @@ def _is_derived(name: str) -> bool:
 
 
 def _check_prior(name: str, tensor: Tensor) -> None:
-    if name.endswith("prior_count") and int(tensor) != 0:
-        raise ValueError(f"{name} must be 0 (no prior statistics), as in published checkpoints; got {int(tensor)}.")
+    if name.endswith("prior_count") and bool((tensor != 0).any()):
+        raise ValueError(f"{name} must be 0 (no prior statistics), as in published checkpoints; got {tensor.tolist()}.")
 
 
 CONFIG, WEIGHTS = "config.json", "consolidated.pth"

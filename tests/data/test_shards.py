@@ -259,7 +259,7 @@ def test_a_changed_byte_is_found(shard_folder: Path, suffix: str) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"00001\{suffix} is damaged: it does not match its SHA-256\. .*Restore it"):
+    with pytest.raises(ValueError, match=rf"00001\{suffix} is damaged: it does not match its SHA-256, .*Restore it"):
         open_training_data(str(shard_folder), (), ByteTokenizer(), REQUEST)
     # Each of two ranks checks its own shards.
     request = DataRequest(8, 0.2, 0, rank=0, ranks=2)
@@ -285,7 +285,7 @@ def test_another_tokenizer_is_refused(shard_folder: Path, bpe_folder: Path) -> N
 def test_a_file_that_is_no_manifest(shard_folder: Path) -> None:
     for content in ("{", "[]", '{"format": "other"}', '{"format": "gecko-shards-1", "shards": []}'):
         (shard_folder / "manifest.json").write_text(content)
-        with pytest.raises(ValueError, match="must be a manifest of token shards"):
+        with pytest.raises(ValueError, match="must hold a manifest of token shards"):
             Manifest.load(shard_folder)
 
 

@@ -405,7 +405,7 @@ def resumed_run(run: Run, rank: int, end: int | None) -> dict[str, Any]:
 
 def logits_of_checkpoint(run: Run, checkpoint: Path, tokens: Tensor) -> Tensor:
     """Return the logits of a checkpoint, loaded into a model that is sharded over the ranks."""
-    from gecko.train.checkpoints.checkpointer import read_tensors
+    from gecko.train.checkpoints.shards import read_tensors
 
     with ranks_of(run) as ranks:
         model = model_of(run, ranks, dtype=torch.float32)

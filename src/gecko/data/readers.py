@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from gecko.io.files import found_at
+from gecko.io.files import found_at, parse_json
 from gecko.runtime.process import require
 
 Format = Literal["text", "json lines", "json", "csv", "tsv", "parquet"]
@@ -245,8 +245,8 @@ def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 def _parse_record(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also numbers too long, and lists too deep, for Python
+        record = parse_json(line)
+    except ValueError as error:  # also numbers too long, and lists too deep, for Python
         raise ValueError(f"{where} must hold one JSON object; got invalid JSON ({error}).") from error
     return _as_object(record, where)
 
@@ -289,13 +289,13 @@ def _read_json(path: Path, field: str) -> Iterator[str]:
     if not content.strip():
         return
     try:
-        records = json.loads(content)
+        records = parse_json(content)
     except json.JSONDecodeError as error:
         if not error.msg.startswith("Extra data"):
             raise _bad_json(path, str(error)) from error
         yield from _read_json_lines(path, field)
         return
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _bad_json(path, str(error)) from error
     for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
         where = f"{path}, record {number},"

@@ -21,9 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gecko.config import check_counts
 from gecko.data.loader import Row, make_row, numbered_from_zero, rows_in
 from gecko.data.packing import LEAST, ROW_LAYOUT, SPLIT_STREAM, Shuffle, TokenizedCorpus, held_out_count, permutation
 from gecko.data.tokenizers import Tokenizer
+from gecko.io.files import inner_name, parse_object
 from gecko.io.stamps import has_digest
 
 MANIFEST = "manifest.json"
@@ -48,6 +50,10 @@ class ShardRecord:
     sha256: tuple[str, ...]
     """SHA-256 of the files, in the order of ``SUFFIXES``."""
 
+    def __post_init__(self) -> None:
+        inner_name(self.name)
+        check_counts(self, ("documents", "tokens", "text_bytes"), least=0, most=1 << 48)
+
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> ShardRecord:
         """Return the record of a JSON object."""
@@ -63,6 +69,10 @@ class TokenizerRecord:
     vocab_size: int
     document_start: int
     document_end: int
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("vocab_size",))
+        check_counts(self, ("document_start", "document_end"), least=0, most=self.vocab_size - 1)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenizerRecord:
@@ -83,17 +93,14 @@ class Manifest:
     @classmethod
     def load(cls, folder: Path) -> Manifest:
         """Read a folder's manifest; raise ValueError unless ``gecko tokenize`` wrote it."""
-        path = folder / MANIFEST
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+
+        def parse(content: dict[str, Any]) -> Manifest:
             if content["format"] != FORMAT:
-                raise ValueError(f"its format is {content['format']!r}")
+                raise ValueError(f"its format is {content['format']!r}.")
             shards = tuple(map(ShardRecord.from_json, content["shards"]))
             return cls(TokenizerRecord(**content["tokenizer"]), shards)
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path} must be a manifest of token shards ({FORMAT}) as gecko tokenize writes it; {error}."
-            ) from error
+
+        return parse_object(folder / MANIFEST, f"a manifest of token shards ({FORMAT}), by gecko tokenize", parse)
 
     def to_json(self) -> str:
         totals = {name: sum(getattr(shard, name) for shard in self.shards) for name in _TOTALS}
@@ -156,11 +163,17 @@ class Shard:
                 got = "there is none" if found is None else f"it has {found:,}"
                 raise ValueError(f"{path} must have {size:,} bytes; {got}. {_REMEDY}")
 
-    def check_digests(self, *, stamped: bool) -> None:
-        """Raise ValueError if a byte has changed. ``stamped`` is as in ``has_digest``."""
-        for suffix, digest in zip(SUFFIXES, self.record.sha256, strict=True):
-            if not has_digest(self.file(suffix), digest, stamped=stamped):
-                raise ValueError(f"{self.file(suffix)} is damaged: it does not match its SHA-256. {_REMEDY}")
+    def check_digests(self, vocab_size: int, *, stamped: bool) -> None:
+        """Raise ValueError if a byte has changed or a number cannot be; ``stamped`` is as in ``has_digest``."""
+        checks = (
+            lambda: bool(self.tokens.max() < vocab_size),
+            lambda: bool(self.ends[-1] == len(self.tokens) and self.ends[0] and (self.ends[1:] > self.ends[:-1]).all()),
+            lambda: sum(map(int, self.text_bytes)) == self.record.text_bytes,
+        )
+        for suffix, digest, holds in zip(SUFFIXES, self.record.sha256, checks, strict=True):
+            if not has_digest(self.file(suffix), digest, stamped=stamped, and_holds=holds):
+                fault = "it does not match its SHA-256, or no texts have its numbers"
+                raise ValueError(f"{self.file(suffix)} is damaged: {fault}. {_REMEDY}")
 
 
 _REMEDY = "Restore it from a copy; or delete it, and gecko tokenize with the same arguments writes it again."
@@ -216,7 +229,8 @@ class ShardFolder:
         With ``stamped``, read only files that changed since they were verified.
         """
         with ThreadPoolExecutor(VERIFYING_THREADS) as pool:
-            for _ in pool.map(partial(Shard.check_digests, stamped=stamped), self.shards[rank::ranks]):
+            check = partial(Shard.check_digests, vocab_size=self.tokenizer.vocab_size, stamped=stamped)
+            for _ in pool.map(check, self.shards[rank::ranks]):
                 pass
 
 

@@ -26,7 +26,7 @@ from gecko.data.shards import FORMAT, MANIFEST, SUFFIXES, Manifest, Shard, Shard
 from gecko.data.sources import Part, dataset_pieces, empty_source, find_sources
 from gecko.data.token_bytes import TokenBytes, token_bytes
 from gecko.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
-from gecko.io.files import parse_object, whole_file
+from gecko.io.files import inner_name, parse_object, whole_file
 
 PLAN = "tokenize.json"
 SHARD_BYTES = (1 << 20, 1 << 30)
@@ -82,7 +82,7 @@ class TokenizingPlan:
 
         def parse(content: dict[str, Any]) -> TokenizingPlan:
             tasks = tuple(
-                Task(task["name"], task["source"], tuple(Part(**part) for part in task["parts"]))
+                Task(inner_name(task["name"]), task["source"], tuple(Part(**part) for part in task["parts"]))
                 for task in content["tasks"]
             )
             return cls(folder, TokenizerRecord(**content["tokenizer"]), tasks)
@@ -208,10 +208,9 @@ def write_shard(plan: TokenizingPlan, task: Task, tokenizer: Tokenizer, encoders
 def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
     """Return the record of a task's shard; None if the shard is missing or incomplete."""
     try:
-        content = json.loads((plan.folder / f"{task.name}.json").read_text(encoding="utf-8"))
-        record = ShardRecord.from_json(content)
+        record = parse_object(plan.folder / f"{task.name}.json", "the record of a shard", ShardRecord.from_json)
         Shard(plan.folder, record, plan.tokenizer.dtype).check_sizes()
-    except (FileNotFoundError, ValueError, RecursionError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError):
         return None
     return record
 

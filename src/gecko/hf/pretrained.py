@@ -21,6 +21,7 @@ from gecko.io.files import whole_file
 from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, write_folder
 from gecko.io.quantization import is_quantized
 from gecko.io.shipped import shipped_folder
+from gecko.io.tensors import check_finite
 from gecko.models.gecko import Gecko
 
 _PARTS = ("embedding.", "blocks.", "final_norm.", "head.")
@@ -148,6 +149,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
         kwargs.setdefault("key_mapping", {rf"^({parts})\.": r"gecko.\1."})
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
+        check_finite(model.name_or_path, {name: x for name, x in model.named_parameters() if not x.is_meta})
         if output_loading_info:
             return model, info
         if args and args[0] is None:

@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from pathlib import Path
 
-from gecko.io.files import Record, parse_object
+from gecko.io.files import Record, inner_name, parse_object
 from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model
 from gecko.io.shipped import shipped_folder
 
@@ -61,7 +61,8 @@ def read_manifest(path: Path) -> Entries:
 
     def parse(content: Record) -> Entries:
         files = content["files"].items()
-        return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in files}
+        entries = {inner_name(name): entry for name, entry in files}
+        return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in entries.items()}
 
     return parse_object(manifest, "the checkpoint's files with size and sha256", parse)
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import stat
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -44,6 +45,32 @@ def whole_file(path: Path) -> Iterator[Path]:
         ) from error  # fmt: skip
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder of the name of ``path``; if the block succeeds, its files become those of ``path``.
+
+    A new folder appears whole or not at all. Into one that exists the files are moved, ``config.json`` last. What a
+    killed process has left of the same folder is removed.
+    """
+    target = Path(os.path.realpath(path))
+    start = f".{target.name}.unfinished-"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left in (entry for entry in target.parent.iterdir() if entry.name.startswith(start)):
+        shutil.rmtree(left, ignore_errors=True)
+    around = target.parent / f"{start}{secrets.token_hex(4)}"
+    partial = around / target.name
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if target.exists():
+            for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+                os.replace(file, target / file.name)
+        else:
+            partial.rename(target)
+    finally:
+        shutil.rmtree(around, ignore_errors=True)
 
 
 def check_replaceable(path: Path) -> None:

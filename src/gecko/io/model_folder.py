@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gecko.config import GeckoConfig
 from gecko.io.files import fitting, found_at, parse_json, read_object, whole_file
 from gecko.io.quantization import plain_tensors, stored_bits
+from gecko.io.tensors import REMEDY, reading
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 """File names in a model folder."""
@@ -169,11 +170,11 @@ def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[
         raise ValueError(f"{folder} must hold one model; it holds {WEIGHTS} and {INDEX}. Remove the older one.")
     places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise ValueError(f"{folder / INDEX} must map names to files under weight_map; it does not. {_REMEDY}")
-    strange = next((file for file in places.values() if not _WEIGHT_FILE.fullmatch(str(file))), None)
-    if strange is not None:
+        raise ValueError(f"{folder / INDEX} must map names to files under weight_map; it does not. {REMEDY}")
+    strange = [file for file in places.values() if not _WEIGHT_FILE.fullmatch(str(file))]
+    if strange:
         raise ValueError(
-            f"{folder / INDEX} must name files of its own folder, as {_SHARD.format(1, 2)}; got {strange!r}."
+            f"{folder / INDEX} must name files of its own folder, as {_SHARD.format(1, 2)}; got {strange[0]!r}."
         )
     tensors: dict[str, Tensor] = {}
     every = []
@@ -211,7 +212,7 @@ def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, d
     weights = {name.removeprefix(_prefix(name, layout.wrappers)): weight for name, weight in stored.items()}
     head, embedding = layout.tied
     if len(weights) < len(stored) or (config.tie_embedding and head in weights):
-        raise ValueError(f"{folder / WEIGHTS} must hold every weight once; it holds one under two names. {_REMEDY}")
+        raise ValueError(f"{folder / WEIGHTS} must hold every weight once; it holds one under two names. {REMEDY}")
     if config.tie_embedding and embedding in weights:
         weights[head] = weights[embedding]
     return config, weights
@@ -226,7 +227,7 @@ def stored_prefix(folder: Path) -> str:
     """Return the prefix of the parameter names in a folder's weights file; "" if there is no such file."""
     if not (folder / WEIGHTS).is_file():
         return ""
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
+    with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
         return _prefix(next(iter(file.keys()), ""), WRAPPERS)
 
 
@@ -364,21 +365,15 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not path.is_file():
         advice = "Name a file in it" if path.is_dir() else "Check the path"
         raise FileNotFoundError(f"{path} must be a file written by gecko; {found_at(path)}. {advice}.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} must be a complete safetensors file; it is not: {error}. {_REMEDY}") from error
+    with reading(path), safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata() or {})
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     expected = metadata.pop(DIGEST, None)
     if expected is None:
         raise ValueError(f"{path} must have been written by gecko; it carries no {DIGEST} checksum.")
     if _digest(tensors, metadata) != expected:
-        raise ValueError(f"{path} is damaged: its content does not match its {DIGEST} checksum. {_REMEDY}")
+        raise ValueError(f"{path} is damaged: its content does not match its {DIGEST} checksum. {REMEDY}")
     return tensors, metadata
-
-
-_REMEDY = "Restore it from a copy, or write it again."
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

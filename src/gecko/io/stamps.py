@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ SETTLED_SECONDS = 2.0
 """A file that changed more recently gets no stamp: it may change again before the clock of the file system ticks."""
 
 
-def has_digest(path: Path, digest: str, *, stamped: bool) -> bool:
-    """Return whether the file's SHA-256 is ``digest``; with ``stamped``, do not read the file if a stamp says so.
+def has_digest(path: Path, digest: str, *, stamped: bool, and_holds: Callable[[], bool] = lambda: True) -> bool:
+    """Return whether the file's SHA-256 is ``digest`` and its content passes the check ``and_holds``.
+
+    With ``stamped``, do not read the file if a stamp says so.
 
     A file that was read gets a stamp, if its folder can be written.
     """
@@ -30,7 +33,7 @@ def has_digest(path: Path, digest: str, *, stamped: bool) -> bool:
     if stamped and _read(stamp) == wanted:
         return True
     with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest or not and_holds():
             return False
     if time.time() - wanted["modified"] / 1e9 > SETTLED_SECONDS:
         with contextlib.suppress(OSError):

@@ -5,12 +5,17 @@ C and Triton read weights and states by address: they would misread a tensor of 
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+REMEDY = "Restore it from a copy, or write it again."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes in which files may store what is computed in any of them."""
 
@@ -19,18 +24,34 @@ def fitted(source: object, tensors: Mapping[str, Tensor], like: Mapping[str, Ten
     """Return the tensors of a file in the dtypes of ``like``, which has every name, shape and dtype that it must have.
 
     Raises:
-        ValueError: a tensor is missing, unknown, of another shape or kind of dtype, or not finite; the message names
-            the file ``source``, the tensor, and what was expected and found.
+        ValueError: as ``check_layout``, or a value is not finite.
+    """
+    check_layout(source, tensors, like)
+    check_finite(source, tensors)
+    return {name: tensors[name].to(expected.dtype) for name, expected in like.items()}
+
+
+def check_layout(source: object, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a tensor is missing, unknown, or of another shape or kind of dtype than in ``like``.
+
+    The message names the file ``source``, the tensor, and what was expected and found.
     """
     for name in (*like, *tensors):
         expected, found = like.get(name), tensors.get(name)
         if expected is None or found is None or expected.shape != found.shape or not _alike(expected, found):
             raise ValueError(
                 f"{source} must hold the tensors of its config; {name} must be {_described(expected)}, "
-                f"and is {_described(found)}. Restore the file from a copy, or write it again."
+                f"and is {_described(found)}. {REMEDY}"
             )
-    check_finite(source, tensors)
-    return {name: tensors[name].to(expected.dtype) for name, expected in like.items()}
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise ValueError, which names the file, in place of what safetensors raises for a damaged one."""
+    try:
+        yield
+    except (SafetensorError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} must be a complete safetensors file; it is not: {error}. {REMEDY}") from error
 
 
 def float_dtype(tensor: Tensor | None, default: torch.dtype = torch.float32) -> torch.dtype:

@@ -49,7 +49,7 @@ def load_config(path: str | Path) -> ModelConfig:
         ValueError: the file is the config of another kind of model, or not a config.
     """
     kind = read_fields(path).get("model_type", GECKO)
-    if kind not in CONFIGS:
+    if not isinstance(kind, str) or kind not in CONFIGS:
         raise ValueError(f"{path} must be of one of the kinds {', '.join(CONFIGS)}; it is of {kind!r}.")
     return CONFIGS[kind].load(path)
 

@@ -270,6 +270,9 @@ class Gecko(nn.Module):
                 "the state was made by other weights of the same config "
                 f"(state {state.model}, model {self.fingerprint()}); read the text again with this model."
             )
+        dtype, given = torch.promote_types(self.embedding.weight.dtype, torch.float32), state.final_norm.mean.dtype
+        if given != dtype:
+            raise ValueError(f"the state must be {dtype}, as this model computes it; it is {given}.")
         if state.batch_size != rows:
             raise ValueError(f"the state must hold the tokens' {rows} rows; it holds {state.batch_size}.")
 

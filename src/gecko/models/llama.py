@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gecko.config import check_above, check_counts, check_layers, check_switches, checked_fields, named, read_fields
+from gecko.config import MOST_LAYERS, check_above, check_counts, check_switches, checked_fields, named
+from gecko.io.files import parse_object
 from gecko.io.model_folder import Layout, fill, read_folder, write_folder
 from gecko.io.tensors import fitted, float_dtype
 from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
@@ -58,8 +59,8 @@ class LlamaConfig:
     """Whether the head shares the weight of the embedding."""
 
     def __post_init__(self) -> None:
-        check_counts(self, ("vocab_size", "num_layers", "model_dim", "num_heads", "ffn_dim", "num_key_value_heads"))
-        check_layers(self.num_layers)
+        check_counts(self, ("num_layers",), most=MOST_LAYERS)
+        check_counts(self, ("vocab_size", "model_dim", "num_heads", "ffn_dim", "num_key_value_heads"))
         if self.model_dim % (2 * self.num_heads):
             raise ValueError(
                 "rotary embedding turns pairs of features, so model_dim must be a multiple of 2 · num_heads; "
@@ -70,7 +71,7 @@ class LlamaConfig:
                 f"key_value_heads must divide num_heads; got {self.key_value_heads} and {self.num_heads}. "
                 f"Try key_value_heads={self.num_heads}."
             )
-        check_above(self, {"norm_eps": 0, "rope_base": 1})
+        check_above(self, {"norm_eps": 1e-30, "rope_base": 1})
         check_switches(self, ("tie_embedding",))
 
     @property
@@ -114,14 +115,16 @@ class LlamaConfig:
     @classmethod
     def load(cls, path: str | Path) -> LlamaConfig:
         """Load a ``config.json`` that ``save`` or transformers wrote; one of another model raises ValueError."""
-        fields = read_fields(path)
+        return parse_object(path, "a model config", cls._from_transformers)
+
+    @classmethod
+    def _from_transformers(cls, fields: dict[str, Any]) -> LlamaConfig:
         if fields.get("model_type") != MODEL_TYPE:
-            kind = fields.get("model_type", "no model_type")
-            raise ValueError(f"{path} must hold the config of a {MODEL_TYPE} model; it is of {kind!r}.")
+            raise ValueError(f"it is of {fields.get('model_type', 'no model_type')!r}.")
         # transformers 5 writes the base of the rotary embedding one level deeper.
         fields = {**fields, **(fields.get("rope_parameters") or {})}
         if fields.get("rope_type", "default") != "default" or fields.get("rope_scaling"):
-            raise ValueError(f"{path} must be of a Llama with plain rotary embedding; its positions are scaled.")
+            raise ValueError("its positions are scaled, and only plain rotary embedding is known.")
         values = checked_fields(cls, {ours: fields[theirs] for ours, theirs in NAMES.items() if theirs in fields})
         heads, shared = values["num_heads"], values.get("key_value_heads")
         return cls(**{**values, "key_value_heads": None if shared == heads else shared})

@@ -75,7 +75,9 @@ class CarriedState:
         tensors = {name: x.clone() for name, x in self.tensors().items()}
         read(tensors)
         found = iter(x.to_local() if isinstance(x, DTensor) else x for x in tensors.values())
-        self.before = self._divided(self._empty.map(lambda x: next(found).to(x.device)))
+        restored = self._empty.map(lambda x: next(found).to(x.device))
+        restored.check_counts("the lanes of a checkpoint")
+        self.before = self._divided(restored)
 
     def _divided(self, state: GeckoState) -> list[GeckoState]:
         return [state.rows(lanes.tolist()) for lanes in torch.arange(self._lanes, device="cpu").chunk(self._parts)]

@@ -21,6 +21,8 @@ from gecko.models import CONFIGS, ModelConfig
 
 T = TypeVar("T")
 
+_MOST = 2**31 - 1
+"""Largest number that a setting may be: tokens and steps beyond it are mistakes, and products of two fit 64 bits."""
 _WORDS: dict[str, bool] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -84,7 +86,7 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
 def _model(fields: Mapping[str, Any], name: str) -> ModelConfig:
     """Build the config of the architecture ``model_type``; without it, as in older files, that of a Gecko."""
     kind = fields.get("model_type", MODEL_TYPE)
-    if kind not in CONFIGS:
+    if not isinstance(kind, str) or kind not in CONFIGS:
         raise ValueError(unknown_name(f"{name}.model_type", kind, CONFIGS))
     own = {field: value for field, value in fields.items() if field != "model_type"}
     return build(CONFIGS[kind], own, f"{name}.")
@@ -242,8 +244,11 @@ def check_fractions(settings: object, names: Sequence[str], prefix: str = "") ->
 
 
 def _check(settings: object, names: Sequence[str], prefix: str, holds: Callable[[float], bool], rule: str) -> None:
-    """Raise ValueError if a named attribute breaks the rule. None passes; where it is invalid, its type is refused."""
+    """Raise ValueError if a named attribute breaks the rule or is larger than ``_MOST``. None passes; where it is
+    invalid, its type is refused."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not holds(value):
             raise ValueError(f"{prefix}{name} {rule}; got {value}.")
+        if value is not None and value > _MOST:
+            raise ValueError(f"{prefix}{name} must be at most {_MOST:,}; got {value}.")

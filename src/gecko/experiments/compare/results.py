@@ -14,7 +14,7 @@ import numpy as np
 from gecko.eval.results import Interval, over_rows, over_seeds, standard_error
 from gecko.experiments.compare.plan import Plan, Planned, common_settings, evaluation_of
 from gecko.experiments.compare.runs import Trial
-from gecko.io.files import Record, whole_file
+from gecko.io.files import Record, parse_json, whole_file
 from gecko.pages import is_page
 from gecko.runtime.process import code_version
 from gecko.train.evaluate import Evaluation
@@ -206,10 +206,10 @@ def check_folder(folder: Path) -> None:
     _check_page(folder)
     path = folder / NAME
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("format")
+        found = parse_json(path.read_text(encoding="utf-8")).get("format")
     except FileNotFoundError:
         return
-    except (ValueError, RecursionError, AttributeError):
+    except (ValueError, AttributeError):
         found = None
     if found != FORMAT:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from gecko.experiments.compare.plan import LOG, Plan, Planned, claim, evaluation_of, rate_name
 from gecko.experiments.compare.worker import DIVERGED
-from gecko.io.files import read_lines
+from gecko.io.files import parse_json, read_lines
 from gecko.train import Run
 from gecko.train.metrics import METRICS, SESSIONS
 
@@ -77,8 +76,8 @@ def _last_records(path: Path) -> list[dict[str, Any]]:
 def _record(line: bytes) -> dict[str, Any] | None:
     """Parse a line; None if it is damaged or lacks a number, because the display must not stop the comparison."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(record, dict) or "kind" not in record:
         return None

@@ -12,7 +12,6 @@ import math
 import shutil
 import statistics
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -27,14 +26,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from gecko.data.chat import TEMPLATE
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
 from gecko.io.checkpoints import CHECKPOINTS, SHARDS, Entries, checkpoint_step, read_manifest
 from gecko.io.files import parse_object, whole_file
-from gecko.io.model_folder import CONFIG, WEIGHTS, stored_prefix
+from gecko.io.model_folder import CONFIG, WEIGHTS
+from gecko.io.tensors import REMEDY, reading
 from gecko.models import LanguageModel, load_config, meta_model
 from gecko.parallel.mesh import Ranks
 from gecko.train.carried import CarriedState
@@ -51,10 +49,10 @@ from gecko.train.checkpoints.folders import (
     write_manifest,
 )
 from gecko.train.checkpoints.lora import check_base, has_adapters, merged, save_adapters
-from gecko.train.checkpoints.shards import ShardWriter
+from gecko.train.checkpoints.shards import ShardWriter, read_tensors
 from gecko.train.metrics import DataRecord
 from gecko.train.optimizers.build import named_parameters, optimizer_tensors
-from gecko.train.overrides import build
+from gecko.train.overrides import build, check_not_negative
 from gecko.train.run import RECIPE, Run
 
 _OPTIMIZER, _RANDOM, _TRAINER = "optimizer.safetensors", "random.safetensors", "trainer.json"
@@ -79,6 +77,13 @@ class TrainerState:
     """Losses of the last finite steps, from which ``SpikeRule`` computes mean and deviation."""
     recent_grad_norms: tuple[float, ...] = ()
     """Gradient norms of the same steps."""
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, ("step", "seconds", "skipped", "consecutive_skips"))
+        if not all(map(math.isfinite, (*self.recent_losses, *self.recent_grad_norms))):
+            raise ValueError(
+                "recent losses and gradient norms must be finite; they are those of steps that were taken."
+            )
 
 
 def checkpoints_folder(run: Run) -> Path:
@@ -147,34 +152,14 @@ def restore_snapshot(
     read_tensors(path, training_tensors(model, optimizer))
     if carried is not None:
         carried.restore(partial(read_tensors, path))
-    set_random_state(load_file(path / _RANDOM))
+    with reading(path / _RANDOM):
+        set_random_state(load_file(path / _RANDOM), path / _RANDOM)
     return read_trainer_state(path)
 
 
 def read_trainer_state(path: Path) -> TrainerState:
     """Return the trainer state of a checkpoint. ValueError that names its file if it is damaged."""
     return parse_object(path / _TRAINER, "a trainer's state", partial(build, TrainerState))
-
-
-def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
-    """Fill ``tensors``, which may be sharded in any way, from a checkpoint.
-
-    All ranks call it together, or one rank with ``alone``. Raise ValueError if a tensor is missing or differs in shape.
-    """
-    shards = path / SHARDS
-    if shards.is_dir():
-        path = shards
-    else:  # names of optimizer state, which have no prefix, contain a slash
-        prefix = stored_prefix(path)
-        tensors = {name if "/" in name else prefix + name: tensor for name, tensor in tensors.items()}
-    reader = HuggingFaceStorageReader(str(path))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
-        try:
-            load_distributed(tensors, storage_reader=reader, no_dist=alone)
-        except CheckpointException as failure:
-            cause = next(iter(failure.failures.values()), (failure, None))[0]
-            raise ValueError(f"{path} must hold the tensors of this model and its optimizer; {cause}") from failure
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:
@@ -235,10 +220,16 @@ def random_state() -> dict[str, Tensor]:
     return state
 
 
-def set_random_state(state: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+def set_random_state(state: Mapping[str, Tensor], source: object) -> None:
+    """Set the state of the generators; raise ValueError, which names ``source``, if they cannot have it."""
+    try:
+        torch.set_rng_state(state["cpu"])
+        if torch.cuda.is_available() and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{source} must hold the state of PyTorch's random numbers as cpu; {error}. {REMEDY}"
+        ) from error
 
 
 def lowest_loss(checkpoints: list[Path]) -> Path:

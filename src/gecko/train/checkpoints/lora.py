@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gecko.io.model_folder import fingerprint, stored_prefix
+from gecko.io.tensors import reading
 from gecko.models import LanguageModel, meta_model
 from gecko.runtime.process import require, without_log_warnings
 from gecko.train.optimizers.build import named_parameters
@@ -77,7 +78,7 @@ def save_adapters(model: LanguageModel, folder: Path) -> None:
 
 def check_base(model: LanguageModel, folder: Path) -> None:
     """Raise ValueError if the adapters in a checkpoint were trained on other weights than those of ``model``."""
-    with safe_open(folder / ADAPTERS, framework="pt") as file:
+    with reading(folder / ADAPTERS), safe_open(folder / ADAPTERS, framework="pt") as file:
         base = (file.metadata() or {}).get(_BASE)
     if base != str(model.adapters_of):
         raise ValueError(

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gecko.io.files import parse_json
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks, launched
 from gecko.train.checkpoints.checkpointer import TrainerState, random_state, set_random_state, training_tensors
@@ -152,7 +153,7 @@ class NodeCopies:
         for path in sorted(self._folder.glob("local-*.safetensors")):
             try:
                 with safe_open(path, "pt") as file:
-                    about = json.loads((file.metadata() or {}).get(_ABOUT, "{}"))
+                    about = parse_json((file.metadata() or {}).get(_ABOUT, "{}"))
             except (OSError, SafetensorError, ValueError):
                 continue  # another rank's, which is just being removed
             if about.get("identity") == self._identity:
@@ -191,4 +192,5 @@ def _tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str
 def _load(values: Mapping[str, Tensor], model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
     for name, tensor in _tensors(model, optimizer).items():
         tensor.copy_(values[name])
-    set_random_state({name.removeprefix(_RANDOM): x for name, x in values.items() if name.startswith(_RANDOM)})
+    random = {name.removeprefix(_RANDOM): x for name, x in values.items() if name.startswith(_RANDOM)}
+    set_random_state(random, "a copy in the memory of the nodes")

@@ -1,7 +1,11 @@
-"""Writes the shards of a checkpoint while training continues, with memory and a plan that all saves share."""
+"""Tensors of a checkpoint: reading them in any form, and writing shards while training continues.
+
+All saves share memory and a plan.
+"""
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -9,12 +13,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
 
 from gecko.io.checkpoints import SHARDS
+from gecko.io.model_folder import stored_prefix
+from gecko.io.tensors import check_finite, check_layout
+
+
+def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
+    """Fill ``tensors``, which may be sharded in any way, from a checkpoint.
+
+    All ranks call it together, or one rank with ``alone``. Raise ValueError if a tensor is missing, differs in shape or
+    kind of dtype, or is not finite.
+    """
+    shards = path / SHARDS
+    if shards.is_dir():
+        path = shards
+    else:  # names of optimizer state, which have no prefix, contain a slash
+        prefix = stored_prefix(path)
+        tensors = {name if "/" in name else prefix + name: tensor for name, tensor in tensors.items()}
+    reader = HuggingFaceStorageReader(str(path))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
+        try:
+            stored = reader.read_metadata().state_dict_metadata
+            check_layout(path, {name: _on_meta(x) for name, x in stored.items() if name in tensors}, tensors)
+            load_distributed(tensors, storage_reader=reader, no_dist=alone)
+        except CheckpointException as failure:
+            cause = next(iter(failure.failures.values()), (failure, None))[0]
+            raise ValueError(f"{path} must hold the tensors of this model and its optimizer; {cause}") from failure
+    check_finite(path, {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()})
+
+
+def _on_meta(stored: Any) -> Tensor:
+    """Return a tensor of the shape and dtype that a checkpoint states, without memory."""
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
 
 
 def host_stager(device: str) -> DefaultStager:
