@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gecko
+from gecko.io.files import whole_file
 
 Command = Callable[..., Any]
 
@@ -67,3 +69,43 @@ def test_a_release_is_not_converted_into_a_run(command: Command, run: Path, tmp_
         assert result.exit_code == 2
         assert "OUT must be a folder outside of training runs" in result.stderr
     assert _files(run) == before
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "empty"])
+@pytest.mark.parametrize("files", [0, 1])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize", "{run}", "{out}"), ("export", "{run}", "{out}"), ("consolidate", "{run}", "--out", "{out}"),
+        ("average", "{run}", "--last", "2", "--out", "{out}"),
+    ],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_a_killed_command_leaves_nothing_in_the_way_of_the_same_command(
+    command: Command, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], files: int,
+    existing: bool,
+) -> None:  # fmt: skip
+    """The process ends after some files, and removes nothing."""
+    out = tmp_path / "models" / "out"
+    out.mkdir(parents=True) if existing else out.parent.mkdir()
+    arguments = [word.format(run=run, out=out) for word in words]
+    written: list[Path] = []
+
+    @contextmanager
+    def killed_after_some(path: Path) -> Iterator[Path]:
+        if len(written) == files:
+            raise KeyboardInterrupt
+        written.append(path)
+        with whole_file(path) as temporary:
+            yield temporary
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gecko.io.model_folder.whole_file", killed_after_some)
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)
+        assert command(*arguments).exit_code != 0
+    assert len(written) == files
+    assert list(out.iterdir()) == [] if existing else not out.exists()
+    result = command(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert list(out.parent.iterdir()) == [out]
+    assert gecko.load(out).config == gecko.load(run).config

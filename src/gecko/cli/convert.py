@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gecko.cli.common import Model, TokenizerSpec, new_model_folder, outside_of_runs
+from gecko.io.files import whole_folder
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from gecko.config import GeckoConfig
     from gecko.models.gecko import Gecko
 
 TRANSFORMERS, ONNX = "transformers", "onnx"
@@ -36,52 +36,27 @@ def convert(
 
         gecko generate models/gecko-7b --prompt "Once upon"
     """
+    import torch
+
     from gecko.convert import from_reference, read_release
     from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
     from gecko.io.model_folder import save_model
+    from gecko.io.tensors import fitted
+    from gecko.models import meta_model
 
     source, out = source.expanduser(), new_model_folder(out)
     config, weights = from_reference(*read_release(source))
-    _check_shapes(config, weights)
-    weights = _to_widest_dtype(weights)
-    save_model(out, config, weights)
+    widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in weights.values()))
+    weights = fitted(source, weights, meta_model(config).to(widest).state_dict())
     beside = source.parent if source.is_file() else source
-    if holds_tokenizer(beside):
-        copy_tokenizer(str(beside), out)
+    with whole_folder(out) as folder:
+        save_model(folder, config, weights)
+        if holds_tokenizer(beside):
+            copy_tokenizer(str(beside), folder)
     count = sum(tensor.numel() for name, tensor in weights.items() if not (config.tie_embedding and "head" in name))
     kind = "Megalodon" if config.memory == "none" else "Gecko"
     dtype = str(weights["embedding.weight"].dtype).removeprefix("torch.")
     typer.echo(f"{out}: {kind}, {config.num_layers} layers, {count:,} parameters in {dtype}")
-
-
-def _check_shapes(config: GeckoConfig, weights: dict[str, Tensor]) -> None:
-    """Compare names and shapes with those of a model on the meta device."""
-    from gecko.models import meta_model
-
-    expected = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
-    missing = sorted(expected.keys() - weights.keys())
-    if missing:
-        raise ValueError(f"the checkpoint must hold every parameter of its config; it lacks {_first_names(missing)}.")
-    wrong = [
-        f"{name} {tuple(tensor.shape)} for {expected.get(name, 'none')}"
-        for name, tensor in weights.items()
-        if tuple(tensor.shape) != expected.get(name)
-    ]
-    if wrong:
-        raise ValueError(f"the checkpoint's parameters must have the shapes of its config; got {_first_names(wrong)}.")
-
-
-def _to_widest_dtype(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    import torch
-
-    widest = next(iter(weights.values())).dtype
-    for tensor in weights.values():
-        widest = torch.promote_types(widest, tensor.dtype)
-    return {name: tensor.to(widest) for name, tensor in weights.items()}
-
-
-def _first_names(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def consolidate(
@@ -100,17 +75,15 @@ def consolidate(
 
         gecko consolidate runs/1b/checkpoints/step-00010000 --out models/1b
     """
-    from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
+    from gecko.io.model_folder import CONFIG
     from gecko.train.checkpoints.checkpointer import write_model
-    from gecko.train.run import RECIPE
 
     checkpoint = _find_checkpoint(Path(source).expanduser())
     target = _consolidation_target(out, checkpoint)
-    write_model(checkpoint, target)
-    if target != checkpoint:
-        shutil.copyfile(checkpoint / RECIPE, target / RECIPE)
-        if holds_tokenizer(checkpoint):
-            copy_tokenizer(str(checkpoint), target)
+    with nullcontext(target) if (target / CONFIG).is_file() else whole_folder(target) as folder:
+        write_model(checkpoint, folder)
+        if target != checkpoint:
+            _copy_beside(checkpoint, folder)
     typer.echo(f"{target}: the model of {checkpoint.name}")
 
 
@@ -128,11 +101,9 @@ def average(
 
         gecko average runs/1b --last 5 --out models/1b-average
     """
-    from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
     from gecko.io.checkpoints import list_checkpoints
     from gecko.train.checkpoints.checkpointer import check_consecutive, write_average
     from gecko.train.checkpoints.folders import verify_checkpoint
-    from gecko.train.run import RECIPE
 
     found = list_checkpoints(run.expanduser() / "checkpoints")
     if len(found) < last:
@@ -144,11 +115,22 @@ def average(
     for checkpoint in checkpoints:
         verify_checkpoint(checkpoint)
     check_consecutive(checkpoints)
-    write_average(checkpoints, target)
-    shutil.copyfile(checkpoints[0] / RECIPE, target / RECIPE)
-    if holds_tokenizer(checkpoints[0]):
-        copy_tokenizer(str(checkpoints[0]), target)
+    with whole_folder(target) as folder:
+        write_average(checkpoints, folder)
+        _copy_beside(checkpoints[0], folder)
     typer.echo(f"{target}: the mean of {', '.join(path.name for path in reversed(checkpoints))}")
+
+
+def _copy_beside(source: Path, target: Path) -> None:
+    """Copy the recipe and the tokenizer of a model, if they lie beside it, and remove another tokenizer."""
+    from gecko.cli.arguments import RECIPE
+    from gecko.data.tokenizers import SETTINGS, TOKENIZERS
+
+    for name in (RECIPE, *TOKENIZERS, *SETTINGS):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+        elif name != RECIPE:
+            (target / name).unlink(missing_ok=True)
 
 
 def _find_checkpoint(folder: Path) -> Path:
@@ -210,8 +192,7 @@ def quantize(
 
         gecko generate runs/demo-int8 --prompt "def main("
     """
-    from gecko.cli.arguments import RECIPE, find_gecko
-    from gecko.data.tokenizers import SETTINGS, TOKENIZERS
+    from gecko.cli.arguments import find_gecko
     from gecko.io.model_folder import weight_files
     from gecko.io.quantization import quantize as quantize_model
     from gecko.models.gecko import load
@@ -219,10 +200,9 @@ def quantize(
     source, target = find_gecko(model), new_model_folder(Path(out))
     network = load(source)
     quantize_model(network, bits)
-    network.save(target)
-    for name in (RECIPE, *TOKENIZERS, *SETTINGS):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    with whole_folder(target) as folder:
+        network.save(folder)
+        _copy_beside(source, folder)
     before, after = (sum(path.stat().st_size for path in weight_files(folder)) for folder in (source, target))
     typer.echo(f"{target}: {after:,} bytes of weights, {after / before:.1%} of the {before:,} in {source}")
 
@@ -253,7 +233,8 @@ def export(
         raise ValueError(f"--format must be {TRANSFORMERS} or {ONNX}; got {format!r}.")
     source, target = find_gecko(model), new_model_folder(out)
     write = _write_for_transformers if format == TRANSFORMERS else _write_onnx
-    write(load(source), source, target, tokenizer)
+    with whole_folder(target) as folder:
+        write(load(source), source, folder, tokenizer)
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     typer.echo(f"{target}: {source.name} for {format}, {size:,} bytes")
 
