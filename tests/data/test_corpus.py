@@ -88,6 +88,19 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert list(load_documents(tmp_path)) == ["one", "two"]
 
 
+LEFTOVERS = (
+    "a.txt~",
+    "b/#a.txt#",
+    ".#a.txt",
+    ".a.txt.swp",
+    "~$a.txt",
+    "a.txt.bak",
+    "a.txt.ORIG",
+    ".DS_Store",
+    "Thumbs.db",
+)
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Return files that were not created in the order of their names, with hidden and empty ones in between."""
@@ -98,6 +111,7 @@ def tree(tmp_path: Path) -> Path:
         "a.txt",
         "c.jsonl",
         ".hidden.txt",
+        *LEFTOVERS,
         ".git/config",
         "b/empty.txt",
         "B.txt",
@@ -116,6 +130,11 @@ def test_folder_is_read_at_any_depth_in_order_of_paths(tree: Path) -> None:
 def test_glob(tree: Path) -> None:
     assert list(load_documents(f"{tree}/**/*.txt")) == ["B.txt", "a.txt", "b/a.txt", "b/z.txt", "y/a.txt"]
     assert list(load_documents(f"{tree}/[ab].*")) == ["a.txt"]
+
+
+def test_what_editors_leave_is_read_if_it_is_named(tree: Path) -> None:
+    assert list(load_documents(f"{tree}/a.txt~")) == list(load_documents(f"{tree}/*~")) == ["a.txt~"]
+    assert list(load_documents(f"{tree}/*.bak")) == ["a.txt.bak"]
 
 
 def test_file_whose_name_is_like_a_glob(tree: Path) -> None:
@@ -292,6 +311,17 @@ def test_parquet_without_the_column_or_the_text(tmp_path: Path) -> None:
     refuse(path, ValueError, "row 2, must hold a string in its field 'text'; got null")
     write_parquet(path, ["a"], "body")
     refuse(path, ValueError, r"must have the column 'text' .* got the columns \['id', 'body'\]")
+
+
+@pytest.mark.parametrize("row", [1, 2, 1500])
+def test_parquet_that_is_not_utf_8_names_file_and_row(tmp_path: Path, row: int) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = [b"fine"] * (row - 1) + [b"a\xffc"] + [b"fine"] * 3
+    column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
+    refuse(tmp_path / "x.parquet", ValueError, rf"x\.parquet, row {row}, must be UTF-8 text; .* 0xff at byte offset 1")
 
 
 @pytest.mark.parametrize("spec", ["hf:", "hf:a:", "hf:a:b:c:d"])

@@ -172,6 +172,12 @@ for save, path in ((model.save, sys.argv[1]), (state.save, sys.argv[2])):
 """
 
 
+def test_an_error_of_a_library_without_a_number(tmp_path):
+    told = r"^\[Errno 5\] could not write .* \(the library failed\); what was there before is unchanged"
+    with pytest.raises(OSError, match=told), whole_file(tmp_path / "x"):
+        raise OSError("the library failed")
+
+
 @pytest.mark.parametrize("limit", [0, 1000, 9000])
 def test_a_full_disk_keeps_what_was_there(tmp_path, limit):
     model, text = cases.model("gecko", torch.float32), tokens(1, 20)

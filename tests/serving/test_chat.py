@@ -221,7 +221,7 @@ def test_the_plain_format_grows_at_its_end() -> None:
     ("template", "told"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[5].content }}", "refuses"),
+        ("{{ messages[5].content }}", r"refuses .* no element 5 \(roles of the messages: user\)"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
     ],
@@ -257,3 +257,25 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
     with pytest.raises(ValueError, match="valid Jinja"):
         find_format(tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"chat_template": {"a": 1}}, "must hold a chat_template that is text; got a dict"),
+        (
+            {"chat_template": [{"name": "default", "template": ["x"]}]},
+            "chat_template that is text; got a list",
+        ),
+        ({"chat_template": [{"name": ["x"], "template": "y"}]}, "must be named 'default'"),
+        ({"chat_template": [1]}, "must hold a tokenizer"),
+        ({"chat_template": "x", "added_tokens_decoder": {"x": {"content": "a"}}}, "must hold a tokenizer"),
+        ({"chat_template": "x", "added_tokens_decoder": {"1": {"content": ["a"]}}}, "content of a token is no text"),
+        ({"chat_template": "x", "added_tokens_decoder": {"1": {"content": "a", "id": []}}}, "must hold a tokenizer"),
+    ],
+)
+def test_fields_of_another_type_are_named(tmp_path: Path, config: dict[str, Any], told: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=told) as error:
+        find_format(load_tokenizer("bytes"), tmp_path)
+    assert str(tmp_path) in str(error.value)

@@ -285,7 +285,10 @@ class TemplateChat:
         try:
             return self._render_template(spoken, add_generation_prompt=generate, **self._names)
         except Exception as error:  # a template is a program and may raise anything
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+            roles = ", ".join(message.role for message in messages) or "none"
+            raise ValueError(
+                f"the model's chat template refuses these messages: {error} (roles of the messages: {roles})"
+            ) from error
 
     def _encode(self, parts: Iterable[str | int]) -> list[int]:
         # Neighbouring texts are encoded together, as one text.
@@ -415,12 +418,14 @@ def _read_template(folder: Path) -> Template | None:
     template = _read_json(folder / CONFIG).get("chat_template")
     if isinstance(template, list):
         with _naming(folder / CONFIG):
-            named = {entry["name"]: entry["template"] for entry in template}
+            named = {str(entry["name"]): entry["template"] for entry in template}
         template = _default_template(named, folder)
+    if not isinstance(template, str | None):
+        raise ValueError(f"{folder / CONFIG} must hold a chat_template that is text; got a {type(template).__name__}.")
     return None if template is None else Template(template, folder / CONFIG)
 
 
-def _default_template(named: Mapping[str, str], folder: Path) -> str:
+def _default_template(named: Mapping[str, Any], folder: Path) -> Any:
     if "default" not in named:
         raise ValueError(
             f"one of several chat templates must be named 'default'; {folder / CONFIG} has {sorted(named)}. "
@@ -435,7 +440,9 @@ def _special_tokens(folder: Path) -> dict[str, int]:
     decoder = _read_json(folder / CONFIG).get("added_tokens_decoder", {})
     with _naming(folder):
         every = [*added, *({"id": int(index), **token} for index, token in decoder.items())]
-        return {token["content"]: token["id"] for token in every if token.get("special", True)}
+        if not all(isinstance(token["content"], str) for token in every):
+            raise TypeError("the content of a token is no text")
+        return {token["content"]: int(token["id"]) for token in every if token.get("special", True)}
 
 
 @contextmanager
@@ -443,7 +450,7 @@ def _naming(path: Path) -> Iterator[None]:
     """Convert the errors of missing and unsuitable fields into one that names ``path``."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} must hold a tokenizer; a field is missing or of another type: {error}.") from error
 
 

@@ -356,9 +356,12 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
         with parquet.ParquetFile(path) as file:
             _check_column(file.schema_arrow.names, path, field)
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=[field]):
-                for record in batch.to_pylist():
+                for value in batch.column(0):
                     row += 1
-                    yield text_field(record, field, f"{path}, row {row},")
+                    yield text_field({field: value.as_py()}, field, f"{path}, row {row},")
+    except UnicodeDecodeError as error:
+        where = f"{path}, row {row}," if row else f"{path}, names of columns,"
+        raise _binary(where, f"the invalid byte 0x{error.object[error.start]:02x}", error.start) from error
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} must be a whole Parquet file; got one that is truncated or damaged ({error}). "

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import glob
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,19 @@ from gecko.runtime.process import require
 STDLIB = "stdlib"
 """Name of the source that reads the ``.py`` files of the Python standard library."""
 
+_LEFTOVER = re.compile(
+    r"\..*|.*~|~\$.*|#.*#|.*\.(bak|orig|rej|sw[a-p]|tmp)|(eh)?thumbs\.db|desktop\.ini", re.IGNORECASE
+)
+"""Names of hidden files, and of those that editors and systems leave beside documents."""
+
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"})
 """Folders in the standard library's folder that the source leaves out."""
 
 
 def find_files(source: str) -> list[Path]:
-    """Return the files of a path, a folder (all files at any depth, without hidden ones) or a glob, sorted by path.
+    """Return the files of a path, a folder (at any depth) or a glob, sorted by path.
+
+    Hidden files, and backups of editors, are left out unless the path or the glob names such files.
 
     Raises:
         FileNotFoundError: the path does not exist, or the folder or glob has no files.
@@ -71,15 +79,20 @@ def stdlib_files() -> list[Path]:
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    files = _sorted_below(folder, skip=lambda name: name.startswith("."))
+    files = [path for path in _sorted_below(folder, lambda name: name[0] == ".") if not _LEFTOVER.fullmatch(path.name)]
     if not files:
-        raise FileNotFoundError(f"a folder of documents must hold at least one file; got {str(folder)!r} with none.")
+        raise FileNotFoundError(
+            f"a folder of documents must hold at least one file, hidden ones and backups not counted; got "
+            f"{str(folder)!r} with none."
+        )
     return files
 
 
 def _glob_files(pattern: str) -> list[Path]:
     matches = glob.glob(str(Path(pattern).expanduser()), recursive=True)
-    files = sorted((path for path in map(Path, matches) if path.is_file()), key=Path.as_posix)
+    left_out = None if _LEFTOVER.fullmatch(Path(pattern).name) else _LEFTOVER
+    found = [path for path in map(Path, matches) if path.is_file() and not (left_out and left_out.fullmatch(path.name))]
+    files = sorted(found, key=Path.as_posix)
     if not files:
         raise FileNotFoundError(
             f"a glob must match at least one file; got {pattern!r}, which matches none. "

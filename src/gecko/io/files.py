@@ -40,9 +40,10 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.replace(target)
     except OSError as error:
         raise OSError(
-            error.errno, f"could not write {path} ({error.strerror or error}); what was there before is unchanged. "
-            "Free some space, or choose another folder."
-        ) from error  # fmt: skip
+            error.errno or errno.EIO,  # libraries raise OSErrors without a number
+            f"could not write {path} ({error.strerror or error}); what was there before is unchanged. Free some space, "
+            "or choose another folder.",
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
