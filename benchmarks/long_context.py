@@ -62,6 +62,8 @@ LENGTH, FIRST = 2**18, 2**14
 PIECE, BLOCK = 2048, 1024
 NEAR = 2048
 CONTEXTS = {"2K": 2**11, "64K": 2**16, "all": 2**62}
+NO_MATCH = 2**63 - 1
+"""Distance beyond every context."""
 COMMON = 2000
 """The most frequent words of the training texts, which are not rare."""
 WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]{3,}")
@@ -164,8 +166,9 @@ def common_words(folder: Path) -> set[bytes]:
 
 
 def matches(text: bytes) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return for each order and byte the distance to the last equal context, and whether the same byte followed it."""
-    distances = np.full((len(ORDERS), len(text)), 2**62)
+    """Return for each order and byte the distance to the last equal context, or ``NO_MATCH``, and whether the same byte
+    followed it."""
+    distances = np.full((len(ORDERS), len(text)), NO_MATCH)
     hits = np.zeros((len(ORDERS), len(text)), bool)
     for row, order in enumerate(ORDERS):
         last: dict[bytes, int] = {}
@@ -308,6 +311,9 @@ def _tables(data: str, record: Mapping[str, Any]) -> Iterator[str]:
         f"{settings['bytes']:,} of each. Training: {steps:,} steps of {LANES} rows of {ROW:,} bytes."
     )
     yield ""
+    for note in record["notes"]:
+        yield note
+        yield ""
     yield "| bytes | model | seed | loss, whole past | " + " | ".join(HEADINGS) + " |"
     yield "|---|---|---:|---:|" + "---:|" * len(GAINS)
     cases = dict.fromkeys(tuple(one["where"][key] for key in ("kind", "model", "seed")) for one in record["scores"])
