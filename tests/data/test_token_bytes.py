@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gecko.data import TokenizedCorpus, Tokenizer, load_tokenizer, validation_batches
+from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, load_tokenizer, validation_batches
 from gecko.data.token_bytes import check_loss, token_bytes
 
 any_case = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -107,6 +108,18 @@ def test_rows_of_any_length_hold_the_bytes_of_all_documents(
     rows = list(validation_batches(corpus, 2, length))
     counted = sum(int(token_bytes(tokenizer).of_targets(batch).sum()) for batch in rows)
     assert counted == len("".join(documents).encode())
+
+
+def test_special_ids_have_no_bytes_and_a_text_begins_after_each(byte_fallback_file: Path) -> None:
+    """As in chats, whose texts between special tokens are encoded alone, and where only answers are targets."""
+    tokenizer = load_tokenizer(str(byte_fallback_file))
+    the, end = tokenizer.encode("the the").tolist(), tokenizer.document_end
+    tokens = torch.tensor([[1, *the, end, end, *the, end, *the, *the, end]])
+    targets, segments = tokens[:, 1:].clone(), torch.zeros_like(tokens[:, 1:])
+    sizes, count = token_bytes(tokenizer), len(the)
+    assert sizes.of_targets(Batch(tokens[:, :-1], targets, segments)).item() == 2 * 7 + len("the the the the")
+    targets[:, -2 - 2 * count : -1 - count] = IGNORED  # the last answer follows a text that is not learned
+    assert sizes.of_targets(Batch(tokens[:, :-1], targets, segments)).item() == 3 * 7
 
 
 LOSSLESS = ["the quick, brown fox.\n\n  don't jump\t", " leading and trailing ", "é你好🎉 <|endoftext|></s>"]

@@ -39,6 +39,7 @@ class TokenBytes:
         self._special = np.zeros(len(ids), np.bool_)
         # A text encodes to a special id only where a character is unknown, and goes on after it.
         self._special[sorted(tokenizer.special_ids - set(tokenizer.encode(_UNKNOWN).tolist()))] = True
+        self._first[self._special] = 0
 
     def of_text(self, ids: TokenIds, *, begins: bool = True) -> int:
         """Return the bytes of a text, (length,), or of the rest of one that ``begins`` before."""
@@ -92,7 +93,6 @@ def check_loss(tokenizer: Tokenizer, texts: Iterable[str], *, allowed: bool) -> 
             lost += Counter(tokenizer.normalize(text)) - Counter(tokenizer.normalize(kept))
     if not lost:
         return ""
-    named = ", ".join(repr(character) for character, _ in lost.most_common(3))
     named = ", ".join(repr(character) for character, _ in lost.most_common(3))
     share = f"{lost.total() / total:.3%} of the characters, most often {named}"
     if lost.total() > LARGEST_LOSS * total and not allowed:
