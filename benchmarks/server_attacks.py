@@ -145,6 +145,21 @@ def attacks() -> Iterator[tuple[str, Attack]]:
     yield "100 answers that are not read", complete({"prompt": "a" * 1_000_000, "echo": True}, 100, read=False)
     yield "100 headers that do not end", raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ", 100)
     yield "100 headers of 4 MB", raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 700_000, 100)
+    # The chunks come with a wrong key, as on a server without one.
+    yield (
+        "10 bodies of 240,000 chunks",
+        raw(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer wrong\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 240_000, 10,
+        ),
+    )  # fmt: skip
+    yield (
+        "10 bodies of 60,000 chunks of 256 bytes",
+        raw(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n" + (b"100\r\n" + b"a" * 256 + b"\r\n") * 60_000 + b"0\r\n\r\n", 10,
+        ),
+    )  # fmt: skip
     yield "10,000 requests in one connection", raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000)
 
 

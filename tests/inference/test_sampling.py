@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gecko.inference.sampling import RandomNumbers, Sampler, Sampling, finite_rows, not_finite
 
-LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=12)
+LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=12)
 SAMPLINGS = st.builds(
     Sampling,
     temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0]),
@@ -33,7 +33,8 @@ def by_hand(
     logits: list[float], sampling: Sampling, seen: set[int] | None = None, counts: Sequence[int] = ()
 ) -> list[float]:
     """Compute the probabilities from the definition, one number at a time."""
-    scores = [x + sampling.logit_bias.get(i, 0) for i, x in enumerate(logits)]
+    biases = [sampling.logit_bias.get(i, 0) for i in range(len(logits))]
+    scores = [-math.inf if bias <= -100 else x + bias for x, bias in zip(logits, biases, strict=True)]
     for i in seen or ():
         scores[i] = (
             scores[i] / sampling.repetition_penalty if scores[i] > 0 else scores[i] * sampling.repetition_penalty
@@ -101,6 +102,27 @@ def test_probabilities_are_the_definition_for_every_row(
         made = next(counted).tolist() if sampling.counts_tokens else ()
         expected = torch.tensor(by_hand(values, sampling, held, made), dtype=torch.float64)
         torch.testing.assert_close(row, expected, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e3, 1e300])
+@pytest.mark.parametrize("bias", [-100.0, -1000.0])
+def test_a_bias_excludes_tokens(temperature: float, bias: float) -> None:
+    """Whatever else shapes the distribution, and however likely they are."""
+    logits, seen = torch.tensor([[300.0, 0.0, 200.0, -5.0]]).expand(100, 4), torch.ones(100, 4, dtype=torch.bool)
+    for more in (
+        {},
+        {"top_k": 3},
+        {"top_p": 0.9},
+        {"min_p": 0.5},
+        {"repetition_penalty": 0.01},
+        {"presence_penalty": -2.0},
+    ):
+        sampling = Sampling(temperature, logit_bias={0: bias, 2: bias}, **more)
+        counts = counts_of([sampling] * 100, 4)
+        found = Sampler([sampling] * 100).draw(logits, [RandomNumbers(seed) for seed in range(100)], seen, counts)
+        assert set(found) <= {1, 3}
+    with pytest.raises(ValueError, match="must leave a token"):
+        Sampling(temperature, logit_bias=dict.fromkeys(range(4), bias)).check_ids(4)
 
 
 @given(logits=LOGITS, sampling=SAMPLINGS, seed=st.integers(0))

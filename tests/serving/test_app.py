@@ -311,7 +311,7 @@ def test_states_that_cannot_be_used(start: StartServer, model: gecko.Gecko, tmp_
 def test_texts_are_cut_where_characters_end(site: Site, tokenizer: Tokenizer) -> None:
     """Bytes of an incomplete character become one U+FFFD, at the end."""
     asked = {"prompt": "abc", "max_tokens": 1, "logit_bias": {"226": 100}, "logprobs": 1, **GREEDY}
-    (chunk,) = site.openai.completions.create(stream=True, **asked)
+    chunk, _ = site.openai.completions.create(stream=True, **asked)
     assert chunk.choices[0].text == "\ufffd"
     assert chunk.choices[0].logprobs.tokens == ["token_id:226"]
 

@@ -38,6 +38,8 @@ ANSWERS = {
     "65,536 ids": {"200", "left"},
     "100 streams": {"not read"},
     "100 answers": {"not read"},
+    "10 bodies of 240,000 chunks": {"400", "closed"},
+    "10 bodies of 60,000 chunks": {"400", "503", "left"},
 }
 """Allowed responses, by the beginning of an attack's name."""
 

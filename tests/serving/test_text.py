@@ -103,4 +103,4 @@ def test_answers_are_encoded_as_by_json() -> None:
     long = replace(whole[0], tokens=pieces[0].tokens * 3000)
     for reply, found in ((ChatReply("small"), whole), (CompletionReply("small"), whole), (ChatReply("b"), [long])):
         answer = reply.whole(found, Usage(1, 2, 3))
-        assert encode_answer(answer) == json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+        assert encode_answer(answer) == json.dumps(answer, separators=(",", ":")).encode()

@@ -84,13 +84,16 @@ class Constraint:
     def vocab_size(self) -> int:
         return len(self._text)
 
-    def start(self, stop_tokens: Iterable[int]) -> Matcher:
+    def start(self, stop_tokens: Iterable[int], excluded: frozenset[int] = frozenset()) -> Matcher:
         """Return a matcher at the start of a text.
 
         Args:
             stop_tokens: ids that may end the text once it is complete.
+            excluded: ids that are never drawn.
         """
-        return Matcher(self._matcher.deep_copy(), self._text, self._tokens, stop_tokens)
+        text = self._text.copy()
+        text[list(excluded)] = False
+        return Matcher(self._matcher.deep_copy(), text, self._tokens, frozenset(stop_tokens) - excluded)
 
 
 class Matcher:

@@ -110,8 +110,10 @@ class Request:
             raise ValueError(
                 f"min_new_tokens must be in 0..{self.max_new_tokens}, max_new_tokens; got {self.min_new_tokens}."
             )
-        if self.min_new_tokens and self.stop_tokens.issuperset(range(config.vocab_size)):
-            raise ValueError("stop_tokens must leave a token to draw before min_new_tokens; got the whole vocabulary.")
+        if self.min_new_tokens and (self.stop_tokens | self.sampling.excluded).issuperset(range(config.vocab_size)):
+            raise ValueError(
+                "stop_tokens and logit_bias must leave a token to draw before min_new_tokens; got the whole vocabulary."
+            )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ _ALL = 1 << 53
 """Upper bound of top-k: the largest integer up to which float64 is exact, above any vocabulary size."""
 _PENALTIES = (0.01, 100.0)
 """Range of the repetition penalty; beyond it, scores may overflow to infinity, and inf − inf is NaN."""
+_BAN = -100.0
+"""Largest logit bias that excludes a token, as in OpenAI's API."""
 MAX_PENALTY = 2.0
 """Largest magnitude of the presence and frequency penalties, as in OpenAI's API."""
 
@@ -45,7 +47,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Divides positive logits, and multiplies negative ones, of tokens that the sequence contains; 0.01 to 100."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids."""
+    """Added to the logits of these token ids; with −100 or less, a token is never drawn."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that were generated before; −2 to 2."""
     frequency_penalty: float = 0.0
@@ -84,6 +86,11 @@ class Sampling:
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def excluded(self) -> frozenset[int]:
+        """Token ids that are never drawn."""
+        return frozenset(token for token, bias in self.logit_bias.items() if bias <= _BAN)
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is greedy or at a temperature, with nothing else."""
         cuts = self.top_k, self.top_p, self.min_p
@@ -94,8 +101,10 @@ class Sampling:
         """Check the ids of the logit bias.
 
         Raises:
-            ValueError: an id is outside a vocabulary of this size.
+            ValueError: an id is outside a vocabulary of this size, or all ids are excluded.
         """
+        if len(self.excluded) == vocab_size:
+            raise ValueError(f"logit_bias must leave a token to draw; got −100 or less for all {vocab_size} tokens.")
         for token in self.logit_bias:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"logit_bias must have ids in 0..{vocab_size - 1}; got {token}. Check the tokenizer.")
@@ -218,7 +227,8 @@ class Sampler:
         if not found:
             return None
         rows, tokens, values = zip(*found, strict=True)
-        return (self._integers(rows), self._integers(tokens)), self._column(values).squeeze(1)
+        biases = self._column([-math.inf if value <= _BAN else value for value in values]).squeeze(1)
+        return (self._integers(rows), self._integers(tokens)), biases
 
     def _limits(self, values: Sequence[float | None]) -> tuple[Tensor, Tensor] | None:
         """Return the rows that have a limit and the limits as a column."""

@@ -243,7 +243,8 @@ class Engine:
             sequence = DecodingSequence(
                 request_id, request.sampling, request.seed, request.max_new_tokens, request.stop_tokens, position,
                 request.logprobs, request.min_new_tokens,
-                None if constraint is None else constraint.start(request.stop_tokens), request.keep,
+                None if constraint is None else constraint.start(request.stop_tokens, request.sampling.excluded),
+                request.keep,
             )  # fmt: skip
             self._batch.add(sequence, result)
         except ConstraintError as error:

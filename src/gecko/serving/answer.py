@@ -43,7 +43,8 @@ class Usage:
 
 
 def encode_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """Return JSON in ASCII: some clients split a stream at U+2028 and others, and UTF-8 has no lone surrogates."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def encode_answer(answer: dict[str, Any]) -> bytes:
@@ -110,10 +111,11 @@ class CompletionReply(_Base):
 
 
 class ChatReply(_Base):
-    """Format of answers of ``/v1/chat/completions``."""
+    """Format of answers of ``/v1/chat/completions``; ``scored``: whether they have log-probabilities."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, scored: bool = False) -> None:
         super().__init__("chatcmpl", model)
+        self._scored = scored
 
     def opening(self, choices: int) -> Iterable[dict[str, Any]]:
         """Return the role of each choice."""
@@ -129,7 +131,7 @@ class ChatReply(_Base):
         choices = []
         for piece in pieces:
             message = {"role": "assistant", "content": piece.text, "refusal": None}
-            choices.append({"message": message, **_chat_choice(piece.choice, piece)})
+            choices.append({"message": message, **_chat_choice(piece.choice, piece, self._scored)})
         return self._body("chat.completion", choices) | {"usage": usage.json}
 
     def _delta(self, index: int, delta: dict[str, Any], piece: Piece | None) -> dict[str, Any]:
@@ -145,8 +147,8 @@ def _text_choice(piece: Piece) -> dict[str, Any]:
     return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, **_progress(piece)}
 
 
-def _chat_choice(index: int, piece: Piece | None) -> dict[str, Any]:
-    logprobs = _chat_logprobs(piece.tokens) if piece is not None and piece.tokens else None
+def _chat_choice(index: int, piece: Piece | None, scored: bool = False) -> dict[str, Any]:
+    logprobs = _chat_logprobs(piece.tokens) if piece is not None and (piece.tokens or scored) else None
     return {"index": index, "logprobs": logprobs, **_progress(piece)}
 
 
@@ -231,11 +233,15 @@ class Answer:
         while self._open:
             event = await self._running.next()
             if event is None:
-                for last in self._end_all():
-                    yield last
-                return
-            piece = self._take(*event) if event[0] in self._open else None
-            if piece is not None:
+                found: list[Piece] = self._end_all()
+            else:
+                piece = self._take(*event) if event[0] in self._open else None
+                found = [] if piece is None else [piece]
+            for piece in found:
+                if piece.finish_reason is not None and (piece.text or piece.tokens):
+                    # Clients drop the text of a chunk that has a finish_reason.
+                    yield replace(piece, finish_reason=None, stop_token=None)
+                    piece = replace(piece, text="", tokens=(), prompt=None)
                 yield piece
 
     async def whole(self) -> list[Piece]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from gecko.inference.request import QueueFullError
@@ -202,7 +203,12 @@ def create_app(service: Service, api_key: str | None = None, hosts: Hosts | None
     _add_operation(app, service)
     paths = (*_REQUEST_TYPES, RESPONSES, STATES, TOKENIZE, DETOKENIZE)
     reading = ReadBodies(app, service.limits, service.memory, paths)
-    return CountResponses(Gate(reading, Hosts() if hosts is None else hosts, api_key), service.metrics)
+    hosts = hosts or Hosts()
+    open_to_pages = CORSMiddleware(
+        Gate(reading, hosts, api_key), allow_origin_regex=hosts.origins, allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",), expose_headers=("x-request-id",),
+    )  # fmt: skip
+    return CountResponses(open_to_pages, service.metrics)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

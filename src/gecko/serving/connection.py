@@ -6,10 +6,13 @@ The checks are the server's host names, against DNS rebinding, and the API key.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +27,10 @@ from gecko.serving.limits import ApiError, Limits
 
 _SLICE = 1 << 14
 """Bytes of a header given to h11 at once; h11 refuses longer headers, but only after it has buffered the data."""
+_CHUNKS, _CHUNK_BYTES = 1000, 256
+"""Chunks that a body may have in any case, and the mean size of those beyond them."""
+_LEAVING_SECONDS = 0.1
+"""A client that ends its side of the connection later than this after its request has left."""
 
 
 class Turns:
@@ -60,6 +67,23 @@ class _Flow(FlowControl):
             self._turns.add(super().resume_reading)
 
 
+class _Parser(h11.Connection):
+    """Parser of HTTP that refuses bodies of tiny chunks: each of them takes the event loop as long as a large one."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._size = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._size += len(event.data)
+            if self._chunks > _CHUNKS + self._size // _CHUNK_BYTES:
+                raise h11.RemoteProtocolError(
+                    f"the chunks of a body must have {_CHUNK_BYTES} bytes and more on average"
+                )
+        return event
+
+
 class Connection(H11Protocol):
     """HTTP/1.1 connection of uvicorn with time limits, in which bodies are read in turn with other connections.
 
@@ -73,6 +97,9 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = _Parser(h11.SERVER, max_incomplete_event_size=_SLICE)
+        self._received, self._ended = 0.0, False
+        """When the last part of a request came, and whether the client has ended its side of the connection."""
         self._expected: str | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
@@ -88,7 +115,14 @@ class Connection(H11Protocol):
         self._stop_watching_sending()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open: a client may end its side at once and read the answer."""
+        asked = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        self._ended = asked and self.loop.time() - self._received < _LEAVING_SECONDS
+        return self._ended
+
     def data_received(self, data: bytes) -> None:
+        self._received = self.loop.time()
         # Headers are passed on in slices: h11 checks the length of a header only after buffering all data it is given.
         while data and self.conn.their_state is not h11.SEND_BODY and not self.transport.is_closing():
             super().data_received(data[:_SLICE])
@@ -101,9 +135,12 @@ class Connection(H11Protocol):
         self._watch()
 
     def on_response_complete(self) -> None:
+        self._received = self.loop.time()
         super().on_response_complete()
         if self.cycle.response_complete:
             self.cycle.body.clear()
+            if self._ended:
+                self.transport.close()
         self._watch()
         self._watch_sending()
 
@@ -116,11 +153,21 @@ class Connection(H11Protocol):
         self._stop_watching_sending()
 
     def send_400_response(self, msg: str) -> None:
-        try:
-            super().send_400_response(msg)
-        except h11.LocalProtocolError:
-            # The response has started or ended; the rest of the request is malformed.
-            self.transport.close()
+        error = sys.exc_info()[1]
+        self._refuse(400, f"the request must be HTTP/1.1; {error or msg}")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer the request with an error, unless its response has begun, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = bytes(ApiError(status, message).response().body)
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nConnection: close\r\n"
+            self.transport.write(
+                f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+            )
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
 
     def _watch(self) -> None:
         """Set the alarm for the header or body that the connection waits for."""
@@ -149,7 +196,7 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         if self._expected == "header" and self.conn.trailing_data[0]:
-            self.transport.write(_timeout_response(self.limits.header_seconds))
+            self._refuse(408, f"the header must arrive within {self.limits.header_seconds:g} seconds; send it at once")
         self.transport.close()
 
     def _watch_sending(self) -> None:
@@ -176,12 +223,6 @@ def connection_class(limits: Limits) -> type[Connection]:
     return type("Connection", (Connection,), {"limits": limits, "turns": Turns()})
 
 
-def _timeout_response(seconds: float) -> bytes:
-    body = ApiError(408, f"the header must arrive within {seconds:g} seconds; send it at once").response().body
-    head = "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + bytes(body)
-
-
 _LONGEST = 100
 """Maximum number of characters of a header that an error quotes."""
 
@@ -203,6 +244,11 @@ class Hosts:
         self._named = frozenset(map(_clean, named))
         own = {socket.gethostname()} if self._everywhere else {bound}
         self._names = self._named | {"localhost"} | set(map(_clean, own))
+
+    @property
+    def origins(self) -> str:
+        """Regular expression of the sites whose pages may read responses: those of the additional names."""
+        return rf"https?://\[?({'|'.join(map(re.escape, self._named)) or '(?!)'})\]?\.?(:[0-9]+)?"
 
     def check(self, host: str | None, origin: str | None) -> None:
         """Check the headers of a request. ``Host`` may be missing in HTTP/1.0; browsers always send it.
@@ -275,6 +321,8 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            if scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}  # the connection sends the head of the response only
             try:
                 self._check(scope["path"], Headers(scope=scope))
             except ApiError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import uuid
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -13,6 +15,7 @@ from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.scheduler import Engine
 
 _FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_REQUEST_ID = b"x-request-id"
 _BETWEEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -41,15 +44,19 @@ class Metrics:
 
 
 class CountResponses:
-    """ASGI middleware that counts the responses of ``app`` by status."""
+    """ASGI middleware that counts the responses of ``app`` by status, and gives each the id of its request."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(_REQUEST_ID, b"")
+        request_id = given if re.fullmatch(rb"[!-~]{1,128}", given) else uuid.uuid4().hex.encode()
+
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.responses.labels(message["status"]).inc()
+                message = {**message, "headers": [*message.get("headers", ()), (_REQUEST_ID, request_id)]}
             await send(message)
 
         await self._app(scope, receive, counted)

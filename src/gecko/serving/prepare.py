@@ -33,7 +33,6 @@ MAX_ECHO = 1 << 20
 """Maximum number of prompt characters that an answer repeats, over all choices."""
 MAX_ECHO_IDS = 1 << 16
 """Maximum number of prompt ids that an answer repeats as text: tokenizers hold the GIL while they decode."""
-_SEEDS = 1 << 63
 _SMALL = 1 << 16
 """Maximum size in bytes of a body that is prepared in milliseconds, whatever its content."""
 LARGE = _SMALL + 1
@@ -42,7 +41,7 @@ _PART = 1 << 16
 """Number of ids converted at once: the conversion of a longer list holds the GIL for too long."""
 _LOGPROB_BYTES = 512
 """Memory of one log-probability, from the token to the encoded answer."""
-_ECHO_BYTES = 10
+_ECHO_BYTES = 16
 """Memory of one echoed character, in the text of the prompt and in the encoded answer."""
 _CONSTRAINT_BYTES = 1 << 21
 """Memory of a constraint; most take less, and the limits of ``gecko.inference.grammar`` allow more."""
@@ -159,7 +158,8 @@ class Preparation:
             ApiError, ValueError: the request is out of the model's or the server's range.
         """
         prompts = [self._check_ids(ids) for ids in prompts]
-        reply = ChatReply(self._model.name) if isinstance(asked, ChatRequest) else CompletionReply(self._model.name)
+        name, scored = self._model.name, asked.num_top_logprobs is not None
+        reply = ChatReply(name, scored) if isinstance(asked, ChatRequest) else CompletionReply(name)
         echoes = self._echoes(asked, prompts)
         requests = self._requests(asked, prompts, state)
         follows = [self._follows_text(asked, prompt, state) for prompt in prompts]
@@ -244,14 +244,13 @@ class Preparation:
         return texts
 
     def _requests(self, asked: ApiRequest, prompts: Sequence[Tensor], state: GeckoState | None) -> list[Request]:
-        """Return one request per choice."""
+        """Return one request per choice. Those of every prompt have the seeds from ``seed`` on, as in vLLM."""
         sampling, constraint = _sampling(asked), self._compile(asked.grammar())
-        seed = random.getrandbits(53) if asked.seed is None else asked.seed
-        repeated = [prompt for prompt in prompts for _ in range(asked.n)]
+        seeds = [random.getrandbits(53) if asked.seed is None else asked.seed for _ in prompts]
         return [
-            self._request(asked, prompt, sampling, (seed + index) % _SEEDS, state, constraint)
-            for index, prompt in enumerate(repeated)
-        ]
+            self._request(asked, prompt, sampling, seed + index, state, constraint)
+            for seed, prompt in zip(seeds, prompts, strict=True) for index in range(asked.n)
+        ]  # fmt: skip
 
     def _request(
         self, asked: ApiRequest, prompt: Tensor, sampling: Sampling, seed: int, state: GeckoState | None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
+import sys
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
@@ -20,25 +22,50 @@ _MAX_STOPS, _MAX_STOP_LENGTH = 16, 1000
 _MAX_BIASES = 1024
 _MAX_FIELDS = 100
 _MAX_STOP_IDS = 128
+_SEEDS = 1 << 64
+_SIMILAR = 0.85
+"""Similarity from which a field's name is suggested for an unknown one."""
+_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+"""Fields that have no effect if the other one is "none"."""
+Unsupported = dict[str, tuple[tuple[Any, ...], str]]
+"""Unsupported fields of other servers that would change the answer: values without effect, and the reason or remedy."""
+_NO_TOOLS, _NO_FUNCTIONS = "the server does not call tools", "the server does not call functions"
 _IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-        "parallel_tool_calls",
+        "parallel_tool_calls", "cache_control",
     }
 )  # fmt: skip
 """Fields that clients send and that do not change the answer of this server."""
-_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "suffix": ((None, ""), "a Gecko generates left to right and cannot insert text before a suffix"),
-    "best_of": ((None, 1), "request n choices with logprobs and select one"),
-    "guided_json": ((None,), "use structured_outputs: {json: …}"),
-    "guided_regex": ((None,), "use structured_outputs: {regex: …}"),
-    "guided_choice": ((None,), "use structured_outputs: {choice: …}"),
-    "tools": ((None, []), "the server does not call tools"),
-    "tool_choice": ((None, "none", "auto"), "the server does not call tools"),
-    "functions": ((None, []), "the server does not call functions"),
-    "function_call": ((None, "none", "auto"), "the server does not call functions"),
+_UNSUPPORTED: Unsupported = {
+    "suffix": (("",), "a Gecko generates left to right and cannot insert text before a suffix"),
+    "best_of": ((1,), "request n choices with logprobs and select one"),
+    "guided_json": ((), "use structured_outputs: {json: …}"),
+    "guided_regex": ((), "use structured_outputs: {regex: …}"),
+    "guided_choice": ((), "use structured_outputs: {choice: …}"),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), _NO_FUNCTIONS),
+    "function_call": (("none", "auto"), _NO_FUNCTIONS),
+    "modalities": ((["text"],), "the server generates text only"),
+    "reasoning_effort": (("none",), "the model does not reason apart from its text"),
+    "verbosity": (("medium",), "ask for short or long texts in the prompt"),
+    "return_token_ids": ((False,), "/tokenize returns the ids of a text"),
+    "return_tokens_as_token_ids": ((False,), "/tokenize returns the ids of a text"),
+    "prompt_logprobs": ((), "use echo with logprobs on /v1/completions"),
+    "add_special_tokens": ((True, False), "a prompt of ids is read as it is"),
+    "add_generation_prompt": ((True,), "the last message is answered"),
+    "continue_final_message": ((False,), "continue a text with /v1/completions"),
+    "skip_special_tokens": ((True,), "special tokens have no text"),
+    "spaces_between_special_tokens": ((True, False), "special tokens have no text"),
+    "include_stop_str_in_output": ((False,), "a text ends before its stop string"),
+    "chat_template_kwargs": (({},), "the chat template takes no options"),
+    "use_beam_search": ((False,), "request n choices with logprobs and select one"),
+    "length_penalty": ((1,), "there is no beam search"),
+    "bad_words": (([],), "exclude tokens with logit_bias: -100"),
+    "allowed_token_ids": ((), "use structured_outputs or logit_bias"),
+    "priority": ((0,), "requests are served by their length and arrival"),
 }
-"""Unsupported fields of OpenAI's API that would change the answer: values without effect, and the reason or remedy."""
 _EMPTY_VALUES: tuple[Any, ...] = (None, False, [])
 
 Ids = list[int]
@@ -86,7 +113,7 @@ def _stop(value: Any) -> list[str]:
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:
-    if not isinstance(bias, dict) or not all(key.isdecimal() and _is_bias(number) for key, number in bias.items()):
+    if not isinstance(bias, dict) or not all(_ID.fullmatch(key) and _is_bias(number) for key, number in bias.items()):
         raise ValueError("must map token ids, written as texts, to numbers from -100 to 100")
     if len(bias) > _MAX_BIASES:
         raise ValueError(f"must be of at most {_MAX_BIASES:,} token ids; got {len(bias):,}")
@@ -97,6 +124,8 @@ def _is_bias(value: Any) -> bool:
     return type(value) in (int, float) and -100 <= value <= 100
 
 
+_ID = re.compile("0|[1-9][0-9]{0,18}")
+"""An id as a text; other spellings of one id would replace each other."""
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
@@ -162,13 +191,13 @@ class StreamOptions(JsonPart):
     include_usage: bool = False
 
 
-class Generation(JsonObject):
-    """Fields of both kinds of request."""
+class Sampled(JsonObject):
+    """Fields of all requests for text."""
 
+    unsupported: ClassVar[Unsupported] = _UNSUPPORTED
+    ignored: ClassVar[frozenset[str]] = _IGNORED
     model: str | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
-    stream_options: StreamOptions | None = None
     stop: Stop = []
     stop_token_ids: StopIds = []
     """Ids that end the answer besides the model's own end tokens."""
@@ -183,11 +212,10 @@ class Generation(JsonObject):
     repetition_penalty: float | None = None
     presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    logit_bias: LogitBias = {}
-    seed: int | None = None
+    logit_bias: LogitBias = Field({})
+    seed: int | None = Field(None, ge=0, lt=_SEEDS)
     state: str | None = None
     """Name of the saved state that the prompt continues."""
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="before")
@@ -198,14 +226,38 @@ class Generation(JsonObject):
             return data
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"a request must have at most {_MAX_FIELDS} fields; got {len(data):,}")
-        for name, (harmless, instead) in _UNSUPPORTED.items():
-            if name in data and data[name] not in harmless:
+        unused = {name for name, choice in _CHOICES.items() if data.get(choice) == "none"}
+        for name, (harmless, instead) in cls.unsupported.items():
+            if name not in unused and (value := data.get(name)) is not None and value not in harmless:
                 raise ValueError(f"{name} is not supported: {instead}")
-        kept = {name: value for name, value in data.items() if name not in _IGNORED and name not in _UNSUPPORTED}
+        kept = {name: value for name, value in data.items() if name not in (*cls.ignored, *cls.unsupported)}
         unknown = _first_unknown(kept, cls.model_fields)
-        if unknown is not None and (near := difflib.get_close_matches(unknown[:40], cls.model_fields, n=1)):
+        if unknown is not None and (near := difflib.get_close_matches(unknown[:40], cls.model_fields, 1, _SIMILAR)):
             raise ValueError(f"there is no field {unknown[:40]!r}; did you mean {near[0]!r}?")
         return kept
+
+    def sampling(self) -> Sampling:
+        """Return the sampling parameters; ValueError if a number is out of range."""
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if given.get("top_k") in (0, -1):
+            del given["top_k"]  # no limit, as in vLLM
+        if given.get("top_p") == 0:
+            given["top_p"] = sys.float_info.min  # the most likely token
+        return Sampling(**given, logit_bias=self.logit_bias)
+
+
+class Generation(Sampled):
+    """Fields of completions and chats."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_seeds(self) -> Generation:
+        if self.seed is not None and self.seed + self.n > _SEEDS:
+            raise ValueError(f"seed + n must be at most 2^64, as choice i has seed + i; got {self.seed} + {self.n}")
+        return self
 
     @property
     def include_usage(self) -> bool:
@@ -224,11 +276,6 @@ class Generation(JsonObject):
         if formatted is not None:
             raise ValueError("structured_outputs must be given alone; got response_format too. Leave out one of them")
         return self.structured_outputs.grammar()
-
-    def sampling(self) -> Sampling:
-        """Return the sampling parameters; ValueError if a number is out of range."""
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return Sampling(**given, logit_bias=self.logit_bias)
 
 
 class CompletionRequest(Generation):
@@ -251,7 +298,8 @@ class Message(JsonPart):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: str | None = None
-    """Accepted and ignored: chat formats do not use it."""
+    cache_control: Any = None
+    """Accepted and ignored, as ``name``: chat formats do not use it."""
 
 
 class ChatRequest(Generation):
@@ -265,7 +313,7 @@ class ChatRequest(Generation):
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
 

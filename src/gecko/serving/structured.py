@@ -43,9 +43,13 @@ class ResponseFormat(_Fields):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """Schema of a ``json_object``, as in llama.cpp."""
 
     @model_validator(mode="after")
     def _check_together(self) -> ResponseFormat:
+        if self.schema_ is not None and self.type != "json_object":
+            raise ValueError("must have json_schema: {schema: …} unless type is json_object")
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise ValueError("must have json_schema if and only if type is json_schema")
         return self
@@ -55,7 +59,7 @@ class ResponseFormat(_Fields):
             schema = Grammar.json_schema(self.json_schema.schema_)
             return GrammarField("response_format.json_schema.schema", schema)
         if self.type == "json_object":
-            return GrammarField("response_format", Grammar.json_schema(_ANY_OBJECT))
+            return GrammarField("response_format", Grammar.json_schema(self.schema_ or _ANY_OBJECT))
         return None
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
-from gecko.serving.protocol import ChatRequest, JsonObject, JsonPart, LogitBias, Message
-from gecko.serving.structured import GrammarField, StructuredOutputs, TextFormat
+from gecko.serving.protocol import ChatRequest, JsonPart, Message, Sampled, Unsupported
+from gecko.serving.structured import GrammarField, TextFormat
 
 _IGNORED = frozenset(
     {
@@ -15,17 +15,16 @@ _IGNORED = frozenset(
         "parallel_tool_calls", "max_tool_calls", "stream_options",
     }
 )  # fmt: skip
-_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": ((None, []), "the server does not call tools"),
-    "tool_choice": ((None, "auto", "none"), "the server does not call tools"),
-    "background": ((None, False), "the server answers while the client waits"),
-    "conversation": ((None,), "continue a response with previous_response_id"),
-    "prompt": ((None,), "give the text in input"),
-    "reasoning": ((None, {}, {"effort": None}, {"effort": "none"}), "the model does not reason apart from its text"),
-    "include": ((None, []), "the output is text only"),
-    "top_logprobs": ((None, 0), "use /v1/chat/completions"),
+_UNSUPPORTED: Unsupported = {
+    "tools": (([],), "the server does not call tools"),
+    "tool_choice": (("auto", "none"), "the server does not call tools"),
+    "background": ((False,), "the server answers while the client waits"),
+    "conversation": ((), "continue a response with previous_response_id"),
+    "prompt": ((), "give the text in input"),
+    "reasoning": (({}, {"effort": None}, {"effort": "none"}), "the model does not reason apart from its text"),
+    "include": (([],), "the output is text only"),
+    "top_logprobs": ((0,), "use /v1/chat/completions"),
 }
-"""Fields of OpenAI's API that would change the answer: values without effect, and the reason or remedy."""
 _PARTS = ("input_text", "output_text", "text")
 _MAX_METADATA = 16
 
@@ -71,38 +70,17 @@ Input = Annotated[
 """Messages; a text is a message of the user."""
 
 
-class ResponseRequest(JsonObject):
-    """Fields of OpenAI's API and, from ``top_k`` on, of Gecko."""
+class ResponseRequest(Sampled):
+    """Fields of OpenAI's API besides those of all requests."""
 
+    unsupported, ignored = _UNSUPPORTED, _IGNORED
     input: Input
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
     text: TextOptions | None = None
     metadata: dict[str, str] = Field({}, max_length=_MAX_METADATA)
-    stream: bool = False
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: LogitBias = Field({})
-    seed: int | None = None
-    structured_outputs: StructuredOutputs | None = None
-    state: str | None = None
-    """Name of the saved state that the input continues."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_harmless(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name, (harmless, instead) in _UNSUPPORTED.items():
-            if name in data and data[name] not in harmless:
-                raise ValueError(f"{name} is not supported: {instead}")
-        return {name: value for name, value in data.items() if name not in _IGNORED and name not in _UNSUPPORTED}
 
     @model_validator(mode="after")
     def _check_together(self) -> ResponseRequest:
@@ -117,12 +95,6 @@ class ResponseRequest(JsonObject):
         return turns if self.instructions is None else [Message(role="system", content=self.instructions), *turns]
 
 
-_SHARED = (
-    "model", "temperature", "top_p", "stream", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed",
-    "structured_outputs", "state",
-)  # fmt: skip
-
-
 class ResponseTurn(ChatRequest):
     """A request as a turn of a chat, from which the requests to the engine are built."""
 
@@ -131,7 +103,7 @@ class ResponseTurn(ChatRequest):
 
     @classmethod
     def of(cls, asked: ResponseRequest) -> ResponseTurn:
-        shared = {name: getattr(asked, name) for name in _SHARED}
+        shared = {name: getattr(asked, name) for name in Sampled.model_fields}
         return cls.model_construct(
             messages=asked.messages, max_completion_tokens=asked.max_output_tokens, asked=asked, **shared
         )
