@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TextIO
 
@@ -61,7 +61,8 @@ class ErrorReportingGroup(TyperGroup):
         with _errors_as_messages(ctx.params["debug"]), _warnings_as_messages(), _usage_errors_explained(ctx):
             result = super().invoke(ctx)
             # A closed pipe can be handled here, but no longer when Python exits.
-            sys.stdout.flush()
+            if sys.stdout is not None:  # it was closed when Python started
+                sys.stdout.flush()
             return result
 
 
@@ -157,7 +158,8 @@ def _warnings_as_messages() -> Iterator[None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int,
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
-        typer.echo(f"warning: {message}", err=True)
+        with suppress(OSError):  # the reader of the output may be gone
+            typer.echo(f"warning: {message}", err=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

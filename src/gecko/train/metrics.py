@@ -26,6 +26,7 @@ from gecko.data.packing import ROW_LAYOUT
 from gecko.io.files import Record, as_lines, mend_lines, parse_object, read_lines, whole_file
 from gecko.runtime.process import code_version, require
 from gecko.train.overrides import build
+from gecko.train.run import RECIPE
 
 METRICS = "metrics.jsonl"
 _FIELDS = ("kind", "step", "loss")
@@ -47,7 +48,7 @@ class MetricsWriter:
         truncate_metrics(path, -1 if step is None else step)
         self._path = path
         # Unbuffered: if a write fails, closing the file must not write the same bytes again.
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("a+b", buffering=0)
         self._board = Board(folder / "tensorboard", 0 if step is None else step + 1)
         self._wandb = None if wandb is None else _weights_and_biases(folder, wandb, settings)
 
@@ -59,6 +60,7 @@ class MetricsWriter:
         """
         record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in values.items()}}
         scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        self._keep()
         with self._explained(f"the numbers of step {step}"):
             line = (json.dumps(record, allow_nan=False) + "\n").encode()
             while line:
@@ -69,6 +71,7 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Flush all records to disk. Call it before a save: no checkpoint may exist without the records before it."""
+        self._keep()
         with self._explained("the numbers of the last steps"):
             os.fsync(self._file.fileno())
 
@@ -77,6 +80,27 @@ class MetricsWriter:
         self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+    def _keep(self) -> None:
+        """Go on in the file that has replaced ``metrics.jsonl``; if that was deleted, write it again.
+
+        Raises:
+            OSError: the folder of the run is gone. A checkpoint would begin a second one.
+        """
+        if self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+            return
+        if not self._path.exists():
+            if not (self._path.parent / RECIPE).exists():
+                raise OSError(
+                    f"the folder of a run must stay where it is while the run trains; {self._path.parent} was moved or "
+                    "deleted. The steps since the last checkpoint are lost. Move it back, and continue with --resume."
+                )
+            self._file.seek(0)
+            with whole_file(self._path) as temporary:
+                temporary.write_bytes(self._file.read())
+            warnings.warn(f"{self._path} was deleted while the run trains; it is written again", stacklevel=2)
+        self._file.close()
+        self._file = self._path.open("a+b", buffering=0)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

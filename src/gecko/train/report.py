@@ -270,6 +270,11 @@ def finish_run(
     result = _final_loss(run, model, data.final, ranks, console)
     if not ranks.is_main:
         return result, None
+    if not checkpoint.is_dir():
+        raise OSError(
+            f"the folder of a run must stay where it is; {run.folder} was moved or deleted during the final held-out "
+            "loss. Move it back, and continue with --resume."
+        )
     with console.status("sample and report"):
         with whole_file(run.folder / RESULTS) as temporary:
             temporary.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")

@@ -22,6 +22,7 @@ from gecko.io.checkpoints import checkpoint_path, checkpoint_step
 from gecko.io.files import locked, whole_file
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
+from gecko.runtime.output import lasting_output
 from gecko.runtime.process import flushed_denormals, keep_freed_memory
 from gecko.train.carried import carried_state
 from gecko.train.checkpoints.checkpointer import (
@@ -104,7 +105,13 @@ def train(
     device = select_device(run.device, local if world > 1 else None)
     # The watchdog must act before a collective times out, because it writes the stacks.
     timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
-    with LauncherWatch(), flushed_denormals(), connected(sizes, device, timeout) as ranks, ExitStack() as stack:
+    with (
+        lasting_output(),
+        LauncherWatch(),
+        flushed_denormals(),
+        connected(sizes, device, timeout) as ranks,
+        ExitStack() as stack,
+    ):
         # Before the lock, which is a file in the folder: a model's folder must stay as it is.
         ranks.run_or_abort_all(lambda: check_no_model(run) if ranks.is_main else None)
         ranks.run_or_abort_all(lambda: stack.enter_context(_lock(run, ranks)))

@@ -26,6 +26,7 @@ from gecko.experiments.compare.runs import (
     tuned_rates,
 )
 from gecko.io.files import locked
+from gecko.runtime.output import lasting_output
 from gecko.runtime.process import require
 from gecko.train.health import StopSignal
 from gecko.train.throughput import describe_hardware, select_device
@@ -67,7 +68,7 @@ def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Out
     for module, extra in (("scipy.stats", "eval"), ("matplotlib.figure", "train"), ("jinja2", "train")):
         require(module, extra)
     check_folder(plan.folder)
-    with locked(plan.folder / LOCK, wait=False), StopSignal() as stop:
+    with lasting_output(), locked(plan.folder / LOCK, wait=False), StopSignal() as stop:
         session = _Session(plan, jobs, command, console, stop)
         session.run()
         return session.conclude()
