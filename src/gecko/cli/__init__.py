@@ -12,7 +12,7 @@ import typer
 
 from gecko.cli import chat, convert, doctor, finetune, generate, plan, serve, states, tokenize, train
 from gecko.cli import eval as evaluations
-from gecko.cli.common import ErrorReportingGroup
+from gecko.cli.common import ErrorReportingGroup, echo
 from gecko.runtime.process import __version__
 
 __all__ = ["app", "main"]
@@ -52,7 +52,7 @@ app.add_typer(states.app, name="state", rich_help_panel=_INSPECT)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"gecko {__version__}")
+        echo(f"gecko {__version__}")
         raise typer.Exit
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
@@ -28,6 +27,7 @@ from gecko.io.quantization import is_quantized
 from gecko.io.shipped import shipped_folder, shipped_models
 from gecko.models import PRESETS, LanguageModel, LlamaConfig, load_any, load_config
 from gecko.models.gecko import Gecko, load
+from gecko.runtime.terminal import Terminal, visible
 from gecko.state import GeckoState
 
 RECIPE = "recipe.json"
@@ -266,9 +266,9 @@ class TextPrefill:
         self.unfinished: tuple[int, int] | None = None
         """Index of the text in which ``stopped`` ended the tokens, and the number of its bytes that were read."""
         self._bar = Progress(
-            SpinnerColumn(), TextColumn("reading {task.description}"), BarColumn(),
+            SpinnerColumn(), TextColumn("reading {task.description}", markup=False), BarColumn(),
             TextColumn("{task.completed:,.0f} bytes, {task.fields[speed]:,.0f} tokens/s"), TimeRemainingColumn(),
-            console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
+            console=Terminal(stderr=True), transient=True, disable=not sys.stderr.isatty(),
         )  # fmt: skip
         self._begin = time.perf_counter()
 
@@ -288,7 +288,7 @@ class TextPrefill:
             self.num_tokens += 1
             yield torch.tensor([self._tokenizer.document_start], device="cpu")
         for place, text in enumerate(self._texts):
-            self._bar.update(self._task, description=text.name)
+            self._bar.update(self._task, description=visible(text.name))
             for ids in encode_stream(self._tokenizer, self._blocks(place, text), text.name):
                 self.num_tokens += len(ids)
                 yield ids

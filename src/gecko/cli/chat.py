@@ -24,9 +24,11 @@ from gecko.cli.common import (
     TokenizerSpec,
     TopK,
     TopP,
+    echo,
     output_file,
 )
 from gecko.ops.backends.cpu_library import start_building
+from gecko.runtime.terminal import visible
 
 if TYPE_CHECKING:
     from gecko.data.chat import ChatFormat
@@ -125,7 +127,7 @@ def _introduce(model: str, chat_format: ChatFormat) -> None:
 
 
 def _say(text: str) -> None:
-    typer.echo(text, err=True)
+    echo(text, err=True)
 
 
 def _read_line() -> str | None:
@@ -149,21 +151,21 @@ def _write(answer: Answer) -> None:
     """Stream an answer to standard output. Ctrl-C ends it; a second one forgets question and answer."""
     from gecko.train.health import StopSignal
 
-    shown = False
+    shown, show = False, visible if sys.stdout.isatty() else str
     try:
         with StopSignal() as stop:
             for piece in answer:
                 # The format may put a space before an answer.
                 text = piece if shown else piece.lstrip()
                 shown = shown or bool(text)
-                typer.echo(text, nl=False)
+                sys.stdout.write(show(text))
                 sys.stdout.flush()
                 if stop.requested is not None:
                     answer.stop()
     except KeyboardInterrupt:
         _say("\n(the question and its answer are forgotten)")
         return
-    typer.echo()
+    echo()
     if stop.requested is not None:
         _say("(stopped; the conversation continues after these words)")
         if stop.requested == "SIGTERM":

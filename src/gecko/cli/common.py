@@ -21,6 +21,8 @@ from typing import Annotated, Any, NamedTuple, TextIO
 import typer
 from typer.core import TyperGroup
 
+from gecko.runtime.terminal import visible
+
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes: an error with a message, Ctrl-C, and an output pipe that was closed by its reader."""
 
@@ -54,6 +56,11 @@ Force = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+def echo(text: str = "", *, err: bool = False) -> None:
+    """Print a text of any origin, which cannot control the terminal."""
+    typer.echo(visible(text), err=err)
+
+
 class ErrorReportingGroup(TyperGroup):
     """Command group that prints errors as messages; with ``--debug`` they are raised."""
 
@@ -82,7 +89,7 @@ def _errors_as_messages(debug: bool) -> Iterator[None]:
         if debug or not _has_message(error):
             raise
         typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
-        typer.echo(_message(error), err=True)
+        echo(_message(error), err=True)
         raise typer.Exit(FAILED) from error
 
 
@@ -102,6 +109,8 @@ def _usage_errors_explained(ctx: Any) -> Iterator[None]:
         elif hasattr(error, "param_hint") and hasattr(error.__cause__, "errors"):
             refused: Any = error.__cause__
             usage.message += f"; got {refused.errors()[0]['input']!r}."
+        if isinstance(getattr(error, "message", None), str):
+            usage.message = visible(usage.message)
         raise
 
 
@@ -159,7 +168,7 @@ def _warnings_as_messages() -> Iterator[None]:
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
         with suppress(OSError):  # the reader of the output may be gone
-            typer.echo(f"warning: {message}", err=True)
+            echo(f"warning: {message}", err=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

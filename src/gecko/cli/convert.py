@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.common import Model, TokenizerSpec, new_model_folder, outside_of_runs
+from gecko.cli.common import Model, TokenizerSpec, echo, new_model_folder, outside_of_runs
 from gecko.io.files import whole_folder
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def convert(
     count = sum(tensor.numel() for name, tensor in weights.items() if not (config.tie_embedding and "head" in name))
     kind = "Megalodon" if config.memory == "none" else "Gecko"
     dtype = str(weights["embedding.weight"].dtype).removeprefix("torch.")
-    typer.echo(f"{out}: {kind}, {config.num_layers} layers, {count:,} parameters in {dtype}")
+    echo(f"{out}: {kind}, {config.num_layers} layers, {count:,} parameters in {dtype}")
 
 
 def consolidate(
@@ -84,7 +84,7 @@ def consolidate(
         write_model(checkpoint, folder)
         if target != checkpoint:
             _copy_beside(checkpoint, folder)
-    typer.echo(f"{target}: the model of {checkpoint.name}")
+    echo(f"{target}: the model of {checkpoint.name}")
 
 
 def average(
@@ -118,7 +118,7 @@ def average(
     with whole_folder(target) as folder:
         write_average(checkpoints, folder)
         _copy_beside(checkpoints[0], folder)
-    typer.echo(f"{target}: the mean of {', '.join(path.name for path in reversed(checkpoints))}")
+    echo(f"{target}: the mean of {', '.join(path.name for path in reversed(checkpoints))}")
 
 
 def _copy_beside(source: Path, target: Path) -> None:
@@ -204,7 +204,7 @@ def quantize(
         network.save(folder)
         _copy_beside(source, folder)
     before, after = (sum(path.stat().st_size for path in weight_files(folder)) for folder in (source, target))
-    typer.echo(f"{target}: {after:,} bytes of weights, {after / before:.1%} of the {before:,} in {source}")
+    echo(f"{target}: {after:,} bytes of weights, {after / before:.1%} of the {before:,} in {source}")
 
 
 def export(
@@ -236,7 +236,7 @@ def export(
     with whole_folder(target) as folder:
         write(load(source), source, folder, tokenizer)
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    typer.echo(f"{target}: {source.name} for {format}, {size:,} bytes")
+    echo(f"{target}: {source.name} for {format}, {size:,} bytes")
 
 
 def _write_for_transformers(network: Gecko, source: Path, target: Path, given: str | None) -> None:

@@ -153,9 +153,9 @@ def doctor() -> None:
 
         gecko doctor
     """
-    from rich.console import Console
+    from gecko.runtime.terminal import Terminal
 
-    console = Console(highlight=False)
+    console = Terminal(markup=True)
     facts = {**software(), **processor(), **resources(Path.cwd()), **graphics()}
     _print_facts(console, "This machine", facts)
     _print_facts(console, "Used for training and inference", paths())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gecko.cli.common import EVALUATION, Device, Dtype, Force, Model, TokenizerSpec, output_file
+from gecko.cli.common import EVALUATION, Device, Dtype, Force, Model, TokenizerSpec, echo, output_file
 
 if TYPE_CHECKING:
     from gecko.eval import GeckoModel, LlamaModel, Results
@@ -311,11 +311,13 @@ def _models(
 @contextmanager
 def _progress() -> Iterator[Report]:
     """Show the progress of an evaluation on a terminal."""
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console(stderr=True)
+    from gecko.runtime.terminal import Terminal, visible
+
+    console = Terminal(stderr=True)
     with console.status("reading") as status:
-        yield status.update
+        yield lambda text: status.update(Text(visible(text)))
 
 
 def _by_norms(
@@ -343,17 +345,17 @@ def _finish(results: Results, model: GeckoModel | LlamaModel, out: str | None) -
 
 
 def _report(results: Results, model: Mapping[str, Any], out: str | None, hardware: Mapping[str, str]) -> None:
-    from rich.console import Console
+    from gecko.runtime.terminal import Terminal
 
-    console = Console(highlight=False)
+    console = Terminal()
     console.print(results.table(f"{results.evaluation}: {model['name']}"))
     if results.methods():
         console.print(f"intervals: {results.methods()}; seed {results.seed}")
     for note in results.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     if out is not None:
         results.save(Path(out).expanduser(), model, shlex.join(["gecko", *sys.argv[1:]]), hardware)
-        typer.echo(f"written to {out}", err=True)
+        echo(f"written to {out}", err=True)
 
 
 def _sizes(option: str, given: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.common import Model, Overrides, TokenizerSpec
+from gecko.cli.common import Model, Overrides, TokenizerSpec, echo
 
 if TYPE_CHECKING:
     from gecko.train import Run
@@ -77,7 +77,7 @@ def finetune(
             )  # fmt: skip
     result = run_training(run, resume=resume, begin=begin)
     if result.finished:
-        typer.echo(f"talk with it: gecko chat {shlex.quote(out)}")
+        echo(f"talk with it: gecko chat {shlex.quote(out)}")
 
 
 def _check_same(run: Run, folder: Path, chats: str, lora: int | None) -> None:

@@ -24,9 +24,11 @@ from gecko.cli.common import (
     TokenizerSpec,
     TopK,
     TopP,
+    echo,
     output_file,
 )
 from gecko.ops.backends.cpu_library import start_building
+from gecko.runtime.terminal import visible
 
 if TYPE_CHECKING:
     from gecko.cli.arguments import Text
@@ -111,7 +113,7 @@ def generate(
     )  # fmt: skip
     pieces = TextStream(tokens, vocabulary, stop or [], goes_on=text is not None)
     if prompt is not None and sys.stdout.isatty():
-        typer.secho(prompt, bold=True, nl=False)
+        typer.secho(visible(prompt), bold=True, nl=False)
     _write(pieces)
     watch.lap(pieces.num_tokens)
     after = tokens.state.to("cpu")
@@ -171,11 +173,12 @@ class _Stopwatch:
 
 
 def _write(pieces: TextStream) -> None:
+    show = visible if sys.stdout.isatty() else str
     for piece in pieces:
-        typer.echo(piece, nl=False)
+        sys.stdout.write(show(piece))
         sys.stdout.flush()
     if sys.stdout.isatty():
-        typer.echo()
+        echo()
 
 
 def _report(watch: _Stopwatch, state: GeckoState, pieces: TextStream, seed: int) -> None:
@@ -185,4 +188,4 @@ def _report(watch: _Stopwatch, state: GeckoState, pieces: TextStream, seed: int)
     ]
     ended = pieces.stopped_by if pieces.stopped_by is not None else pieces.tokens.finish_reasons[0]
     lines.append(f"ended by {ended!r}; seed {seed}; position {state.position[0]:,}; state {state.num_bytes:,} bytes")
-    typer.echo("\n" + "\n".join(lines), err=True)
+    echo("\n" + "\n".join(lines), err=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gecko.cli.common import FAILED, Json, Overrides, Recipe
+from gecko.cli.common import FAILED, Json, Overrides, Recipe, echo
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ def plan(
     dry_run = _dry_run(estimate) if verify else None
     if as_json:
         checked = {} if dry_run is None else {"dry_run": dry_run_facts(dry_run)}
-        typer.echo(json.dumps({**facts(estimate), **checked}, indent=2))
+        echo(json.dumps({**facts(estimate), **checked}, indent=2))
     else:
         _print(recipe, estimate)
         if dry_run is not None:
@@ -129,13 +129,15 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def _print(recipe: str, plan: Plan) -> None:
-    from rich.console import Console
+    from rich.markup import escape
 
-    console = Console(highlight=False)
+    from gecko.runtime.terminal import Terminal
+
+    console = Terminal(markup=True)
     run, sizes = plan.run, plan.sizes
     console.print(
-        f"[bold]{recipe}[/bold] on {plan.gpus} × {plan.gpu.name}: {sizes.replicate} × {sizes.shard} groups of rows "
-        f"(replicate × shard), {sizes.context} GPUs per row (context); {run.tokens_per_step:,} tokens per step, "
+        f"[bold]{escape(recipe)}[/bold] on {plan.gpus} × {plan.gpu.name}: {sizes.replicate} × {sizes.shard} groups of "
+        f"rows (replicate × shard), {sizes.context} GPUs per row (context); {run.tokens_per_step:,} tokens per step, "
         f"{plan.tokens:,.0f} on each GPU\n"
     )
     _table(console, "Memory of one GPU", plan.memory, readable, _words(MEMORY_WORDS, plan.memory, plan))
@@ -187,9 +189,9 @@ def dry_run_facts(dry_run: DryRun) -> dict[str, Any]:
 
 
 def _print_dry_run(dry_run: DryRun) -> None:
-    from rich.console import Console
+    from gecko.runtime.terminal import Terminal
 
-    console = Console(highlight=False)
+    console = Terminal(markup=True)
     peak, agreement = dry_run.peak, dry_run.agreement
     words = ["" if name not in dry_run.plan.memory else f"planned {readable(dry_run.plan.memory[name])}"
              for name in peak.uses]  # fmt: skip
@@ -259,7 +261,7 @@ def info(
 
     facts = describe(_find_config(model), named_dtype(dtype), batch, length)
     if as_json:
-        typer.echo(json.dumps({"model": model, "dtype": dtype, "batch": batch, "length": length, **facts}, indent=2))
+        echo(json.dumps({"model": model, "dtype": dtype, "batch": batch, "length": length, **facts}, indent=2))
         return
     _print_sizes(model, facts, batch, length, dtype)
 
@@ -302,11 +304,13 @@ def _find_config(model: str) -> ModelConfig:
 
 
 def _print_sizes(model: str, facts: Mapping[str, Any], batch: int, length: int, dtype: str) -> None:
-    from rich.console import Console
+    from rich.markup import escape
 
-    console = Console(highlight=False)
+    from gecko.runtime.terminal import Terminal
+
+    console = Terminal(markup=True)
     architecture = ", ".join(f"{name} {value}" for name, value in facts["config"].items())
-    console.print(f"[bold]{model}[/bold]: {architecture}\n", soft_wrap=False)
+    console.print(f"[bold]{escape(model)}[/bold]: {escape(architecture)}\n", soft_wrap=False)
     console.print(_size_table("Parameters", facts["parameters"], "{:,}".format))
     console.print(_size_table(_state_title(facts, length), facts["state_bytes_per_row"], readable))
     for name, parts in facts["memory_bytes"].items():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.common import Device, Dtype, Model, TokenizerSpec
+from gecko.cli.common import Device, Dtype, Model, TokenizerSpec, echo
 
 if TYPE_CHECKING:
     from gecko.serving.app import Service
@@ -121,10 +121,10 @@ def serve(
     with open_socket(host, port) as listening:
         bound = listening.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
-        typer.echo(f"{options.name} is served at http://{shown}:{bound} (Ctrl-C ends)")
-        typer.echo(f"conversations are written by {service.model.chat.source}")
+        echo(f"{options.name} is served at http://{shown}:{bound} (Ctrl-C ends)")
+        echo(f"conversations are written by {service.model.chat.source}")
         run_server(service, options, listening)
-    typer.echo("ended")
+    echo("ended")
 
 
 def _build(

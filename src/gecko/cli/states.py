@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gecko.cli.common import INTERRUPTED, STATE, Device, Dtype, Force, Model, TokenizerSpec, output_file
+from gecko.cli.common import INTERRUPTED, STATE, Device, Dtype, Force, Model, TokenizerSpec, echo, output_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,7 +80,7 @@ def read(
         done = _read(network, reading, before, token_bytes(vocabulary) if loss else None)
     if target is not None:
         done.state.save(target, compact=compact)
-    typer.echo(_summary(done, target), err=True)
+    echo(_summary(done, target), err=True)
     if reading.unfinished is not None:
         named_device = None if device == "auto" else device
         options = {"--state": out, "--out": out, "--tokenizer": tokenizer, "--device": named_device, "--dtype": dtype}
@@ -88,7 +88,7 @@ def read(
         flags = ["--compact"] * compact + ["--loss"] * loss
         # Without a saved state, the rest cannot be read as a continuation.
         command = None if out is None else ["gecko", "read", model, *given, *flags]
-        typer.echo(_continuation_hint(books, reading.unfinished, command), err=True)
+        echo(_continuation_hint(books, reading.unfinished, command), err=True)
         raise typer.Exit(INTERRUPTED)
 
 
@@ -199,15 +199,15 @@ def show(file: StateFile) -> None:
 
         gecko state show book.state
     """
-    from rich.console import Console
     from rich.table import Table
 
     from gecko.io.model_folder import load_tensors
+    from gecko.runtime.terminal import Terminal
     from gecko.state import GeckoState
 
     path = Path(file).expanduser()
     state, stored = GeckoState.load(path), load_tensors(path)[0]
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     facts = Table(show_header=False, box=None, title=file, title_justify="left", title_style="bold")
     for name, value in _facts(state, path.stat().st_size).items():
         facts.add_row(name, value)
@@ -225,12 +225,11 @@ def diff(first: StateFile, second: StateFile) -> None:
 
         gecko state diff first.state second.state
     """
-    from rich.console import Console
-
+    from gecko.runtime.terminal import Terminal
     from gecko.state import GeckoState
 
     a, b = (GeckoState.load(Path(file).expanduser()) for file in (first, second))
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     console.print(_model_difference(a, b))
     console.print(f"position: {_positions(a)} and {_positions(b)}")
     comparable = a.config == b.config and a.batch_size == b.batch_size

@@ -55,18 +55,17 @@ def tokenize(
 
         gecko tokenize dolma --tokenizer olmo.json --out shards/dolma --executor slurm --partition cpu --workers 500
     """
-    from rich.console import Console
-
     from gecko.data import ShardFolder, load_tokenizer
     from gecko.data.sources import sample_texts
     from gecko.data.token_bytes import SAMPLE, check_loss
     from gecko.data.tokenize import TokenizingPlan
+    from gecko.runtime.terminal import Terminal
 
     if executor not in EXECUTORS:
         raise ValueError(f"--executor must be one of {', '.join(EXECUTORS)}; got {executor!r}.")
     if executor == "slurm" and partition is None:
         raise ValueError("--executor slurm needs the partition to submit to: add --partition NAME.")
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     out = out.expanduser()
     loaded = load_tokenizer(tokenizer)
     plan = TokenizingPlan.make(sources, loaded, out, field=field)

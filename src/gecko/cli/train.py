@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from gecko.cli.common import PAGE, Force, Overrides, output_file
+from gecko.cli.common import PAGE, Force, Overrides, echo, output_file
 
 
 def train(
@@ -82,7 +82,7 @@ def train(
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        typer.echo(line)
+        echo(line)
 
 
 def _print_aligned(rows: Iterable[tuple[str, str]], width: int) -> None:
@@ -90,13 +90,14 @@ def _print_aligned(rows: Iterable[tuple[str, str]], width: int) -> None:
     if not sys.stdout.isatty():
         _print(f"{name:<{width - 1}} {meaning}" for name, meaning in rows)
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from gecko.runtime.terminal import Terminal
 
     table = Table.grid(padding=(0, 2, 0, 0))
     for name, meaning in rows:
         table.add_row(name, meaning)
-    Console(highlight=False, markup=False).print(table)
+    Terminal().print(table)
 
 
 def _list_recipes() -> None:
@@ -148,10 +149,9 @@ def compare(
 
         gecko compare compare_gecko compare_llama --learning-rates 2e-3,4e-3,8e-3 --tuning-steps 244 --out runs/tuned
     """
-    from rich.console import Console
-
     from gecko.experiments.compare import Plan, Tuning
     from gecko.experiments.compare import compare as run_comparison
+    from gecko.runtime.terminal import Terminal
 
     overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
     recipes = [argument for argument in arguments if not _OVERRIDE.match(argument)]
@@ -164,7 +164,7 @@ def compare(
         tuning = Tuning(_listed(learning_rates, float, "--learning-rates"), tuning_steps)
     folder, drawn = out.expanduser(), _listed(seeds, int, "--seeds")
     plan = Plan.of(recipes, overrides, folder, seeds=drawn, tuning=tuning, tolerance=tolerance)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     command = shlex.join(["gecko", *sys.argv[1:]])
     outcome = run_comparison(plan, jobs=jobs, command=command, console=console)
     if outcome.page is not None:
@@ -208,5 +208,5 @@ def report(
     path = output_file(out, PAGE, inputs=runs, force=force)
     material = write_page([Path(run).expanduser() for run in runs], path, shlex.join(["gecko", *sys.argv[1:]]))
     for what, why in material.left_out:
-        typer.echo(f"left out: {what}: {why}", err=True)
-    typer.echo(f"written to {path}: {len(material.runs)} runs, {len(material.evaluations)} evaluations")
+        echo(f"left out: {what}: {why}", err=True)
+    echo(f"written to {path}: {len(material.runs)} runs, {len(material.evaluations)} evaluations")

@@ -112,6 +112,9 @@ def svg(figure: Any) -> str:
     The same figure gives the same text.
     """
     text = io.StringIO()
+    for written in figure.findobj(require("matplotlib.text", "train").Text):
+        if "$" in written.get_text():  # a name, no formula; the formulas of ticks are made when the figure is drawn
+            written.set_parse_math(False)
     with require("matplotlib", "train").rc_context({"svg.hashsalt": "gecko"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     content = text.getvalue()

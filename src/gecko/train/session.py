@@ -24,6 +24,7 @@ from gecko.models import LanguageModel
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.runtime.output import lasting_output
 from gecko.runtime.process import flushed_denormals, keep_freed_memory
+from gecko.runtime.terminal import Terminal
 from gecko.train.carried import carried_state
 from gecko.train.checkpoints.checkpointer import (
     Checkpointer,
@@ -119,7 +120,7 @@ def train(
 
 
 def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, clock: Clock) -> TrainResult:
-    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not ranks.is_main)
+    console = Terminal(soft_wrap=True, quiet=not ranks.is_main)
     run, checkpoint = start_or_resume(run, resume, ranks)
     if run.precision == "auto":
         found = ranks.broadcast("bfloat16" if multiplies_bfloat16(device) else "float32")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from gecko.experiments.compare.plan import LOCK
 from gecko.io.files import locked
+from gecko.runtime.terminal import visible
 from gecko.train import NonFiniteError, Run, train
 
 FAILED, DIVERGED = 1, 3
@@ -28,14 +29,14 @@ def main(path: Path) -> int:
         try:
             train(Run.load(path), resume=True)
         except NonFiniteError as error:
-            print(error, file=sys.stderr)
+            print(visible(str(error)), file=sys.stderr)
             return DIVERGED
         except (
             ValueError,
             FileExistsError,
             FileNotFoundError,
         ) as error:  # written for users; the end of the log is shown to them
-            print(f"error: {error}", file=sys.stderr)
+            print(visible(f"error: {error}"), file=sys.stderr)
             return FAILED
     return 0
 
