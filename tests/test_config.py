@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -163,3 +164,19 @@ def test_configs_are_values():
     assert hash(SMALL) == hash(dataclasses.replace(SMALL))
     with pytest.raises(dataclasses.FrozenInstanceError):
         SMALL.chunk_size = 9
+
+
+@pytest.mark.parametrize("width", [2, 4, 6, 16, 24, 32, 64, 96, 100, 126, 128, 130, 1000, 4096])
+@pytest.mark.parametrize("groups", [64, 7, 1000, None])
+def test_groups_that_are_left_out_or_proposed_fit_every_width(width: int, groups: int | None) -> None:
+    sizes = {"vocab_size": 9, "num_layers": 1, "model_dim": width, "key_dim": 4, "value_dim": 4, "num_heads": 2}
+    given = {} if groups is None else {"timestep_groups": groups}
+    try:
+        config = GeckoConfig(**sizes, ffn_dim=4, **given)
+    except ValueError as error:
+        assert groups is not None
+        proposed = int(re.findall(r"Try timestep_groups=(\d+)", str(error))[0])
+        config = GeckoConfig(**sizes, ffn_dim=4, timestep_groups=proposed)
+    assert width % config.timestep_groups == 0 and 2 * config.timestep_groups <= width
+    assert groups is not None or width < 4096 or config.timestep_groups == 64
+    assert GeckoConfig.from_dict(config.to_dict()) == config

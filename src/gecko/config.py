@@ -61,8 +61,9 @@ class GeckoConfig:
     With about √key_head_dim, the memory separates keys from the first step (docs/evidence.md)."""
     timestep_betas: tuple[float, float] | None = (0.999, 0.9999)
     """Decays of mean and variance of the timestep norm. None: the cumulative norm of Megalodon."""
-    timestep_groups: int = 64
-    """Number of groups of features in the timestep norm; each group has its statistics."""
+    timestep_groups: int = 0
+    """Number of groups of features in the timestep norm; each group has its statistics.
+    0 becomes the largest divisor of ``model_dim`` up to 64 that leaves 2 features to a group."""
     norm_groups: int = 1
     """Number of groups in the RMS norm after CEMA and in the layer norm before the feed-forward."""
     norm_eps: float = 1e-5
@@ -89,6 +90,9 @@ class GeckoConfig:
     def __post_init__(self) -> None:
         if isinstance(self.timestep_betas, list):
             object.__setattr__(self, "timestep_betas", tuple(self.timestep_betas))
+        if self.timestep_groups == 0 and isinstance(self.model_dim, int) and self.model_dim > 0:
+            groups = max((n for n in range(1, 65) if self.model_dim % n == 0 and 2 * n <= self.model_dim), default=1)
+            object.__setattr__(self, "timestep_groups", groups)
         self._check_numbers()
         self._check_choices()
         self._check_divisible()
@@ -160,7 +164,10 @@ class GeckoConfig:
                             ("model_dim", "timestep_groups"), ("model_dim", "norm_groups")):  # fmt: skip
             total, count = getattr(self, whole), getattr(self, part)
             if total % count:
-                near = min(_divisors(total), key=lambda n: abs(n - count))
+                fitting = [
+                    n for n in _divisors(total) if part not in ("timestep_groups", "norm_groups") or 2 * n <= total
+                ]
+                near = min(fitting or [1], key=lambda n: abs(n - count))
                 raise ValueError(f"{part} must divide {whole}; got {count} and {total}. Try {part}={near}.")
 
     def _check_groups(self) -> None:

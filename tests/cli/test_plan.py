@@ -47,3 +47,11 @@ def test_mistakes(command: Command) -> None:
     ]:
         result = command("plan", *arguments)
         assert result.exit_code == 2 and message in result.stderr, (result.stderr, message)
+
+
+def test_a_plan_speaks_of_its_own_options_and_of_what_is_not_on(command: Command) -> None:
+    result = command("plan", "gecko_7b", "--gpus", 8)
+    assert result.exit_code == 2 and "torchrun" not in result.stderr and "--gpus" in result.stderr
+    advised = command("plan", "gecko_7b", "--gpus", 8, "parallel.replicate=1", "parallel.shard=none")
+    assert "does not fit; try more GPUs or a larger" in advised.stdout
+    assert "try activation_checkpointing=full" not in advised.stdout.replace("\n", " ")

@@ -154,3 +154,10 @@ def test_a_damaged_checkpoint_is_neither_the_result_nor_kept(small_run: Run, mon
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert train(run, resume=True).checkpoint.name == "step-00000012"
+
+
+def test_a_complete_run_says_so(small_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    train(small_run)
+    assert "the run is complete" not in capsys.readouterr().out
+    train(small_run, resume=True)
+    assert "the run is complete" in capsys.readouterr().out

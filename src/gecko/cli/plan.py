@@ -142,11 +142,10 @@ def _print(recipe: str, plan: Plan) -> None:
     )
     _table(console, "Memory of one GPU", plan.memory, readable, _words(MEMORY_WORDS, plan.memory, plan))
     total = sum(plan.memory.values())
-    verdict = (
-        "fits"
-        if plan.fits
-        else "does not fit; try more GPUs, activation_checkpointing=full or gradient_accumulation_steps"
-    )
+    remedies = ["more GPUs"]
+    remedies += [] if run.activation_checkpointing == "full" else ["activation_checkpointing=full"]
+    remedies += ["a larger gradient_accumulation_steps"] if plan.share.rows > 1 else []
+    verdict = "fits" if plan.fits else f"does not fit; try {' or '.join(remedies)}"
     console.print(f"{readable(total)} of {readable(plan.gpu.memory)}: [bold]{verdict}[/bold]\n")
     work = {name: part.total for name, part in plan.flops.items()} | {"recomputed": plan.recomputed}
     words = [

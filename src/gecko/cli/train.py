@@ -149,10 +149,11 @@ def compare(
 
         gecko compare compare_gecko compare_llama --learning-rates 2e-3,4e-3,8e-3 --tuning-steps 244 --out runs/tuned
     """
-    from gecko.experiments.compare import Plan, Tuning
+    from gecko.experiments.compare import Plan, Tuning, check_packages
     from gecko.experiments.compare import compare as run_comparison
     from gecko.runtime.terminal import Terminal
 
+    check_packages()
     overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
     recipes = [argument for argument in arguments if not _OVERRIDE.match(argument)]
     if (learning_rates is None) != (tuning_steps is None):

@@ -82,6 +82,9 @@ FAILED = 2
 """Exit code of a rank if the first rank reports the error."""
 
 
+_BY_LAUNCHER = "torchrun's --nnodes and --nproc-per-node"
+
+
 @dataclass(frozen=True)
 class MeshSizes:
     replicate: int = 1
@@ -94,15 +97,17 @@ class MeshSizes:
         return self.replicate * self.shard
 
     @classmethod
-    def of(cls, world: int, replicate: int, shard: int | None, context: int) -> MeshSizes:
-        """Return the sizes for ``world`` ranks; ``shard=None`` uses all that remain. Raise ValueError if the product of
-        the sizes is not ``world``."""
+    def of(
+        cls, world: int, replicate: int, shard: int | None, context: int, remedy: str = _BY_LAUNCHER
+    ) -> MeshSizes:  # fmt: skip
+        """Return the sizes for ``world`` ranks; ``shard=None`` uses all that remain. Raise ValueError, with ``remedy``,
+        if the product of the sizes is not ``world``."""
         sizes = cls(replicate, shard or max(1, world // (replicate * context)), context)
         if sizes.data_ranks * context != world:
             asked = "what is left" if shard is None else shard
             raise ValueError(
                 f"parallel.replicate × parallel.shard × parallel.context must be the number of ranks, {world}; got "
-                f"{replicate} × {asked} × {context}. Change one of them, or torchrun's --nnodes and --nproc-per-node."
+                f"{replicate} × {asked} × {context}. Change one of them, or {remedy}."
             )
         return sizes
 

@@ -175,7 +175,8 @@ def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
     for name, value in (("efficiency", assumptions.efficiency), ("overlap", assumptions.overlap)):
         if not 0 < value <= 1:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")
-    sizes = MeshSizes.of(gpus, run.parallel.replicate, run.parallel.shard, run.parallel.context)
+    mesh, remedy = run.parallel, "--gpus: with parallel.replicate=1 parallel.shard=none a multiple of context"
+    sizes = MeshSizes.of(gpus, mesh.replicate, mesh.shard, mesh.context, remedy)
     rows = run.rows_per_rank(sizes.replicate * sizes.shard)
     half = run.precision != "float32"
     share = Share(

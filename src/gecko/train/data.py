@@ -276,6 +276,10 @@ class Prefetcher:
         self._next = step + 1
         return self._ahead.popleft().result()
 
+    def close(self) -> None:
+        """Make no more batches, for which the process would wait when it ends."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
     def _make(self, step: int) -> Batch:
         batch = batch_of_step(self._run, self._rows, step, self._ranks)
         if not self._pinned:

@@ -144,6 +144,7 @@ def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, clock: Cl
         newest = checkpoint_path(checkpoints_folder(run), position.step)
         if position.step == run.steps:
             notice.phase = "finishing"
+            batches.close()
             evaluation, report = finish_run(run, model, data, newest, ranks, console)
             return TrainResult(run, newest, position.step, evaluation, report)
     console.print(
@@ -245,7 +246,10 @@ def _last_step(run: Run) -> int:
 
 
 def _print_position(run: Run, step: int, source: str, console: Console) -> None:
-    console.print(f"continuing after step {step}, from {source}")
+    done = (
+        "" if step != run.steps else ": the run is complete, and only its final loss, sample and report are made anew"
+    )
+    console.print(f"continuing after step {step}, from {source}{done}")
     if run.profile is not None and run.profile[1] <= step:
         console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
 

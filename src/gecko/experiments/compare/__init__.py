@@ -31,7 +31,7 @@ from gecko.runtime.process import require
 from gecko.train.health import StopSignal
 from gecko.train.throughput import describe_hardware, select_device
 
-__all__ = ["Outcome", "Plan", "Tuning", "compare"]
+__all__ = ["Outcome", "Plan", "Tuning", "check_packages", "compare"]
 
 _POLL_SECONDS = 0.3
 
@@ -47,6 +47,12 @@ class Outcome:
     """Whether a run failed, or no learning rate was found for a recipe."""
     page: Path | None
     """HTML page; None if no run is finished."""
+
+
+def check_packages() -> None:
+    """Raise ImportError if a package for pictures, the page or intervals is not installed."""
+    for module, extra in (("scipy.stats", "eval"), ("matplotlib.figure", "train"), ("jinja2", "train")):
+        require(module, extra)
 
 
 def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Outcome:
@@ -65,8 +71,7 @@ def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Out
     """
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1; got {jobs}.")
-    for module, extra in (("scipy.stats", "eval"), ("matplotlib.figure", "train"), ("jinja2", "train")):
-        require(module, extra)
+    check_packages()
     check_folder(plan.folder)
     with lasting_output(), locked(plan.folder / LOCK, wait=False), StopSignal() as stop:
         session = _Session(plan, jobs, command, console, stop)
