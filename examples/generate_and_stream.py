@@ -6,14 +6,14 @@ python examples/generate_and_stream.py MODEL PROMPT [TOKENS]
 import sys
 
 import gecko
-from gecko.data import load_tokenizer
+from gecko.data import document_ids, load_tokenizer
 from gecko.inference import TextStream
 
 
 def main(model_folder: str, prompt: str, tokens: str = "100") -> None:
     model = gecko.load(model_folder).eval()  # a model folder, or a run: its newest checkpoint
     tokenizer = load_tokenizer("bytes")
-    ids = [tokenizer.document_start, *tokenizer.encode(prompt)]
+    ids = document_ids(tokenizer, prompt)
 
     two = gecko.generate(model, [ids, ids], max_new_tokens=int(tokens), temperature=0.8, seed=[1, 2])
     for number, row in enumerate(two.tokens, start=1):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gecko.data import ByteTokenizer, Tokenizer
+import gecko
+from gecko.cli.arguments import Text, TextPrefill
+from gecko.data import ByteTokenizer, TokenizedCorpus, Tokenizer, document_ids, document_stream
 from gecko.inference import encode_stream
 
+CONFIG = gecko.GeckoConfig.preset("tiny", num_layers=1)
 WORDS = st.sampled_from(["the", "quick", "jumps", "naïve", "你好", "🎉", "x", "\n", "\n\n", "  ", "lazy dog", "qqqq"])
 
 
@@ -77,3 +82,32 @@ def test_a_byte_order_mark_is_no_text(tokenizer: Tokenizer) -> None:
         pytest.skip("takes anything")
     ids = joined(tokenizer, "\ufeffthe dog".encode(), [1, 2], 300)
     np.testing.assert_array_equal(ids, tokenizer.encode("the dog"))
+
+
+@pytest.mark.parametrize("text", ["", "the quick", "\ufeffnaïve 🎉", " a\n", "<|endoftext|> </s>"])
+def test_every_way_from_text_to_a_document_is_that_of_gecko_read(tokenizer: Tokenizer, text: str) -> None:
+    content = text.encode()
+    state = gecko.Gecko(CONFIG).empty_state()
+    for before in (None, state):
+        with TextPrefill([Text("the text", [content], None)], tokenizer) as reading:
+            read = torch.cat([torch.empty(0, dtype=torch.int64), *reading.tokens(begin=before is None)])
+        assert torch.equal(document_ids(tokenizer, text, state=before), read)
+        pieces = [content[:3], content[3:]]
+        streamed = document_stream(tokenizer, pieces, "the text", state=before)
+        assert torch.cat([torch.empty(0, dtype=torch.int64), *streamed]).tolist() == read.tolist()
+    if text and not text.startswith("\ufeff"):
+        documents = TokenizedCorpus.build([text], tokenizer)
+        assert [*document_ids(tokenizer, text).tolist(), tokenizer.document_end] == documents.tokens.tolist()
+
+
+def test_examples_start_documents() -> None:
+    """Programs and pages turn a text into ids by these two functions alone."""
+    root = Path(gecko.__file__).parents[2]
+    files = [
+        root / "README.md",
+        *root.glob("docs/*.md"),
+        *root.glob("examples/*.py"),
+        *root.glob("src/gecko/shipped/*/*.md"),
+    ]
+    found = [path.name for path in files if re.search(r"tokenizer\.encode\(|encode_stream\(", path.read_text())]
+    assert found == ["data.md"]  # the ids of a word, for StreamDecoder

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gecko.data import load_tokenizer
+from gecko.data import document_ids, load_tokenizer
 from gecko.eval import LlamaModel
 from gecko.eval.perplexity import perplexity
-from gecko.eval.scored_model import encode_document, open_texts
+from gecko.eval.scored_model import open_texts
 from gecko.inference import llama as generation
 from gecko.models import Llama
 
@@ -55,7 +55,7 @@ def test_a_continuation_is_scored_after_what_was_read(model: Llama, begin: int, 
 
 def test_greedy_is_what_is_written(scored: LlamaModel) -> None:
     """Compare with a computation over the whole text for every token, without a cache."""
-    prompt = encode_document(scored.tokenizer, "What is")
+    prompt = document_ids(scored.tokenizer, "What is")
     tokens = prompt
     for _ in range(12):
         tokens = torch.cat([tokens, scored.model(tokens[None])[0, -1:].argmax(-1)])

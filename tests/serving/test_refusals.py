@@ -129,6 +129,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]}, "messages.0.tool_calls"),
     ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages.0.nmae"),
     ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages.0.name"),
     ({"top_logprobs": 2}, "top_logprobs"),

@@ -287,7 +287,8 @@ class TemplateChat:
         except Exception as error:  # a template is a program and may raise anything
             roles = ", ".join(message.role for message in messages) or "none"
             raise ValueError(
-                f"the model's chat template refuses these messages: {error} (roles of the messages: {roles})"
+                f"the model's chat template refuses these messages: {error} (roles of the messages: {roles}). "
+                "It may need other roles, or another order."
             ) from error
 
     def _encode(self, parts: Iterable[str | int]) -> list[int]:

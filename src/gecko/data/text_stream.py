@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gecko.data.tokenizers import ByteTokenizer, Tokenizer, text_ids
+from gecko.state import GeckoState
 
 BLOCK = 1 << 16
 """Number of characters that are encoded at once."""
@@ -35,6 +36,24 @@ def encode_stream(
     if isinstance(tokenizer, ByteTokenizer):
         return (torch.from_numpy(np.frombuffer(piece, dtype=np.uint8).astype(np.int64)) for piece in content)
     return _encode_text(tokenizer, _decode(content, where), block)
+
+
+def document_stream(
+    tokenizer: Tokenizer, content: Iterable[bytes], where: str, *, state: GeckoState | None = None
+) -> Iterator[Tensor]:
+    """Yield the ids of a text as models and ``gecko read`` read it: the document start, then ``encode_stream``.
+
+    After ``state``, which is inside a document, no document starts.
+    """
+    if state is None:
+        yield torch.tensor([tokenizer.document_start])
+    yield from encode_stream(tokenizer, content, where)
+
+
+def document_ids(tokenizer: Tokenizer, text: str, *, state: GeckoState | None = None) -> Tensor:
+    """Return the ids of ``document_stream`` for a short text, (length,) int64."""
+    ids = document_stream(tokenizer, [text.encode()], "the text", state=state)
+    return torch.cat([torch.empty(0, dtype=torch.int64), *ids])
 
 
 def _decode(content: Iterable[bytes], where: str) -> Iterator[str]:

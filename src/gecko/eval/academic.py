@@ -21,8 +21,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gecko.config import unknown_name
+from gecko.data import document_ids
 from gecko.eval.results import Results, Score, bootstrap_mean, wilson
-from gecko.eval.scored_model import ScoredModel, encode_document
+from gecko.eval.scored_model import ScoredModel
 from gecko.runtime.hub import cached_data_sets_without_network
 from gecko.runtime.process import require
 
@@ -81,7 +82,7 @@ class HarnessModel(TemplateLM):
         """Return the log-probabilities of whole texts, each token given all of the text before it."""
         found = []
         for request in tqdm(requests, "scoring", disable=disable_tqdm or None):
-            pieces = self._model.losses(_blocks(encode_document(self._model.tokenizer, request.args[0])))
+            pieces = self._model.losses(_blocks(document_ids(self._model.tokenizer, request.args[0])))
             found.append(-sum(float(losses.double().sum()) for losses in pieces))
         return found
 
@@ -94,7 +95,7 @@ class HarnessModel(TemplateLM):
             until = settings.get("until") or []
             stops = [until] if isinstance(until, str) else list(until)
             limit = settings.get("max_gen_toks", _NEW_TOKENS)
-            reading = self._model.read(encode_document(self._model.tokenizer, context))
+            reading = self._model.read(document_ids(self._model.tokenizer, context))
             found.append(self._model.write(reading, int(limit), [stop for stop in stops if stop]))
         return found
 

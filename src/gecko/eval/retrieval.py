@@ -15,9 +15,9 @@ from functools import cache
 from typing import Any, Literal
 
 from gecko.config import unknown_name
-from gecko.data import Tokenizer
+from gecko.data import Tokenizer, document_ids
 from gecko.eval.results import Report, Results, Score, quiet, share
-from gecko.eval.scored_model import ScoredModel, Text, encode_document
+from gecko.eval.scored_model import ScoredModel, Text
 from gecko.runtime.process import require
 
 Task = Literal["passkey", "niah_single_1", "niah_single_2"]
@@ -225,7 +225,7 @@ def _ask(
 ) -> tuple[str, str, int]:
     """Return the expected answer, the model's answer, and the number of prompt tokens."""
     sample = hay.sample(model.tokenizer, length, units, depth, seed)
-    tokens = encode_document(model.tokenizer, sample.prompt)
+    tokens = document_ids(model.tokenizer, sample.prompt)
     return sample.answer, model.write(model.read(tokens), NEW_TOKENS[hay.task]), len(tokens)
 
 

@@ -195,11 +195,6 @@ def describe_model(model: LanguageModel, tokenizer: Tokenizer, name: str) -> dic
     }
 
 
-def encode_document(tokenizer: Tokenizer, text: str) -> Tensor:
-    """Return the ids of a text after a document-start token, (1 + length,) int64."""
-    return torch.cat([torch.tensor([tokenizer.document_start], device="cpu"), torch.from_numpy(tokenizer.encode(text))])
-
-
 class LlamaModel:
     """``ScoredModel`` of a Llama. It keeps keys and values of all tokens, so memory grows with the text.
 

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from gecko.config import unknown_name
+from gecko.data import document_ids
 from gecko.data.readers import read_records
 from gecko.eval.results import Report, Results, Score, Values, bootstrap, bootstrap_mean, quiet
-from gecko.eval.scored_model import ScoredModel, encode_document
+from gecko.eval.scored_model import ScoredModel
 from gecko.runtime.hub import cached_data_sets_without_network
 from gecko.runtime.process import require
 
@@ -275,7 +276,7 @@ def _answers(
     model: ScoredModel[Any], context: str, questions: Sequence[Question], new_tokens: int
 ) -> Iterator[str]:  # fmt: skip
     """Yield the answers to questions about one context, which is read once."""
-    reading = model.read(encode_document(model.tokenizer, context))
+    reading = model.read(document_ids(model.tokenizer, context))
     for question in questions:
         tokens = torch.from_numpy(model.tokenizer.encode(prompt_end(question.text)))
         yield model.write(model.read(tokens, reading), new_tokens, ["\n"])

@@ -71,7 +71,7 @@ def _is_id(value: object) -> bool:
 
 def _as_ids(prompt: object) -> Tensor:
     if isinstance(prompt, str):
-        raise TypeError("a prompt must be token ids; got text. Try gecko.data.load_tokenizer(...).encode(text).")
+        raise TypeError("a prompt must be token ids; got text. Try gecko.data.document_ids(tokenizer, text).")
     if isinstance(prompt, list | tuple) and not prompt:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     try:

@@ -301,6 +301,14 @@ class Message(JsonPart):
     cache_control: Any = None
     """Accepted and ignored, as ``name``: chat formats do not use it."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_tools(cls, data: Any) -> Any:
+        # A message with tool calls may lack content; the error is to name what is not supported.
+        if isinstance(data, dict) and data.get("tool_calls"):
+            return {**data, "content": ""}
+        return data
+
 
 class ChatRequest(Generation):
     """Body of ``POST /v1/chat/completions``."""

@@ -21,6 +21,7 @@ from gecko.data import (
     Tokenizer,
     TrainingData,
     check_vocabulary,
+    document_ids,
     is_shard_folder,
     load_tokenizer,
     open_training_data,
@@ -159,7 +160,7 @@ def _run_data(
         return HeldOut.of(data.held_out(rows * run.sequence_length + 1), rows, run.sequence_length, at_once, tokenizer)
 
     record = DataRecord(data.digest, layout)
-    ids = torch.tensor([tokenizer.document_start, *tokenizer.encode(run.sample.prompt)], device="cpu")
+    ids = document_ids(tokenizer, run.sample.prompt)
     prompt = SamplePrompt(ids, frozenset({tokenizer.document_end}))
     training = partial(batch_of, loader.rows)
     return RunData(tokenizer, training, final_of, run.evaluation, record, prompt)
