@@ -40,7 +40,7 @@ def finetune(
     """Fine-tune a model on chats.
 
     The model learns the assistant's answers; it only reads the other messages. Chats are packed into rows, and the
-    state is reset between them. 5 % of the chats are held out. The folder receives what `gecko train` writes; every
+    state is reset between them. Up to 5 % of the answers are held out. The folder gets what `gecko train` writes; every
     checkpoint is a model with its chat template, which `gecko chat` and `gecko serve` use.
 
     **Examples**

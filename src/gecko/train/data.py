@@ -128,15 +128,14 @@ def _load_tokenizer(run: Run, console: Console) -> Tokenizer:
 
 
 def _report_loss(run: Run, tokenizer: Tokenizer, console: Console) -> None:
+    """Check that the tokenizer keeps the texts; those of shards were checked when they were tokenized."""
     settings = run.data
-    texts: Iterable[str]
     names = [parse_source(item)[0] for item in settings.sources] or [settings.source]
     for name in filter(None, [*names, settings.validation]):
         if isinstance(tokenizer, ByteTokenizer) or is_shard_folder(name):
             continue
-        if settings.format == "chat":
-            texts = (turn.content for _, turns in read_chats(name) for turn in turns)
-        else:
+        texts: Iterable[str] = (turn.content for _, turns in read_chats(name) for turn in turns)
+        if settings.format == "text":
             texts = sample_texts(find_sources(name, field=settings.field)[0].parts, SAMPLE)
         if told := check_loss(tokenizer, texts, allowed=settings.allow_loss):
             console.print(f"{name}: {told}")
