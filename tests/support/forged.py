@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-SECONDS = 60
-"""Time after which a case counts as hung; one takes milliseconds."""
+SECONDS = 300
+"""Time after which a case counts as hung. One takes milliseconds; the first of a process imports what it needs."""
 
 
 class Opener:

@@ -6,12 +6,14 @@ All saves share memory and a plan.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -23,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from gecko.io.checkpoints import SHARDS
 from gecko.io.model_folder import stored_prefix
-from gecko.io.tensors import check_finite, check_layout
+from gecko.io.tensors import FLOATS, check_finite, check_layout
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
@@ -42,18 +44,29 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
         try:
-            stored = reader.read_metadata().state_dict_metadata
-            check_layout(path, {name: _on_meta(x) for name, x in stored.items() if name in tensors}, tensors)
+            check_layout(path, _stored(reader.read_metadata(), tensors), tensors)
             load_distributed(tensors, storage_reader=reader, no_dist=alone)
-        except CheckpointException as failure:
-            cause = next(iter(failure.failures.values()), (failure, None))[0]
+        except (CheckpointException, SafetensorError, LookupError, TypeError, RuntimeError) as failure:
+            cause = next(iter(getattr(failure, "failures", {}).values()), (failure, None))[0]
             raise ValueError(f"{path} must hold the tensors of this model and its optimizer; {cause}") from failure
     check_finite(path, {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()})
 
 
-def _on_meta(stored: Any) -> Tensor:
-    """Return a tensor of the shape and dtype that a checkpoint states, without memory."""
-    return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+def _stored(metadata: Any, names: Collection[str]) -> dict[str, Tensor]:
+    """Return tensors on ``meta`` like those that a checkpoint holds, of the first part's dtype or another part's.
+
+    A tensor whose parts do not add up to it has one dimension.
+    """
+    parts: dict[str, list[Any]] = {}
+    for index, part in metadata.storage_data.items():
+        parts.setdefault(index.fqn, []).append(part)
+    found = {}
+    for name in parts.keys() & names:
+        size = metadata.state_dict_metadata[name].size
+        elements = sum(part.shape.numel() for part in parts[name])
+        dtype = next((part.dtype for part in parts[name] if part.dtype not in FLOATS), parts[name][0].dtype)
+        found[name] = torch.empty(size if elements == size.numel() else (elements,), dtype=dtype, device="meta")
+    return found
 
 
 def host_stager(device: str) -> DefaultStager:
