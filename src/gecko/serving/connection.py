@@ -29,7 +29,7 @@ _SLICE = 1 << 14
 """Bytes of a header given to h11 at once; h11 refuses longer headers, but only after it has buffered the data."""
 _CHUNKS, _CHUNK_BYTES = 1000, 256
 """Chunks that a body may have in any case, and the mean size of those beyond them."""
-_LEAVING_SECONDS = 0.1
+_LEAVING_SECONDS = 0.05
 """A client that ends its side of the connection later than this after its request has left."""
 
 
@@ -154,7 +154,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         error = sys.exc_info()[1]
-        self._refuse(400, f"the request must be HTTP/1.1; {error or msg}")
+        self._refuse(400, f"the request must be valid HTTP; {error or msg}")
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer the request with an error, unless its response has begun, and close the connection."""
