@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from support import cases
 from support.cases import tokens
 from support.corpora import BYTE_MODEL, write_corpus
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import gecko
+from gecko.data import ByteTokenizer, load_tokenizer
 from gecko.hf import GeckoConfig, GeckoForCausalLM, GeckoModel, byte_tokenizer
 from gecko.layers.gated_attention import GatedAttention
 from gecko.train import DataSettings, Run, train
+from gecko.train.tokenizer import known_tokenizer
 
 
 @pytest.mark.parametrize("variant", cases.VARIANTS)
@@ -38,6 +40,29 @@ def test_a_training_run_s_checkpoint_is_such_a_folder(tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     with torch.no_grad():
         assert torch.equal(theirs(tokens(2, 40)).logits, gecko.load(checkpoint)(tokens(2, 40))[0])
+
+
+def test_transformers_opens_a_run_and_its_checkpoints_with_their_tokenizer(tmp_path):
+    """Of a model of bytes, whose tokenizer needs no files here; a resumed session and a quantised copy keep them."""
+    run = tmp_path / "run"
+    settings = {"output": str(run), "batch_size": 2, "sequence_length": 24, "threads": 1}
+    data = DataSettings(source=str(write_corpus(tmp_path / "texts")), validation_fraction=0.2)
+    for steps in (1, 2):
+        last = train(Run(model=BYTE_MODEL, data=data, steps=steps, **settings), resume=steps > 1).checkpoint
+    expected = gecko.generate(gecko.load(run), [256, *b"def f("], max_new_tokens=6, temperature=0).tokens[0]
+    for folder in (run, last):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        for text in ("", "a<|pad|>\x00Größe 中\ud7ff<|endoftext|>"):
+            assert tokenizer(text).input_ids == [256, *text.encode()] == byte_tokenizer()(text).input_ids
+        assert tokenizer.decode([*"Größe".encode(), 256], skip_special_tokens=True) == "Größe"
+        assert tokenizer(["a", "bcd"], padding=True).input_ids[0] == [257, 257, 256, 97]
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        ids = tokenizer("def f(", return_tensors="pt")
+        assert model.generate(**ids, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 7:].tolist() == expected
+        write = pipeline("text-generation", model=str(folder))
+        (found,) = write("def f(", max_new_tokens=6, do_sample=False, eos_token_id=None, return_full_text=False)
+        assert found["generated_text"] == tokenizer.decode(expected, skip_special_tokens=True)
+        assert known_tokenizer(folder) == "bytes" and isinstance(load_tokenizer(str(folder)), ByteTokenizer)
 
 
 @pytest.mark.parametrize("variant", cases.VARIANTS)

@@ -135,14 +135,15 @@ def _copy_beside(source: Path, target: Path) -> None:
 
 def _find_checkpoint(folder: Path) -> Path:
     """Return the checkpoint ``folder``, or the newest valid checkpoint of the run ``folder``."""
+    from gecko.io.checkpoints import CHECKPOINTS
     from gecko.io.model_folder import CONFIG
     from gecko.train import latest_checkpoint
     from gecko.train.checkpoints.folders import verify_checkpoint
 
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG).is_file() and not (folder / CHECKPOINTS).is_dir():
         verify_checkpoint(folder)
         return folder
-    newest = latest_checkpoint(folder / "checkpoints")
+    newest = latest_checkpoint(folder / CHECKPOINTS)
     if newest is None:
         raise FileNotFoundError(f"SOURCE must be a run's folder or a checkpoint; there is none in {folder}.")
     return newest

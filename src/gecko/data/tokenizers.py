@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from gecko.data.byte_files import holds_byte_tokenizer
 from gecko.io.files import read_object, whole_file
 from gecko.runtime.hub import is_reachable
 from gecko.runtime.process import require
@@ -276,6 +277,8 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _from_json(path: Path) -> Tokenizer:
+    if path.name == "tokenizer.json" and holds_byte_tokenizer(path.parent):
+        return ByteTokenizer()
     config = path.with_name("tokenizer_config.json")
     return HuggingFaceTokenizer(path, str(path.resolve()), config if config.is_file() else None)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from gecko.data.byte_files import byte_definition, byte_settings
 from gecko.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from gecko.data.tokenizers import Tokenizer as ModelTokenizer
-
-BORDER, PADDING = "<|endoftext|>", "<|pad|>"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -18,20 +16,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     Ids 0 to 255 are the bytes of UTF-8 text, 256 starts and ends a document, 257 pads on the left. Every text starts
     with 256, as documents do in training, unless ``add_special_tokens=False``. No text encodes to 256 or 257.
     """
-    tokenizer = Tokenizer(
-        models.BPE(vocab={character: byte for byte, character in bytes_to_unicode().items()}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([BORDER, PADDING])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BORDER} $A", pair=f"{BORDER} $A $B", special_tokens=[(BORDER, 256)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BORDER, eos_token=BORDER, pad_token=PADDING, padding_side="left",
-        split_special_tokens=True, clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
-    )  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(byte_definition()), **byte_settings(chat=False))
 
 
 CHAT_TEMPLATE = """\

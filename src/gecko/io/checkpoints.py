@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 from gecko.io.files import Record, inner_name, parse_object
-from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model
+from gecko.io.model_folder import WEIGHTS, check_one_model, weight_files
 from gecko.io.shipped import shipped_folder
 
 MANIFEST = "manifest.json"
@@ -115,9 +115,8 @@ def model_folder(folder: str | Path) -> Path:
     """
     given = shipped_folder(folder) or Path(folder).expanduser()
     run = given / CHECKPOINTS
-    if (given / CONFIG).is_file():
-        check_one_model(given)
-    found = given if (given / CONFIG).is_file() or not run.is_dir() else newest_checkpoint(run)
+    check_one_model(given)
+    found = newest_checkpoint(run) if run.is_dir() and not weight_files(given) else given
     if found is None:
         raise FileNotFoundError(f"{given} must hold a model or a run with a checkpoint; the run has none yet.")
     if (found / SHARDS).is_dir() and not (found / WEIGHTS).is_file():

@@ -243,8 +243,12 @@ def run_or_checkpoint(folder: Path) -> str:
 
 
 def check_one_model(folder: Path) -> None:
-    """Raise ValueError if a training run, whose model is in its checkpoints, also has the files of a model."""
-    if run_or_checkpoint(folder) == "a training run" and (folder / CONFIG).exists():
+    """Raise ValueError if a training run, whose model is in its checkpoints, also has the files of another model."""
+    if run_or_checkpoint(folder) != "a training run" or not (folder / CONFIG).exists():
+        return
+    own = (folder / CONFIG).read_bytes()
+    configs = [path.read_bytes() for path in folder.glob(f"{_CHECKPOINTS}/{CONFIG}")]
+    if weight_files(folder) or (configs and own not in configs):
         raise ValueError(
             f"{folder} must hold one model; it is a training run, with its model in checkpoints/, and has a {CONFIG} "
             f"of another one. Move {CONFIG} and {WEIGHTS} to a folder for themselves, or name a checkpoint."

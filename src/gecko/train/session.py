@@ -20,6 +20,7 @@ from gecko.data.chat import TEMPLATE
 from gecko.data.tokenizers import copy_tokenizer
 from gecko.io.checkpoints import checkpoint_path, checkpoint_step
 from gecko.io.files import locked, whole_file
+from gecko.io.model_folder import CONFIG
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.runtime.output import lasting_output
@@ -33,6 +34,7 @@ from gecko.train.checkpoints.checkpointer import (
     restore_snapshot,
     tokenizer_folder,
     write_recipe,
+    write_tokenizer,
 )
 from gecko.train.checkpoints.node_copies import NodeCopies
 from gecko.train.checkpoints.resuming import check_no_model, fixed_settings, start_or_resume
@@ -255,7 +257,7 @@ def _print_position(run: Run, step: int, source: str, console: Console) -> None:
 
 
 def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None, ranks: Ranks) -> None:
-    """Write recipe, tokenizer and a line about this session, which resumes after ``step`` (None: starts)."""
+    """Write recipe, tokenizer, config and a line about this session, which resumes after ``step`` (None: starts)."""
     if ranks.is_main:
         write_recipe(run)
         copy_tokenizer(run.data.tokenizer, tokenizer_folder(run))
@@ -269,6 +271,10 @@ def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None
         record_session(
             run.folder, step, sum(parameter.numel() for parameter in parameters), hardware, data.record.digest
         )
+        # For transformers, and last: without the line about a session, the folder would be that of a model.
+        write_tokenizer(run, run.folder)
+        with whole_file(run.folder / CONFIG) as temporary:
+            run.model.save(temporary)
 
 
 def _metrics(run: Run, step: int | None, ranks: Ranks) -> MetricsWriter | nullcontext[None]:

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 from gecko.data import ByteTokenizer, Tokenizer, load_tokenizer
+from gecko.data.byte_files import holds_byte_tokenizer
 from gecko.data.tokenizers import holds_tokenizer
 from gecko.train.run import RECIPE, Run
 
@@ -43,7 +44,7 @@ def known_tokenizer(folder: Path) -> str | None:
     The files take precedence, because the recipe may name a path on another machine.
     """
     if holds_tokenizer(folder):
-        return str(folder)
+        return ByteTokenizer.name if holds_byte_tokenizer(folder) else str(folder)
     return Run.load(folder / RECIPE).data.tokenizer if (folder / RECIPE).is_file() else None
 
 

@@ -27,8 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from gecko.data.byte_files import write_byte_tokenizer
 from gecko.data.chat import TEMPLATE
-from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
+from gecko.data.tokenizers import ByteTokenizer, copy_tokenizer, holds_tokenizer
 from gecko.io.checkpoints import CHECKPOINTS, SHARDS, Entries, checkpoint_step, read_manifest
 from gecko.io.files import parse_object, whole_file
 from gecko.io.model_folder import CONFIG, WEIGHTS
@@ -131,10 +132,20 @@ def write_small_files(
     (folder / _TRAINER).write_text(json.dumps(asdict(position), indent=2) + "\n", encoding="utf-8")
     run.model.save(folder / CONFIG)
     run.save(folder / RECIPE)
-    if holds_tokenizer(tokenizer_folder(run)):
-        copy_tokenizer(str(tokenizer_folder(run)), folder)
-    elif (tokenizer_folder(run) / TEMPLATE).is_file():
-        shutil.copyfile(tokenizer_folder(run) / TEMPLATE, folder / TEMPLATE)
+    write_tokenizer(run, folder)
+
+
+def write_tokenizer(run: Run, folder: Path) -> None:
+    """Write the files of the run's tokenizer and its chat template; those of bytes are for transformers."""
+    own = tokenizer_folder(run)
+    if holds_tokenizer(own):
+        copy_tokenizer(str(own), folder)
+        return
+    template = (own / TEMPLATE).is_file()
+    if template:
+        shutil.copyfile(own / TEMPLATE, folder / TEMPLATE)
+    if run.data.tokenizer == ByteTokenizer.name:
+        write_byte_tokenizer(folder, chat=template)
 
 
 def training_tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

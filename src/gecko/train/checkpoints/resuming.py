@@ -12,7 +12,7 @@ from typing import Any
 from gecko.data.tokenizers import SETTINGS, TOKENIZERS
 from gecko.io.checkpoints import checkpoint_step, list_checkpoints
 from gecko.io.files import mend_lines
-from gecko.io.model_folder import CONFIG, WEIGHTS
+from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model, run_or_checkpoint
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
 from gecko.train.checkpoints.folders import latest_checkpoint
@@ -40,8 +40,9 @@ def start_or_resume(run: Run, resume: bool, ranks: Ranks) -> tuple[Run, Path | N
 
 
 def check_no_model(run: Run) -> None:
-    """Raise FileExistsError if the run's folder holds a model."""
-    if (run.folder / CONFIG).exists():
+    """Raise FileExistsError if the run's folder holds a model, ValueError if it has one beside those of a run."""
+    check_one_model(run.folder)
+    if (run.folder / CONFIG).exists() and run_or_checkpoint(run.folder) != "a training run":
         raise FileExistsError(
             f"a run must have a folder without a model; {run.folder} has a {CONFIG}, and no command could tell that "
             f"model from the run's. Choose another folder with output=, or move {CONFIG} and {WEIGHTS} away."
