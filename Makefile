@@ -94,7 +94,8 @@ bench-demo: .venv/bench demo  ## Measure the numbers in benchmarks/results that 
 	$(BIN)/python benchmarks/quantization.py --write
 
 bench-gpu: .venv/test  ## Measure operators, training and decoding on this machine's GPU
-	$(BIN)/python benchmarks/operators.py
+	$(BIN)/python benchmarks/gpu/quarter_hour.py --first --out runs/gpu
+	$(BIN)/python benchmarks/gpu/quarter_hour.py --second --out runs/gpu
 
 bench-vllm: .venv-vllm/test  ## Measure Gecko in vLLM beside a Mamba2 and a Llama of equal size, and beside our engine
 	.venv-vllm/bin/python benchmarks/vllm_engine.py --write

@@ -1,4 +1,4 @@
-"""Decoded tokens of several rows: one captured graph, the same launches one by one, and the model in PyTorch."""
+"""Decoded tokens of several rows, by one captured graph."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from gecko.inference.packed_weights import PackedWeights, decoder_of
 from gecko.inference.prefill import inference
 from gecko.state import GeckoState
 
-CAPTURED, LAUNCHED, PYTORCH = "one graph", "its launches one by one", "Gecko.step"
-FORMS = CAPTURED, LAUNCHED, PYTORCH
+CAPTURED = "one graph"
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,12 @@ class Decoding:
     """Seconds of a step of all rows, including the time of the host."""
     launching: float
     """Seconds in which the host launches the kernels of a step."""
-    bytes_read: float
-    """Weights, and what a token reads of the states, once."""
+    bytes_moved: float
+    """Weights, and what a token reads and writes of the states, once."""
+    variant: str = ""
 
 
-def measure(name: str, config: GeckoConfig, form: str, rows: int, bench: Bench) -> Decoding:
+def measure(name: str, config: GeckoConfig, rows: int, bench: Bench, variant: str = "") -> Decoding:
     """Time steps of ``rows`` rows, three and a half chunks into their texts; weights are random, states are empty.
 
     Raises:
@@ -44,10 +44,9 @@ def measure(name: str, config: GeckoConfig, form: str, rows: int, bench: Bench) 
         model = gecko.Gecko(config).to(bench.dtype).eval()
     state = state_at(model, rows, 3 * config.chunk_size + config.chunk_size // 2)
     with inference(model):
-        step = _stepping(model, state) if form == PYTORCH else _launching(model, state, rows, form)
-        call = bench.seconds(step)
-    read = bytes_of_weights(model) + bytes_of_states(state)
-    return Decoding(name, form, rows, call.seconds, call.launching, read)
+        call = bench.seconds(_captured(model, state, rows))
+    moved = bytes_of_weights(model) + bytes_of_states(state)
+    return Decoding(name, CAPTURED, rows, call.seconds, call.launching, moved, variant)
 
 
 def state_at(model: gecko.Gecko, rows: int, position: int) -> GeckoState:
@@ -59,34 +58,23 @@ def state_at(model: gecko.Gecko, rows: int, position: int) -> GeckoState:
 
 
 def bytes_of_states(state: GeckoState) -> int:
-    """Return the bytes of a state that a token reads on average: three quarters of the attention window, and every
-    other tensor except the summary of the previous chunk."""
-    total = 0
+    """Return the bytes of a state that a token reads and writes on average.
+
+    It reads three quarters of the attention window, and the memory; of the previous chunk's summary nothing. Everything
+    else it reads and writes: the sums of the current chunk, the moving average and the statistics of norms.
+    """
+    total = 0.0
     for name, tensor in state.tensors().items():
-        share = 3 / 4 if ".attention." in name else 0 if ".previous" in name else 1
-        total += int(share * tensor.nbytes)
-    return total
+        once = ".memory.memory" in name or ".normaliser" in name
+        share = 3 / 4 if ".attention." in name else 0 if ".previous" in name else 1 if once else 2
+        total += share * tensor.nbytes
+    return int(total)
 
 
-def _stepping(model: gecko.Gecko, state: GeckoState) -> Callable[[], None]:
-    tokens = torch.zeros(state.batch_size, dtype=torch.int64, device=model.embedding.weight.device)
-    current = state
-
-    def step() -> None:
-        nonlocal current
-        _, current = model.step(tokens, current)
-
-    return step
-
-
-def _launching(model: gecko.Gecko, state: GeckoState, rows: int, form: str) -> Callable[[], None]:
+def _captured(model: gecko.Gecko, state: GeckoState, rows: int) -> Callable[[], None]:
     if decoder_of(model, state) != "triton":
         raise ValueError("decoding needs a GPU, Triton, and weights in float32 or bfloat16.")
     network: Any = PackedWeights(model, "triton").with_states(state)
     network.step([0] * rows)  # compiles and captures
 
-    def launch() -> None:
-        for one in network.launches(rows):
-            one.run()
-
-    return launch if form == LAUNCHED else lambda: network.replay(rows)
+    return lambda: network.replay(rows)

@@ -26,8 +26,14 @@ from gecko.ops.working_memory import working_memory
 from gecko.segments import Segments
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
-GECKO, EAGER, COMPILED = "gecko", "gecko, eager form", "gecko, eager form compiled"
+Results = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Outputs and gradients."""
+GECKO = "gecko"
 AVERAGE, TIMESTEP, MIXING = "moving average", "timestep norm", "attention and memory"
+ROUNDING = {"bfloat16": 2**-8, "float32": 1e-5}
+"""Differences that one rounding of a result explains."""
+FACTOR = 2.0
+"""Largest difference of a kernel, in multiples of that of the eager form in the same dtype: both round, in places."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +70,28 @@ class Timing:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Difference between a dispatched operator and its eager form: ‖kernel − eager‖ / ‖eager‖.
+    """Differences from the eager form in float64, ‖y − exact‖ / ‖exact‖: the largest over outputs, and over gradients.
 
-    The largest over outputs, and the largest over gradients; None, and a ``reason``, if one of the two did not run.
+    Two forms that round to 16 bits at other places differ by rounding. What a form may differ by is therefore measured:
+    ``eager_…`` are the differences of the eager form in the dtype of the kernels.
     """
 
     operator: str
     shape: str
     outputs: float | None = None
     gradients: float | None = None
+    eager_outputs: float | None = None
+    eager_gradients: float | None = None
     reason: str = ""
+    """Why one of the forms did not run."""
+
+    def is_wrong(self, dtype: str) -> bool | None:
+        """Return whether the differences are more than rounding; None if that is not known."""
+        pairs = ((self.outputs, self.eager_outputs), (self.gradients, self.eager_gradients))
+        known = [(own, eager) for own, eager in pairs if own is not None and eager is not None]
+        if len(known) < len(pairs):
+            return None
+        return any(not own <= max(ROUNDING[dtype], FACTOR * eager) for own, eager in known)
 
 
 def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
@@ -167,59 +185,57 @@ def _outputs(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
-def measure_kernels(operator: Operator, shape: str, bench: Bench) -> Iterator[Timing | Agreement]:
-    """Time the dispatched operator, and compare it with the eager form."""
-    yield measure(operator, GECKO, shape, bench)
-    bench.check()  # a failed kernel must not count against the eager form
-    yield compare(operator, shape)
+@dataclass(frozen=True)
+class Yardstick:
+    """Inputs of an operator, weights of its outputs, its results in float64 and the differences of the eager form."""
 
+    operator: Operator
+    inputs: list[Tensor]
+    weights: list[Tensor]
+    exact: Results
+    eager: tuple[float, float]
 
-def measure_eager(operator: Operator, shape: str, bench: Bench) -> Timing:
-    with eager_forms():
-        return measure(operator, EAGER, shape, bench)
-
-
-def compare(operator: Operator, shape: str) -> Agreement:
-    inputs = [x.detach().requires_grad_() for x in operator.inputs]
-    try:
-        with torch.no_grad():
-            weights = [torch.randn_like(x) for x in _outputs(operator.function(*inputs))]
-        ours = _outputs_and_gradients(operator, inputs, weights)
+    @classmethod
+    def of(cls, operator: Operator) -> Yardstick:
+        inputs = [x.detach().requires_grad_() for x in operator.inputs]
+        wide = [x.detach().double().requires_grad_() for x in inputs]
         with eager_forms():
-            theirs = _outputs_and_gradients(operator, inputs, weights)
-        found = [max(map(_difference, *pair)) for pair in zip(ours, theirs, strict=True)]
-    except Exception as error:
-        return Agreement(operator.name, shape, reason=why(error))
-    return Agreement(operator.name, shape, *found)
+            with torch.no_grad():
+                weights = [torch.randn_like(x) for x in _outputs(operator.function(*inputs))]
+            exact = _outputs_and_gradients(operator, wide, [x.double() for x in weights])
+            eager = _outputs_and_gradients(operator, inputs, weights)
+        return cls(operator, inputs, weights, exact, _differences(eager, exact))
+
+    def compare(self, shape: str) -> Agreement:
+        """Compare the dispatched operator, or another form of its kernels that is applied."""
+        try:
+            found = _differences(_outputs_and_gradients(self.operator, self.inputs, self.weights), self.exact)
+        except Exception as error:
+            return Agreement(self.operator.name, shape, reason=why(error))
+        return Agreement(self.operator.name, shape, *found, *self.eager)
 
 
-def _outputs_and_gradients(
-    operator: Operator, inputs: list[Tensor], weights: list[Tensor]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _outputs_and_gradients(operator: Operator, inputs: list[Tensor], weights: list[Tensor]) -> Results:
     outputs = _outputs(operator.function(*inputs))
     return tuple(x.detach() for x in outputs), torch.autograd.grad(outputs, inputs, weights)
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
+def _differences(found: Results, exact: Results) -> tuple[float, float]:
+    outputs, gradients = (max(map(_difference, *pair)) for pair in zip(found, exact, strict=True))
+    return outputs, gradients
+
+
+def _difference(found: Tensor, exact: Tensor) -> float:
     """Return the relative difference; infinite if a number is NaN, so that it is the largest of several."""
-    exact = theirs.float()
-    found = float((ours.float() - exact).norm() / exact.norm().clamp(min=1e-30))
-    return math.inf if math.isnan(found) else found
-
-
-def measure_compiled(operator: Operator, shape: str, bench: Bench) -> Timing:
-    """Time the compiled eager form."""
-    torch.compiler.reset()
-    whole = Operator(operator.name, torch.compile(operator.function), operator.inputs, operator.floor)
-    with eager_forms():
-        return measure(whole, COMPILED, shape, bench)
+    difference = float((found.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+    return math.inf if math.isnan(difference) else difference
 
 
 @contextmanager
 def eager_forms() -> Iterator[None]:
     """Within the context, operators use no kernels."""
     with (
-        patch.object(dispatch, "triton_kernels_installed", lambda: False),
+        patch.object(dispatch, "triton_kernels_run_on", lambda _: False),
         patch.object(dispatch, "_cpu_kernels_installed", lambda: False),
     ):
         yield

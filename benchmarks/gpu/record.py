@@ -1,150 +1,145 @@
-"""Results measured on a card so far: one file, written as a whole after every result, however a part ends."""
+"""Results of a card: a file of lines of JSON, each written at once, so that whatever happens later loses none."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from gpu.activations import Activations
-from gpu.compilations import Compilations
 from gpu.decoding import Decoding
 from gpu.kernel_times import KernelTime
 from gpu.operators import Agreement, Timing
-from gpu.reading import Position
 from gpu.shapes import Floor
-from gpu.suites import Tested
-from gpu.sweep import Swept
 from gpu.timing import Rates
 from gpu.training import Training
-from gpu.warm_cache import Warmed
 
-from gecko.io.files import read_object, whole_file
 
-Result = (
-    Rates | Timing | Agreement | Activations | Training | Position | Decoding | KernelTime | Swept | Tested | Warmed
-)
-KINDS: dict[str, type[Result]] = {kind.__name__: kind for kind in get_args(Result)}
-UNFINISHED = "did not end"
+@dataclass(frozen=True)
+class Tried:
+    """A variant of a kernel, or the chosen form, beside the eager form in float64; or the reason why it did not run."""
+
+    operator: str
+    family: str
+    variant: str
+    """Name of the variant; ``TODAY`` for the chosen form."""
+    agreement: Agreement | None = None
+    seconds: float | None = None
+    """Seconds of forward and backward of the operator."""
+    reason: str = ""
+
+
+TODAY = "today"
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Any other number, with what it means."""
+
+    name: str
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Tested:
+    """How one test ended."""
+
+    __test__ = False  # for pytest: this class is no test
+
+    file: str
+    test: str
+    outcome: str
+    """"passed", "failed" or "skipped"."""
+    seconds: float
+    message: str = ""
+
+
+Result = Rates | Timing | Agreement | Training | Decoding | KernelTime | Tried | Noted | Tested
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Result)}
+INNER = {"floor": Floor, "agreement": Agreement}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an item ended; ``reason`` is "" if nothing failed."""
+
+    item: str
+    reason: str
+    seconds: float
+    compiled: int
+    """Kernels that were not in the cache."""
 
 
 class Record:
-    """Parts by name; each has tasks by name, with results and, if the task failed, a reason.
+    """The lines of a file, and of ``earlier`` files. Results of an item are those of the last file that has it."""
 
-    The process of a part and its parent write in turn: each reads the file again before it changes it.
-    """
+    def __init__(self, path: Path, earlier: Sequence[Path] = ()) -> None:
+        self.path, self._earlier = path, earlier
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.compilations = Compilations(path.with_suffix(".compilations"))
+    def describe(self, **facts: Any) -> None:
+        self._write({"kind": "facts", **facts})
 
-    def describe(self, command: str, **facts: Any) -> None:
-        """Store where, how and with which commands was measured; results of earlier commands are kept."""
-        with self._changed() as content:
-            content.update(facts)
-            content["commands"] = [*dict.fromkeys([*content.get("commands", []), command])]
+    def add(self, item: str, result: Result) -> None:
+        self._write({"kind": type(result).__name__, "item": item, **dataclasses.asdict(result)})
 
-    def take_over(self, path: Path) -> None:
-        """Add the parts and commands of another file that are not here. Facts are those of this one.
+    def end(self, ended: Ended) -> None:
+        self._write({"kind": "Ended", **dataclasses.asdict(ended)})
 
-        Raises:
-            ValueError: the file is of another card or other software, or was measured in another way.
-        """
-        with self._changed() as content:
-            earlier = read_object(path, "results")
-            theirs, ours = _origin(earlier), _origin(content)
-            if theirs != ours:
-                raise ValueError(
-                    f"results that are taken over must be of the same card, software and settings, {ours}; {path} has "
-                    f"{theirs}. Give another --out, and leave --earlier out."
-                )
-            content["parts"] = {**earlier["parts"], **content["parts"]}
-            content["commands"] = [*dict.fromkeys([*earlier["commands"], *content["commands"]])]
+    def _write(self, line: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
-    def refuse(self, part: str, order: Iterable[str], reason: str) -> None:
-        """Store why nothing of a part is measured; what an earlier command measured of it is kept."""
-        if not self.tasks(part):
-            self.begin(part, order)
-            self.end(part, reason)
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of the last description, and all commands in their order."""
+        found = [line for path in self._paths() for line in _lines(path) if line["kind"] == "facts"]
+        return {**(found[-1] if found else {}), "commands": list(dict.fromkeys(line["command"] for line in found))}
 
-    def fact(self, name: str) -> Any:
-        return self._content()[name]
+    def ended(self) -> dict[str, Ended]:
+        """Return how the items of this file, not of earlier ones, ended."""
+        return {x.item: x for x in self._ends(self.path)}
 
-    def parts(self) -> dict[str, str]:
-        """Return how each requested part ended; "" if it succeeded or is still running."""
-        return {name: part["ending"] for name, part in self._content()["parts"].items()}
+    def all_ended(self) -> list[Ended]:
+        return list({x.item: x for path in self._paths() for x in self._ends(path)}.values())
 
-    def tasks(self, part: str) -> dict[str, str]:
-        """Return why each started task of a part failed; "" if it did not."""
-        return {name: task["reason"] for name, task in self._tasks(part).items()}
+    def results(self, kind: type[Any]) -> Iterator[Any]:
+        """Yield all results of one kind."""
+        of_item: dict[str, list[dict[str, Any]]] = {}
+        for path in self._paths():
+            found: dict[str, list[dict[str, Any]]] = {}
+            for line in _lines(path):
+                if "item" in line:
+                    found.setdefault(line["item"], []).append(line)
+            of_item.update(found)
+        yield from (_decoded(line) for lines in of_item.values() for line in lines if line["kind"] == kind.__name__)
 
-    def results(self, kind: type[Result]) -> Iterator[Any]:
-        """Yield all results of one kind, in the order of parts."""
-        for part in self._content()["parts"]:
-            for task in self._tasks(part).values():
-                yield from (_decoded(found) for found in task["found"] if found["kind"] == kind.__name__)
+    def _paths(self) -> list[Path]:
+        return [*self._earlier, self.path]
 
-    def begin(self, part: str, order: Iterable[str]) -> None:
-        """Delete the results of a part, which is about to be measured; parts are kept in ``order``."""
-        with self._changed() as content:
-            content["parts"][part] = {"ending": "", "tasks": {}}
-            content["parts"] = {name: content["parts"][name] for name in order if name in content["parts"]}
-
-    def end(self, part: str, ending: str) -> list[str]:
-        """Store how a part ended; tasks that started and did not end fail for the same reason. Return their names."""
-        with self._changed() as content:
-            content["parts"][part]["ending"] = ending
-            tasks = content["parts"][part]["tasks"]
-            lost = [name for name, task in tasks.items() if task["reason"] == UNFINISHED]
-            for name in lost:
-                tasks[name]["reason"] = ending
-        return lost
-
-    def forget(self, part: str, tasks: Iterable[str]) -> None:
-        """Delete tasks and their results, so that the part's next process starts them again."""
-        with self._changed() as content:
-            for name in tasks:
-                del content["parts"][part]["tasks"][name]
-
-    def begin_task(self, part: str, task: str) -> None:
-        with self._changed() as content:
-            content["parts"][part]["tasks"][task] = {"reason": UNFINISHED, "found": []}
-
-    def end_task(self, part: str, task: str, reason: str) -> None:
-        with self._changed() as content:
-            content["parts"][part]["tasks"][task]["reason"] = reason
-
-    def add(self, part: str, task: str, result: Result) -> None:
-        with self._changed() as content:
-            found = {"kind": type(result).__name__, **dataclasses.asdict(result)}
-            content["parts"][part]["tasks"][task]["found"].append(found)
-
-    def _tasks(self, part: str) -> dict[str, Any]:
-        return self._content()["parts"].get(part, {}).get("tasks", {})
-
-    def _content(self) -> dict[str, Any]:
-        return read_object(self.path, "results") if self.path.exists() else {"parts": {}}
-
-    @contextmanager
-    def _changed(self) -> Iterator[dict[str, Any]]:
-        content = self._content()
-        yield content
-        with whole_file(self.path) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    def _ends(self, path: Path) -> Iterator[Ended]:
+        for line in _lines(path):
+            if line["kind"] == "Ended":
+                yield Ended(**{name: value for name, value in line.items() if name != "kind"})
 
 
-def _origin(content: dict[str, Any]) -> dict[str, Any]:
-    """Return card, software and settings of results. Processor and memory may differ between two commands."""
-    fields = content["hardware"].split("; ")
-    settings = {name: content[name] for name in ("dtype", "repeats", "warm_ups")}
-    return {"card": fields[0], "software": fields[-1], **settings}
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file; the last one may be cut off."""
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            yield json.loads(text)
+        except json.JSONDecodeError:
+            return
 
 
-def _decoded(found: dict[str, Any]) -> Result:
-    fields = {name: value for name, value in found.items() if name != "kind"}
-    if "floor" in fields:
-        fields["floor"] = Floor(**fields["floor"])
-    return KINDS[found["kind"]](**fields)
+def _decoded(line: dict[str, Any]) -> Any:
+    fields = {name: value for name, value in line.items() if name not in ("kind", "item")}
+    for name, kind in INNER.items():
+        if fields.get(name) is not None:
+            fields[name] = kind(**fields[name])
+    return KINDS[line["kind"]](**fields)

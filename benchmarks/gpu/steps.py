@@ -22,10 +22,13 @@ Visit = Callable[[Launch], None]
 
 @dataclass(frozen=True)
 class Step:
-    """Loss and gradients of one row of ``length`` tokens, under autocast to bfloat16, in the widths of a preset."""
+    """Loss and gradients of ``rows`` of ``length`` tokens, under autocast to bfloat16, in the widths of a preset."""
 
     preset: str
     length: int
+    config: GeckoConfig | None = None
+    """Of the preset, if it is not given."""
+    rows: int = 1
 
     def __str__(self) -> str:
         return f"{self.preset}, {self.length:,} tokens"
@@ -34,15 +37,16 @@ class Step:
         """Return a function that makes the step. On a CPU, parameters are unwritten and take no space."""
         from kernels.recording import model_on_nothing
 
-        config = replace(GeckoConfig.preset(self.preset), num_layers=1)
+        config = replace(self.config or GeckoConfig.preset(self.preset), num_layers=1)
         torch.manual_seed(0)
         model = Gecko(config).to(device) if device.type == "cuda" else model_on_nothing(config)
-        text = torch.randint(config.vocab_size, (1, self.length + 1), device=device)
+        text = torch.randint(config.vocab_size, (self.rows, self.length + 1), device=device)
 
         def step() -> None:
             model.zero_grad(set_to_none=True)
             with autocast("bfloat16", device):
-                model.loss(text[:, :-1], text[:, 1:]).backward()
+                loss = model.loss(text[:, :-1], text[:, 1:])
+            loss.backward()  # outside, as in training: autocast would round products of gradients
 
         return step
 

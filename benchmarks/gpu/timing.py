@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import statistics
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.compilations import Compilations
 from torch import Tensor
 
 from gecko.train.throughput import peak_flops
@@ -24,7 +21,6 @@ LONGEST = 5.0
 SCRATCH_BYTES, FILLS = 2**28, 48
 """Several times the size of a card's cache, and the number of fills before a call, which take some milliseconds."""
 NO_ROOM = "does not fit into the memory"
-NOWHERE = Compilations(Path(os.devnull))
 
 
 def why(error: Exception) -> str:
@@ -56,8 +52,6 @@ class Bench:
     """Dtype of activations."""
     repeats: int
     warm_ups: int
-    compilations: Compilations = NOWHERE
-    """Where other processes that compile kernels note it."""
 
     def seconds(self, function: Callable[[], Any], *, queued: bool = False) -> Call:
         """Return the median times of ``function`` after some warm-up calls; ``queued`` as for ``once``."""
