@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 # processor.
 STAGES := test-vllm test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-hf-newest test-upstream docs
 
-.PHONY: demo test ci test-attacks test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-tutorial test-docs docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-attacks test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-tutorial test-docs docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -46,6 +46,11 @@ test-kernels-oldest: build/triton-3.6/ready  ## Compile the Triton kernels with 
 
 test-simulated: .venv/simulated  ## Run the Triton kernels under ttsem, as compiled for sm_90, and check each launch for races
 	PYTHONPATH=tests $(BIN)/pytest -p kernels.simulated -n auto --dist loadgroup tests/kernels/interpreted
+
+test-sanitized: .venv/test  ## Run the tests of operators and decoding with the C kernels under GCC's address and undefined-behaviour sanitizers
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=tests $(BIN)/pytest -p support.sanitized \
+		tests/ops tests/inference tests/models/test_weights.py
 
 test-hf-oldest test-hf-newest: test-hf-%: build/transformers-%/ready  ## Run the tests that need transformers with the oldest supported and the newest version
 	PYTHONPATH=build/transformers-$* $(BIN)/pytest -n auto tests/hf tests/models/test_llama.py tests/models/test_config.py

@@ -156,7 +156,7 @@ def _enter_linear(
     chunks = _with_earlier(rule, grid, state, summaries)
 
     sums = torch.cat([state.previous.key_sum.unsqueeze(2), chunks.key_sum[:, :, : max(end - 1, 0)]], dim=2)[:, :, :end]
-    a = torch.eye(k.shape[-1], device=k.device) - sums
+    a = torch.eye(k.shape[-1], dtype=torch.float32, device=k.device) - sums
     rho = torch.ones_like(normalisers[:, :, :end])
     a = a.masked_fill(resets[:, None, :end, None, None], 0)
     return _Entering(chunks, a, rho, normalisers[:, :, end].clone(), normalisers[:, :, :-2].contiguous())
