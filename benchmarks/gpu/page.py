@@ -59,10 +59,10 @@ def _goal(target: Target) -> str:
 
 def _targets(results: Results) -> list[str]:
     lines = ["## Targets", "", "| what | target | measured | |", "|---|---:|---:|---|"]
-    for target in targets():
-        value = target.find(results)
-        found = "not measured" if value is None else f"{value:.0%}" if target.least < 1 else f"{value:.2f}"
-        verdict = "" if value is None else "met" if target.met(value) else "missed"
+    for target in targets(results):
+        value, form = target.value, ".0%" if target.least < 1 else ".2f"
+        found = "not measured" if value is None else f"{value:{form}}"
+        verdict = "" if value is None else "met" if value >= target.least else "missed"
         lines.append(f"| {target.what} | {_goal(target)} | {found} | {verdict} |")
     return [*lines, ""]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpu.decoding import CAPTURED, Decoding
@@ -30,18 +30,15 @@ class Results:
     trainings: list[Training]
     decodings: list[Decoding]
 
-    def timing(self, operator: str, form: str) -> Timing | None:
-        found = (t for t in self.timings if (t.operator, t.form, t.shape) == (operator, form, SHAPE))
-        return next((t for t in found if t.both is not None), None)
-
     def agreement(self, timing: Timing) -> Agreement | None:
         """Return the agreement of the dispatched operator with its eager form."""
         found = (a for a in self.agreements if a.operator == timing.operator and a.shape.startswith(timing.shape))
         return next(found, None) if timing.form == GECKO else None
 
-    def training(self, model: str, length: int, rows: int = 1, form: str = "") -> Training | None:
-        found = (t for t in self.trainings if (t.model, t.length, t.rows, t.form) == (model, length, rows, form))
-        return next((t for t in found if t.speed is not None), None)
+    def speed(self, model: str, rows: int, length: int, form: str = "") -> float | None:
+        """Return tokens/s."""
+        found = (t for t in self.trainings if (t.model, t.rows, t.length, t.form) == (model, rows, length, form))
+        return next((t.speed for t in found if t.speed is not None), None)
 
     def byte_limit(self, decoding: Decoding) -> float | None:
         """Return the bytes per second that a step reads and writes as a share of the copy rate."""
@@ -49,17 +46,17 @@ class Results:
 
     def bandwidth(self, timing: Timing, backward: bool) -> float | None:
         """Return the floor's bytes per second as a share of the copy rate."""
-        seconds = timing.both if backward else timing.forward
         numbers = timing.floor.numbers_both if backward else timing.floor.numbers_forward
-        if seconds is None or self.rates is None:
-            return None
-        return numbers * self.element_size / seconds / self.rates.copy
+        return self._share(timing, backward, numbers * self.element_size, self.rates and self.rates.copy)
 
     def products(self, timing: Timing, backward: bool) -> float | None:
         """Return the floor's FLOP/s as a share of the matrix rate."""
-        seconds = timing.both if backward else timing.forward
         flops = timing.floor.flops_both if backward else timing.floor.flops_forward
-        return None if seconds is None or self.rates is None else flops / seconds / self.rates.products
+        return self._share(timing, backward, flops, self.rates and self.rates.products)
+
+    def _share(self, timing: Timing, backward: bool, amount: float, rate: float | None) -> float | None:
+        seconds = timing.both if backward else timing.forward
+        return None if seconds is None or rate is None else amount / seconds / rate
 
 
 @dataclass(frozen=True)
@@ -67,56 +64,29 @@ class Target:
     what: str
     least: float
     unit: str
-    find: Callable[[Results], float | None]
-
-    def met(self, value: float) -> bool:
-        return value >= self.least
+    value: float | None
+    """Measured."""
 
 
-def targets() -> Iterable[Target]:
-    for operator, forward, both in ((AVERAGE, 0.20, 0.20), (TIMESTEP, 0.70, 0.60)):
-        yield Target(f"{operator}, forward", forward, "of copy bandwidth", _share(operator, Results.bandwidth, False))
-        yield Target(f"{operator}, with backward", both, "of copy bandwidth", _share(operator, Results.bandwidth, True))
-    yield Target(f"{MIXING}, with backward", 0.55, "of the matrix rate", _share(MIXING, Results.products, True))
-    yield Target(f"{MODEL}, training at 32,768", 0.50, "MFU", _utilisation)
-    for (rows, length, form), least in SPEEDS.items():
+def targets(results: Results) -> Iterator[Target]:
+    of = {t.operator: t for t in results.timings if (t.form, t.shape) == (GECKO, SHAPE) and t.both is not None}
+    for operator, *least in ((AVERAGE, 0.20, 0.20), (TIMESTEP, 0.70, 0.60)):
+        for backward, what in ((False, "forward"), (True, "with backward")):
+            value = results.bandwidth(of[operator], backward) if operator in of else None
+            yield Target(f"{operator}, {what}", least[backward], "of copy bandwidth", value)
+    value = results.products(of[MIXING], True) if MIXING in of else None
+    yield Target(f"{MIXING}, with backward", 0.55, "of the matrix rate", value)
+    found = (t for t in results.trainings if (t.model, t.length, t.form) == (MODEL, 32_768, "") and t.speed is not None)
+    value = next((t.utilisation(results.rates.peak) for t in found if results.rates), None)
+    yield Target(f"{MODEL}, training at 32,768", 0.50, "MFU", value)
+    for (rows, length, form), least_speed in SPEEDS.items():
+        ours = results.speed(MODEL, rows, length, form)
+        theirs = results.speed(f"{LLAMA}, equal to {MODEL}", rows, length)
         what = f"{MODEL}, training, {rows} × {length:,} {form}".rstrip()
-        yield Target(what, least, "× Llama's tokens/s", _against_llama(rows, length, form))
+        yield Target(what, least_speed, "× Llama's tokens/s", ours / theirs if ours and theirs else None)
     for model in (MODEL, SHAPE):
         for rows, share in ROWS.items():
+            wanted = (model, CAPTURED, rows, "")
+            decoded = (d for d in results.decodings if (d.model, d.form, d.rows, d.variant) == wanted)
             what = f"{model}, decoding {rows} {'row' if rows == 1 else 'rows'}"
-            yield Target(what, share, "of the byte limit", _decoding(model, rows))
-
-
-def _decoding(model: str, rows: int) -> Callable[[Results], float | None]:
-    def find(results: Results) -> float | None:
-        found = (d for d in results.decodings if (d.model, d.form, d.rows, d.variant) == (model, CAPTURED, rows, ""))
-        return next(map(results.byte_limit, found), None)
-
-    return find
-
-
-def _share(
-    operator: str, kind: Callable[[Results, Timing, bool], float | None], backward: bool
-) -> Callable[[Results], float | None]:
-    def find(results: Results) -> float | None:
-        timing = results.timing(operator, GECKO)
-        return None if timing is None else kind(results, timing, backward)
-
-    return find
-
-
-def _utilisation(results: Results) -> float | None:
-    training = results.training(MODEL, 32_768)
-    return None if training is None or results.rates is None else training.utilisation(results.rates.peak)
-
-
-def _against_llama(rows: int, length: int, form: str) -> Callable[[Results], float | None]:
-    def find(results: Results) -> float | None:
-        ours = results.training(MODEL, length, rows, form)
-        theirs = results.training(f"{LLAMA}, equal to {MODEL}", length, rows)
-        if ours is None or theirs is None or ours.speed is None or theirs.speed is None:
-            return None
-        return ours.speed / theirs.speed
-
-    return find
+            yield Target(what, share, "of the byte limit", next(map(results.byte_limit, decoded), None))
