@@ -178,6 +178,15 @@ def test_trained_prompts(side, text_folder, tmp_path):
         assert torch.equal(again(**batch).logits, together)
 
 
+def test_prefix_tuning_is_refused_by_name(text_folder):
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tuned = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(text_folder), config)
+    for call in (tuned, tuned.generate):
+        with pytest.raises(TypeError, match=r"Prefix tuning of PEFT needs keys and values.*use prompt tuning, p-tuning"):
+            call(**byte_tokenizer()("def f(", return_tensors="pt"))
+
+
 def test_a_row_without_text_keeps_its_state(pair):
     """A later call continues the row; until then its logits are those of its last token."""
     ours, theirs = pair()

@@ -30,6 +30,8 @@ class GeckoCache(Cache):
 
     is_compileable = False
     is_croppable = False
+    max_cache_len = -1
+    """There is no longest text; PEFT asks."""
     is_linear = (False,)
     """transformers 5.24 passes the whole text again to a cache all of whose layers are linear; this one has none."""
 
