@@ -183,7 +183,7 @@ def test_prefix_tuning_is_refused_by_name(text_folder):
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     tuned = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(text_folder), config)
     for call in (tuned, tuned.generate):
-        with pytest.raises(TypeError, match=r"Prefix tuning of PEFT needs keys and values.*use prompt tuning, p-tuning"):
+        with pytest.raises(TypeError, match=r"Prefix tuning of PEFT .*use prompt tuning, p-tuning"):
             call(**byte_tokenizer()("def f(", return_tensors="pt"))
 
 
