@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class GeckoCache(Cache):
     is_croppable = False
     max_cache_len = -1
     """There is no longest text; PEFT asks."""
-    is_linear = (False,)
+    is_linear: Any = (False,)
     """transformers 5.24 passes the whole text again to a cache all of whose layers are linear; this one has none."""
 
     def __init__(self, state: GeckoState | None = None) -> None:

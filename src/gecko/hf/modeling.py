@@ -117,8 +117,9 @@ class GeckoModel(GeckoPreTrainedModel):
         if cache is not None and state is not None:
             ids = batch.inputs if inputs_embeds is None else None
             cache.follow(state, ids, batch.is_text, hidden[:, -1].clone())
-        shown: Any = None if wanted is False else pick([*layers, hidden], wanted)
-        output = BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=shown, **{CACHE: cache})
+        shown = None if wanted is False else pick([*layers, hidden], wanted)
+        fields: dict[str, Any] = {CACHE: cache, "hidden_states": shown}
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, **fields)
         return as_asked(output, return_dict, self.config)
 
     def batch(
@@ -137,7 +138,7 @@ class GeckoModel(GeckoPreTrainedModel):
         if not isinstance(cache, GeckoCache):
             raise TypeError(
                 f"past_key_values must be a GeckoCache; got {type(cache).__name__}. Leave it out to make one. "
-                "Prefix tuning of PEFT needs keys and values, which a Gecko has not; use prompt tuning, p-tuning or LoRA."
+                "Prefix tuning of PEFT needs keys and values to attend to; use prompt tuning, p-tuning or LoRA."
             )
         if cache.state is not None and cache.state.batch_size != len(inputs):
             raise ValueError(
