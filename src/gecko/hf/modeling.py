@@ -138,7 +138,7 @@ class GeckoModel(GeckoPreTrainedModel):
         if not isinstance(cache, GeckoCache):
             raise TypeError(
                 f"past_key_values must be a GeckoCache; got {type(cache).__name__}. Leave it out to make one. "
-                "Prefix tuning of PEFT needs keys and values to attend to; use prompt tuning, p-tuning or LoRA."
+                "Prefix tuning of PEFT needs keys and values, which no Gecko has: use prompt tuning, p-tuning or LoRA."
             )
         if cache.state is not None and cache.state.batch_size != len(inputs):
             raise ValueError(
