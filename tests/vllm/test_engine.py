@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.vllm_texts import continued, expected, greedy, metric, prompt
 from vllm import SamplingParams
 
 import gecko
+from gecko.hf import GeckoConfig, GeckoForSequenceClassification, byte_tokenizer, export
 from gecko.io.quantization import quantize
 
 
@@ -75,9 +78,62 @@ def test_log_probabilities(start, model):
     torch.testing.assert_close(torch.tensor(given), wanted, atol=1e-4, rtol=0)
 
 
-def test_speculative_decoding_is_refused(start):
-    with pytest.raises(ValueError, match="cannot go back"):
-        start(speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2})
+def test_new_weights_take_effect_in_a_running_engine_and_damaged_ones_are_refused(start, model, tmp_path):
+    """From a folder, from a trainer in one call or name by name, and written into the parameters."""
+    torch.manual_seed(1)
+    other, engine, texts = gecko.Gecko(model.config), start(), [prompt(n) for n in (1, 33)]
+    export(other, tmp_path, byte_tokenizer())
+    weights = {name: dict(one.state_dict()) for name, one in (("model", model), ("other", other))}
+
+    def is_now(one: gecko.Gecko) -> bool:
+        return continued(engine, texts, greedy(6)) == [expected(one, text, 6) for text in texts]
+
+    def inside(worker: Any, change: str, name: str) -> None:
+        network = worker.get_model()
+        if change == "whole":
+            network.load_weights(weights[name].items())
+        for part in weights[name].items() if change == "parts" else ():
+            network.load_weights([part])
+        for key, parameter in network.gecko.named_parameters() if change == "in place" else ():
+            parameter.data.copy_(weights[name][key])
+
+    for change, name, one in (
+        ("whole", "other", other),
+        ("parts", "model", model),
+        ("in place", "other", other),
+        ("in place", "model", model),
+    ):
+        engine.collective_rpc(inside, args=(change, name))
+        assert is_now(one), change
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
+    assert is_now(other)
+    damaged = bytearray((tmp_path / "model.safetensors").read_bytes())
+    damaged[-5] ^= 64
+    (tmp_path / "model.safetensors").write_bytes(damaged)
+    with pytest.raises(ValueError, match="is damaged"):
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
+
+
+IGNORED = {
+    "cache_dtype must be auto": {"kv_cache_dtype": "fp8"},
+    "mamba_cache_dtype must be auto": {"mamba_cache_dtype": "float16"},
+    "enable_prompt_embeds must be off": {"enable_prompt_embeds": True},
+    "runner must be generate": {"runner": "pooling", "convert": "classify"},
+    "enable_lora must be off": {"enable_lora": True},
+    "cannot go back": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+}
+
+
+@pytest.mark.parametrize("message", IGNORED)
+def test_an_option_that_would_be_ignored_is_refused(message, start):
+    with pytest.raises(ValueError, match=message):
+        start(**IGNORED[message])
+
+
+def test_a_saved_classifier_is_refused(start, tmp_path):
+    GeckoForSequenceClassification(GeckoConfig(num_labels=2)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="runner must be generate"):
+        start(model=str(tmp_path), skip_tokenizer_init=True)
 
 
 def test_ranks_that_cannot_divide_the_heads_are_refused(start):

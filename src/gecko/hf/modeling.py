@@ -117,9 +117,9 @@ class GeckoModel(GeckoPreTrainedModel):
         if cache is not None and state is not None:
             ids = batch.inputs if inputs_embeds is None else None
             cache.follow(state, ids, batch.is_text, hidden[:, -1].clone())
-        shown = None if wanted is False else pick([*layers, hidden], wanted)
-        fields: dict[str, Any] = {CACHE: cache, "hidden_states": shown}
-        output = BaseModelOutputWithPast(last_hidden_state=hidden, **fields)
+        shown: Any = None if wanted is False else pick([*layers, hidden], wanted)
+        kept: Any = {CACHE: cache}
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=shown, **kept)
         return as_asked(output, return_dict, self.config)
 
     def batch(

@@ -6,7 +6,7 @@ shared prefixes, and takes them back when it preempts a sequence.
 
 from __future__ import annotations
 
-ARCHITECTURE = "GeckoForCausalLM"
+ARCHITECTURE, CLASSIFIER = "GeckoForCausalLM", "GeckoForSequenceClassification"
 
 
 def register() -> None:
@@ -19,6 +19,7 @@ def register() -> None:
     from gecko.vllm.settings import GeckoSettings
 
     register_pages()
-    MODELS_CONFIG_MAP[ARCHITECTURE] = GeckoSettings
-    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(ARCHITECTURE, f"gecko.vllm.model:{ARCHITECTURE}")
+    for name in (ARCHITECTURE, CLASSIFIER):  # the settings refuse a classifier
+        MODELS_CONFIG_MAP[name] = GeckoSettings
+        if name not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(name, f"gecko.vllm.model:{ARCHITECTURE}")

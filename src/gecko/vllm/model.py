@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,11 +16,12 @@ from vllm.distributed import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
 
 from gecko.inference.packed_weights import PackedWeights, decoder_of
-from gecko.io.model_folder import TIED, WRAPPERS
-from gecko.io.quantization import pack, quantize, stored_bits, unpack
+from gecko.io.model_folder import TIED, WRAPPERS, load_model, weight_files
+from gecko.io.quantization import is_quantized, pack, quantize, stored_bits, unpack
 from gecko.io.tensors import fitted
 from gecko.layers.linear import project
 from gecko.models.gecko import Gecko
@@ -46,10 +48,14 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
             get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
             tensor_model_parallel_all_reduce, tensor_model_parallel_all_gather,
         )  # fmt: skip
+        self._model_config, self._is_loaded = vllm_config.model_config, False
+        self._checked: Any = ()
         architecture = self.config.architecture()
         with meta_device():
             whole = self._ranks.size == 1
             self.gecko = Gecko(architecture) if whole else sharded_model(architecture, self._ranks)
+        self.gecko.to(self._dtype).to_empty(device=self._device).requires_grad_(False).eval()
+        self.gecko.tie()
         names = f"{prefix}.gecko.blocks" if prefix else "gecko.blocks"
         self._pages = StatePages(self._blank(), names, vllm_config.compilation_config.static_forward_context)
         self._network: tuple[GeckoState, Network | None] | None = None
@@ -79,6 +85,8 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
             return self.gecko.hidden(torch.zeros_like(input_ids).unsqueeze(0))[0].squeeze(0)
         step: StepMetadata = metadata[self._pages.names[0]]
         hidden = torch.zeros(len(input_ids), self.gecko.config.model_dim, dtype=self._dtype, device=input_ids.device)
+        if not any(step.read):  # vLLM was idle, when trainers write new values into the parameters
+            self._network = None
         begin, decoding = 0, []
         for row, length in enumerate(step.lengths):
             if length == 1 and step.read[row]:
@@ -97,27 +105,60 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         return project(hidden_states, self.gecko.head)[0]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the weights of a model folder, or this rank's part of them; return the names of the parameters.
+        """Load the weights of a model folder, or this rank's part of them; return the names of the loaded parameters.
+
+        The first call needs all of them. Later ones, as trainers make, may have some, which are copied into vLLM's
+        tensors. States in the prefix cache are those of the weights that read them until vLLM resets it.
 
         Raises:
-            ValueError: weights are quantised and tensor parallelism is on; or parameters are missing, unexpected, not
-                finite, or of another shape or dtype.
+            ValueError: the folder is damaged, parameters are missing, unexpected or of another shape, or weights are
+                quantised and tensor parallelism is on or the engine runs already.
         """
+        self._network = None
+        self._check_folder()
         stored = {_own_name(name): self._local(_own_name(name), weight) for name, weight in weights}
         head, embedding = TIED
-        if self.gecko.config.tie_embedding:
+        if self.gecko.config.tie_embedding and embedding in stored:
             stored[head] = stored[embedding]
         bits = stored_bits(stored)
-        if bits is not None:
-            if self._ranks.size > 1:
-                raise ValueError("a quantised model must run without tensor parallelism; got more than one rank.")
-            quantize(self.gecko.to(self._dtype), bits)
-        blank = self.gecko.state_dict()
-        stored = unpack(fitted("the model's folder", stored, pack(blank)), blank)
-        self.gecko.load_state_dict(stored, strict=True, assign=True)
-        self.gecko.tie()
-        self.gecko.requires_grad_(False).eval()
-        return {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        parameters = dict(self.gecko.named_parameters(remove_duplicate=False))
+        if bits is None and not any(map(is_quantized, parameters.values())):
+            self._copy(stored, parameters)
+        elif bits is None or self._ranks.size > 1 or self._is_loaded:
+            raise ValueError(
+                "a quantised model must be loaded when an engine starts, without tensor parallelism; this engine "
+                f"{'has its weights' if self._is_loaded else f'has {self._ranks.size} ranks'}. Start another engine."
+            )
+        else:
+            quantize(self.gecko, bits)
+            blank = self.gecko.state_dict()
+            stored = unpack(fitted("the model's folder", stored, pack(blank)), blank)
+            self.gecko.load_state_dict(stored, strict=True, assign=True)
+            self.gecko.tie()
+        self._is_loaded = True
+        return {f"gecko.{name}" for name in (stored if bits is None else parameters)}
+
+    def _copy(self, stored: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> None:
+        """Copy weights into the parameters, or give them to the loaders that vLLM has put there for a reload."""
+        unknown, missing = stored.keys() - parameters.keys(), parameters.keys() - stored.keys()
+        if unknown or (missing and not self._is_loaded):
+            names = sorted(unknown or missing)
+            raise ValueError(
+                f"weights must be those of the model's config; {', '.join(names[:3])} is missing or unknown."
+            )
+        for name, weight in stored.items():
+            parameter = parameters[name]
+            if weight.shape != parameter.shape:
+                raise ValueError(f"{name} must have shape {tuple(parameter.shape)}; got {tuple(weight.shape)}.")
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)
+
+    def _check_folder(self) -> None:
+        """Check the model's files against their checksums and config, unless they are those that were checked."""
+        folder = Path(self._model_config.model)
+        found = tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(folder))
+        if found and found != self._checked:
+            load_model(folder)
+        self._checked = found
 
     def _local(self, name: str, weight: Tensor) -> Tensor:
         """Return a copy of this rank's part of a weight; the file's tensors are mapped from the disk."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.model_executor.models.config import MambaModelConfig
 
 from gecko.parallel.tensor import check_divisible
+from gecko.vllm import CLASSIFIER
 
 
 class GeckoSettings(MambaModelConfig):
@@ -18,7 +20,7 @@ class GeckoSettings(MambaModelConfig):
 
         Raises:
             ValueError: the fields of the model's config contradict each other, the ranks of tensor parallelism cannot
-                divide its heads, or speculative decoding is on.
+                divide its heads, or an option is set that a Gecko cannot have.
         """
         config = vllm_config.model_config.hf_config.architecture()
         check_divisible(config, vllm_config.parallel_config.tensor_parallel_size)
@@ -27,4 +29,30 @@ class GeckoSettings(MambaModelConfig):
                 "speculative decoding must be off: a Gecko's state cannot go back to an earlier token, as it must when "
                 "a draft token is refused."
             )
+        wrong = [f"{option} must be {value}: {reason}" for option, value, reason in _refused(vllm_config)]
+        if wrong:
+            raise ValueError(" ".join(wrong))
         super().verify_and_update_config(vllm_config)
+
+
+def _refused(vllm_config: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield the options that are set and would be ignored or fail later, what each must be, and why."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if CLASSIFIER in (model.hf_config.architectures or ()) or model.convert_type not in ("none", "embed"):
+        yield (
+            "runner",
+            "generate",
+            (
+                "vLLM would answer from a classifier's head that it does not load. Open classifiers with "
+                "AutoModelForSequenceClassification of transformers."
+            ),
+        )
+    if model.enable_prompt_embeds:
+        yield "enable_prompt_embeds", "off", "a Gecko in vLLM reads tokens or text."
+    if vllm_config.lora_config is not None:
+        yield "enable_lora", "off", "merge an adapter into the model's folder instead."
+    if model.quantization is not None:
+        yield "quantization", "unset", "no layer would be quantised; use a folder of gecko quantize."
+    for option in ("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"):
+        if getattr(cache, option) not in ("auto", None):
+            yield option, "auto", "states have the dtype of the model, and parts of them float32."
