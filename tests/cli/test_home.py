@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_train_and_compare(command: Command, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr("gecko.train.train", lambda run, resume: seen.update(run=run))
+    monkeypatch.setattr("gecko.train.train", lambda run, **_: seen.update(run=run))
     monkeypatch.setattr(
         "gecko.experiments.compare.compare",
         lambda plan, **_: seen.update(plan=plan) or SimpleNamespace(page=None, stopped=None, failed=False),

@@ -112,7 +112,9 @@ def test_interrupt_ends_at_once_and_quietly(run_folder: Path, environment: dict[
 def test_the_command_has_no_options_that_change_nothing() -> None:
     """The lists must be updated when an option is added or removed."""
     known = {
-        "tokenize": {"sources", "tokenizer", "out", "field", "workers", "verify", "executor", "partition", "hours"},
+        "tokenize": {
+            "sources", "tokenizer", "out", "field", "workers", "verify", "executor", "partition", "hours", "allow_loss",
+        },
         "plan": {"recipe", "overrides", "gpus", "gpu", "efficiency", "overlap", "verify", "as_json"},
         "train": {"recipe", "overrides", "resume", "out", "show", "show_list", "replay"},
         "compare": {"arguments", "out", "seeds", "learning_rates", "tuning_steps", "tolerance", "jobs"},

@@ -15,7 +15,7 @@ from gecko.recipes import RECIPES
 def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the arguments that the trainer, which is replaced, is called with."""
     seen: dict[str, Any] = {}
-    monkeypatch.setattr("gecko.train.train", lambda run, resume: seen.update(run=run, resume=resume))
+    monkeypatch.setattr("gecko.train.train", lambda run, resume, **_: seen.update(run=run, resume=resume))
     return seen
 
 
