@@ -117,7 +117,7 @@ def test_a_diverged_run_says_so(
     (tmp_path / "text.txt").write_text("red green blue " * 60)
     run = Run(
         model=CONFIG, output=str(tmp_path / "run"), data=DataSettings(source=str(tmp_path / "text.txt")), steps=2,
-        batch_size=2, sequence_length=24, optimizer=OptimizerSettings(learning_rate=1e9, weight_decay=0.0),
+        batch_size=2, sequence_length=24, optimizer=OptimizerSettings(learning_rate=1e30, weight_decay=0.0),
         evaluation=EvaluationSettings(final_rows=4), checkpoint=CheckpointSettings(every=2), max_skips=5, threads=1,
     )  # fmt: skip
     try:

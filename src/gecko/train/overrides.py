@@ -244,11 +244,13 @@ def check_fractions(settings: object, names: Sequence[str], prefix: str = "") ->
 
 
 def _check(settings: object, names: Sequence[str], prefix: str, holds: Callable[[float], bool], rule: str) -> None:
-    """Raise ValueError if a named attribute breaks the rule or is larger than ``_MOST``. None passes; where it is
-    invalid, its type is refused."""
+    """Raise ValueError if a named attribute breaks the rule, or is a whole number or a time above ``_MOST``.
+
+    None passes; where it is invalid, its type is refused.
+    """
     for name in names:
         value = getattr(settings, name)
         if value is not None and not holds(value):
             raise ValueError(f"{prefix}{name} {rule}; got {value}.")
-        if value is not None and value > _MOST:
+        if value is not None and (isinstance(value, int) or name.endswith("minutes")) and value > _MOST:
             raise ValueError(f"{prefix}{name} must be at most {_MOST:,}; got {value}.")
