@@ -141,7 +141,7 @@ class GeckoConfig:
         if "model_type" not in fields:
             return cls.from_dict(fields)
         if fields["model_type"] != MODEL_TYPE:
-            raise ValueError(f"it is of {fields['model_type']!r}.")
+            raise ValueError(f"it must be of a {MODEL_TYPE} model, and is of {fields['model_type']!r}.")
         known = {field.name for field in dataclasses.fields(cls)}
         return cls.from_dict({name: value for name, value in fields.items() if name in known})
 

@@ -190,7 +190,7 @@ def test_a_vocabulary_of_another_size_is_drawn_if_the_caller_wants_it(text_folde
 
 def test_gecko_refuses_the_folder_of_another_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 7}))
-    with pytest.raises(ValueError, match=r"must hold the config of a gecko model; it is of 'llama'"):
+    with pytest.raises(ValueError, match=r"must hold a model config; it must be of a gecko model, and is of 'llama'"):
         gecko.load(tmp_path)
 
 

@@ -52,8 +52,8 @@ def test_files_say_the_same_to_us_and_to_transformers(config: LlamaConfig, tmp_p
         ({"key_value_heads": 3}, "key_value_heads must divide num_heads; got 3 and 4"),
         ({"key_value_heads": 0}, "num_key_value_heads must be a whole number"),
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1; got 0"),
-        ({"num_layers": 10**9}, "num_layers must be at most 10,000; got 1,000,000,000"),
-        ({"norm_eps": 0.0}, "norm_eps must be a number, positive"),
+        ({"num_layers": 10**9}, "num_layers must be a whole number of at most 10,000; got 1000000000"),
+        ({"norm_eps": 0.0}, "norm_eps must be a number, above 1e-30"),
         ({"rope_base": 1.0}, "rope_base must be a number, above 1"),
     ],
 )
@@ -76,8 +76,8 @@ def test_files_that_are_no_config_of_a_llama(tmp_path: Path) -> None:
     for content, message in (
         ("{", "must hold a model config as JSON"),
         ("[1]", "must hold a model config as a JSON object; got a list"),
-        ('{"hidden_size": 8}', "must hold the config of a llama model; it is of 'no model_type'"),
-        ('{"model_type": "gecko"}', "must hold the config of a llama model; it is of 'gecko'"),
+        ('{"hidden_size": 8}', "it must be of a llama model, and is of 'no model_type'"),
+        ('{"model_type": "gecko"}', "it must be of a llama model, and is of 'gecko'"),
         ('{"model_type": "llama", "hidden_size": 8}', r"a config needs the fields \['vocab_size', 'num_layers'"),
     ):
         path.write_text(content)

@@ -178,7 +178,7 @@ def test_a_folder_is_opened_as_what_it_is(tmp_path: Path) -> None:
     Gecko(small).save(tmp_path / "gecko")
     assert isinstance(load_any(tmp_path / "gecko"), Gecko)
     build_model(LlamaConfig(64, 1, 32, 2, 32)).save(tmp_path / "llama")
-    with pytest.raises(ValueError, match="config of a gecko model; it is of 'llama'"):
+    with pytest.raises(ValueError, match="must be of a gecko model, and is of 'llama'"):
         gecko.load(tmp_path / "llama")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match="one of the kinds gecko, llama; it is of 'bert'"):

@@ -120,7 +120,7 @@ class LlamaConfig:
     @classmethod
     def _from_transformers(cls, fields: dict[str, Any]) -> LlamaConfig:
         if fields.get("model_type") != MODEL_TYPE:
-            raise ValueError(f"it is of {fields.get('model_type', 'no model_type')!r}.")
+            raise ValueError(f"it must be of a llama model, and is of {fields.get('model_type', 'no model_type')!r}.")
         # transformers 5 writes the base of the rotary embedding one level deeper.
         fields = {**fields, **(fields.get("rope_parameters") or {})}
         if fields.get("rope_type", "default") != "default" or fields.get("rope_scaling"):
