@@ -160,7 +160,7 @@ def _blank_like(config: GeckoConfig, tensors: Mapping[str, Tensor], model: str) 
 
     All layers have the dtypes of the first one.
     """
-    rows = tensors.get("clock.position", torch.empty(1)).numel()
+    rows = tensors.get("clock.position", torch.empty(1, dtype=torch.int64, device="cpu")).numel()
     wide = torch.promote_types(float_dtype(tensors.get("final_norm.mean")), torch.float32)
     blank = GeckoState.empty(config, max(1, rows), model=model, dtype=wide, device="meta")
     first = {name: float_dtype(tensors.get(f"mixers.0.attention.{name}")) for name in ("keys", "values")}

@@ -46,14 +46,14 @@ def document_stream(
     After ``state``, which is inside a document, no document starts.
     """
     if state is None:
-        yield torch.tensor([tokenizer.document_start])
+        yield torch.tensor([tokenizer.document_start], device="cpu")
     yield from encode_stream(tokenizer, content, where)
 
 
 def document_ids(tokenizer: Tokenizer, text: str, *, state: GeckoState | None = None) -> Tensor:
     """Return the ids of ``document_stream`` for a short text, (length,) int64."""
     ids = document_stream(tokenizer, [text.encode()], "the text", state=state)
-    return torch.cat([torch.empty(0, dtype=torch.int64), *ids])
+    return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *ids])
 
 
 def _decode(content: Iterable[bytes], where: str) -> Iterator[str]:
