@@ -89,7 +89,8 @@ def test_a_full_disk_between_checkpoints_names_file_and_step(
 
     def writing(self: MetricsWriter, kind: Any, step: int, values: Any) -> None:
         if step == 7:
-            self._file = full_disk.open("ab", buffering=0)
+            monkeypatch.setattr(self, "_file", full_disk.open("ab", buffering=0))
+            monkeypatch.setattr(self, "_keep", lambda: None)
         write(self, kind, step, values)
 
     monkeypatch.setattr(MetricsWriter, "write", writing)

@@ -49,7 +49,7 @@ def test_every_batch_is_progress(model: Gecko, corpus: TokenizedCorpus) -> None:
 def test_the_loss_is_computed_in_float32_whatever_the_run_uses(
     model: Gecko, corpus: TokenizedCorpus, precision: Precision
 ) -> None:
-    held_out = HeldOut.of(corpus, 9, 20, 2)
+    held_out = HeldOut.of(corpus, 9, 20, 2, ByteTokenizer())
     exact = evaluate(model, held_out, "float32")
     use_float8(model, precision)
     found = evaluate(model, held_out, precision)
