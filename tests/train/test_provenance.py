@@ -10,6 +10,7 @@ import pytest
 from support.corpora import as_shards
 
 from gecko.data import ShardFolder
+from gecko.data.packing import ROW_LAYOUT
 from gecko.data.shards import ShardedRows, SplitShards
 from gecko.io.checkpoints import read_manifest
 from gecko.models.gecko import Gecko
@@ -88,22 +89,23 @@ def test_a_run_keeps_the_rows_that_it_was_begun_with(
     layouts: list[int] = []
     rows = SplitShards.rows
 
-    def looked_at(self: SplitShards, length: int, layout: int) -> ShardedRows:
-        layouts.append(layout)
-        return rows(self, length, layout)
+    def looked_at(self: SplitShards, length: int) -> ShardedRows:
+        layouts.append(self.layout)
+        return rows(self, length)
 
     monkeypatch.setattr(SplitShards, "rows", looked_at)
     for steps in (4, 6):
         newest = train(replace(run, steps=steps), resume=True).checkpoint
         assert list(replayed(run, 1))
-        assert DataRecord.load(newest) == DataRecord(ShardFolder.open(shards).digest, 1 if old else 2)
-    assert layouts == [1 if old else 2] * 4
+        assert DataRecord.load(newest) == DataRecord(ShardFolder.open(shards).digest, 1 if old else ROW_LAYOUT)
+    assert layouts == [1 if old else ROW_LAYOUT] * 4
 
 
 def test_a_damaged_or_newer_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / DATA).write_text("[]")
     with pytest.raises(ValueError, match=r"data\.json must hold the digest and the row layout"):
         DataRecord.load(tmp_path)
-    DataRecord("", 3).save(tmp_path)
-    with pytest.raises(ValueError, match=r"row layout from 1 to 2; got 3.*newer version"):
+    newer = ROW_LAYOUT + 1
+    DataRecord("", newer).save(tmp_path)
+    with pytest.raises(ValueError, match=rf"row layout from 1 to {ROW_LAYOUT}; got {newer}.*newer version"):
         row_layout(tmp_path)

@@ -240,7 +240,7 @@ class DataRecord:
     digest: str
     """Hash of the token ids of all documents."""
     row_layout: int
-    """Version of the rule by which documents become rows; see ``gecko.data.loader.ROW_LAYOUT``."""
+    """Version of the rule by which documents become rows; see ``gecko.data.packing.ROW_LAYOUT``."""
     started: str | None = None
     """ISO 8601 time of the start of a run on chats, which chat templates may write."""
 
