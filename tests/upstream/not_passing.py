@@ -24,16 +24,17 @@ NOT_PASSING: dict[str, tuple[str, ...]] = {
         "test_encoder_decoder_loss_no_double_shift",
         "test_internal_model_config_and_subconfig_are_same",
         "test_moe_models_record_router_logits",
+        "test_multimodal_outputs_are_returned",
         "test_output_router_logits_from_config",
     ),
     "is about declarations that gecko.hf makes none of: parameters kept in float32, renamed ones, parallel plans": (
         "test_can_load_from_already_mapped_keys",
         "test_keep_in_fp32_modules*",
         "test_reverse_loading_mapping",
-        "test_tied_head_has_a_tp_plan_entry",
         "test_tp_plan_matches_params",
     ),
     "is slow, and asks for torch.compile, which is not offered yet": ("test_torch_compile_for_training",),
+    "is for transformers' own class of caches, which a Gecko has no use for": ("test_bc_cache_name_forward",),
     "needs several accelerators": ("test_model_parallelism",),
     "needs deepspeed or kernels, which the constraints do not hold": (
         "test_kernels_can_load_without_crashing",
