@@ -1,4 +1,4 @@
-"""What a card is asked in a quarter of an hour: items, each a generator of results, at the sizes of a card or small."""
+"""Items that the quarter hour measures; each is a generator of results, at the sizes of a card or small ones."""
 
 from __future__ import annotations
 

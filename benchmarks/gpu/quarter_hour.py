@@ -1,4 +1,4 @@
-"""What one GPU shows in a quarter of an hour, in two commands of one process each. Run this before anything else.
+"""Measure one GPU in a quarter of an hour, by two commands of one process each. Run this before anything else.
 
     1. On the machine without a GPU, with the Python, PyTorch and Triton of the one that has it (here 3.12, 2.11, 3.6):
 

@@ -110,7 +110,7 @@ class Names(NamedTuple):
     open: tuple[frozenset[bytes] | None, ...] = ()
     """Names of each open object; None for a list."""
     string: bytes | None = None
-    """What is read of the string that is open, if it is a name."""
+    """The part of the open string that was read, if the string is a name."""
     is_name: bool = False
     """Whether the string that is open, or the next one, is a name."""
     escaped: bool = False
