@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gecko
-from gecko.data import load_tokenizer
+from gecko.data import document_ids, load_tokenizer
 from gecko.eval import GeckoModel
-from gecko.eval.scored_model import encode_document
 from gecko.state import GeckoState
 
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune. " * 4
@@ -45,9 +44,9 @@ def test_a_continuation_is_scored_after_what_was_read(model: GeckoModel, begin: 
 
 
 def test_greedy_is_what_is_written(model: GeckoModel) -> None:
-    reading = model.read(encode_document(model.tokenizer, "What is"))
+    reading = model.read(document_ids(model.tokenizer, "What is"))
     written = gecko.generate(
-        model.model, encode_document(model.tokenizer, "What is"), max_new_tokens=12, temperature=0
+        model.model, document_ids(model.tokenizer, "What is"), max_new_tokens=12, temperature=0
     ).tokens[0]
     assert model.write(reading, 12) == model.tokenizer.decode(written)
     assert model.write(reading, 12) == model.tokenizer.decode(written), "the reading was used up"
