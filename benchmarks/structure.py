@@ -1,31 +1,42 @@
-"""Print the size of the code base and the number of files that a value passes through.
+"""Print the size of the code base, its names, its circles of imports, and the files that a value passes through.
 
-    python benchmarks/structure.py          # files, lines and functions
-    python benchmarks/structure.py --walk   # also: files that a Run, a request and a call's tokens pass through
+    python benchmarks/structure.py          # sizes, names, parameters, circles
+    python benchmarks/structure.py --walk   # also: files on the path of a Run, of a request and of a call's tokens
     python benchmarks/structure.py --sample 3  # docstrings, paragraphs and file names for a fresh reader, by a seed
 
-A value passes through a file when a function of that file is called with the value as an argument. ``--walk`` trains
-one step, serves one request and computes one loss, and traces the calls.
+- **code**: lines that hold code, without docstrings, comments and blank lines.
+- **class names used twice**: names of classes, without leading underscores, that occur in more than one place.
+- **functions with 8 parameters**: ``self`` and ``cls`` do not count, nor do Triton kernels.
+- **circle**: modules that import each other, directly or through others, wherever the import stands. That no import
+  runs up is checked by ``lint-imports``.
+- **path**: functions that are called with the value itself or with a value derived from it: what it holds, and what a
+  function on the path returned or constructed. Tensors, modules, texts and numbers are not derived values. Each
+  function counts once, at its first call; a *return* is a move to a file that the path had left.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
+import inspect
+import io
 import random
 import re
 import statistics
 import sys
 import tempfile
 import threading
+import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "gecko"
+Node = TypeVar("Node", bound=ast.AST)
 
 
 def main() -> None:
@@ -42,25 +53,34 @@ def main() -> None:
 
 
 def print_sizes() -> None:
-    files = {path: count_lines(path) for path in SOURCE.rglob("*.py")}
-    lengths, functions = sorted(files.values()), sorted(function_lengths(files))
-    folders = Counter(path.parent for path in files)
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+    lengths, functions = sorted(map(count_lines, trees)), sorted(function_lengths(trees.values()))
+    folders = Counter(path.parent for path in trees)
     fullest, most = folders.most_common(1)[0]
-    print(f"files in src/              {len(files)}")
+    print(f"src: lines / code / files  {sum(lengths):,} / {sum(map(code_lines, trees)):,} / {len(trees)}")
     print(f"lines per file             median {statistics.median(lengths):.0f}, p90 {percentile(lengths, 0.9)}")
     print(f"lines per function         median {statistics.median(functions):.0f}, p90 {percentile(functions, 0.9)}")
-    print(f"modules in the root        {folders[SOURCE]}")
     print(f"files in the largest folder {most} ({fullest.relative_to(ROOT)})")
-    for name in ("src", "tests", "benchmarks"):
-        print(f"lines of Python in {name + '/':<11} {sum(map(count_lines, (ROOT / name).rglob('*.py'))):,}")
+    classes = Counter(node.name.lstrip("_") for node in nodes(trees.values(), ast.ClassDef))
+    twice = sorted(name for name, count in classes.items() if count > 1)
+    print(f"classes                    {classes.total()}; names used twice: {len(twice)} ({', '.join(twice)})")
+    wide = sorted(wide_functions(trees))
+    rooms = ", ".join(f"{room} {count}" for room, count in Counter(room for room, _ in wide).most_common())
+    print(f"functions with 8 parameters {len(wide)} ({rooms})")
+    found = circles(trees)
+    print(f"circles of imports         {len(found)}" + "".join(f"\n    {' <-> '.join(circle)}" for circle in found))
+    for name in ("tests", "benchmarks", "benchmarks/gpu"):
+        print(f"lines of Python in {name + '/':<16} {sum(map(count_lines, (ROOT / name).rglob('*.py'))):,}")
     print(f"lines of C in src/         {sum(count_lines(path) for path in SOURCE.rglob('*.[ch]')):,}")
+    results = [path for path in (ROOT / "benchmarks/results").rglob("*") if path.is_file()]
+    print(f"committed results          {sum(path.stat().st_size for path in results) / 1e6:.2f} MB")
 
 
 def print_sample(seed: int) -> None:
-    """Print 20 docstrings, 10 paragraphs of pages and 10 file names, drawn at random."""
+    """Print 30 docstrings, 10 paragraphs of pages and 10 file names, drawn at random."""
     draw = random.Random(seed)
     print(f"seed {seed}")
-    for number, (place, text) in enumerate(draw.sample(sorted(docstrings()), 20), 1):
+    for number, (place, text) in enumerate(draw.sample(sorted(docstrings()), 30), 1):
         print(f"\n[docstring {number}] {place}\n{text}")
     for number, (place, text) in enumerate(draw.sample(sorted(paragraphs()), 10), 1):
         print(f"\n[paragraph {number}] {place}\n{text}")
@@ -91,15 +111,76 @@ def count_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def function_lengths(files: dict[Path, int]) -> Iterator[int]:
+def code_lines(path: Path) -> int:
+    """Return the number of lines with code. A text that is a statement of its own is a docstring."""
+    text, lines = path.read_text(encoding="utf-8"), set[int]()
+    prose = {
+        line
+        for node in nodes([ast.parse(text)], ast.Expr)
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in blank:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - prose)
+
+
+def nodes(trees: Iterable[ast.Module], *kinds: type[Node]) -> Iterator[Node]:
+    """Yield the nodes of the given kinds."""
+    for tree in trees:
+        yield from (node for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def function_lengths(trees: Iterable[ast.Module]) -> Iterator[int]:
     """Yield the number of lines of each function without its docstring."""
-    for path in files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                first = node.body[0]
-                has_docstring = ast.get_docstring(node) is not None
-                docstring = (first.end_lineno or first.lineno) - first.lineno + 1 if has_docstring else 0
-                yield (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
+    for node in nodes(trees, ast.FunctionDef, ast.AsyncFunctionDef):
+        first = node.body[0]
+        has_docstring = ast.get_docstring(node) is not None
+        docstring = (first.end_lineno or first.lineno) - first.lineno + 1 if has_docstring else 0
+        yield (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
+
+
+def wide_functions(trees: Mapping[Path, ast.Module]) -> Iterator[tuple[str, str]]:
+    """Yield the folder and name of each function with at least 8 parameters that is no Triton kernel."""
+    for path, tree in trees.items():
+        for node in nodes([tree], ast.FunctionDef, ast.AsyncFunctionDef):
+            given = node.args
+            names = [
+                x.arg for x in (*given.posonlyargs, *given.args, *given.kwonlyargs) if x.arg not in ("self", "cls")
+            ]
+            kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if len(names) >= 8 and not kernel:
+                yield path.relative_to(SOURCE).parts[0], node.name
+
+
+def circles(trees: Mapping[Path, ast.Module]) -> list[list[str]]:
+    """Return the groups of modules that import each other."""
+    named = {module_name(path): tree for path, tree in trees.items()}
+    reached = {name: set(imports(tree, named)) - {name} for name, tree in named.items()}
+    for middle in named:  # Warshall's closure
+        for targets in reached.values():
+            if middle in targets:
+                targets |= reached[middle]
+    groups = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in named if a in reached[a]}
+    return [list(group) for group in sorted(groups)]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(tree: ast.Module, known: Collection[str]) -> Iterator[str]:
+    """Yield the modules of the package that a module imports."""
+    for node in nodes([tree], ast.Import, ast.ImportFrom):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif node.module is not None:
+            below = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in below if name in known)
+            if node.module in known and not all(name in known for name in below):
+                yield node.module
 
 
 def percentile(values: list[int], share: float) -> int:
@@ -107,12 +188,19 @@ def percentile(values: list[int], share: float) -> int:
 
 
 class Walk:
-    """Context that records the files whose functions are called with a value that ``follows`` accepts."""
+    """Context that records the path of the values that ``follows`` accepts."""
 
-    def __init__(self, follows: Callable[[Any], bool], until: str = "") -> None:
-        self._follows, self._until = follows, until
-        self.files: list[str] = []
-        self._done = False
+    def __init__(self, follows: Callable[[Any], bool], *, derived: bool = True) -> None:
+        self._follows, self._derived = follows, derived
+        self._kept: dict[int, Any] = {}  # holding the values keeps their ids theirs
+        self._seen: set[CodeType] = set()
+        self._on_path: set[FrameType] = set()
+        self.stays: list[str] = []
+
+    @property
+    def summary(self) -> str:
+        files = len(set(self.stays))
+        return f"{files} files, {len(self.stays) - files} returns"
 
     def __enter__(self) -> Walk:
         threading.setprofile(self._profile)
@@ -123,38 +211,77 @@ class Walk:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
 
-    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+    def _profile(self, frame: FrameType, event: str, result: Any) -> None:
         code = frame.f_code
-        if event != "call" or self._done or not code.co_filename.startswith(str(SOURCE)):
+        if event not in ("call", "return") or not code.co_filename.startswith(str(SOURCE)):
             return
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if any(self._follows(frame.f_locals.get(name)) for name in names):
-            file = str(Path(code.co_filename).relative_to(SOURCE))
-            if file not in self.files:
-                self.files.append(file)
-        self._done = bool(self._until) and code.co_name == self._until
+        if event == "return":
+            if frame in self._on_path:
+                self._on_path.remove(frame)
+                self._keep(frame.f_locals.get("self") if code.co_name == "__init__" else result)
+        elif any(self._is_followed(value) for value in arguments(frame)):
+            if self._derived:
+                self._on_path.add(frame)
+            if code not in self._seen:
+                self._seen.add(code)
+                file = str(Path(code.co_filename).relative_to(SOURCE))
+                if self.stays[-1:] != [file]:
+                    self.stays.append(file)
+
+    def _is_followed(self, value: Any) -> bool:
+        if self._follows(value):
+            if self._derived:
+                self._keep(value)
+            return True
+        return id(value) in self._kept
+
+    def _keep(self, value: Any) -> None:
+        """Remember a derived value and the records that it holds."""
+        import torch
+
+        held = value if isinstance(value, tuple | list) else [value]
+        for one in held:
+            module = type(one).__module__
+            if (
+                not module.startswith("gecko.")
+                or isinstance(one, torch.Tensor | torch.nn.Module)
+                or id(one) in self._kept
+            ):
+                continue
+            self._kept[id(one)] = one
+            if dataclasses.is_dataclass(one):
+                self._keep([getattr(one, field.name, None) for field in dataclasses.fields(one)])
+
+
+def arguments(frame: FrameType) -> Iterator[Any]:
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    for name in code.co_varnames[:count]:
+        yield frame.f_locals.get(name)
+    if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        rest = frame.f_locals.get(code.co_varnames[count])
+        yield from rest.values() if isinstance(rest, dict) else rest or ()
 
 
 def print_walks() -> None:
     for title, walk in (
-        ("a Run, from gecko train to the optimizer step", walk_run()),
-        ("a request, from its route to a token", walk_request()),
+        ("a Run, from gecko train to the end", walk_run()),
+        ("a request, from its route to its answer", walk_request()),
         ("tokens, in Gecko.loss", walk_tokens()),
     ):
-        print(f"\n{title}: {len(walk.files)} files")
-        print("\n".join(f"    {file}" for file in walk.files))
+        print(f"\n{title}: {walk.summary}")
+        print("\n".join(f"    {file}" for file in walk.stays))
 
 
 SMALL = (
     "model.num_layers=1", "model.model_dim=32", "model.key_dim=16", "model.value_dim=32", "model.num_heads=2",
     "model.ffn_dim=32", "model.cema_modes=4", "model.chunk_size=16", "model.timestep_groups=4", "batch_size=1",
-    "sequence_length=64", "steps=1", "sample.tokens=0", "evaluation.rows=1", "evaluation.final_rows=1",
+    "sequence_length=64", "steps=2", "sample.tokens=0", "evaluation.rows=1", "evaluation.final_rows=1",
 )  # fmt: skip
 
 
 def walk_run() -> Walk:
-    """Train one step with the command line."""
-    import torch
+    """Train two steps with the command line."""
     from typer.testing import CliRunner
 
     from gecko.cli import app
@@ -166,21 +293,11 @@ def walk_run() -> Walk:
         texts.mkdir()
         for number in range(4):
             (texts / f"{number}.txt").write_text(f"text {number} " * 100, encoding="utf-8")
-        step = torch.optim.AdamW.step
-
-        def stop(*arguments: Any, **options: Any) -> Any:
-            walk._done = True
-            return step(*arguments, **options)
-
-        torch.optim.AdamW.step = stop  # type: ignore[assignment,method-assign]
-        try:
-            with walk:
-                command = ["train", "tiny", *SMALL, f"data.source={texts}", "--out", f"{folder}/run"]
-                result = CliRunner().invoke(app, command)
-        finally:
-            torch.optim.AdamW.step = step  # type: ignore[method-assign]
-    if result.exit_code or not walk._done:
-        raise RuntimeError(f"gecko train must reach an optimizer step; it printed {result.output}")
+        with walk:
+            command = ["train", "tiny", *SMALL, f"data.source={texts}", "--out", f"{folder}/run"]
+            result = CliRunner().invoke(app, command)
+    if result.exit_code:
+        raise RuntimeError(f"gecko train must end; it printed {result.output}")
     return walk
 
 
@@ -219,7 +336,7 @@ def walk_tokens() -> Walk:
     tokens = torch.randint(256, (1, 65))
     inputs, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
     storage = inputs.untyped_storage().data_ptr()
-    with Walk(lambda value: type(value) is torch.Tensor and value.untyped_storage().data_ptr() == storage) as walk:
+    with Walk(lambda x: type(x) is torch.Tensor and x.untyped_storage().data_ptr() == storage, derived=False) as walk:
         model.loss(inputs, targets)
     return walk
 
