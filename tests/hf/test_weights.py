@@ -17,8 +17,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import gecko
 from gecko.hf import GeckoConfig, GeckoForCausalLM, GeckoModel
-from gecko.io.model_folder import save_model
 from gecko.io.quantization import quantize
+from gecko.models.gecko import save_model
 
 CONFIGS = {"untied": cases.SMALL, "tied": dataclasses.replace(cases.SMALL, tie_embedding=True)}
 

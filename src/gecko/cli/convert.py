@@ -40,9 +40,9 @@ def convert(
 
     from gecko.convert import from_reference, read_release
     from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
-    from gecko.io.model_folder import save_model
     from gecko.io.tensors import fitted
     from gecko.models import meta_model
+    from gecko.models.gecko import save_model
 
     source, out = source.expanduser(), new_model_folder(out)
     config, weights = from_reference(*read_release(source))

@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gecko.config import GeckoConfig
 from gecko.io.files import fitting, found_at, parse_json, read_object, whole_file
 from gecko.io.quantization import plain_tensors, stored_bits
 from gecko.io.tensors import REMEDY, reading
@@ -85,44 +84,19 @@ class Layout(NamedTuple):
 GECKO = Layout(FORMAT, TIED, WRAPPERS)
 
 
-def save_model(
-    folder: str | Path, config: GeckoConfig, weights: Mapping[str, Tensor], prefix: str | None = None
-) -> None:
-    """Write a model folder. A tied head is stored once, as the embedding.
-
-    Args:
-        weights: parameters by their names in ``Gecko``; quantised ones as ``pack`` returns them.
-        prefix: written before every name. The default is the prefix of ``GeckoForCausalLM``, so that loaders that
-            match names exactly, as accelerate's do, find them; quantised weights, which those loaders cannot read, get
-            no prefix.
-
-    Raises:
-        FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
-        OSError: writing failed; existing files are unchanged.
-    """
-    if prefix is None:
-        prefix = WRAPPERS[0] if stored_bits(weights) is None else ""
-    write_folder(folder, config, weights, GECKO, prefix)
-
-
-def load_model(folder: str | Path) -> tuple[GeckoConfig, dict[str, Tensor]]:
-    """Return the config and the weights of a model folder, the weights by their names in ``Gecko``.
-
-    Raises:
-        FileNotFoundError: the folder or one of its files is missing.
-        ValueError: a file is damaged, the two belong to different models, or the folder is also a training run.
-    """
-    return read_folder(folder, GeckoConfig, GECKO)
-
-
 def write_folder(
     folder: str | Path, config: StoredConfig, weights: Mapping[str, Tensor], layout: Layout, prefix: str = "",
     shards: Sequence[Collection[str]] = (),
 ) -> None:  # fmt: skip
-    """Write a model folder of any architecture; see ``save_model``.
+    """Write a model folder of any architecture. A tied head is stored once, as the embedding.
 
     Args:
+        prefix: written before every name.
         shards: the names of ``weights`` in each of several files, as transformers divides them. Empty: one file.
+
+    Raises:
+        FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
+        OSError: writing failed; existing files are unchanged.
     """
     folder = Path(folder)
     _check_writable(folder)
@@ -198,7 +172,12 @@ def _checked(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:
-    """Return the config, of class ``kind``, and the weights of a model folder; see ``load_model``."""
+    """Return the config, of class ``kind``, and the weights of a model folder, by their names in the model.
+
+    Raises:
+        FileNotFoundError: the folder or one of its files is missing.
+        ValueError: a file is damaged, the two belong to different models, or the folder is also a training run.
+    """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} must be a model's folder with {CONFIG} and {WEIGHTS}; it has no {CONFIG}.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.io.checkpoints import model_folder
-from gecko.io.model_folder import TIED, fill, fingerprint, load_model, save_model
+from gecko.io.model_folder import GECKO, TIED, WRAPPERS, fill, fingerprint, read_folder, write_folder
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.io.tensors import fitted, float_dtype
 from gecko.layers.cema import CEMA
@@ -331,6 +331,26 @@ def _may_be_overwritten(state: GeckoState) -> bool:
     return state.exclusive and (torch.is_inference_mode_enabled() or not state.final_norm.mean.is_inference())
 
 
+def save_model(
+    folder: str | Path, config: GeckoConfig, weights: Mapping[str, Tensor], prefix: str | None = None
+) -> None:
+    """Write a model folder. A tied head is stored once, as the embedding.
+
+    Args:
+        weights: parameters by their names in ``Gecko``; quantised ones as ``pack`` returns them.
+        prefix: written before every name. The default is the prefix of ``GeckoForCausalLM``, so that loaders that
+            match names exactly, as accelerate's do, find them; quantised weights, which those loaders cannot read, get
+            no prefix.
+
+    Raises:
+        FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
+        OSError: writing failed; existing files are unchanged.
+    """
+    if prefix is None:
+        prefix = WRAPPERS[0] if stored_bits(weights) is None else ""
+    write_folder(folder, config, weights, GECKO, prefix)
+
+
 def load(folder: str | Path) -> Gecko:
     """Load the model that ``Gecko.save`` wrote to ``folder``, or the newest sound checkpoint of a training run.
 
@@ -341,7 +361,7 @@ def load(folder: str | Path) -> Gecko:
         ValueError: a file is damaged, or weights and config do not fit.
     """
     folder = model_folder(folder)
-    return from_weights(*load_model(folder), source=folder)
+    return from_weights(*read_folder(folder, GeckoConfig, GECKO), source=folder)
 
 
 def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor], source: object = "the weights") -> Gecko:

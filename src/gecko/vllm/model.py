@@ -19,8 +19,9 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
 
+from gecko.config import GeckoConfig
 from gecko.inference.packed_weights import PackedWeights, decoder_of
-from gecko.io.model_folder import TIED, WRAPPERS, load_model, weight_files
+from gecko.io.model_folder import GECKO, TIED, WRAPPERS, read_folder, weight_files
 from gecko.io.quantization import is_quantized, pack, quantize, stored_bits, unpack
 from gecko.io.tensors import fitted
 from gecko.layers.linear import project
@@ -157,7 +158,7 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         folder = Path(self._model_config.model)
         found = tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(folder))
         if found and found != self._checked:
-            load_model(folder)
+            read_folder(folder, GeckoConfig, GECKO)
         self._checked = found
 
     def _local(self, name: str, weight: Tensor) -> Tensor:
