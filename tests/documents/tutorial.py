@@ -2,7 +2,7 @@
 
 ``make test-tutorial`` runs them at a small size in a few minutes, ``python tests/documents/tutorial.py --full`` as they
 are. The commands become one shell script, which stops at the first that fails. Only the clone of the repository is
-replaced, by a copy of its files, which is removed when the wheel is built.
+replaced, by a copy of its files, which is removed when it is installed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
 PACKAGED = ("src", "pyproject.toml", "README.md", "LICENSE")
 SMALL = {
+    "gecko[all]": "gecko[train,chat,serve,eval]",  # what the commands of the page need
     "topics.values()))": "topics.values())[:60_000])",
     "minutes=10": "steps=12 sequence_length=256 evaluation.rows=4",
     "--epochs 12": "--epochs 1",
@@ -59,7 +60,7 @@ def _steps(page: Path, port: int) -> Iterator[str]:
 def _runnable(command: str, port: int) -> str:
     if command.startswith("git clone REPOSITORY"):
         return f"mkdir gecko && cp -r {' '.join(shlex.quote(str(ROOT / name)) for name in PACKAGED)} gecko"
-    if command.startswith("pip wheel"):
+    if command.startswith("pip install './gecko"):
         return f"{command} && rm -r gecko"
     return SERVE.format(command=command, port=port) if command.startswith("gecko serve") else command
 
