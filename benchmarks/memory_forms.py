@@ -41,9 +41,10 @@ from gecko.ops.gates import gated
 from gecko.ops.working_memory import WorkingMemoryState, chunked
 from gecko.ops.working_memory.rules import Rule
 from gecko.recipes import apply_overrides, get_recipe
+from gecko.records import build
 from gecko.runtime.process import keep_freed_memory
 from gecko.train import train
-from gecko.train.overrides import build, set_fields
+from gecko.train.overrides import set_fields
 from gecko.train.throughput import describe_hardware
 
 FOLDER = Path(__file__).parent / "results" / "evidence" / "memory_forms"
@@ -153,7 +154,7 @@ def recall(form: Form, seed: int) -> Results:
     """Train one layer to recall 16 pairs in rows of 256 tokens, and return its accuracy by distance in chunks."""
     values = dataclasses.asdict(Diagnosis(seed=seed))
     set_fields(values, [*COMMON, *MANY, GROWING, *(f"model.{key}={value}" for key, value in form.model.items())])
-    return diagnose("mqar", build(Diagnosis, values), torch.device("cpu"))
+    return diagnose("mqar", build(Diagnosis, values, texts=True), torch.device("cpu"))
 
 
 def books(name: str, form: Form, seed: int) -> Results:

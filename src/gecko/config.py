@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from gecko.io.files import parse_object, read_object
+from gecko.records import Range, build, check, unknown_name
 
 Attention = Literal["sliding_chunk", "chunk", "sliding_window"]
 Memory = Literal["adaptive", "linear", "none"]
@@ -26,6 +26,24 @@ MODEL_TYPE = "gecko"
 """``model_type`` in a ``config.json``, which transformers reads too."""
 
 
+def whole(least: int, most: int) -> Range:
+    """Return the range of whole numbers in ``least`` … ``most``, for configs that Python code fills in too."""
+    start = "must be a whole number of"
+    return Range(f"{start} at least {least}", least=least, most=most, limit=f"{start} at most {most:,}", typed=True)
+
+
+def real(above: float) -> Range:
+    """Return the range of numbers above a bound; float32 holds the largest, and its square root and logarithm."""
+    wanted = "positive" if above == 0 else f"above {above:g}"
+    return Range(f"must be a number, {wanted} and at most 1e+30", above=above, most=1e30, typed=True)
+
+
+Size = Annotated[int, whole(1, LARGEST)]
+Layers = Annotated[int, whole(1, MOST_LAYERS)]
+Epsilon = Annotated[float, real(above=1e-30)]
+RopeBase = Annotated[float, real(above=1)]
+
+
 @dataclass(frozen=True)
 class GeckoConfig:
     """Architecture of a Gecko or of a related model (Megalodon is a preset).
@@ -34,45 +52,45 @@ class GeckoConfig:
     reference release.
     """
 
-    vocab_size: int
+    vocab_size: Size
     """Number of token ids."""
-    num_layers: int
+    num_layers: Layers
     """Number of blocks; each has a mixer and a feed-forward."""
-    model_dim: int
+    model_dim: Size
     """Width of the residual stream (D)."""
-    key_dim: int
+    key_dim: Size
     """Width of the shared query / key projection over all heads (Z)."""
-    value_dim: int
+    value_dim: Size
     """Width of the values over all heads (V)."""
-    num_heads: int
+    num_heads: Size
     """Number of heads of attention and of the working memory (H)."""
-    ffn_dim: int
+    ffn_dim: Size
     """Hidden width of the feed-forward."""
-    cema_modes: int = 16
+    cema_modes: Size = 16
     """Number of complex modes per channel of the moving average (N)."""
-    chunk_size: int = 2048
+    chunk_size: Size = 2048
     """Tokens in an attention chunk (c); the window of ``sliding_window`` attention."""
     attention: Attention = "sliding_chunk"
     """Keys of a query: two chunks (sliding_chunk), its chunk (chunk), or the last c tokens (sliding_window)."""
     memory: Memory = "adaptive"
     """Memory of tokens that have left the window: adaptive (AWM), linear (Infini-attention), none."""
-    memory_key_length: float = 1.0
+    memory_key_length: Annotated[float, real(above=0)] = 1.0
     """Initial length of the memory's queries and keys in every head; 1 in the paper.
     With about √key_head_dim, the memory separates keys from the first step (docs/evidence.md)."""
     timestep_betas: tuple[float, float] | None = (0.999, 0.9999)
     """Decays of mean and variance of the timestep norm. None: the cumulative norm of Megalodon."""
-    timestep_groups: int = 0
+    timestep_groups: Annotated[int, whole(0, LARGEST)] = 0
     """Number of groups of features in the timestep norm; each group has its statistics.
     0 becomes the largest divisor of ``model_dim`` up to 64 that leaves 2 features to a group."""
-    norm_groups: int = 1
+    norm_groups: Size = 1
     """Number of groups in the RMS norm after CEMA and in the layer norm before the feed-forward."""
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
     """Added to the variance in norms."""
     norm_affine: bool = True
     """Whether RMS and layer norms have weights."""
-    rope_base: float = 500_000.0
+    rope_base: RopeBase = 500_000.0
     """Base of the rotary embedding's angles."""
-    rope_heads: int | None = None
+    rope_heads: Annotated[int, Range("must be a whole number in 0..num_heads, or None", typed=True)] | None = None
     """Number of heads whose attention queries and keys are rotated. None: all."""
     cema_skip: CEMASkip = "identity"
     """``identity``: CEMA(x) + x. ``learned``: Megalodon's CEMA(x) + ω x, with γ scaled by 1/√N."""
@@ -93,12 +111,11 @@ class GeckoConfig:
         if self.timestep_groups == 0 and isinstance(self.model_dim, int) and self.model_dim > 0:
             groups = max((n for n in range(1, 65) if self.model_dim % n == 0 and 2 * n <= self.model_dim), default=1)
             object.__setattr__(self, "timestep_groups", groups)
-        self._check_numbers()
-        self._check_choices()
+        self._check_betas()
+        check(self)
         self._check_divisible()
         self._check_groups()
         self._check_rotary()
-        self._check_betas()
 
     @property
     def key_head_dim(self) -> int:
@@ -122,7 +139,7 @@ class GeckoConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> GeckoConfig:
-        return cls(**checked_fields(cls, fields))
+        return build(cls, fields)
 
     def for_transformers(self) -> dict[str, Any]:
         """Return the fields of the ``config.json`` that transformers reads once ``gecko.hf`` is imported."""
@@ -144,20 +161,6 @@ class GeckoConfig:
             raise ValueError(f"it must be of a {MODEL_TYPE} model, and is of {fields['model_type']!r}.")
         known = {field.name for field in dataclasses.fields(cls)}
         return cls.from_dict({name: value for name, value in fields.items() if name in known})
-
-    def _check_numbers(self) -> None:
-        check_counts(self, ("num_layers",), most=MOST_LAYERS)
-        check_counts(self, ("vocab_size", "model_dim", "key_dim", "value_dim", "num_heads", "ffn_dim",
-                            "cema_modes", "chunk_size", "timestep_groups", "norm_groups"))  # fmt: skip
-        check_above(self, {"memory_key_length": 0, "norm_eps": 1e-30, "rope_base": 1})
-
-    def _check_choices(self) -> None:
-        for name, choices in (("attention", Attention), ("memory", Memory), ("cema_skip", CEMASkip)):
-            value, allowed = getattr(self, name), get_args(choices)
-            if value not in allowed:
-                raise ValueError(unknown_name(name, value, allowed))
-        check_switches(self, ("norm_affine", "swiglu", "ffn_scale", "scale_embedding", "tie_embedding",
-                              "two_hop_residual"))  # fmt: skip
 
     def _check_divisible(self) -> None:
         for whole, part in (("key_dim", "num_heads"), ("value_dim", "num_heads"),
@@ -182,7 +185,7 @@ class GeckoConfig:
 
     def _check_rotary(self) -> None:
         heads = self.num_rope_heads
-        if not isinstance(heads, int) or isinstance(heads, bool) or not 0 <= heads <= self.num_heads:
+        if not 0 <= heads <= self.num_heads:
             raise ValueError(f"rope_heads must be a whole number in 0..num_heads={self.num_heads}, or None; "
                              f"got {self.rope_heads!r}.")  # fmt: skip
         if heads and self.key_head_dim % 2:
@@ -202,49 +205,10 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     return read_object(path, "a model config")
 
 
-def checked_fields(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` if they are fields of the dataclass ``cls`` and none is missing; else raise ValueError."""
-    known = {field.name for field in dataclasses.fields(cls)}
-    for name in fields:
-        if name not in known:
-            raise ValueError(unknown_name("config field", name, known))
-    missing = [f.name for f in dataclasses.fields(cls) if f.name not in fields and f.default is dataclasses.MISSING]
-    if missing:
-        raise ValueError(f"a config needs the fields {missing}, which this one lacks; got {sorted(fields)}.")
-    return fields
-
-
-def check_counts(config: object, names: Iterable[str], least: int = 1, most: int = LARGEST) -> None:
-    """Raise ValueError unless the named attributes are whole numbers in ``least`` … ``most``."""
-    for name in names:
-        value = getattr(config, name)
-        too_large = isinstance(value, int) and value > most
-        if not isinstance(value, int) or isinstance(value, bool) or value < least or too_large:
-            limit = f"at most {most:,}" if too_large else f"at least {least}"
-            raise ValueError(f"{name} must be a whole number of {limit}; got {value!r}.")
-
-
 def _divisors(number: int) -> list[int]:
     """Return the divisors of ``number``, the smallest first."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def check_above(config: object, bounds: Mapping[str, float]) -> None:
-    """Raise ValueError unless the named attributes are numbers above their bounds, and at most ``_MOST_REAL``."""
-    for name, bound in bounds.items():
-        value = getattr(config, name)
-        if not _is_real(value) or not bound < value <= _MOST_REAL:
-            wanted = "positive" if bound == 0 else f"above {bound:g}"
-            raise ValueError(f"{name} must be a number, {wanted} and at most {_MOST_REAL:g}; got {value!r}.")
-
-
-def check_switches(config: object, names: Iterable[str]) -> None:
-    """Raise ValueError unless the named attributes are True or False; the string "no" would count as true."""
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false; got {value!r}.")
 
 
 def _is_real(value: object) -> bool:
@@ -256,32 +220,6 @@ def named(presets: Mapping[str, Config], name: str) -> Config:
     if name not in presets:
         raise ValueError(unknown_name("preset", name, presets))
     return presets[name]
-
-
-def unknown_name(kind: str, name: object, known: Any) -> str:
-    """Return the error message for an unknown name, with the nearest known one; of many names only the nearest."""
-    choices = sorted(map(str, known))
-    group = [choice for choice in choices if choice.startswith(f"{str(name).rstrip('.')}.")]
-    near = group or _nearest(str(name), choices)
-    hint = f" Did you mean {near[0]!r}?" if near and not group else ""
-    listed = ", ".join(choices)
-    if len(choices) > _MOST_LISTED:
-        listed = f"{len(choices)} names, such as {', '.join((near or choices)[:4])}"
-    return f"{kind} must be one of {listed}; got {str(name)!r}.{hint}"
-
-
-def _nearest(name: str, choices: list[str]) -> list[str]:
-    """Return the choices that resemble a name, the nearest first; those that end in the name come first."""
-    small = {choice.lower(): choice for choice in reversed(choices)}
-    same_end = [choice for choice in choices if choice.endswith((f".{name}", f"_{name}"))]
-    near = difflib.get_close_matches(name.lower(), small, n=4, cutoff=0.5)
-    return list(dict.fromkeys([*same_end, *(small[choice] for choice in near)]))
-
-
-_MOST_REAL = 1e30
-"""Largest value of fields that are no counts: float32 holds it, and its square root and logarithm."""
-_MOST_LISTED = 20
-"""Largest number of names that an error message lists."""
 
 
 _GECKO_7B = GeckoConfig(

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gecko.config import GeckoConfig, unknown_name
+from gecko.config import GeckoConfig
 from gecko.io.files import read_object
+from gecko.records import unknown_name
 
 FIELDS = {
     "vocab_size": "vocab_size",

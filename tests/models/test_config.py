@@ -50,7 +50,7 @@ def test_files_say_the_same_to_us_and_to_transformers(config: LlamaConfig, tmp_p
         ({"num_heads": 5}, r"multiple of 2 · num_heads; got 32 and 5. Try model_dim=60"),
         ({"num_heads": 32}, "turns pairs of features"),
         ({"key_value_heads": 3}, "key_value_heads must divide num_heads; got 3 and 4"),
-        ({"key_value_heads": 0}, "num_key_value_heads must be a whole number"),
+        ({"key_value_heads": 0}, "key_value_heads must be a whole number of at least 1; got 0"),
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1; got 0"),
         ({"num_layers": 10**9}, "num_layers must be a whole number of at most 10,000; got 1000000000"),
         ({"norm_eps": 0.0}, "norm_eps must be a number, above 1e-30"),

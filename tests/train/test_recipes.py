@@ -217,8 +217,8 @@ def test_a_hand_written_file_with_a_wrong_value_is_refused(tmp_path: Path) -> No
         ({"steps": "ten"}, "steps"),
         ({"modle": {}}, "Did you mean 'model'"),
         ({"model": 3}, "model"),
-        ({"optimizer": {"betas": 0.9}}, "optimizer.betas takes 2 values"),
-        ({"data": {"sources": {"a": 1}}}, "data.sources takes any number of values"),
+        ({"optimizer": {"betas": 0.9}}, "optimizer.betas must be a list of 2 values"),
+        ({"data": {"sources": {"a": 1}}}, "data.sources must be a list"),
     ]:
         path.write_text(json.dumps({**get_recipe("tiny").to_dict(), **changes}))
         with pytest.raises(ValueError, match=message):

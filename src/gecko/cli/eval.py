@@ -386,8 +386,9 @@ def _number(option: str, part: str) -> float:
 
 
 def _overridden(default: Any, overrides: Sequence[str]) -> Any:
-    from gecko.train.overrides import build, set_fields
+    from gecko.records import build
+    from gecko.train.overrides import set_fields
 
     values = dataclasses.asdict(default)
     set_fields(values, overrides)
-    return build(type(default), values)
+    return build(type(default), values, texts=True)

@@ -16,17 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gecko.config import check_counts
+from gecko.config import LARGEST, Size, whole
 from gecko.data.loader import Row, make_row, numbered_from_zero, rows_in
 from gecko.data.packing import LEAST, ROW_LAYOUT, SPLIT_STREAM, Shuffle, TokenizedCorpus, held_out_count, permutation
 from gecko.data.tokenizers import Tokenizer
 from gecko.io.files import inner_name, parse_object
 from gecko.io.stamps import has_digest
+from gecko.records import check
 
 MANIFEST = "manifest.json"
 FORMAT = "gecko-shards-1"
@@ -34,6 +35,7 @@ SUFFIXES = (".ds", ".ds.index", ".ds.bytes")
 COUNT_BYTES = 8
 """Size of a number in ``.ds.index`` and ``.ds.bytes``."""
 VERIFYING_THREADS = 4
+_Total = Annotated[int, whole(0, 1 << 48)]
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,17 @@ class ShardRecord:
 
     name: str
     source: str
-    documents: int
-    tokens: int
+    documents: _Total
+    tokens: _Total
     """Border tokens included."""
-    text_bytes: int
+    text_bytes: _Total
     """Bytes in UTF-8 of the text that the ids of all documents stand for."""
     sha256: tuple[str, ...]
     """SHA-256 of the files, in the order of ``SUFFIXES``."""
 
     def __post_init__(self) -> None:
         inner_name(self.name)
-        check_counts(self, ("documents", "tokens", "text_bytes"), least=0, most=1 << 48)
+        check(self)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> ShardRecord:
@@ -66,13 +68,15 @@ class TokenizerRecord:
 
     name: str
     digest: str
-    vocab_size: int
-    document_start: int
-    document_end: int
+    vocab_size: Size
+    document_start: Annotated[int, whole(0, LARGEST)]
+    document_end: Annotated[int, whole(0, LARGEST)]
 
     def __post_init__(self) -> None:
-        check_counts(self, ("vocab_size",))
-        check_counts(self, ("document_start", "document_end"), least=0, most=self.vocab_size - 1)
+        check(self)
+        for border in (self.document_start, self.document_end):
+            if border >= self.vocab_size:
+                raise ValueError(f"a border token must be one of the {self.vocab_size} ids; got {border}.")
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenizerRecord:

@@ -20,10 +20,10 @@ from lm_eval.api.model import TemplateLM
 from torch import Tensor
 from tqdm import tqdm
 
-from gecko.config import unknown_name
 from gecko.data import document_ids
 from gecko.eval.results import Results, Score, bootstrap_mean, wilson
 from gecko.eval.scored_model import ScoredModel
+from gecko.records import unknown_name
 from gecko.runtime.hub import cached_data_sets_without_network
 from gecko.runtime.process import require
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from gecko.config import unknown_name
 from gecko.data import Tokenizer, document_ids
 from gecko.eval.results import Report, Results, Score, quiet, share
 from gecko.eval.scored_model import ScoredModel, Text
+from gecko.records import unknown_name
 from gecko.runtime.process import require
 
 Task = Literal["passkey", "niah_single_1", "niah_single_2"]

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gecko.config import unknown_name
 from gecko.data import document_ids
 from gecko.data.readers import read_records
 from gecko.eval.results import Report, Results, Score, Values, bootstrap, bootstrap_mean, quiet
 from gecko.eval.scored_model import ScoredModel
+from gecko.records import unknown_name
 from gecko.runtime.hub import cached_data_sets_without_network
 from gecko.runtime.process import require
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gecko.config import GeckoConfig, unknown_name
+from gecko.config import GeckoConfig
 from gecko.eval.results import Report, Results, Score, quiet, share
 from gecko.inference.prefill import inference
 from gecko.models.gecko import Gecko
 from gecko.ops.loss import IGNORED
+from gecko.records import unknown_name
 
 
 @dataclass(frozen=True)

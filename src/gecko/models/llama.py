@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gecko.config import MOST_LAYERS, check_above, check_counts, check_switches, checked_fields, named
+from gecko.config import Epsilon, Layers, RopeBase, Size, named
 from gecko.io.files import parse_object
 from gecko.io.model_folder import Layout, fill, read_folder, write_folder
 from gecko.io.tensors import fitted, float_dtype
 from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
+from gecko.records import build, check
 from gecko.runtime.meta import meta_device
 from gecko.runtime.process import require, without_log_warnings
 from gecko.segments import Segments
@@ -39,28 +40,27 @@ class LlamaConfig:
     """Architecture of a Llama 2 (Touvron et al., 2023): RMS norms before attention and feed-forward, full causal
     attention with rotary embedding, SwiGLU."""
 
-    vocab_size: int
+    vocab_size: Size
     """Number of token ids."""
-    num_layers: int
+    num_layers: Layers
     """Number of blocks; each has attention and a feed-forward."""
-    model_dim: int
+    model_dim: Size
     """Width of the residual stream."""
-    num_heads: int
+    num_heads: Size
     """Number of query heads."""
-    ffn_dim: int
+    ffn_dim: Size
     """Hidden width of the feed-forward."""
-    key_value_heads: int | None = None
+    key_value_heads: Size | None = None
     """Number of key and value heads, each shared by equally many query heads. None: ``num_heads``."""
-    rope_base: float = 10_000.0
+    rope_base: RopeBase = 10_000.0
     """Base of the angles of rotary embedding."""
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
     """Added to the mean square in RMS norms."""
     tie_embedding: bool = False
     """Whether the head shares the weight of the embedding."""
 
     def __post_init__(self) -> None:
-        check_counts(self, ("num_layers",), most=MOST_LAYERS)
-        check_counts(self, ("vocab_size", "model_dim", "num_heads", "ffn_dim", "num_key_value_heads"))
+        check(self)
         if self.model_dim % (2 * self.num_heads):
             raise ValueError(
                 "rotary embedding turns pairs of features, so model_dim must be a multiple of 2 · num_heads; "
@@ -71,8 +71,6 @@ class LlamaConfig:
                 f"key_value_heads must divide num_heads; got {self.key_value_heads} and {self.num_heads}. "
                 f"Try key_value_heads={self.num_heads}."
             )
-        check_above(self, {"norm_eps": 1e-30, "rope_base": 1})
-        check_switches(self, ("tie_embedding",))
 
     @property
     def num_key_value_heads(self) -> int:
@@ -101,7 +99,7 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> LlamaConfig:
-        return cls(**checked_fields(cls, fields))
+        return build(cls, fields)
 
     def for_transformers(self) -> dict[str, Any]:
         """Return the fields of the ``config.json`` that transformers reads."""
@@ -125,9 +123,9 @@ class LlamaConfig:
         fields = {**fields, **(fields.get("rope_parameters") or {})}
         if fields.get("rope_type", "default") != "default" or fields.get("rope_scaling"):
             raise ValueError("its positions are scaled, and only plain rotary embedding is known.")
-        values = checked_fields(cls, {ours: fields[theirs] for ours, theirs in NAMES.items() if theirs in fields})
-        heads, shared = values["num_heads"], values.get("key_value_heads")
-        return cls(**{**values, "key_value_heads": None if shared == heads else shared})
+        config = build(cls, {ours: fields[theirs] for ours, theirs in NAMES.items() if theirs in fields})
+        shared = config.key_value_heads != config.num_heads
+        return config if shared else dataclasses.replace(config, key_value_heads=None)
 
 
 PRESETS: dict[str, LlamaConfig] = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gecko.config import unknown_name
 from gecko.models import ModelConfig
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan.counts import Flops, counts_of
 from gecko.plan.memory import GroupSizes, Share, group_sizes, step_memory
+from gecko.records import unknown_name
 from gecko.train.run import Run
 from gecko.train.throughput import flops_per_token
 

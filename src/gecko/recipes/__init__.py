@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gecko.config import unknown_name
 from gecko.io.files import read_object
 from gecko.recipes.recipes import RECIPES
+from gecko.records import unknown_name
 from gecko.train.overrides import current_override, settings_help
 from gecko.train.run import NOT_SETTINGS, RECIPE, Run
 

@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 from gecko.data.packing import ROW_LAYOUT
 from gecko.io.files import Record, as_lines, mend_lines, parse_object, read_lines, whole_file
+from gecko.records import build
 from gecko.runtime.process import code_version, require
-from gecko.train.overrides import build
 from gecko.train.run import RECIPE
 
 METRICS = "metrics.jsonl"

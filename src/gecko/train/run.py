@@ -10,22 +10,27 @@ import json
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from gecko.config import MODEL_TYPE
 from gecko.io.files import parse_object
-from gecko.models import ModelConfig, model_type
+from gecko.models import CONFIGS, ModelConfig, model_type
 from gecko.models.common import ActivationCheckpointing
-from gecko.train.optimizers.warmup import check_doubles, first_full_step, length_at, rows_before
-from gecko.train.overrides import (
+from gecko.records import (
+    LIMIT,
+    MOST,
+    Count,
+    FieldError,
+    NotNegative,
+    Parsed,
+    Range,
     build,
-    check_counts,
-    check_limits,
-    check_not_negative,
-    check_positive,
-    current_fields,
-    current_override,
-    set_fields,
+    check,
+    fields_of,
+    unknown_name,
 )
+from gecko.train.optimizers.warmup import check_doubles, first_full_step, length_at, rows_before
+from gecko.train.overrides import current_fields, current_override, set_fields
 from gecko.train.settings import (
     CheckpointSettings,
     DataSettings,
@@ -42,6 +47,10 @@ RECIPE = "recipe.json"
 NOT_SETTINGS = ("recipe", "overrides", "model.model_type")
 """Fields that no override sets."""
 _MOST_THREADS = 1024
+_ABOVE_0 = Range("must be above 0 and finite", above=0, most=MOST, limit=LIMIT)
+_Steps = Annotated[int, _ABOVE_0]
+_Minutes = Annotated[float, _ABOVE_0]
+_HangMinutes = Annotated[float, Range("must be above 0 and finite, or none", above=0, most=MOST, limit=LIMIT)]
 
 
 Precision = Literal["auto", "float32", "bfloat16", "float8", "float8_emulated"]
@@ -52,27 +61,38 @@ def is_half(precision: Precision) -> bool:
     return precision not in ("auto", "float32")
 
 
+def _model(value: Any, name: str, texts: bool) -> ModelConfig:
+    """Return the config of the architecture ``model_type``; without it, as in older files, that of a Gecko."""
+    if isinstance(value, ModelConfig):
+        return value
+    fields = dict(fields_of(value, name))
+    kind = fields.pop("model_type", MODEL_TYPE)
+    if not isinstance(kind, str) or kind not in CONFIGS:
+        raise FieldError(unknown_name(f"{name}.model_type", kind, CONFIGS), name)
+    return build(CONFIGS[kind], fields, f"{name}.", texts=texts)
+
+
 @dataclass(frozen=True)
 class Run:
     """A complete training run. Recipes return one; ``key=value`` overrides change one."""
 
-    model: ModelConfig
+    model: Annotated[ModelConfig, Parsed(_model)]
     output: str
     """Folder for checkpoints, metrics and report."""
     data: DataSettings = field(default_factory=DataSettings)
-    batch_size: int = 8
+    batch_size: Count = 8
     """Rows of one optimizer step."""
-    sequence_length: int = 1024
+    sequence_length: Count = 1024
     """Tokens of a row."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Count = 1
     """Number of equal parts of a batch, computed one after the other. Saves memory; results differ by rounding."""
-    steps: int | None = None
+    steps: _Steps | None = None
     """Optimizer steps. None: as many as fit into ``minutes``, fixed when ``schedule.kind`` says."""
-    minutes: float | None = None
+    minutes: _Minutes | None = None
     """Time until the command ends, with evaluations, checkpoints and report; used only if ``steps`` is None."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
-    z_loss: float = 0.0
+    z_loss: NotNegative = 0.0
     """Coefficient of the squared log-sum-exp of the logits, which is added to the training loss and keeps logits small.
     Held-out losses are without it. A common value is 1e-4."""
     precision: Precision = "float32"
@@ -88,15 +108,15 @@ class Run:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     init_from: str | None = None
     """Model folder, run or checkpoint whose weights the run starts from, with a new optimizer (fine-tuning)."""
-    lora_rank: int | None = None
+    lora_rank: Count | None = None
     """Rank of adapters (LoRA) that are trained in place of all parameters of ``init_from``. None: train all."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     sample: SampleSettings = field(default_factory=SampleSettings)
     skip: SkipSettings = field(default_factory=SkipSettings)
-    max_skips: int = 10
+    max_skips: Count = 10
     """Number of consecutive skipped steps at which the run stops with an error."""
-    hang_minutes: float | None = 30.0
+    hang_minutes: _HangMinutes | None = 30.0
     """With several ranks: minutes without progress after which a rank writes its stack to ``stacks/`` and exits.
     ``torchrun --max-restarts`` then restarts the job. None: no stacks, and collectives time out after half an hour."""
     profile: tuple[int, int] | None = None
@@ -107,13 +127,14 @@ class Run:
     """Determines the initial weights, the held-out documents and the order of rows."""
     device: str = "auto"
     """``auto`` (CUDA if available, else CPU), ``cpu``, ``cuda``, ``cuda:1``."""
-    threads: int | None = None
+    threads: Count | None = None
     """Number of CPU threads. None: PyTorch's default."""
     recipe: str = ""
     """Name of the recipe that this run was made from; ``overrides`` were applied to it."""
     overrides: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check(self)
         self._check_counts()
         self._check_parallel()
         self._check_length()
@@ -180,7 +201,8 @@ class Run:
         set_fields(values, overrides, NOT_SETTINGS)
         # The command needs only the last value of each key.
         latest = {override.partition("=")[0]: override for override in (*self.overrides, *overrides)}
-        return dataclasses.replace(Run.from_dict(values), overrides=tuple(latest.values()))
+        changed = build(Run, values, texts=True)
+        return dataclasses.replace(changed, overrides=tuple(latest.values()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as nested dictionaries. The model's first field is ``model_type``, its architecture."""
@@ -209,7 +231,6 @@ class Run:
         return parse_object(path, "a recipe", parse)
 
     def _check_counts(self) -> None:
-        check_counts(self, ("batch_size", "sequence_length", "gradient_accumulation_steps", "max_skips", "threads"))
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 f"gradient_accumulation_steps must divide batch_size; got {self.gradient_accumulation_steps} and "
@@ -277,12 +298,8 @@ class Run:
     def _check_length(self) -> None:
         if self.steps is None and self.minutes is None:
             raise ValueError("a run needs an end: set steps, for example steps=1000, or minutes=5.")
-        check_positive(self, ("steps", "minutes"))
-        check_limits(self, ("hang_minutes",))
-        check_not_negative(self, ("z_loss",))
 
     def _check_adapters(self) -> None:
-        check_counts(self, ("lora_rank",))
         if self.lora_rank is None:
             return
         if self.init_from is None or self.compile:

@@ -6,9 +6,9 @@ Each group is a frozen dataclass that validates its fields. Error messages name 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from gecko.train.overrides import check_counts, check_fractions, check_limits, check_not_negative, check_positive
+from gecko.records import Count, CountFromZero, Fraction, NotNegative, Positive, PositiveOrNone, Range, check
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DataSettings:
     """Source of the held-out texts. None: ``validation_fraction`` of ``source``.
     It takes anything that ``source`` takes; all of ``source`` or ``sources`` is then trained on, and a file that is in
     both is refused."""
-    validation_fraction: float = 0.05
+    validation_fraction: Annotated[float, Range("must lie between 0 and 1", above=0, below=1)] = 0.05
     """Largest fraction of the tokens that is held out if ``validation`` is None.
     Whole documents are held out, or, if they are few or long, the end of one."""
     carry_state: bool = False
@@ -39,8 +39,7 @@ class DataSettings:
     not shuffled."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(f"data.validation_fraction must lie between 0 and 1; got {self.validation_fraction}.")
+        check(self, "data.")
         if self.format == "chat" and self.carry_state:
             raise ValueError(
                 "data.carry_state=true reads documents over several rows, and with data.format=chat a row holds whole "
@@ -56,26 +55,24 @@ class DataSettings:
 class OptimizerSettings:
     name: Literal["adamw", "muon"] = "adamw"
     """``muon``: Muon for the matrices of blocks, at the rate and weight decay of AdamW, which updates the rest."""
-    learning_rate: float = 3e-3
+    learning_rate: Positive = 3e-3
     """Peak rate; the schedule multiplies it."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay factors of AdamW's running means of the gradient and of its square."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """AdamW's epsilon, added to the root of the mean square by which it divides."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """AdamW's weight decay: each step subtracts learning rate × weight decay × parameter."""
     decay: Literal["all", "matrices"] = "all"
     """Which parameters decay. Norm weights are offsets from 1, so decaying ``all`` pulls them to the identity."""
-    base_width: int | None = None
+    base_width: Count | None = None
     """Width (``model_dim``) of the model for which the learning rate was found. None: one rate for all parameters.
     The rates of matrices in blocks and of the head are scaled for this model's width, see ``docs/pretraining.md``."""
     clip: float = 1.0
     """Maximum gradient norm; larger gradients are scaled down to it."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("learning_rate", "eps"), "optimizer.")
-        check_not_negative(self, ("weight_decay",), "optimizer.")
-        check_counts(self, ("base_width",), "optimizer.")
+        check(self, "optimizer.")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be two decays in [0, 1), as 0.9,0.95; got {self.betas}.")
         if not self.clip > 0:
@@ -90,26 +87,26 @@ class ScheduleSettings:
     """``cosine``: warm-up, then cosine decay. ``wsd``: warm-up, constant, then linear decay.
     ``auto``: ``wsd`` if a run has ``minutes`` and no ``steps``, else ``cosine``. With ``minutes``, ``wsd`` follows the
     clock: its decay begins when the time left is what decay and end need. ``cosine`` fixes the steps at the start."""
-    warmup: float = 0.02
+    warmup: Fraction = 0.02
     """Fraction of the run in which the rate rises to its peak."""
-    decay: float = 0.2
+    decay: Fraction = 0.2
     """Fraction of the run, at its end, in which the ``wsd`` schedule decays."""
-    warmup_steps: int | None = None
+    warmup_steps: CountFromZero | None = None
     """Steps of the warm-up. None: the fraction ``warmup`` of the run."""
-    decay_steps: int | None = None
+    decay_steps: Count | None = None
     """Steps of the decay of ``wsd``. None: the fraction ``decay`` of the run."""
-    final: float = 0.0
+    final: Fraction = 0.0
     """Learning rate at the end, as a fraction of the peak rate."""
-    initial_batch_size: int | None = None
+    initial_batch_size: Count | None = None
     """Rows of the first batches. None: all batches have ``batch_size`` rows.
     Within ``batch_size_steps`` steps they double, at equal distances, until they are ``batch_size``."""
-    batch_size_steps: int = 0
+    batch_size_steps: CountFromZero = 0
     """Steps before the first batch with ``batch_size`` rows."""
-    initial_sequence_length: int | None = None
+    initial_sequence_length: Count | None = None
     """Tokens of the first rows. None: all rows have ``sequence_length`` tokens.
     They double like ``initial_batch_size``. The batches have the same tokens as without this setting: their rows are
     cut into shorter ones."""
-    sequence_length_steps: int = 0
+    sequence_length_steps: CountFromZero = 0
     """Steps before the first rows of ``sequence_length`` tokens."""
 
     def decay_after(self, steps: int) -> int:
@@ -117,9 +114,7 @@ class ScheduleSettings:
         return self.decay_steps or max(1, round(steps * self.decay / (1 - self.decay)))
 
     def __post_init__(self) -> None:
-        check_fractions(self, ("warmup", "decay", "final"), "schedule.")
-        check_not_negative(self, ("warmup_steps", "batch_size_steps", "sequence_length_steps"), "schedule.")
-        check_counts(self, ("decay_steps", "initial_batch_size", "initial_sequence_length"), "schedule.")
+        check(self, "schedule.")
         if self.kind == "wsd" and self.warmup + self.decay > 1:
             raise ValueError(
                 f"schedule.warmup and schedule.decay are parts of one run, so their sum must be at most 1; "
@@ -129,33 +124,33 @@ class ScheduleSettings:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    every: int = 100
+    every: Count = 100
     """Steps between two evaluations of the held-out loss."""
-    rows: int = 64
+    rows: Count = 64
     """Number of rows of each evaluation; always the same rows, evenly spaced among ``final_rows``."""
-    final_rows: int = 1024
+    final_rows: Count = 1024
     """Maximum number of held-out rows for the loss of the finished model."""
 
     def __post_init__(self) -> None:
-        check_counts(self, ("every", "rows", "final_rows"), "evaluation.")
+        check(self, "evaluation.")
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    every: int = 500
+    every: Count = 500
     """Steps between two checkpoints; one more is written at the end."""
-    keep: int = 2
+    keep: Count = 2
     """Number of newest checkpoints to keep; the one with the lowest training loss is kept too."""
-    keep_every: int | None = None
+    keep_every: Count | None = None
     """Also keep all checkpoints whose step is a multiple of this number."""
-    memory_every: int | None = None
+    memory_every: Count | None = None
     """Steps between two copies of the state in the memory of the nodes, from which ``--resume`` continues. None: none.
     With replicas (``parallel.replicate``) the ranks of a lost node receive theirs from another one."""
     memory_folder: str = "/dev/shm"
     """Folder of these copies on each node; it is in memory, and only the ranks of its node need to see it."""
 
     def __post_init__(self) -> None:
-        check_counts(self, ("every", "keep", "keep_every", "memory_every"), "checkpoint.")
+        check(self, "checkpoint.")
 
 
 @dataclass(frozen=True)
@@ -165,31 +160,30 @@ class ParallelSettings:
     A batch is divided into ``replicate · shard`` groups of rows, and each row into ``context`` parts.
     """
 
-    replicate: int = 1
+    replicate: Count = 1
     """Copies of the model (HSDP), each sharded over ``shard · context`` ranks, which need the fastest links."""
-    shard: int | None = None
+    shard: Count | None = None
     """Ranks that shard parameters, gradients and optimizer state (FSDP2), together with those of ``context``.
     None: the number of processes divided by ``replicate · context``."""
-    context: int = 1
+    context: Count = 1
     """Ranks that hold consecutive parts of each row; a part consists of whole attention chunks."""
 
     def __post_init__(self) -> None:
-        check_counts(self, ("replicate", "shard", "context"), "parallel.")
+        check(self, "parallel.")
 
 
 @dataclass(frozen=True)
 class SkipSettings:
     """Rule that skips spikes, by the rolling mean and standard deviation of loss and gradient norm."""
 
-    deviations: float | None = 6.0
+    deviations: PositiveOrNone = 6.0
     """Skip a step whose loss or gradient norm is more than this many standard deviations above the mean.
     Both are of the last ``window`` steps. None: skip only steps with non-finite values."""
-    window: int = 128
+    window: Count = 128
     """Number of previous steps in mean and deviation; no spike is skipped before half of them are done."""
 
     def __post_init__(self) -> None:
-        check_counts(self, ("window",), "skip.")
-        check_limits(self, ("deviations",), "skip.")
+        check(self, "skip.")
 
 
 @dataclass(frozen=True)
@@ -198,10 +192,10 @@ class SampleSettings:
 
     prompt: str = "The "
     """Prompt of the generated text."""
-    tokens: int = 600
+    tokens: CountFromZero = 600
     """Maximum number of tokens generated after the prompt."""
-    temperature: float = 0.7
+    temperature: NotNegative = 0.7
     """Sampling temperature; 0 takes the most probable token each time."""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, ("tokens", "temperature"), "sample.")
+        check(self, "sample.")

@@ -36,6 +36,7 @@ from gecko.io.model_folder import CONFIG, WEIGHTS
 from gecko.io.tensors import REMEDY, reading
 from gecko.models import LanguageModel, load_config, meta_model
 from gecko.parallel.mesh import Ranks
+from gecko.records import CountFromZero, NotNegative, build, check
 from gecko.train.carried import CarriedState
 from gecko.train.checkpoints.folders import (
     GoingOn,
@@ -53,7 +54,6 @@ from gecko.train.checkpoints.lora import check_base, has_adapters, merged, save_
 from gecko.train.checkpoints.shards import ShardWriter, read_tensors
 from gecko.train.metrics import DataRecord
 from gecko.train.optimizers.build import named_parameters, optimizer_tensors
-from gecko.train.overrides import build, check_not_negative
 from gecko.train.run import RECIPE, Run
 
 _OPTIMIZER, _RANDOM, _TRAINER = "optimizer.safetensors", "random.safetensors", "trainer.json"
@@ -64,15 +64,15 @@ _LANES = "lanes.safetensors"
 class TrainerState:
     """Progress of a run, saved in each checkpoint."""
 
-    step: int = 0
+    step: CountFromZero = 0
     """Number of finished steps, including skipped ones; also the index of the next batch."""
-    seconds: float = 0.0
+    seconds: NotNegative = 0.0
     """Time spent in steps and evaluations so far, over all sessions."""
     elapsed: float = 0.0
     """Time of all sessions until this step, with everything that they did; 0 if an early version wrote it."""
-    skipped: int = 0
+    skipped: CountFromZero = 0
     """Number of skipped steps."""
-    consecutive_skips: int = 0
+    consecutive_skips: CountFromZero = 0
     """Number of steps skipped since the last step that was not skipped."""
     recent_losses: tuple[float, ...] = ()
     """Losses of the last finite steps, from which ``SpikeRule`` computes mean and deviation."""
@@ -80,7 +80,7 @@ class TrainerState:
     """Gradient norms of the same steps."""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, ("step", "seconds", "skipped", "consecutive_skips"))
+        check(self)
         if not all(map(math.isfinite, (*self.recent_losses, *self.recent_grad_norms))):
             raise ValueError(
                 "recent losses and gradient norms must be finite; they are those of steps that were taken."

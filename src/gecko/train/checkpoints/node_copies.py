@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from gecko.io.files import parse_json
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks, launched
+from gecko.records import build
 from gecko.train.checkpoints.checkpointer import TrainerState, random_state, set_random_state, training_tensors
 from gecko.train.checkpoints.shards import host_stager
-from gecko.train.overrides import build
 from gecko.train.run import Run
 
 _KEPT = 2
