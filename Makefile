@@ -10,9 +10,9 @@ INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 
 # After the tests, two of these run side by side, the longest first: installations wait for the network, and some use one
 # processor.
-STAGES := test-vllm test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-hf-newest test-upstream docs
+STAGES := test-vllm test-compiled test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-hf-newest test-upstream docs
 
-.PHONY: demo test ci test-attacks test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-tutorial test-docs docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-attacks test-compiled test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-tutorial test-docs docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -22,7 +22,7 @@ test: .venv/test  ## Check style, types and import directions, and run the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations 20 --ignore tests/serving/test_attacks.py
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations 20 --ignore tests/serving/test_attacks.py --ignore tests/kernels/compiled
 	$(MAKE) --no-print-directory test-attacks
 	$(BIN)/python tests/faults/plant.py --check
 
@@ -40,6 +40,9 @@ test-docs: .venv/test  ## Run the commands and snippets of README, docs/ and exa
 
 test-kernels: .venv/test  ## Run the Triton kernels under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist loadgroup tests/kernels/interpreted
+
+test-compiled: .venv/test  ## Compile the Triton kernels for three kinds of GPU, and check their registers, spills and barriers
+	$(BIN)/pytest -n auto --dist loadgroup tests/kernels/compiled
 
 test-kernels-oldest: build/triton-3.6/ready  ## Compile the Triton kernels with the oldest supported Triton, and check their registers and spills
 	PYTHONPATH=build/triton-3.6 $(BIN)/pytest -n auto tests/kernels/compiled
