@@ -73,12 +73,12 @@ class OtherRead(GatedAttention):
     def combined(self, attended: Tensor, gate: Tensor, recalled: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _mix(self, projections: Any, v: Any, gate: Any, state: Any, segments: Any) -> Any:
+    def mix(self, projections: Any, v: Any, gate: Any, before: Any, segments: Any) -> Any:
+        states = before.wait()
         recalled, memory = working_memory.working_memory(
-            projections[2], projections[3], v, self.config.chunk_size,
-            state=None if state is None else state.memory, segments=segments,
-        )  # fmt: skip
-        attended, attention = self.attend(projections, v, None if state is None else state.attention, segments)
+            projections[2], projections[3], v, self.config.chunk_size, state=states.memory, segments=segments
+        )
+        attended, attention = self.attend(projections, v, states.attention, segments)
         return self.combined(attended, gate, recalled), attention, memory
 
 

@@ -5,7 +5,8 @@ per token describes them: the position at which its document started. A key belo
 query exactly if it does not lie before that position.
 
 ``ContextExchange`` is the interface through which operators receive data from the ranks that hold earlier tokens of the
-same rows. ``gecko.parallel.context`` implements it. On one device there is no exchange.
+same rows. ``gecko.parallel.context`` implements it. On one device there is no exchange. The state that an operator goes
+on from is ``Pending``: on one device it is ``Ready``, between ranks it is ``Arriving``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,12 +23,36 @@ from torch import Tensor
 from gecko.runtime.records import TensorRecord
 from gecko.runtime.transfer import to_device
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
-class PendingTensors(Protocol):
-    """Tensors whose transfer has started."""
 
-    def wait(self) -> list[Tensor]:
-        """Wait for the tensors and return them. Every rank must call this exactly once, and use all of them."""
+class Pending(Protocol[T_co]):
+    """Value that may still be on its way."""
+
+    def wait(self) -> T_co:
+        """Wait for the value and return it. Every rank must call this exactly once, and use all of its tensors."""
+
+
+@dataclass
+class Ready(Generic[T]):
+    """Value that is there already."""
+
+    value: T
+
+    def wait(self) -> T:
+        return self.value
+
+
+@dataclass
+class Arriving(Generic[T]):
+    """Value that ``receive`` computes from the tensors that arrive."""
+
+    tensors: Pending[list[Tensor]]
+    receive: Callable[[list[Tensor]], T]
+
+    def wait(self) -> T:
+        return self.receive(self.tensors.wait())
 
 
 class ContextExchange(Protocol):
@@ -53,7 +78,7 @@ class ContextExchange(Protocol):
         """(R − 1, B, 2) bool: whether the document at the end of [the second to last chunk, the last chunk] of the rank
         i + 1 places before is still open in the second to last chunk before this rank."""
 
-    def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> PendingTensors:
+    def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> Pending[list[Tensor]]:
         """Send tensors to the next rank and to all later ranks, in one batch.
 
         The pending tensors are, in the same order, those of the previous rank, and those of all earlier ranks,
@@ -63,9 +88,6 @@ class ContextExchange(Protocol):
     def keeping(self, contexts: Callable[[], Any]) -> Callable[[], Any]:
         """Return ``contexts``, which are those of a checkpointed forward pass and of its recomputation, such that the
         recomputation uses the tensors that arrived in the forward pass."""
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from gecko.config import CEMASkip
 from gecko.ops.cema import CEMACoefficients, cema
-from gecko.ops.cema.context import PendingCEMAState
+from gecko.ops.cema.context import cema_state_before
 from gecko.ops.common import identity
-from gecko.segments import ContextExchange, Segments
+from gecko.segments import Pending, Segments
 
 
 class CEMA(nn.Module):
@@ -45,17 +45,15 @@ class CEMA(nn.Module):
         if self.omega is not None:
             nn.init.trunc_normal_(self.omega, std=0.25, a=-1.0, b=1.0)
 
-    def forward(self, x: Tensor, state: Tensor | None, segments: Segments) -> tuple[Tensor, Tensor]:
+    def before(self, x: Tensor, state: Tensor | None, segments: Segments) -> Pending[Tensor | None]:
+        """Return the state before x, for ``forward``; ``state`` is that before the call."""
+        return cema_state_before(x, self.coefficients, state, segments)
+
+    def forward(self, x: Tensor, before: Pending[Tensor | None], segments: Segments) -> tuple[Tensor, Tensor]:
         """Return y of the shape of x, (B, T, D), and the state after the last token, (B, D, N, 2)."""
         coefficients = self._cached_coefficients() if segments.overwrites else self.coefficients()
         skip = x.new_ones(x.shape[-1]) if self.omega is None else self.omega
-        return cema(x, coefficients, state, segments=segments, skip=skip)
-
-    def start_exchange(
-        self, x: Tensor, state: Tensor | None, segments: Segments, exchange: ContextExchange
-    ) -> PendingCEMAState:
-        """Return the pending state before the first token of a context rank, for ``forward``."""
-        return PendingCEMAState.start(x, self.coefficients(), state, segments, exchange)
+        return cema(x, coefficients, before.wait(), segments=segments, skip=skip)
 
     def forget(self) -> None:
         """Discard the cached coefficients."""

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.layers.cema import CEMA
-from gecko.layers.context import mix_on_rank
 from gecko.layers.linear import linear, project
 from gecko.layers.norms import RMSNorm, TimestepNorm
-from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
+from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, state_before
+from gecko.ops.common import compute_dtype
 from gecko.ops.gates import gated, silu_by_head
 from gecko.ops.qk_scale_shift import qk_scale_shift
 from gecko.ops.timestep_norm import TimestepNormState
-from gecko.ops.working_memory import WorkingMemoryState, working_memory
+from gecko.ops.working_memory import WorkingMemoryState
+from gecko.ops.working_memory.context import chunk_weights, memory_state_before, start_working_memory
 from gecko.runtime.records import TensorRecord
-from gecko.segments import Segments
+from gecko.segments import Arriving, Pending, Ready, Segments
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,13 @@ class MixerState(TensorRecord):
     norm: TimestepNormState
     cema: Tensor
     attention: AttentionState
+    memory: WorkingMemoryState | None
+
+
+class Heads(NamedTuple):
+    """States of the operators on heads, before the first token of a call."""
+
+    attention: AttentionState | None
     memory: WorkingMemoryState | None
 
 
@@ -57,20 +66,22 @@ class GatedAttention(nn.Module):
         self.offset = nn.Parameter(torch.zeros(rows, key_dim))
 
     def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
-        """Return y of the shape of x, (B, T, D), and the state after the last token."""
-        if segments.exchange is not None:
-            return self._forward_on_rank(x, state, segments)
-        xn, norm = self.norm(x, None if state is None else state.norm, segments)
-        averaged, moving = self.cema(xn, None if state is None else state.cema, segments)
-        mx = self.cema_norm(averaged)
-        v = self.values(xn)
-        z, gate, y = project(mx, self.to_shared, self.to_gate, self.to_hidden, onto=x)
-        out, attention, memory = self._mix(self.queries_and_keys(z), v, gate, state, segments)
-        (y,) = project(out, self.to_output, onto=y)
-        return y, MixerState(norm, moving, attention, memory)
+        """Return y of the shape of x, (B, T, D), and the state after the last token.
 
-    def _forward_on_rank(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
-        y, norm, moving, attention, memory = mix_on_rank(self, x, state, segments)
+        States that come from other ranks are sent as early and waited for as late as possible, so their exchange
+        overlaps with the values, with gate and hidden projection, and with attention.
+        """
+        xn, norm = self.norm(x, None if state is None else state.norm, segments)
+        moving_before = self.cema.before(xn, None if state is None else state.cema, segments)
+        v = self.values(xn)
+        averaged, moving = self.cema(xn, moving_before, segments)
+        mx = self.cema_norm(averaged)
+        (z,) = project(mx, self.to_shared)
+        projections = self.queries_and_keys(z)
+        before = self.before(projections, z, v, state, segments)
+        gate, y = project(mx, self.to_gate, self.to_hidden, onto=x)
+        out, attention, memory = self.mix(projections, v, gate, before, segments)
+        (y,) = project(out, self.to_output, onto=y)
         return y, MixerState(norm, moving, attention, memory)
 
     def values(self, xn: Tensor) -> Tensor:
@@ -83,19 +94,52 @@ class GatedAttention(nn.Module):
         config = self.config
         return qk_scale_shift(z, self.scale, self.offset, config.num_heads, config.norm_eps)
 
-    def _mix(
-        self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor, state: MixerState | None, segments: Segments
+    def before(
+        self, projections: tuple[Tensor, ...], z: Tensor, v: Tensor, state: MixerState | None, segments: Segments
+    ) -> Pending[Heads]:
+        """Return the states before the first token of attention, and of the memory without its matrix.
+
+        ``state`` is that before the call; on ranks after the first it is None. A rank sends its last chunk to the next
+        rank, as z and v, and the memory's weights to all later ones. The receiver computes the keys of attention and
+        memory from z, and the summary of the chunk: that is fewer bytes than to send them.
+        """
+        own = Heads(None, None) if state is None else Heads(state.attention, state.memory)
+        exchange, rule, chunk = segments.exchange, self.config.memory, self.config.chunk_size
+        # The state holds two chunks: without lookback attention needs the chunk only if a rank has a single one.
+        if exchange is None or (rule == "none" and self.pattern.lookback == 0 and segments.length > chunk):
+            return Ready(own)
+        last, weights, memory = [z[:, -chunk:], v[:, :, -chunk:]], [], own.memory
+        if rule != "none":
+            k = projections[3]
+            batch, heads, _, key_dim = k.shape
+            memory = memory or WorkingMemoryState.empty(
+                rule, batch, heads, key_dim, v.shape[-1], compute_dtype(k), v.device
+            )
+            weights = [chunk_weights(rule, chunk, k, memory, segments)]
+
+        def receive(arrived: list[Tensor]) -> Heads:
+            before_z, values, *earlier = arrived
+            keys = self.queries_and_keys(before_z)
+            attention = state_before(own.attention, keys[1], values, self.pattern, segments, exchange.first)
+            if rule == "none" or memory is None:
+                return Heads(attention, None)
+            given = memory, earlier[0], keys[3], values
+            return Heads(attention, memory_state_before(rule, chunk, *given, segments, exchange))
+
+        return Arriving(exchange.send(to_next=last, to_later=weights), receive)
+
+    def mix(
+        self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor, before: Pending[Heads], segments: Segments
     ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:
-        """Return gated attention plus memory, (B, T, value_dim), and their states."""
-        config = self.config
-        recalled = memory = None
-        if config.memory != "none":
-            recalled, memory = working_memory(
-                projections[2], projections[3], v, config.chunk_size, rule=config.memory,
-                state=None if state is None else state.memory, segments=segments,
-            )  # fmt: skip
-        attended, attention = self.attend(projections, v, None if state is None else state.attention, segments)
-        return gated(attended, gate, recalled), attention, memory
+        """Return gated attention plus memory, (B, T, value_dim), and their states after the last token."""
+        states, rule = before.wait(), self.config.memory
+        recalled: Pending[tuple[Tensor | None, WorkingMemoryState | None]] = Ready((None, None))
+        if rule != "none":
+            given = projections[2], projections[3], v, self.config.chunk_size
+            recalled = start_working_memory(*given, rule, states.memory, segments)
+        attended, attention = self.attend(projections, v, states.attention, segments)
+        read, memory = recalled.wait()
+        return gated(attended, gate, read), attention, memory
 
     def attend(
         self, projections: tuple[Tensor, ...], v: Tensor, state: AttentionState | None, segments: Segments

@@ -30,10 +30,9 @@ class TimestepNorm(nn.Module):
     def forward(
         self, x: Tensor, state: TimestepNormState | None, segments: Segments
     ) -> tuple[Tensor, TimestepNormState]:
-        if segments.exchange is not None:
-            state = timestep_norm_state_before(x, self.groups, self.betas, self.eps, state, segments, segments.exchange)
+        before = timestep_norm_state_before(x, self.groups, self.betas, self.eps, state, segments)
         return timestep_norm(
-            x, self.weight, self.bias, self.groups, self.betas, self.eps, state, segments=segments,
+            x, self.weight, self.bias, self.groups, self.betas, self.eps, before, segments=segments,
             dtype=linear_dtype(x) if choose_backend(x, cpu=False) == "triton" else x.dtype,
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ from gecko.inference.prefill import Prefill, inference
 from gecko.models.gecko import Gecko
 from gecko.parallel.p2p import Contexts, P2PGroup, Transfer
 from gecko.runtime.transfer import to_device
-from gecko.segments import Clock, PendingTensors, Segments
+from gecko.segments import Clock, Pending, Segments
 from gecko.state import GeckoState
 
 _FIELDS = ("rows", "tokens", "chunk_size", "segment_ids or none", "state or none", "positions", "document starts")
@@ -290,7 +290,7 @@ class _ContextExchange:
     counts: Tensor
     chunks_reach: Tensor
 
-    def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> PendingTensors:
+    def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> Pending[list[Tensor]]:
         nearest, all_later = [1], range(1, self.line.size)
         distances = [*([nearest] * len(to_next)), *([all_later] * len(to_later))]
         return _Pending(self.line.send([*to_next, *to_later], distances), len(to_next))

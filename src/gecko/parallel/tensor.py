@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from gecko.config import GeckoConfig
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
-from gecko.layers.gated_attention import GatedAttention, MixerState
+from gecko.layers.gated_attention import GatedAttention, Heads, MixerState
 from gecko.layers.linear import linear, project
 from gecko.models.gecko import Block, Gecko
-from gecko.segments import Segments
+from gecko.segments import Ready, Segments
 from gecko.state import GeckoState
 
 _DIMENSIONS = {
@@ -123,12 +123,13 @@ class ShardedMixer(GatedAttention):
         ranks = self.ranks
         xn, norm = self.norm(x, None if state is None else state.norm, segments)
         channels = ranks.part(xn, -1).contiguous()
-        averaged, moving = self.cema(channels, None if state is None else state.cema, segments)
+        averaged, moving = self.cema(channels, Ready(None if state is None else state.cema), segments)
         mx = self.cema_norm(ranks.all_gather(averaged))
         v = self.values(xn)
         z, gate = project(mx, self.to_shared, self.to_gate)
         (y,) = project(ranks.part(mx, -1).contiguous(), self.to_hidden, onto=ranks.once(x))
-        out, attention, memory = self._mix(self.queries_and_keys(z), v, gate, state, segments)
+        before = Heads(None, None) if state is None else Heads(state.attention, state.memory)
+        out, attention, memory = self.mix(self.queries_and_keys(z), v, gate, Ready(before), segments)
         (y,) = project(out, self.to_output, onto=y)
         return ranks.all_reduce(y), MixerState(norm, moving, attention, memory)
 

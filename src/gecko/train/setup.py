@@ -73,8 +73,9 @@ def compile_block(block: nn.Module, **settings: Any) -> None:
         mixer: Any = block.mixer
         for module in (mixer.norm, mixer.cema):
             module.forward = torch.compiler.disable(module.forward)
-        mixer._mix = torch.compiler.disable(mixer._mix)
-        mixer._forward_on_rank = torch.compiler.disable(mixer._forward_on_rank)
+        mixer.mix = torch.compiler.disable(mixer.mix)
+        alone, on_rank = mixer.forward, torch.compiler.disable(mixer.forward)
+        mixer.forward = lambda x, state, segments: (on_rank if segments.exchange else alone)(x, state, segments)
     block.compile(dynamic=False, **settings)
 
 

@@ -1,4 +1,4 @@
-"""State of the timestep norm before the first token of a context rank."""
+"""State of the timestep norm before the first token of a call, whose earlier tokens other ranks may hold."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from torch import Tensor
 from gecko.ops.common import compute_dtype
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
 from gecko.runtime.transfer import to_device
-from gecko.segments import ContextExchange, Segments
+from gecko.segments import Segments
 
 
 def timestep_norm_state_before(
     x: Tensor, groups: int, betas: tuple[float, float] | None, eps: float, state: TimestepNormState | None,
-    segments: Segments, exchange: ContextExchange,
-) -> TimestepNormState:  # fmt: skip
-    """Send the statistics of this rank's tokens x (B, T, D) to later ranks, and return those of all earlier tokens.
+    segments: Segments,
+) -> TimestepNormState | None:  # fmt: skip
+    """Return the state before the tokens x (B, T, D). A rank sends the statistics of x to later ranks.
 
-    The statistics are those of the document at the last token. ``state`` is that before the call on rank 0; on the
-    other ranks it is None.
+    They are those of the document at the last token. ``state`` is that before the call; on ranks after the first it is
+    None.
     """
-    if state is None:
-        state = TimestepNormState.empty(len(x), groups, compute_dtype(x), x.device)
+    exchange = segments.exchange
+    if exchange is None:
+        return state
+    state = state or TimestepNormState.empty(len(x), groups, compute_dtype(x), x.device)
     _, end = timestep_norm(x, None, None, groups, betas, eps, state, segments=segments)
     (ends,) = exchange.send(to_later=[torch.stack([end.mean, end.variance])]).wait()
     merged = _pooled(ends, exchange.counts) if betas is None else _decayed(ends, betas, exchange.counts, x.shape[1])

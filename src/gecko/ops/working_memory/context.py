@@ -7,7 +7,7 @@ waits for the chain of another: the maps of all earlier ranks together give its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,94 +15,83 @@ from torch import Tensor
 from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import compute_dtype, full_precision
 from gecko.ops.working_memory import Rule as RuleName
-from gecko.ops.working_memory import WorkingMemoryState, enter_memory
+from gecko.ops.working_memory import WorkingMemoryState, enter_memory, working_memory
 from gecko.ops.working_memory.chunked import Grid
-from gecko.ops.working_memory.rules import RULES, Adaptive, ChunkSummary, EnteredMemory, Rule
+from gecko.ops.working_memory.rules import RULES, Adaptive, ChunkSummary, Rule
 from gecko.runtime.transfer import to_device
-from gecko.segments import ContextExchange, PendingTensors, Segments
+from gecko.segments import Arriving, ContextExchange, Pending, Ready, Segments
 
 
-@dataclass(frozen=True)
-class MemoryContext:
-    """Exchanges of one call with the other ranks. ``chunk_size`` divides the position of every row."""
+def start_working_memory(
+    q: Tensor, k: Tensor, v: Tensor, chunk_size: int, rule: RuleName, state: WorkingMemoryState | None,
+    segments: Segments,
+) -> Pending[tuple[Tensor, WorkingMemoryState]]:  # fmt: skip
+    """Return what ``working_memory`` returns. A rank sends the map of its chunks, and waits for those of earlier ranks.
 
-    rule_name: RuleName
-    chunk_size: int
-    segments: Segments
-    exchange: ContextExchange
+    ``chunk_size`` divides the position of every row on a rank, where ``state`` comes from ``memory_state_before``.
+    """
+    exchange = segments.exchange
+    if exchange is None:
+        return Ready(working_memory(q, k, v, chunk_size, rule=rule, state=state, segments=segments))
+    assert state is not None, "a rank has the state before its first token"
+    with full_precision(q):
+        entered = enter_memory(rule, chunk_size, (q, k, v), state, segments)
+        factor, term = entered.affine_map().split([k.shape[-1], v.shape[-1]], dim=-1)
 
-    @property
-    def rule(self) -> Rule:
-        return RULES[self.rule_name]
-
-    def weights(self, k: Tensor, state: WorkingMemoryState) -> Tensor:
-        """Return what later ranks need of the keys k (B, H, T, key): the weight (B, H, 2, key) of the chunks before the
-        last one, since the last document start among them, and that of the last one."""
-        grid = Grid.of(self.segments, self.chunk_size)
-        with full_precision(k):
-            weights = _weigh(self.rule, grid.lay(k), grid.counted)
-            sets = [state.normaliser.unsqueeze(2), state.previous.weight.unsqueeze(2), weights[:, :, :-1]]
-            resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets[:, :-1]], dim=1)
-            index = torch.arange(grid.chunks + 1, device=resets.device)
-            begin = torch.where(resets, index[1:], 0).amax(1, keepdim=True)
-            counted = (index >= begin)[:, None, :, None]
-            return torch.stack([self.rule.total(torch.cat(sets, dim=2), counted), weights[:, :, -1]], dim=2)
-
-    def state_before(
-        self, state: WorkingMemoryState, weights: Tensor, keys: Tensor, values: Tensor
-    ) -> WorkingMemoryState:
-        """Return the state before this rank's first token, up to its memory.
-
-        Args:
-            state: that before the call on rank 0; on the other ranks it is empty.
-            weights: (R − 1, B, H, 2, key), those of earlier ranks, the nearest first.
-            keys, values: (B, H, c, d), the last chunk of the previous rank.
-        """
-        rule, first = self.rule, self.exchange.first
-        reach = self.exchange.chunks_reach[:, :, None, :, None]
-        before, last = torch.where(reach, weights, rule.empty_weight).unbind(3)
-        clock, device = self.segments.clock, keys.device
-        with full_precision(keys):
-            normaliser = rule.total(torch.cat([state.normaliser[None], before, last[1:]]).movedim(0, 2), None)
-            place = clock.position.unsqueeze(1) + torch.arange(-self.chunk_size, 0, device="cpu")
-            counted = (place >= clock.document_start.unsqueeze(1)) | first
-            resets = to_device(clock.document_start >= clock.position - self.chunk_size, device)
-            in_document = torch.where(resets.view(-1, 1, 1), rule.empty_weight, normaliser)
-            summary = _summarise(rule, keys, values, to_device(counted[:, None, None, :, None], device), in_document)
-        received = torch.full_like(resets, not first)
-        return replace(
-            state, normaliser=normaliser, previous=summary.where(received, state.previous),
-            previous_resets=torch.where(received, resets, state.previous_resets),
-        )  # fmt: skip
-
-    def enter(self, q: Tensor, k: Tensor, v: Tensor, state: WorkingMemoryState) -> PendingMemory:
-        """Summarise this rank's chunks and send their map. ``state`` comes from ``state_before``."""
-        with full_precision(q):
-            entered = enter_memory(self.rule_name, self.chunk_size, (q, k, v), state, self.segments)
-            factor, term = entered.affine_map().split([k.shape[-1], v.shape[-1]], dim=-1)
-            # The term, most of the bytes, travels in the dtype of v. On a GPU memories are rounded to it when read.
-            maps = self.exchange.send(to_later=[factor, term.to(v.dtype)])
-            return PendingMemory(maps, entered, state.memory, v.dtype)
-
-
-@dataclass(frozen=True)
-class PendingMemory:
-    """A call of ``working_memory`` that waits for the memory before this rank's first token."""
-
-    maps: PendingTensors
-    entered: EnteredMemory
-    memory: Tensor
-    dtype: torch.dtype
-
-    def wait(self) -> tuple[Tensor, WorkingMemoryState]:
-        """Return what ``working_memory`` returns."""
-        factors, terms = self.maps.wait()
+    def receive(arrived: list[Tensor]) -> tuple[Tensor, WorkingMemoryState]:
+        factors, terms = arrived
         with full_precision(factors):
-            memory = torch.zeros_like(self.memory)
+            memory = torch.zeros_like(state.memory)
             for factor, term in zip(factors.flip(0), terms.flip(0).to(memory.dtype), strict=True):
                 memory = factor @ memory + term
-            out, state = self.entered.read(self.memory + memory)
-        return out.to(self.dtype), state
+            out, after = entered.read(state.memory + memory)
+        return out.to(v.dtype), after
+
+    # The term, most of the bytes, travels in the dtype of v. On a GPU memories are rounded to it when read.
+    return Arriving(exchange.send(to_later=[factor, term.to(v.dtype)]), receive)
+
+
+def chunk_weights(rule: RuleName, chunk_size: int, k: Tensor, state: WorkingMemoryState, segments: Segments) -> Tensor:
+    """Return what later ranks need of the keys k (B, H, T, key): the weight (B, H, 2, key) of the chunks before the
+    last one, since the last document start among them, and that of the last one."""
+    grid = Grid.of(segments, chunk_size)
+    with full_precision(k):
+        weights = _weigh(RULES[rule], grid.lay(k), grid.counted)
+        sets = [state.normaliser.unsqueeze(2), state.previous.weight.unsqueeze(2), weights[:, :, :-1]]
+        resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets[:, :-1]], dim=1)
+        index = torch.arange(grid.chunks + 1, device=resets.device)
+        begin = torch.where(resets, index[1:], 0).amax(1, keepdim=True)
+        counted = (index >= begin)[:, None, :, None]
+        return torch.stack([RULES[rule].total(torch.cat(sets, dim=2), counted), weights[:, :, -1]], dim=2)
+
+
+def memory_state_before(
+    rule_name: RuleName, chunk_size: int, state: WorkingMemoryState, weights: Tensor, keys: Tensor, values: Tensor,
+    segments: Segments, exchange: ContextExchange,
+) -> WorkingMemoryState:  # fmt: skip
+    """Return the state before this rank's first token, up to its memory.
+
+    Args:
+        state: that before the call on rank 0; on the other ranks it is empty.
+        weights: (R − 1, B, H, 2, key), the ``chunk_weights`` of earlier ranks, the nearest first.
+        keys, values: (B, H, c, d), the last chunk of the previous rank.
+    """
+    rule, first = RULES[rule_name], exchange.first
+    reach = exchange.chunks_reach[:, :, None, :, None]
+    before, last = torch.where(reach, weights, rule.empty_weight).unbind(3)
+    clock, device = segments.clock, keys.device
+    with full_precision(keys):
+        normaliser = rule.total(torch.cat([state.normaliser[None], before, last[1:]]).movedim(0, 2), None)
+        place = clock.position.unsqueeze(1) + torch.arange(-chunk_size, 0, device="cpu")
+        counted = (place >= clock.document_start.unsqueeze(1)) | first
+        resets = to_device(clock.document_start >= clock.position - chunk_size, device)
+        in_document = torch.where(resets.view(-1, 1, 1), rule.empty_weight, normaliser)
+        summary = _summarise(rule, keys, values, to_device(counted[:, None, None, :, None], device), in_document)
+    received = torch.full_like(resets, not first)
+    return replace(
+        state, normaliser=normaliser, previous=summary.where(received, state.previous),
+        previous_resets=torch.where(received, resets, state.previous_resets),
+    )  # fmt: skip
 
 
 def _weigh(rule: Rule, k: Tensor, counted: Tensor) -> Tensor:
