@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from gecko.recipes import RECIPES, apply_overrides, get_recipe, shown
 from gecko.train import DataSettings, Run, SampleSettings
 from gecko.train.overrides import flatten, settings_help
+from gecko.train.run import has_role
+from gecko.train.settings import Role
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -244,3 +246,20 @@ def test_a_recipe_with_old_field_names_keeps_its_command(tmp_path: Path) -> None
     written = (tmp_path / "recipe.json").read_text()
     (tmp_path / "recipe.json").write_text(written.replace("gradient_accumulation_steps", "accumulation"))
     assert get_recipe(str(tmp_path / "recipe.json")) == run
+
+
+def test_roles_of_settings() -> None:
+    """What is kept on resume decides which rows a step reads; what is free in a comparison is not compared."""
+    names = list(flatten(get_recipe("tiny").to_dict()))
+    model = {name for name in names if name.startswith("model.")}
+    fixed, free, neutral = ({name for name in names if has_role(name, role)} for role in Role)
+    assert model | {name for name in names if name.startswith("data.")} <= fixed
+    assert {"seed", "batch_size", "sequence_length", "lora_rank", "schedule.batch_size_steps"} <= fixed
+    assert not fixed & {"steps", "optimizer.learning_rate", "schedule.kind", "precision", "parallel.shard", "device"}
+    assert free - neutral == model | {"optimizer.name", "optimizer.learning_rate"}
+    assert neutral - free == {
+        "gradient_accumulation_steps", "compile", "parallel.replicate", "parallel.shard", "parallel.context",
+        "evaluation.every", "max_skips", "device", "threads",
+    }  # fmt: skip
+    assert {"seed", "minutes", "checkpoint.every", "sample.prompt", "output"} <= free & neutral
+    assert not neutral & {"steps", "precision", "z_loss", "skip.deviations", "init_from", "evaluation.final_rows"}

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import shlex
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,17 +27,20 @@ from gecko.records import (
     Range,
     build,
     check,
+    field_types,
     fields_of,
     unknown_name,
 )
 from gecko.train.optimizers.warmup import check_doubles, first_full_step, length_at, rows_before
 from gecko.train.overrides import current_fields, current_override, set_fields
 from gecko.train.settings import (
+    ASIDE,
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
     OptimizerSettings,
     ParallelSettings,
+    Role,
     SampleSettings,
     ScheduleSettings,
     SkipSettings,
@@ -76,19 +80,19 @@ def _model(value: Any, name: str, texts: bool) -> ModelConfig:
 class Run:
     """A complete training run. Recipes return one; ``key=value`` overrides change one."""
 
-    model: Annotated[ModelConfig, Parsed(_model)]
-    output: str
+    model: Annotated[ModelConfig, Parsed(_model), Role.FIXED | Role.FREE]
+    output: Annotated[str, ASIDE]
     """Folder for checkpoints, metrics and report."""
-    data: DataSettings = field(default_factory=DataSettings)
-    batch_size: Count = 8
+    data: Annotated[DataSettings, Role.FIXED] = field(default_factory=DataSettings)
+    batch_size: Annotated[Count, Role.FIXED] = 8
     """Rows of one optimizer step."""
-    sequence_length: Count = 1024
+    sequence_length: Annotated[Count, Role.FIXED] = 1024
     """Tokens of a row."""
-    gradient_accumulation_steps: Count = 1
+    gradient_accumulation_steps: Annotated[Count, Role.NEUTRAL] = 1
     """Number of equal parts of a batch, computed one after the other. Saves memory; results differ by rounding."""
     steps: _Steps | None = None
     """Optimizer steps. None: as many as fit into ``minutes``, fixed when ``schedule.kind`` says."""
-    minutes: _Minutes | None = None
+    minutes: Annotated[_Minutes | None, ASIDE] = None
     """Time until the command ends, with evaluations, checkpoints and report; used only if ``steps`` is None."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
@@ -100,38 +104,38 @@ class Run:
     ``auto``: bfloat16 if the device has bf16 instructions, else float32; chosen once when the run starts.
     ``float8``: as bfloat16, with the products of the blocks' linear layers in float8; needs the extra ``quantize`` and
     a GPU that multiplies float8. ``float8_emulated`` rounds alike on any device, and is slow."""
-    activation_checkpointing: ActivationCheckpointing = "none"
+    activation_checkpointing: Annotated[ActivationCheckpointing, ASIDE] = "none"
     """``full``: recompute each block in the backward pass instead of keeping its activations.
     ``selective``: keep the outputs of its linear layers and recompute the rest."""
-    compile: bool = False
+    compile: Annotated[bool, Role.NEUTRAL] = False
     """Compile each block with ``torch.compile``; requires activation checkpointing ``none`` or ``full``."""
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    parallel: Annotated[ParallelSettings, Role.NEUTRAL] = field(default_factory=ParallelSettings)
     init_from: str | None = None
     """Model folder, run or checkpoint whose weights the run starts from, with a new optimizer (fine-tuning)."""
-    lora_rank: Count | None = None
+    lora_rank: Annotated[Count | None, Role.FIXED] = None
     """Rank of adapters (LoRA) that are trained in place of all parameters of ``init_from``. None: train all."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    sample: SampleSettings = field(default_factory=SampleSettings)
+    checkpoint: Annotated[CheckpointSettings, ASIDE] = field(default_factory=CheckpointSettings)
+    sample: Annotated[SampleSettings, ASIDE] = field(default_factory=SampleSettings)
     skip: SkipSettings = field(default_factory=SkipSettings)
-    max_skips: Count = 10
+    max_skips: Annotated[Count, Role.NEUTRAL] = 10
     """Number of consecutive skipped steps at which the run stops with an error."""
-    hang_minutes: _HangMinutes | None = 30.0
+    hang_minutes: Annotated[_HangMinutes | None, ASIDE] = 30.0
     """With several ranks: minutes without progress after which a rank writes its stack to ``stacks/`` and exits.
     ``torchrun --max-restarts`` then restarts the job. None: no stacks, and collectives time out after half an hour."""
-    profile: tuple[int, int] | None = None
+    profile: Annotated[tuple[int, int] | None, ASIDE] = None
     """First and last step that each rank traces into ``profile/``, for chrome://tracing or Perfetto."""
-    wandb: str | None = None
+    wandb: Annotated[str | None, ASIDE] = None
     """Project on Weights & Biases that receives the metrics; needs the extra ``wandb``."""
-    seed: int = 0
+    seed: Annotated[int, Role.FIXED | ASIDE] = 0
     """Determines the initial weights, the held-out documents and the order of rows."""
-    device: str = "auto"
+    device: Annotated[str, Role.NEUTRAL] = "auto"
     """``auto`` (CUDA if available, else CPU), ``cpu``, ``cuda``, ``cuda:1``."""
-    threads: Count | None = None
+    threads: Annotated[Count | None, Role.NEUTRAL] = None
     """Number of CPU threads. None: PyTorch's default."""
-    recipe: str = ""
+    recipe: Annotated[str, ASIDE] = ""
     """Name of the recipe that this run was made from; ``overrides`` were applied to it."""
-    overrides: tuple[str, ...] = ()
+    overrides: Annotated[tuple[str, ...], ASIDE] = ()
 
     def __post_init__(self) -> None:
         check(self)
@@ -331,3 +335,20 @@ class Run:
                 f"profile must begin within the run's {self.steps} steps; got {self.profile}. "
                 f"Try profile={self.steps},{self.steps}, or profile=none."
             )
+
+
+def has_role(setting: str, role: Role) -> bool:
+    """Return whether a setting, given by its dotted name, or its whole group is marked with ``role``."""
+    return bool({setting, setting.partition(".")[0]} & _with_role(Run, role))
+
+
+@lru_cache
+def _with_role(kind: Any, role: Role, prefix: str = "") -> frozenset[str]:
+    """Return the dotted names of the fields, and of those of groups, that are marked with ``role``."""
+    found = set()
+    for name, hint in field_types(kind).items():
+        if any(isinstance(mark, Role) and role in mark for mark in getattr(hint, "__metadata__", ())):
+            found.add(prefix + name)
+        elif dataclasses.is_dataclass(hint):
+            found |= _with_role(hint, role, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return frozenset(found)

@@ -6,9 +6,25 @@ Each group is a frozen dataclass that validates its fields. Error messages name 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Flag, auto
 from typing import Annotated, Literal
 
 from gecko.records import Count, CountFromZero, Fraction, NotNegative, Positive, PositiveOrNone, Range, check
+
+
+class Role(Flag):
+    """Metadata of a setting, or of a group: what it means where runs are resumed, compared or told apart."""
+
+    FIXED = auto()
+    """All sessions of a run have the same value."""
+    FREE = auto()
+    """Runs that are compared may have different values."""
+    NEUTRAL = auto()
+    """The trained model does not depend on it, except by rounding."""
+
+
+ASIDE = Role.FREE | Role.NEUTRAL
+"""Where, for how long and with which output a run is trained."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +69,9 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Annotated[Literal["adamw", "muon"], Role.FIXED | Role.FREE] = "adamw"
     """``muon``: Muon for the matrices of blocks, at the rate and weight decay of AdamW, which updates the rest."""
-    learning_rate: Positive = 3e-3
+    learning_rate: Annotated[Positive, Role.FREE] = 3e-3
     """Peak rate; the schedule multiplies it."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay factors of AdamW's running means of the gradient and of its square."""
@@ -97,16 +113,16 @@ class ScheduleSettings:
     """Steps of the decay of ``wsd``. None: the fraction ``decay`` of the run."""
     final: Fraction = 0.0
     """Learning rate at the end, as a fraction of the peak rate."""
-    initial_batch_size: Count | None = None
+    initial_batch_size: Annotated[Count | None, Role.FIXED] = None
     """Rows of the first batches. None: all batches have ``batch_size`` rows.
     Within ``batch_size_steps`` steps they double, at equal distances, until they are ``batch_size``."""
-    batch_size_steps: CountFromZero = 0
+    batch_size_steps: Annotated[CountFromZero, Role.FIXED] = 0
     """Steps before the first batch with ``batch_size`` rows."""
-    initial_sequence_length: Count | None = None
+    initial_sequence_length: Annotated[Count | None, Role.FIXED] = None
     """Tokens of the first rows. None: all rows have ``sequence_length`` tokens.
     They double like ``initial_batch_size``. The batches have the same tokens as without this setting: their rows are
     cut into shorter ones."""
-    sequence_length_steps: CountFromZero = 0
+    sequence_length_steps: Annotated[CountFromZero, Role.FIXED] = 0
     """Steps before the first rows of ``sequence_length`` tokens."""
 
     def decay_after(self, steps: int) -> int:
@@ -124,7 +140,7 @@ class ScheduleSettings:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    every: Count = 100
+    every: Annotated[Count, Role.NEUTRAL] = 100
     """Steps between two evaluations of the held-out loss."""
     rows: Count = 64
     """Number of rows of each evaluation; always the same rows, evenly spaced among ``final_rows``."""

@@ -17,19 +17,13 @@ from gecko.train import Run
 from gecko.train.evaluate import Evaluation
 from gecko.train.overrides import flatten
 from gecko.train.report import RESULTS
-
-MAY_DIFFER = (
-    "model", "optimizer.name", "optimizer.learning_rate", "output", "seed", "recipe", "overrides", "sample", "wandb",
-    "checkpoint", "activation_checkpointing", "hang_minutes", "profile", "minutes",
-)  # fmt: skip
-"""Fields of a run that the comparison sets, that are compared, or that do not change the trained model."""
+from gecko.train.run import has_role
+from gecko.train.settings import Role
 
 
 def common_settings(run: Run) -> dict[str, object]:
     """Return the fields that all runs of a comparison share, with dotted names."""
-    fields = flatten(run.to_dict())
-    return {name: value for name, value in fields.items() if not name.startswith(tuple(f"{it}." for it in MAY_DIFFER))
-            and name not in MAY_DIFFER}  # fmt: skip
+    return {name: value for name, value in flatten(run.to_dict()).items() if not has_role(name, Role.FREE)}
 
 
 def check_same_training(runs: Mapping[str, Run]) -> None:

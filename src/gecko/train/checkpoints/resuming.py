@@ -19,13 +19,8 @@ from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.metrics import METRICS, SESSIONS, mend_metrics, read_metrics
 from gecko.train.overrides import flatten
 from gecko.train.report import REPORT, RESULTS, SAMPLE
-from gecko.train.run import RECIPE, Run
-
-_SAME_ON_RESUME = (
-    "model", "data", "batch_size", "sequence_length", "seed", "lora_rank", "optimizer.name",
-    "schedule.initial_batch_size", "schedule.batch_size_steps", "schedule.initial_sequence_length",
-    "schedule.sequence_length_steps",
-)  # fmt: skip
+from gecko.train.run import RECIPE, Run, has_role
+from gecko.train.settings import Role
 
 
 def start_or_resume(run: Run, resume: bool, ranks: Ranks) -> tuple[Run, Path | None]:
@@ -190,5 +185,4 @@ def _check_same_run(run: Run, earlier: Run, what: str) -> None:
 
 def fixed_settings(run: Run) -> dict[str, Any]:
     """Return the settings that all sessions of a run have in common."""
-    names = set(_SAME_ON_RESUME)
-    return {name: x for name, x in flatten(run.to_dict()).items() if {name, name.partition(".")[0]} & names}
+    return {name: value for name, value in flatten(run.to_dict()).items() if has_role(name, Role.FIXED)}
