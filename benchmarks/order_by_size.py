@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gecko.pages import LineStyle, label_line_ends, new_panels
+from gecko.pages.figures import LineStyle, label_line_ends, new_panels
 
 FOLDER = Path(__file__).parent / "results" / "evidence" / "comparison"
 FILES = ("comparison.json", "longer.json", "order-*.json")

@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 TOGETHER = (
-    "tests/experiments/report/", "tests/kernels/compiled/", "tests/kernels/interpreted/test_context.py",
+    "tests/kernels/compiled/", "tests/kernels/interpreted/test_context.py",
     "tests/ops/test_cpu_library.py", "tests/ops/test_cpu_memory.py", "tests/parallel/", "tests/plan/test_dry_run.py",
 )  # fmt: skip
 """Folders and files of tests that share what takes long to make, such as four processes or compiled kernels. Each runs

@@ -41,12 +41,12 @@ Command = Callable[..., Any]
 def _written(folder: Path) -> dict[str, tuple[Kind, bytes]]:
     """Write a file of each kind with the package's own functions; return kind and content by name."""
     from gecko.eval.results import Results
-    from gecko.pages import write_html
+    from gecko.pages import write_page
 
     state, results, page = folder / "state", folder / "results", folder / "page"
     gecko.GeckoState.empty(gecko.GeckoConfig.preset("tiny", num_layers=1)).save(state)
     Results("perplexity", [], {}, 0).save(results, {}, "", {})
-    write_html(page, "gecko.pages/base.html.j2", title="A page")
+    write_page(page, "A page", "", [])
     return {
         kind.name: (kind, path.read_bytes()) for kind, path in ((STATE, state), (EVALUATION, results), (PAGE, page))
     }

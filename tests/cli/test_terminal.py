@@ -96,7 +96,7 @@ def test_a_model_cannot_control_the_terminal(
 
 def test_names_in_figures_are_no_formulas() -> None:
     pytest.importorskip("matplotlib")
-    from gecko.pages import LineStyle, label_line_ends, new_figure, svg
+    from gecko.pages.figures import LineStyle, label_line_ends, new_figure, svg
 
     for name in ("$\\foo$", "$", "a$b$c", "_hidden", "$x^2$", "\\$"):
         figure, axes = new_figure(name, name)

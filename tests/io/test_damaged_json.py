@@ -18,7 +18,7 @@ from gecko.data.tokenize import TokenizingPlan, read_record
 from gecko.data.tokenizers import ByteTokenizer, load_tokenizer
 from gecko.eval.scrolls import load_questions
 from gecko.experiments.compare.plan import evaluation_of
-from gecko.experiments.report.material import gather
+from gecko.experiments.inputs import gather
 from gecko.io.checkpoints import read_manifest
 from gecko.models import load_config
 from gecko.train import Run

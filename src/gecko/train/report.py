@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gecko.io.files import Record, whole_file
 from gecko.models import LanguageModel, LlamaConfig, load_any
-from gecko.pages import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, group_settings, new_figure, svg, write_html
+from gecko.pages import Picture, Section, Text, pairs, settings_tables, write_page
+from gecko.pages.figures import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, fit, new_figure
 from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import code_name, code_version, require
 from gecko.train.checkpoints.checkpointer import write_model
@@ -34,8 +35,8 @@ _FEW = 50
 _STEP_FIELDS = {"learning_rate": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 
 
-def loss_curve(training: Sequence[Record], validation: Sequence[Record]) -> str:
-    """Plot training loss (each step and smoothed) and held-out loss (dots) over steps; return SVG."""
+def loss_curve(training: Sequence[Record], validation: Sequence[Record]) -> Any:
+    """Plot training loss (each step and smoothed) and held-out loss (dots) over steps."""
     figure, axes = new_figure("optimizer step", "loss, nats per token")
     points = _points(training, "loss")
     if len(points) < _FEW:
@@ -48,16 +49,14 @@ def loss_curve(training: Sequence[Record], validation: Sequence[Record]) -> str:
               label="held out")  # fmt: skip
     # In a long run the first, high losses would flatten the rest of the curves.
     shown = [*points, *held_out] if len(points) < _FEW else [*points[len(points) // 20 :], *held_out[-1:]]
-    tail = [loss for _, loss in shown]
-    if tail:
-        axes.set_ylim(min(tail) - 0.1, max(tail) + 0.1)
+    fit(axes, [loss for _, loss in shown], 0.1)
     _fit_steps(axes, [*points, *held_out])
     axes.legend(frameon=False)
-    return svg(figure)
+    return figure
 
 
-def step_curve(training: Sequence[Record], field: str, label: str) -> str | None:
-    """Plot one number of each step as a small SVG picture; None if no record has it.
+def step_curve(training: Sequence[Record], field: str, label: str) -> Any:
+    """Plot one number of each step as a small picture; None if no record has it.
 
     The scale is logarithmic if the largest number is more than thirty times the median, as in a run with spikes.
     """
@@ -72,7 +71,7 @@ def step_curve(training: Sequence[Record], field: str, label: str) -> str | None
     else:
         axes.set_ylim(0, 1.1 * max(values))
     _fit_steps(axes, points)
-    return svg(figure)
+    return figure
 
 
 def _points(records: Sequence[Record], field: str) -> list[tuple[float, float]]:
@@ -91,8 +90,8 @@ def _fit_steps(axes: Any, points: Sequence[tuple[float, float]]) -> None:
     axes.xaxis.set_major_locator(require("matplotlib.ticker", "train").MaxNLocator(nbins=6, integer=True))
 
 
-def loss_by_position(losses: Sequence[float | None], bin_width: int, chunk_size: int | None) -> str:
-    """Plot held-out loss over the position in the row, with vertical lines at chunk borders if any; return SVG."""
+def loss_by_position(losses: Sequence[float | None], bin_width: int, chunk_size: int | None) -> Any:
+    """Plot held-out loss over the position in the row, with vertical lines at chunk borders if any."""
     figure, axes = new_figure("position in the row, tokens", "held-out loss, nats per token")
     length = len(losses) * bin_width
     for border in [] if chunk_size is None else chunk_borders(length, chunk_size):
@@ -100,12 +99,10 @@ def loss_by_position(losses: Sequence[float | None], bin_width: int, chunk_size:
     values = [math.nan if loss is None else loss for loss in losses]
     places = [(i + 0.5) * bin_width for i in range(len(values))]
     axes.plot(places, values, **_line(list(zip(places, values, strict=True))))
-    settled = [value for value in values[len(values) // 20 :] if math.isfinite(value)]
-    if settled:
-        # The first positions have little context, so their loss is high and would flatten the rest of the curve.
-        axes.set_ylim(min(settled) - 0.05, max(settled) + 0.05)
+    # The first positions have little context, so their loss is high and would flatten the rest of the curve.
+    fit(axes, values[len(values) // 20 :], 0.05)
     axes.set_xlim(0, length)
-    return svg(figure)
+    return figure
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -120,19 +117,6 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 
 REPORT = "report.html"
-
-
-@dataclass(frozen=True)
-class Picture:
-    title: str
-    svg: str
-    caption: str
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    rows: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -152,29 +136,24 @@ def write_report(run: Run, facts: RunFacts) -> Path:
     records = read_metrics(run.folder / METRICS)
     training = [record for record in records if record["kind"] == "train"]
     validation = [record for record in records if record["kind"] == "validation"]
-    path = run.folder / REPORT
-    write_html(
-        path,
-        "gecko.pages/training.html.j2",
-        title=f"Training report: {run.folder.name}",
-        summary=_summary(run, facts),
-        pictures=_pictures(run, facts, training, validation),
-        sample_note=f"Prompt in bold, then up to {run.sample.tokens} tokens at temperature {run.sample.temperature:g}.",
-        prompt=run.sample.prompt,
-        sample=facts.sample,
-        step_pictures=[
-            picture for field, label in _STEP_FIELDS.items() if (picture := step_curve(training, field, label))
-        ],
-        step_caption="Gradient norm: before clipping. Speed: without evaluations and checkpoints.",
-        tables=[
-            Table("Numbers", _numbers(run, facts, training)),
-            Table("Hardware and code", {**facts.hardware, "Gecko": code_name(code_version())}),
-        ],
-        settings=group_settings(_settings(run)),
-        command=run.command(),
-        generate_command=_generate_command(run),
-    )
-    return path
+    steps = [
+        Picture(figure, "", small=True)
+        for field, label in _STEP_FIELDS.items() if (figure := step_curve(training, field, label))
+    ]  # fmt: skip
+    note = "Gradient norm: before clipping. Speed: without evaluations and checkpoints."
+    prompt = f"Prompt in bold, then up to {run.sample.tokens} tokens at temperature {run.sample.temperature:g}."
+    commands, generate = [Text(run.command(), "Train the same run again:")], _generate_command(run)
+    sections = [
+        *_losses(run, facts, training, validation),
+        *([Section("Learning rate, gradient norm and speed", note, steps)] if steps else []),
+        Section("A sample", prompt, texts=[Text(facts.sample, bold=run.sample.prompt)]),
+        Section("Numbers", tables=[pairs("", _numbers(run, facts, training))]),
+        Section("Hardware and code", tables=[pairs("", {**facts.hardware, "Gecko": code_name(code_version())})]),
+        Section("Settings", tables=settings_tables(_settings(run))),
+        Section("Commands", texts=commands + ([Text(generate, "Write with the trained model:")] if generate else [])),
+    ]  # fmt: skip
+    write_page(run.folder / REPORT, f"Training report: {run.folder.name}", _summary(run, facts), sections)
+    return run.folder / REPORT
 
 
 def _generate_command(run: Run) -> str | None:
@@ -193,22 +172,20 @@ def _summary(run: Run, facts: RunFacts) -> str:
     )
 
 
-def _pictures(run: Run, facts: RunFacts, training: Sequence[Record], validation: Sequence[Record]) -> list[Picture]:
+def _losses(run: Run, facts: RunFacts, training: Sequence[Record], validation: Sequence[Record]) -> list[Section]:
     result, chunk = facts.evaluation, run.model.chunk_size
+    by_step = (
+        f"Loss in nats per token. {_smoothing(training)}Held out: the same {_rows_of(validation)} rows each time, of "
+        "documents not trained on."
+    )
+    by_position = (
+        f"Held-out loss of the finished model, mean over {result.tokens:,} tokens in groups of {result.bin_width} "
+        f"positions. {_borders(result, chunk)}The first positions, without context, may leave the frame."
+    )
+    places = loss_by_position(result.loss_by_position, result.bin_width, chunk)
     return [
-        Picture(
-            "Loss",
-            loss_curve(training, validation),
-            f"Loss in nats per token. {_smoothing(training)}"
-            f"Held out: the same {_rows_of(validation)} rows each time, of documents not trained on.",
-        ),
-        Picture(
-            "Loss by position",
-            loss_by_position(result.loss_by_position, result.bin_width, chunk),
-            f"Held-out loss of the finished model, mean over {result.tokens:,} tokens in groups of {result.bin_width} "
-            f"positions. {_borders(result, chunk)}"
-            "The first positions, without context, may leave the frame.",
-        ),
+        Section("Loss", pictures=[Picture(loss_curve(training, validation), by_step)]),
+        Section("Loss by position", pictures=[Picture(places, by_position)]),
     ]
 
 

@@ -117,7 +117,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, str]]:
         console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
         with monkeypatch.context() as patch:
             if not page:
-                patch.setattr("gecko.experiments.compare.write_page", lambda _: None)
+                patch.setattr("gecko.experiments.compare.write_page", lambda *_: None)
             outcome = compare(plan, jobs=jobs, command="gecko compare …", console=console)
         return outcome, console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -98,8 +98,8 @@ def test_stopped_and_called_again_is_uninterrupted(
         outcome, _ = call(planned("parts"))
         assert outcome.stopped == "SIGTERM" and not outcome.failed
         assert len(here.started) == ended
-        assert len(outcome.comparison.runs) == max(0, ended - 4)
-        assert list(outcome.comparison.unfinished.values()) == ["waiting"] * {1: 3, 4: 0, 6: 2}[ended]
+        assert len(outcome.comparison["runs"]) == max(0, ended - 4)
+        assert list(outcome.comparison["unfinished"].values()) == ["waiting"] * {1: 3, 4: 0, 6: 2}[ended]
     call(planned("parts"))
     assert len(here.started) == len(set(here.started)) == 8
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
@@ -121,7 +121,7 @@ def test_stopped_while_more_rates_are_tuned_it_keeps_what_it_found(
     here.after = staticmethod(lambda: signal.raise_signal(signal.SIGINT))
     outcome, _ = call(planned("out", seeds=(0,), tuning=Tuning((1e-4, 1e-2, 1e-1), STEPS_TO_TUNE)))
     assert outcome.stopped == "SIGINT"
-    assert list(outcome.comparison.unfinished.values()) == ["waiting"]
+    assert list(outcome.comparison["unfinished"].values()) == ["waiting"]
     assert (tmp_path / "out" / "comparison.json").read_bytes() == before
 
 
@@ -140,10 +140,11 @@ def test_a_failing_run_does_not_stop_the_others(
     monkeypatch.setattr("gecko.experiments.compare.runs.claim", claim)
     outcome, printed = call(planned("out", tuning=None), page=True)
     assert outcome.failed and outcome.stopped is None
-    assert [(run.recipe, run.seed) for run in outcome.comparison.runs] == [("bare", 0), ("whole", 1), ("bare", 1)]
-    assert outcome.comparison.unfinished == {"whole seed-0": "failed"}
+    runs = [(run["recipe"], run["seed"]) for run in outcome.comparison["runs"]]
+    assert runs == [("bare", 0), ("whole", 1), ("bare", 1)]
+    assert outcome.comparison["unfinished"] == {"whole seed-0": "failed"}
     assert "IsADirectoryError" in printed and "log.txt" in printed
-    assert outcome.comparison.summaries[0].difference_seeds == [1]
+    assert outcome.comparison["recipes"][0]["difference_seeds"] == [1]
     assert "whole seed-0: failed" in (tmp_path / "out" / "comparison.html").read_text()
 
 
@@ -157,8 +158,10 @@ def test_a_rate_that_diverges_is_not_taken(
         replace(run, optimizer=optimizer, max_skips=1, skip=replace(run.skip, deviations=None)).save(path)
     outcome, printed = call(planned("out", seeds=(0,), tuning=Tuning((1e-2, 1e38), 6)))
     assert not outcome.failed
-    assert outcome.comparison.rates == {"whole": 1e-2, "bare": 1e-2}
-    assert {trial.state for trial in outcome.comparison.trials if trial.learning_rate > 1} == {"diverged"}
+    assert outcome.comparison["tuning"]["chosen"] == {"whole": 1e-2, "bare": 1e-2}
+    assert {trial["state"] for trial in outcome.comparison["tuning"]["trials"] if trial["learning_rate"] > 1} == {
+        "diverged"
+    }
     outcome, printed = call(planned("none", seeds=(0,), tuning=Tuning((1e37, 1e38), 6)), page=True)
     assert outcome.failed and outcome.page is None
     assert "whole: no learning rate was found" in printed

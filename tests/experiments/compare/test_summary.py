@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from scipy import stats
 from gecko.experiments.compare import Plan, Tuning
 from gecko.experiments.compare.plan import RESULTS, Planned
 from gecko.experiments.compare.results import RunResult, summarise
-from gecko.experiments.compare.runs import Trial, edge_notes, machine_notes, trials_of, tuned_rates
+from gecko.experiments.compare.runs import Trial, edge_notes, machine_notes, trial_of, tuned_rates
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import MetricsWriter, record_session
@@ -27,7 +28,9 @@ BYTES_PER_TOKEN = 3.0
 def result(recipe: str, seed: int, rows: list[float], targets: list[int]) -> RunResult:
     loss = sum(rows) / sum(targets)
     evaluation = Evaluation(loss, loss / BYTES_PER_TOKEN, [], 1, sum(targets), rows, targets)
-    return RunResult(recipe, seed, "", 1000, 1e-3, 10, 100, 0, evaluation, 1.0 + seed, 50.0, [])
+    values = {"recipe": recipe, "seed": seed, "parameters": 1000, "learning_rate": 1e-3, "seconds": 1.0 + seed,
+              "tokens_per_second": 50.0}  # fmt: skip
+    return RunResult(values, evaluation)
 
 
 @settings(max_examples=25, deadline=None)
@@ -38,23 +41,23 @@ def test_over_seeds(data: st.DataObject, count: int) -> None:
     order = data.draw(st.permutations([(name, seed) for name in ("a", "b") for seed in range(count)]))
     runs = [result(name, seed, [found[name][seed]], [1]) for name, seed in order]
     for summary in summarise(runs, "a"):
-        values = np.array([found[summary.recipe][seed] for seed in summary.seeds]) / BYTES_PER_TOKEN
-        assert sorted(summary.seeds) == list(range(count))
-        check_interval(summary.nats_per_byte, summary.interval, values)
-        assert summary.standard_error == pytest.approx(stats.sem(values))
-        if summary.recipe == "a":
-            assert (summary.difference, summary.difference_interval) == (None, None)
+        values = np.array([found[summary["recipe"]][seed] for seed in summary["seeds"]]) / BYTES_PER_TOKEN
+        assert sorted(summary["seeds"]) == list(range(count))
+        check_interval(summary["nats_per_byte"], summary["interval"], values)
+        assert summary["standard_error"] == pytest.approx(stats.sem(values))
+        if summary["recipe"] == "a":
+            assert (summary["difference"], summary["difference_interval"]) == (None, None)
         else:
             pairs = (np.array(found["b"]) - np.array(found["a"])) / BYTES_PER_TOKEN
-            check_interval(summary.difference, summary.difference_interval, pairs)
+            check_interval(summary["difference"], summary["difference_interval"], pairs)
 
 
-def check_interval(mean: float | None, interval: object, values: np.ndarray) -> None:
+def check_interval(mean: float, interval: dict[str, Any], values: np.ndarray) -> None:
     assert mean == pytest.approx(values.mean(), rel=1e-9, abs=1e-12)
     reach = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
     expected = values.mean() - reach, values.mean() + reach
-    assert (interval.low, interval.high) == pytest.approx(expected, rel=1e-7, abs=1e-10)  # type: ignore[attr-defined]
-    assert interval.method == f"Student's t over {len(values)} seeds, 95 %"  # type: ignore[attr-defined]
+    assert (interval["low"], interval["high"]) == pytest.approx(expected, rel=1e-7, abs=1e-10)
+    assert interval["method"] == f"Student's t over {len(values)} seeds, 95 %"
 
 
 def test_one_seed_is_judged_by_held_out_rows() -> None:
@@ -64,16 +67,15 @@ def test_one_seed_is_judged_by_held_out_rows() -> None:
     rows = (np.array(targets) * random.uniform(1, 3, 200)).tolist()
     better = (np.array(rows) - 0.02 * np.array(targets) * random.uniform(0, 2, 200)).tolist()
     first, other = summarise([result("a", 0, rows, targets), result("b", 0, better, targets)], "a")
-    assert first.nats_per_byte == pytest.approx(sum(rows) / sum(targets) / BYTES_PER_TOKEN)
-    assert first.standard_error is None
-    assert first.interval is not None and other.interval is not None and other.difference_interval is not None
-    assert first.interval.low < first.nats_per_byte < first.interval.high
-    assert first.interval.low < other.nats_per_byte
-    assert first.interval.method == "bootstrap over 200 held-out rows, 95 %"
+    assert first["nats_per_byte"] == pytest.approx(sum(rows) / sum(targets) / BYTES_PER_TOKEN)
+    assert first["standard_error"] is None
+    own, difference = first["interval"], other["difference_interval"]
+    assert own["low"] < first["nats_per_byte"] < own["high"] and own["low"] < other["nats_per_byte"]
+    assert own["method"] == "bootstrap over 200 held-out rows, 95 %"
     expected = (sum(better) - sum(rows)) / sum(targets) / BYTES_PER_TOKEN
-    assert other.difference == pytest.approx(expected)
-    assert other.difference_interval.low < expected < other.difference_interval.high < 0
-    width = other.difference_interval.high - other.difference_interval.low
+    assert other["difference"] == pytest.approx(expected)
+    assert difference["low"] < expected < difference["high"] < 0
+    width = difference["high"] - difference["low"]
     spread = np.std((np.array(better) - rows) / targets) / math.sqrt(200) / BYTES_PER_TOKEN
     assert width == pytest.approx(2 * 1.96 * spread, rel=0.15)
 
@@ -82,10 +84,10 @@ def test_differences_are_of_seeds_that_both_have() -> None:
     runs = [result("a", seed, [1.0 + seed], [1]) for seed in (0, 1, 2)]
     runs += [result("b", seed, [1.5 + seed], [1]) for seed in (1, 2, 5)]
     _, other = summarise(runs, "a")
-    assert (other.seeds, other.difference_seeds) == ([1, 2, 5], [1, 2])
-    assert other.difference == pytest.approx(0.5 / BYTES_PER_TOKEN)
+    assert (other["seeds"], other["difference_seeds"]) == ([1, 2, 5], [1, 2])
+    assert other["difference"] == pytest.approx(0.5 / BYTES_PER_TOKEN)
     (alone,) = summarise([result("b", 5, [2.0], [1])], "a")
-    assert (alone.difference, alone.difference_seeds) == (None, [])
+    assert (alone["difference"], alone["difference_seeds"]) == (None, [])
 
 
 def test_models_tested_on_different_rows() -> None:
@@ -106,13 +108,12 @@ def test_seconds_are_those_of_training_steps(base: Run, tmp_path: Path) -> None:
                 metrics.write("validation", step, {"nats_per_byte": loss, "loss": loss})
     assert RunResult.of(Planned("a", "seed-0", run), 7) is None
     (run.folder / RESULTS).write_text(json.dumps(vars(Evaluation(2.0, 1.0, [], 1, 9, [18.0], [9]))))
-    found = RunResult.of(Planned("a", "seed-0", run), 7)
-    assert found is not None
-    assert run.tokens_per_step == 48
-    assert (found.seconds, found.tokens_per_second, found.tokens, found.skipped_steps) == (7.5, 36.0, 192, 1)
-    assert [(point.step, point.tokens, point.seconds, point.nats_per_byte) for point in found.curve] == [
-        (0, 0, 0.0, 5.0), (2, 96, 5.0, 2.0), (4, 192, 7.5, None),
-    ]  # fmt: skip
+    result = RunResult.of(Planned("a", "seed-0", run), 7)
+    assert result is not None and run.tokens_per_step == 48
+    found = result.values
+    assert [found[name] for name in ("seconds", "tokens_per_second", "tokens", "skipped_steps")] == [7.5, 36.0, 192, 1]
+    assert [tuple(point.values()) for point in found["curve"]] == [(0, 0, 0.0, 5.0), (2, 96, 5.0, 2.0),
+                                                                  (4, 192, 7.5, None)]  # fmt: skip
     with MetricsWriter(run.folder, 3):
         pass
     with pytest.raises(ValueError, match="one line for each of 4 steps; it has 3"):
@@ -122,11 +123,15 @@ def test_seconds_are_those_of_training_steps(base: Run, tmp_path: Path) -> None:
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 
 
+def trial(recipe: str, rate: float, state: str, loss: float | None) -> Trial:
+    return {"recipe": recipe, "learning_rate": rate, "state": state, "nats_per_byte": loss}
+
+
 @given(st.lists(st.one_of(st.none(), losses), min_size=4, max_size=4))
 def test_the_lowest_held_out_loss_is_taken(found: list[float | None]) -> None:
     plan = Plan(Path("x"), {"a": None, "b": None}, {}, (0,), Tuning(RATES, 5))  # type: ignore[dict-item]
     trials = [
-        Trial(recipe, rate, "diverged" if loss is None else "finished", loss, 9)
+        trial(recipe, rate, "diverged" if loss is None else "finished", loss)
         for rate, loss in zip(RATES, found, strict=True)
         for recipe in ("a", "b")
     ]
@@ -140,14 +145,14 @@ def test_the_lowest_held_out_loss_is_taken(found: list[float | None]) -> None:
         assert (word in notes) == (end in rates.values())
     # A run that failed for another reason, or does not exist yet, makes the tuning unequal.
     for state in ("failed", "stopped", "waiting"):
-        assert "b" not in tuned_rates(plan, [*trials[:-1], Trial("b", RATES[-1], state, None, 0)])
+        assert "b" not in tuned_rates(plan, [*trials[:-1], trial("b", RATES[-1], state, None)])
 
 
 def test_a_loss_that_is_not_finite_is_no_loss(base: Run, tmp_path: Path) -> None:
     run = Run.from_dict({**base.to_dict(), "output": str(tmp_path)})
     (tmp_path / RESULTS).write_text(json.dumps(vars(Evaluation(math.nan, math.nan, [], 1, 9, [], []))))
-    (trial,) = trials_of([Planned("a", "tuning-1e-2", run)], {"a tuning-1e-2": "finished"})
-    assert (trial.nats_per_byte, trial.tokens, trial.learning_rate) == (None, 9, 1e-2)
+    found = trial_of(Planned("a", "tuning-1e-2", run), "finished")
+    assert (found["nats_per_byte"], found["tokens"], found["learning_rate"]) == (None, 9, 1e-2)
 
 
 def test_runs_of_other_machines_are_named(base: Run, tmp_path: Path) -> None:

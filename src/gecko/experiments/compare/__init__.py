@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from gecko.experiments.compare.page import print_tables, write_page
-from gecko.experiments.compare.plan import LOCK, Plan, Planned, Tuning
-from gecko.experiments.compare.results import Comparison, RunResult, check_folder, summarise
+from gecko.experiments.compare.plan import LOCK, Plan, Planned, Tuning, common_settings
+from gecko.experiments.compare.results import RunResult, check_folder, print_tables, save, summarise, write_page
 from gecko.experiments.compare.runs import (
     Board,
     Pool,
@@ -22,12 +22,13 @@ from gecko.experiments.compare.runs import (
     Trial,
     edge_notes,
     machine_notes,
-    trials_of,
+    trial_of,
     tuned_rates,
 )
+from gecko.experiments.inputs import COMPARISON_FORMAT
 from gecko.io.files import locked
 from gecko.runtime.output import lasting_output
-from gecko.runtime.process import require
+from gecko.runtime.process import code_version, require
 from gecko.train.health import StopSignal
 from gecko.train.throughput import describe_hardware, select_device
 
@@ -40,7 +41,8 @@ _POLL_SECONDS = 0.3
 class Outcome:
     """Result of a call of ``compare``."""
 
-    comparison: Comparison
+    comparison: dict[str, Any]
+    """The values of ``comparison.json``."""
     stopped: str | None
     """Name of the signal that stopped the comparison; None if it was not stopped."""
     failed: bool
@@ -85,7 +87,7 @@ class _Session:
     def __init__(self, plan: Plan, jobs: int, command: str, console: Console, stop: StopSignal) -> None:
         self.plan, self.jobs, self.command, self.console, self.stop = plan, jobs, command, console, stop
         device = select_device(next(iter(plan.recipes.values())).device)
-        self.hardware: Mapping[str, str] = describe_hardware(device)
+        self.hardware = describe_hardware(device)
         self.trials: list[Trial] = []
         self.rates: dict[str, float] = {}
         self.main: list[Planned] | None = None
@@ -95,17 +97,17 @@ class _Session:
     def run(self) -> None:
         tuning = self.plan.tuning_runs()
         self._train(tuning, "tuning", lambda: None)
-        self.trials = trials_of(tuning, self.states)
+        self.trials = [trial_of(one, self.states[one.label]) for one in tuning]
         self.rates = tuned_rates(self.plan, self.trials)
         if not self.stop.requested:
             self.main = self.plan.main_runs(self.rates)
-            self._train(self.main, "training", lambda: self._comparison().save())
+            self._train(self.main, "training", lambda: save(self.plan.folder, self._comparison()))
 
     def conclude(self) -> Outcome:
-        comparison = self._comparison()
+        comparison, folder = self._comparison(), self.plan.folder
         if self.main is not None:  # otherwise the results of earlier calls stay
-            comparison.save()
-        page = write_page(comparison) if comparison.runs else None
+            save(folder, comparison)
+        page = write_page(folder, comparison) if comparison["runs"] else None
         print_tables(comparison, self.console)
         # A learning rate with which tuning diverges is a result, not a failure.
         failed = any(self.states.get(one.label) in ("failed", "diverged") for one in self.main or ())
@@ -126,19 +128,26 @@ class _Session:
                 pool.stop()
             self.states |= pool.states
 
-    def _comparison(self) -> Comparison:
-        found = [RunResult.of(one, self.plan.parameters[one.recipe]) for one in self.main or ()]
-        runs = [result for result in found if result is not None]
-        unfinished = {label: state for label, state in self.states.items() if state != "finished"}
+    def _comparison(self) -> dict[str, Any]:
+        """Return the values of ``comparison.json``: everything that has been found so far."""
+        plan, first = self.plan, next(iter(self.plan.recipes))
+        found = [RunResult.of(one, plan.parameters[one.recipe]) for one in self.main or ()]
+        results = [result for result in found if result is not None]
+        tuning = plan.tuning and {**asdict(plan.tuning), "trials": self.trials, "chosen": self.rates}
+        return {
+            "format": COMPARISON_FORMAT, **code_version(), "command": self.command, "hardware": self.hardware,
+            "unit": "held-out nats a byte", "first": first, "seeds": list(plan.seeds),
+            "settings": common_settings(plan.recipes[first]), "parameters": dict(plan.parameters),
+            "models": {name: run.to_dict()["model"] for name, run in plan.recipes.items()}, "tuning": tuning,
+            "recipes": summarise(results, first), "runs": [result.values for result in results],
+            "unfinished": {label: state for label, state in self.states.items() if state != "finished"},
+            "notes": self._notes(),
+        }  # fmt: skip
+
+    def _notes(self) -> list[str]:
         notes = edge_notes(self.plan, self.rates) + machine_notes(self.main or (), self.hardware)
-        if self.plan.tuning is not None:
-            notes += [
-                f"{recipe}: no learning rate was found, for its tuning is not complete or diverged with every rate"
-                for recipe in self.plan.recipes
-                if recipe not in self.rates
-            ]
-        first = next(iter(self.plan.recipes))
-        return Comparison(
-            self.plan, self.command, self.hardware, self.trials, self.rates, runs, summarise(runs, first), unfinished,
-            notes,
-        )  # fmt: skip
+        untuned = [recipe for recipe in self.plan.recipes if recipe not in self.rates and self.plan.tuning is not None]
+        return notes + [
+            f"{recipe}: no learning rate was found, for its tuning is not complete or diverged with every rate"
+            for recipe in untuned
+        ]

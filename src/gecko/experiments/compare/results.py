@@ -1,59 +1,51 @@
-"""Results of runs, their summary by recipe, and ``comparison.json``, which holds all of them."""
+"""Results of a comparison: the values of ``comparison.json``, its tables, and the page ``comparison.html``.
+
+All tables and pictures are made from these values, which are the same in memory and in the file.
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
 
 from gecko.eval.results import Interval, over_rows, over_seeds, standard_error
-from gecko.experiments.compare.plan import Plan, Planned, common_settings, evaluation_of
-from gecko.experiments.compare.runs import Trial
-from gecko.io.files import Record, parse_json, whole_file
-from gecko.pages import is_page
-from gecko.runtime.process import code_version
+from gecko.experiments.compare.plan import Planned, evaluation_of, rate_name
+from gecko.experiments.figures import AXES, loss_pictures
+from gecko.experiments.inputs import COMPARISON, COMPARISON_FORMAT
+from gecko.experiments.rows import HELD_OUT, data_words
+from gecko.experiments.table import Model, Row, grouped, methods
+from gecko.io.files import parse_json, whole_file
+from gecko.pages import Cell, Section, Table, Text, is_page, pairs, settings_tables
+from gecko.pages import write_page as write_html
+from gecko.pages.figures import LineStyle
+from gecko.runtime.process import code_name, code_version
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import METRICS, read_metrics, seconds_by_step
-from gecko.train.run import Run
+from gecko.train.overrides import flatten
+
+PAGE = "comparison.html"
+PICTURES = ("loss-by-tokens", "loss-by-time")
+Values = dict[str, Any]
+"""An object of ``comparison.json``."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """Held-out loss at a step of training."""
+class RunResult(NamedTuple):
+    """Result of a finished run."""
 
-    step: int
-    tokens: int
-    seconds: float
-    """Seconds in training steps until then."""
-    nats_per_byte: float | None
-    """None if the loss was not finite."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Result of one finished run."""
-
-    recipe: str
-    seed: int
-    folder: str
-    parameters: int
-    learning_rate: float
-    steps: int
-    tokens: int
-    """Tokens trained on, including those of skipped steps."""
-    skipped_steps: int
+    values: Values
+    """Its entry in ``comparison.json``."""
     evaluation: Evaluation
-    """Evaluation of the finished model."""
-    seconds: float
-    """Seconds in training steps, without evaluations and checkpoints."""
-    tokens_per_second: float
-    """Median over the steps."""
-    curve: list[Point]
+    """Evaluation of the finished model, with the losses by row that intervals need."""
 
     @classmethod
     def of(cls, planned: Planned, parameters: int) -> RunResult | None:
@@ -69,62 +61,49 @@ class RunResult:
                 "Restore it, or delete the run's folder: the same command trains it again."
             )
         seconds = seconds_by_step(steps, run.tokens_before)
-        speed = statistics.median(record["tokens_per_second"] for record in steps)
-        return cls(
-            planned.recipe, run.seed, planned.name, parameters, run.optimizer.learning_rate, len(steps),
-            run.tokens_before(len(steps)), sum("skipped" in record for record in steps), evaluation,
-            seconds[len(steps)], speed, _curve(records, run, seconds),
-        )  # fmt: skip
+        curve = [
+            {"step": record["step"], "tokens": run.tokens_before(record["step"]), "seconds": seconds[record["step"]],
+             "nats_per_byte": record["nats_per_byte"]}
+            for record in records if record["kind"] == "validation"
+        ]  # fmt: skip
+        return cls({
+            "recipe": planned.recipe, "seed": run.seed, "folder": f"{planned.recipe}/{planned.name}",
+            "parameters": parameters, "learning_rate": run.optimizer.learning_rate, "steps": len(steps),
+            "tokens": run.tokens_before(len(steps)), "skipped_steps": sum("skipped" in record for record in steps),
+            "seconds": seconds[len(steps)],
+            "tokens_per_second": statistics.median(record["tokens_per_second"] for record in steps), "curve": curve,
+            "nats_per_byte": evaluation.nats_per_byte, "nats_per_token": evaluation.loss,
+            "held_out_tokens": evaluation.tokens,
+        }, evaluation)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Summary of a recipe's finished runs; losses are held-out nats per byte."""
+def summarise(results: Sequence[RunResult], first: str) -> list[Values]:
+    """Return one summary per recipe with results. The others are compared with the recipe ``first``.
 
-    recipe: str
-    parameters: int
-    learning_rate: float
-    seeds: list[int]
-    nats_per_byte: float
-    """Mean over seeds."""
-    standard_error: float | None
-    """Standard error over seeds; None for one seed."""
-    interval: Interval | None
-    """Interval over seeds, or for one seed over held-out rows; see its ``method``."""
-    difference: float | None
-    """Mean difference to the first recipe over common seeds; None for the first recipe, or without common seeds."""
-    difference_seeds: list[int]
-    difference_interval: Interval | None
-    seconds: float
-    """Mean over seeds of the seconds in training steps."""
-    tokens_per_second: float
-    """Mean over seeds."""
-
-
-def summarise(results: Sequence[RunResult], first: str) -> list[Summary]:
-    """Return one summary per recipe with results. The others are compared with the recipe ``first``."""
-    by_recipe: dict[str, list[RunResult]] = {}
-    for result in results:
-        by_recipe.setdefault(result.recipe, []).append(result)
+    Losses are held-out nats per byte. Differences are means over the seeds that both recipes have.
+    """
+    by_recipe = grouped(results, lambda result: str(result.values["recipe"]))
     return [_summary(of, by_recipe.get(first, []) if recipe != first else []) for recipe, of in by_recipe.items()]
 
 
-def _summary(results: Sequence[RunResult], first: Sequence[RunResult]) -> Summary:
-    losses = [result.evaluation.nats_per_byte for result in results]
-    interval = over_seeds(losses) if len(results) > 1 else _over_rows(results[0].evaluation)
-    pairs = [(mine, other) for mine in results for other in first if mine.seed == other.seed]
+def _summary(results: Sequence[RunResult], first: Sequence[RunResult]) -> Values:
+    losses, own = [result.evaluation.nats_per_byte for result in results], results[0].values
+    pairs = [(mine, other) for mine in results for other in first if mine.values["seed"] == other.values["seed"]]
     differences = [mine.evaluation.nats_per_byte - other.evaluation.nats_per_byte for mine, other in pairs]
+    interval = over_seeds(losses) if len(results) > 1 else _over_rows(results[0].evaluation)
     difference_interval = over_seeds(differences)
     if len(pairs) == 1:
         difference_interval = _over_rows(pairs[0][0].evaluation, pairs[0][1].evaluation)
-    return Summary(
-        results[0].recipe, results[0].parameters, results[0].learning_rate, [result.seed for result in results],
-        statistics.fmean(losses), standard_error(losses), interval,
-        statistics.fmean(differences) if differences else None,
-        [mine.seed for mine, _ in pairs], difference_interval,
-        statistics.fmean(result.seconds for result in results),
-        statistics.fmean(result.tokens_per_second for result in results),
-    )  # fmt: skip
+    return {
+        "recipe": own["recipe"], "parameters": own["parameters"], "learning_rate": own["learning_rate"],
+        "seeds": [result.values["seed"] for result in results], "nats_per_byte": statistics.fmean(losses),
+        "standard_error": standard_error(losses), "interval": interval and asdict(interval),
+        "difference": statistics.fmean(differences) if differences else None,
+        "difference_seeds": [mine.values["seed"] for mine, _ in pairs],
+        "difference_interval": difference_interval and asdict(difference_interval),
+        "seconds": statistics.fmean(result.values["seconds"] for result in results),
+        "tokens_per_second": statistics.fmean(result.values["tokens_per_second"] for result in results),
+    }  # fmt: skip
 
 
 def _over_rows(evaluation: Evaluation, other: Evaluation | None = None) -> Interval | None:
@@ -142,56 +121,10 @@ def _over_rows(evaluation: Evaluation, other: Evaluation | None = None) -> Inter
     return over_rows(losses, evaluation.row_targets, evaluation.nats_per_byte / evaluation.loss)
 
 
-def _curve(records: Sequence[Record], run: Run, seconds: Mapping[int, float]) -> list[Point]:
-    return [
-        Point(record["step"], run.tokens_before(record["step"]), seconds[record["step"]], record["nats_per_byte"])
-        for record in records
-        if record["kind"] == "validation"
-    ]
-
-
-FORMAT, NAME, PAGE = "gecko-comparison-1", "comparison.json", "comparison.html"
-PICTURES = ("loss-by-tokens", "loss-by-time")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Everything that a comparison has found so far."""
-
-    plan: Plan
-    command: str
-    hardware: Mapping[str, str]
-    trials: Sequence[Trial]
-    """Tuning runs; empty without tuning."""
-    rates: Mapping[str, float]
-    """Chosen learning rates by recipe."""
-    runs: Sequence[RunResult]
-    summaries: Sequence[Summary]
-    unfinished: Mapping[str, str]
-    """States of unfinished runs by label."""
-    notes: Sequence[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        plan, first = self.plan, next(iter(self.plan.recipes))
-        return {
-            "format": FORMAT, **code_version(), "command": self.command, "hardware": dict(self.hardware),
-            "unit": "held-out nats a byte", "first": first, "seeds": list(plan.seeds),
-            "settings": common_settings(plan.recipes[first]), "parameters": dict(plan.parameters),
-            "models": {name: run.to_dict()["model"] for name, run in plan.recipes.items()},
-            "tuning": None if plan.tuning is None else asdict(plan.tuning) | {
-                "trials": [asdict(trial) for trial in self.trials], "chosen": dict(self.rates),
-            },
-            "recipes": [asdict(summary) for summary in self.summaries],
-            "runs": [_run(run) for run in self.runs],
-            "unfinished": dict(self.unfinished), "notes": list(self.notes),
-        }  # fmt: skip
-
-    def save(self) -> Path:
-        """Write ``comparison.json`` atomically and return its path."""
-        path = self.plan.folder / NAME
-        with whole_file(path) as temporary:
-            temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        return path
+def save(folder: Path, comparison: Values) -> None:
+    """Write ``comparison.json`` atomically."""
+    with whole_file(folder / COMPARISON) as temporary:
+        temporary.write_text(json.dumps(comparison, indent=1) + "\n", encoding="utf-8")
 
 
 def check_folder(folder: Path) -> None:
@@ -203,23 +136,6 @@ def check_folder(folder: Path) -> None:
     """
     if (folder / "checkpoints").exists() or (folder / METRICS).exists():
         raise ValueError(f"--out must be a folder for a comparison; {folder} is that of a run. Choose another one.")
-    _check_page(folder)
-    path = folder / NAME
-    try:
-        found = parse_json(path.read_text(encoding="utf-8")).get("format")
-    except FileNotFoundError:
-        return
-    except (ValueError, AttributeError):
-        found = None
-    if found != FORMAT:
-        raise ValueError(
-            f"{path} must have been written by gecko compare ({FORMAT}); it was not, or it is damaged. Move it away: "
-            "it is made again from the runs beside it."
-        )
-
-
-def _check_page(folder: Path) -> None:
-    """Check that the page and the pictures beside it, if they exist, were written by a comparison."""
     page = folder / PAGE
     ours = page.is_file() and is_page(page)
     for path in (page, *(folder / f"{picture}.png" for picture in PICTURES)):
@@ -228,14 +144,173 @@ def _check_page(folder: Path) -> None:
                 f"{path} must have been written by gecko compare, which replaces it; it was not. Move it away, or "
                 "choose another --out."
             )
+    path = folder / COMPARISON
+    try:
+        found = parse_json(path.read_text(encoding="utf-8")).get("format")
+    except FileNotFoundError:
+        return
+    except (ValueError, AttributeError):
+        found = None
+    if found != COMPARISON_FORMAT:
+        raise ValueError(
+            f"{path} must have been written by gecko compare ({COMPARISON_FORMAT}); it was not, or it is damaged. Move "
+            "it away: it is made again from the runs beside it."
+        )
 
 
-def _run(run: RunResult) -> dict[str, Any]:
-    values, evaluation = asdict(run), run.evaluation
-    del values["evaluation"]
-    return values | {
-        "folder": f"{run.recipe}/{run.folder}",
-        "nats_per_byte": evaluation.nats_per_byte,
-        "nats_per_token": evaluation.loss,
-        "held_out_tokens": evaluation.tokens,
-    }
+def comparison_tables(comparison: Mapping[str, Any], name: str = "") -> list[Table]:
+    """Return the tables of losses, costs and tuning, as far as they are known.
+
+    Args:
+        name: name of the comparison, for the titles of a page that shows several.
+    """
+    of = f"{name}: " if name else ""
+    recipes, tuning = comparison["recipes"], comparison["tuning"]
+    tables = [] if not recipes else [
+        Table(f"{of}Held-out loss, nats per byte", ["recipe", "mean", "95 % interval", "difference", "95 % interval"],
+              [_loss_line(recipe) for recipe in recipes], [_loss_note(comparison)]),
+        Table(f"{of}Training", ["recipe", "parameters", "learning rate", "seeds", "tokens/s", "training time"],
+              [_cost_line(recipe) for recipe in recipes],
+              ["Training time and tokens/s: mean over seeds, of training steps alone."]),
+    ]  # fmt: skip
+    return tables if tuning is None else [*tables, _tuning_table(comparison, of)]
+
+
+def _loss_line(recipe: Values) -> list[Cell]:
+    line = [recipe["recipe"], f"{recipe['nats_per_byte']:.4f}", _ends(recipe["interval"], ".4f")]
+    if recipe["difference"] is None:
+        return [*line, "", ""]
+    return [*line, f"{recipe['difference']:+.4f}", _ends(recipe["difference_interval"], "+.4f")]
+
+
+def _ends(interval: Values | None, form: str) -> str:
+    return "none" if interval is None else f"{interval['low']:{form}} .. {interval['high']:{form}}"
+
+
+def _loss_note(comparison: Mapping[str, Any]) -> str:
+    """Return a note on the number of held-out tokens and the methods of the intervals."""
+    tokens = sorted({f"{run['held_out_tokens']:,}" for run in comparison["runs"]})
+    intervals = [one[name] for one in comparison["recipes"] for name in ("interval", "difference_interval")]
+    return (
+        f"Over {' or '.join(tokens)} held-out tokens per run. Differences: to {comparison['first']}, paired by seed. "
+        f"Intervals: {methods(Interval(**one) for one in intervals if one is not None)}."
+    )
+
+
+def _cost_line(recipe: Values) -> list[Cell]:
+    return [
+        recipe["recipe"], f"{recipe['parameters']:,}", rate_name(recipe["learning_rate"]),
+        ", ".join(map(str, recipe["seeds"])), f"{recipe['tokens_per_second']:,.0f}", duration(recipe["seconds"]),
+    ]  # fmt: skip
+
+
+def duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _tuning_table(comparison: Mapping[str, Any], of: str) -> Table:
+    """Return the table of held-out losses by recipe and learning rate."""
+    tuning = comparison["tuning"]
+    found = {(trial["recipe"], trial["learning_rate"]): trial for trial in tuning["trials"]}
+    rates, tokens = tuning["learning_rates"], max((trial.get("tokens", 0) for trial in tuning["trials"]), default=0)
+    lines = [
+        [recipe, *(_trial(found.get((recipe, rate)), tuning["chosen"].get(recipe)) for rate in rates)]
+        for recipe in comparison["parameters"]
+    ]
+    note = (
+        f"*: chosen, the lowest. One run each, seed {comparison['seeds'][0]}, over {tokens or 'an unknown number of'} "
+        "held-out tokens; no intervals."
+    )
+    title = f"{of}Tuning: held-out nats per byte after {tuning['steps']:,} steps"
+    return Table(title, ["recipe", *map(rate_name, rates)], lines, [note])
+
+
+def _trial(trial: Values | None, chosen: float | None) -> str:
+    if trial is None:
+        return ""
+    loss = trial["state"] if trial["nats_per_byte"] is None else f"{trial['nats_per_byte']:.4f}"
+    return f"{loss} *" if trial["learning_rate"] == chosen else loss
+
+
+def plain_table(title: str) -> RichTable:
+    """Return an empty table for the terminal."""
+    return RichTable(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False, show_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
+
+
+def print_tables(comparison: Mapping[str, Any], console: Console) -> None:
+    """Print the tables, the unfinished runs and the notes."""
+    for table in comparison_tables(comparison):
+        shown = plain_table(table.title)
+        shown.add_column(str(table.columns[0]), overflow="fold")
+        for name in table.columns[1:]:
+            shown.add_column(str(name), justify="right", no_wrap=True)
+        for line in table.rows:
+            shown.add_row(*map(str, line))
+        console.print(shown)
+        console.print(*table.notes, "\n", sep="")
+    for label, state in comparison["unfinished"].items():
+        console.print(f"not finished: {label} ({state})")
+    for note in comparison["notes"]:
+        console.print(f"note: {note}")
+
+
+def rows_of_comparison(comparison: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the held-out losses of all runs by step."""
+    data = {name.removeprefix("data."): value for name, value in comparison["settings"].items()}
+    models = {name: Model(name, LineStyle.of(number)) for number, name in enumerate(comparison["parameters"])}
+    for run in comparison["runs"]:
+        for point in run["curve"]:
+            if point["nats_per_byte"] is not None:
+                case = {"step": point["step"], "tokens": point["tokens"], "minutes": point["seconds"] / 60}
+                yield Row(models[run["recipe"]], run["seed"], "training", (data_words(data),), case, HELD_OUT,
+                          point["nats_per_byte"], None, 1, "rows", run)  # fmt: skip
+
+
+def write_page(folder: Path, comparison: Mapping[str, Any]) -> Path:
+    """Write the page, and its pictures as PNG files beside it.
+
+    Raises:
+        ImportError: matplotlib or Jinja is not installed.
+    """
+    remarks = [f"{label}: {state}" for label, state in comparison["unfinished"].items()] + comparison["notes"]
+    rows = list(rows_of_comparison(comparison))
+    pictures = loss_pictures(rows, lambda recipe, why: remarks.append(f"{recipe}: {why}"), AXES[: len(PICTURES)])
+    for name, picture in zip(PICTURES, pictures, strict=False):
+        with whole_file(folder / f"{name}.png") as temporary:
+            picture.figure.savefig(temporary, format="png", dpi=200)
+    intro = (
+        "Thin lines are seeds, thick lines their means; all points are over the same held-out rows. The final losses "
+        "in the tables are over more rows."
+    )
+    models = [pairs(name, flatten(model), folded=True) for name, model in comparison["models"].items()]
+    machine = {**comparison["hardware"], "Package": code_name(code_version())}
+    sections = [
+        Section("Held-out loss", intro, pictures, [*comparison_tables(comparison), _run_table(comparison)]),
+        *([Section("Not finished, and notes", tables=[Table("", (), [[one] for one in remarks], heads=0)])]
+          if remarks else []),
+        Section("Settings that all runs share", tables=settings_tables(comparison["settings"])),
+        Section("Models", tables=models),
+        Section("Machine and code", tables=[pairs("", machine)]),
+        Section("Command", texts=[Text(comparison["command"])]),
+    ]  # fmt: skip
+    runs, recipes = comparison["runs"], comparison["recipes"]
+    summary = (
+        f"{len(runs)} runs of {runs[0]['tokens']:,} tokens each, of {len(recipes)} recipes; the same texts in the same "
+        f"order for every model of a seed, and the same optimizer. All numbers are in {COMPARISON}."
+    )
+    write_html(folder / PAGE, f"Comparison: {', '.join(comparison['parameters'])}", summary, sections)
+    return folder / PAGE
+
+
+def _run_table(comparison: Mapping[str, Any]) -> Table:
+    columns = ["run", "nats per byte", "held-out tokens", "tokens trained on", "skipped steps", "tokens/s",
+               "training time"]  # fmt: skip
+    lines = [
+        [f"{run['recipe']} seed {run['seed']}", f"{run['nats_per_byte']:.4f}", f"{run['held_out_tokens']:,}",
+         f"{run['tokens']:,}", f"{run['skipped_steps']}", f"{run['tokens_per_second']:,.0f}", duration(run["seconds"])]
+        for run in comparison["runs"]
+    ]  # fmt: skip
+    return Table("Runs", columns, lines)

@@ -10,18 +10,18 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 from types import TracebackType
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from gecko.experiments.compare.plan import LOG, Plan, Planned, claim, evaluation_of, rate_name
+from gecko.experiments.compare.results import duration, plain_table
 from gecko.experiments.compare.worker import DIVERGED
 from gecko.io.files import parse_json, read_lines
 from gecko.train import Run
@@ -210,11 +210,7 @@ class Board:
     def _table(self) -> Table:
         found = {one.label: progress_of(one.run) for one in self._pool.planned}
         done = sum(state == "finished" for state in self._pool.states.values())
-        table = Table(
-            title=f"{self._title}: {done} of {len(found)} finished{self._left(found)}",
-            title_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False,
-            show_edge=False, collapse_padding=True,
-        )  # fmt: skip
+        table = plain_table(f"{self._title}: {done} of {len(found)} finished{self._left(found)}")
         for name in ("recipe", "run"):
             table.add_column(name, overflow="fold")
         for name in ("step", "loss", "held out", "tokens/s", "left"):
@@ -228,7 +224,7 @@ class Board:
         return [
             f"{progress.step:,}/{one.run.steps:,}", _number(progress.loss, ".4f"),
             _number(progress.held_out, ".4f"), _number(progress.tokens_per_second, ",.0f"),
-            _duration(_seconds_left(one, progress)) if state == "training" else state,
+            self._time_left(one, progress) if state == "training" else state,
         ]  # fmt: skip
 
     def _left(self, found: dict[str, Progress]) -> str:
@@ -239,13 +235,12 @@ class Board:
             return ""
         tokens = sum(_tokens_left(one, found[one.label]) for one in open_)
         speed = sum(speeds) / len(speeds) * min(self._pool.jobs, len(open_))
-        return f", about {_duration(tokens / speed)} left"
+        return f", about {duration(tokens / speed)} left"
 
-
-def _seconds_left(one: Planned, progress: Progress) -> float | None:
-    if not progress.tokens_per_second:
-        return None
-    return _tokens_left(one, progress) / progress.tokens_per_second
+    @staticmethod
+    def _time_left(one: Planned, progress: Progress) -> str:
+        speed = progress.tokens_per_second
+        return duration(_tokens_left(one, progress) / speed) if speed else ""
 
 
 def _tokens_left(one: Planned, progress: Progress) -> int:
@@ -256,25 +251,18 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _duration(seconds: float | None) -> str:
-    return "" if seconds is None else str(timedelta(seconds=round(seconds)))
+Trial = dict[str, Any]
+"""Result of a tuning run, as in ``comparison.json``; its loss is None if it was not measured or is not finite."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Result of a tuning run."""
-
-    recipe: str
-    learning_rate: float
-    state: State
-    nats_per_byte: float | None
-    """Held-out loss; None if it was not measured or is not finite."""
-    tokens: int
-    """Number of held-out targets."""
-
-
-def trials_of(planned: Sequence[Planned], states: Mapping[str, State]) -> list[Trial]:
-    return [_trial(one, states[one.label]) for one in planned]
+def trial_of(one: Planned, state: State) -> Trial:
+    evaluation, loss = evaluation_of(one.run), None
+    if evaluation is not None and math.isfinite(evaluation.nats_per_byte):
+        loss = evaluation.nats_per_byte
+    return {
+        "recipe": one.recipe, "learning_rate": one.run.optimizer.learning_rate, "state": state, "nats_per_byte": loss,
+        "tokens": 0 if evaluation is None else evaluation.tokens,
+    }  # fmt: skip
 
 
 def tuned_rates(plan: Plan, trials: Sequence[Trial]) -> dict[str, float]:
@@ -286,10 +274,10 @@ def tuned_rates(plan: Plan, trials: Sequence[Trial]) -> dict[str, float]:
         return {name: run.optimizer.learning_rate for name, run in plan.recipes.items()}
     rates = {}
     for recipe in plan.recipes:
-        tried = [trial for trial in trials if trial.recipe == recipe]
-        finite = [trial for trial in tried if trial.nats_per_byte is not None]
-        if finite and all(trial.state in ("finished", "diverged") for trial in tried):
-            rates[recipe] = min(finite, key=lambda trial: trial.nats_per_byte or math.inf).learning_rate
+        tried = [trial for trial in trials if trial["recipe"] == recipe]
+        finite = [trial for trial in tried if trial["nats_per_byte"] is not None]
+        if finite and all(trial["state"] in ("finished", "diverged") for trial in tried):
+            rates[recipe] = min(finite, key=itemgetter("nats_per_byte"))["learning_rate"]
     return rates
 
 
@@ -321,11 +309,3 @@ def machine_notes(planned: Sequence[Planned], hardware: Mapping[str, str]) -> li
 def _machine(hardware: Mapping[str, str]) -> str:
     """Return the GPU, or the processor without the number of its cores."""
     return hardware.get("GPU") or hardware["Processor"].partition(",")[0]
-
-
-def _trial(one: Planned, state: State) -> Trial:
-    evaluation = evaluation_of(one.run)
-    if evaluation is None:
-        return Trial(one.recipe, one.run.optimizer.learning_rate, state, None, 0)
-    loss = evaluation.nats_per_byte if math.isfinite(evaluation.nats_per_byte) else None
-    return Trial(one.recipe, one.run.optimizer.learning_rate, state, loss, evaluation.tokens)

@@ -8,25 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from gecko.experiments.report.material import gather
+from gecko.experiments.inputs import gather
 
 Copy = Callable[[str, int], Path]
 
 
 def test_runs_bring_their_evaluations_and_nothing_is_read_twice(runs: Path) -> None:
     seed = runs / "small_gecko" / "seed-0"
-    material = gather([seed, seed / "eval" / "perplexity.json", seed])
-    assert len(material.runs) == 1 and len(material.evaluations) == 2
-    assert [what for _, what in material.given] == [
+    inputs = gather([seed, seed / "eval" / "perplexity.json", seed])
+    assert len(inputs.runs) == 1 and len(inputs.evaluations) == 2
+    assert [what for _, what in inputs.given] == [
         "run, finished, 2 evaluations in its eval/", "evaluation, given before", "run, given before",
     ]  # fmt: skip
-    assert material.runs[0].parameters == 10_744 and material.left_out == []
+    assert inputs.runs[0].sessions[0]["parameters"] == 10_744 and inputs.left_out == []
 
 
 def test_folders_of_comparisons_bring_all_seeds(runs: Path) -> None:
-    material = gather([runs])
-    assert len(material.runs) == 4
-    assert any("comparison is not finished" in why for _, why in material.left_out)
+    inputs = gather([runs])
+    assert len(inputs.runs) == 4
+    assert any("comparison is not finished" in why for _, why in inputs.left_out)
 
 
 def test_bad_input_is_refused(tmp_path: Path, runs: Path, results: Path) -> None:
@@ -61,8 +61,8 @@ def test_a_run_without_results_is_shown_as_far_as_it_went(copied: Copy) -> None:
     (folder / "results.json").unlink()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join(lines[:6]) + '\n{"cut')
-    material = gather([folder])
-    assert material.given[0][1] == "run, not finished: 4 of 12 steps, 0 evaluations in its eval/"
+    inputs = gather([folder])
+    assert inputs.given[0][1] == "run, not finished: 4 of 12 steps, 0 evaluations in its eval/"
 
 
 def test_a_run_without_anything_is_left_out_and_alone_is_an_error(copied: Copy, runs: Path) -> None:
@@ -71,13 +71,13 @@ def test_a_run_without_anything_is_left_out_and_alone_is_an_error(copied: Copy, 
     (folder / "results.json").unlink()
     with pytest.raises(ValueError, match="never trained"):
         gather([folder])
-    material = gather([folder, runs / "small_chunk" / "seed-0"])
-    assert len(material.runs) == 1 and material.left_out[0][0] == str(folder)
+    inputs = gather([folder, runs / "small_chunk" / "seed-0"])
+    assert len(inputs.runs) == 1 and inputs.left_out[0][0] == str(folder)
 
 
 def test_a_bad_file_that_nobody_named_is_left_out(copied: Copy) -> None:
     folder = copied("small_gecko", 0)
     (folder / "eval").mkdir()
     (folder / "eval" / "notes.json").write_text("{}")
-    material = gather([folder])
-    assert len(material.runs) == 1 and "must be a result file" in material.left_out[0][1]
+    inputs = gather([folder])
+    assert len(inputs.runs) == 1 and "must be a result file" in inputs.left_out[0][1]

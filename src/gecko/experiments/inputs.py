@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +31,23 @@ class RunFolder:
 
     folder: Path
     recipe: Mapping[str, Any]
-    metrics: list[Record]
-    results: Mapping[str, Any] | None
+    metrics: list[Record] = field(default_factory=list)
+    results: Mapping[str, Any] | None = None
     """Results of the finished model; None if the run is not finished."""
-    sessions: list[Record]
+    sessions: list[Record] = field(default_factory=list)
     """Code and machine of each start and resumption."""
 
     @property
-    def parameters(self) -> int | None:
-        return int(self.sessions[0]["parameters"]) if self.sessions else None
-
-    @property
-    def schedule(self) -> ScheduleSettings:
-        return build(ScheduleSettings, self.recipe.get("schedule", {}))
+    def seed(self) -> int:
+        return int(self.recipe["seed"])
 
     def tokens_before(self, step: int) -> int:
         """Return the tokens of the first ``step`` steps."""
-        return rows_before(self.schedule, int(self.recipe["batch_size"]), step) * int(self.recipe["sequence_length"])
+        return rows_before(self._schedule, int(self.recipe["batch_size"]), step) * int(self.recipe["sequence_length"])
+
+    @cached_property
+    def _schedule(self) -> ScheduleSettings:
+        return build(ScheduleSettings, self.recipe.get("schedule", {}))
 
     @property
     def steps_done(self) -> int:
@@ -68,7 +69,7 @@ class EvaluationFile:
 
 
 @dataclass
-class Material:
+class Inputs:
     """Everything that was found, and a record of what is shown and left out."""
 
     runs: list[RunFolder] = field(default_factory=list)
@@ -83,8 +84,14 @@ class Material:
         if (str(what), why) not in self.left_out:
             self.left_out.append((str(what), why))
 
+    def add(self, file: EvaluationFile) -> bool:
+        """Add a file; return False if it was added before."""
+        new = file.path.resolve() not in {one.path.resolve() for one in self.evaluations}
+        self.evaluations += [file] if new else []
+        return new
 
-def gather(paths: Sequence[Path]) -> Material:
+
+def gather(paths: Sequence[Path]) -> Inputs:
     """Read all runs, comparisons and result files at ``paths``, each file once.
 
     Raises:
@@ -93,15 +100,15 @@ def gather(paths: Sequence[Path]) -> Material:
     """
     if not paths:
         raise ValueError(f"{_EXPECTED}; got none. For example: gecko report runs/demo perplexity.json")
-    material = Material()
+    inputs = Inputs()
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{_EXPECTED}; there is no {path}.")
-        material.given.append((str(path), _add_folder(path, material) if path.is_dir() else _add_file(path, material)))
-    if not material.runs and not material.evaluations:
-        reasons = "; ".join(f"{what}: {why}" for what, why in material.left_out)
+        inputs.given.append((str(path), _add_folder(path, inputs) if path.is_dir() else _add_file(path, inputs)))
+    if not inputs.runs and not inputs.evaluations:
+        reasons = "; ".join(f"{what}: {why}" for what, why in inputs.left_out)
         raise ValueError(f"a report needs at least one run with metrics or one evaluation; left out were {reasons}.")
-    return material
+    return inputs
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
@@ -130,77 +137,63 @@ def _read_comparison(path: Path) -> dict[str, Any]:
     return record
 
 
-def _add_folder(folder: Path, material: Material) -> str:
+def _add_folder(folder: Path, inputs: Inputs) -> str:
     if (folder / RECIPE).is_file():
-        return _add_run(folder, material)
+        return _add_run(folder, inputs)
     seeds = sorted(path.parent for path in folder.glob(f"*/seed-*/{RECIPE}"))
     if seeds or (folder / COMPARISON).is_file():
-        return _add_comparison(folder, seeds, material)
+        return _add_comparison(folder, seeds, inputs)
     held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
     raise ValueError(f"{_EXPECTED}; the folder {folder} is neither: it holds {held}.")
 
 
-def _add_comparison(folder: Path, seeds: Sequence[Path], material: Material) -> str:
+def _add_comparison(folder: Path, seeds: Sequence[Path], inputs: Inputs) -> str:
     order: list[str] = []
     if (folder / COMPARISON).is_file():
         record = _read_comparison(folder / COMPARISON)
-        material.comparisons.append((folder, record))
+        inputs.comparisons.append((folder, record))
         order = [recipe["recipe"] for recipe in record["recipes"]]
     else:
-        material.leave_out(folder / COMPARISON, "not there: the comparison is not finished")
+        inputs.leave_out(folder / COMPARISON, "not there: the comparison is not finished")
     for seed in sorted(seeds, key=lambda seed: order.index(seed.parent.name) if seed.parent.name in order else -1):
-        _add_run(seed, material)
+        _add_run(seed, inputs)
     tuning = len(list(folder.glob(f"*/tuning-*/{RECIPE}")))
     if tuning:
-        material.leave_out(folder, f"the curves of its {tuning} tuning runs; their losses are in a table")
+        inputs.leave_out(folder, f"the curves of its {tuning} tuning runs; their losses are in a table")
     return f"comparison, {len(seeds)} runs"
 
 
-def _add_run(folder: Path, material: Material) -> str:
-    if any(run.folder.resolve() == folder.resolve() for run in material.runs):
+def _add_run(folder: Path, inputs: Inputs) -> str:
+    if any(run.folder.resolve() == folder.resolve() for run in inputs.runs):
         return "run, given before"
     recipe = read_object(folder / RECIPE, "a recipe")
     missing = [name for name in ("model", "data", "batch_size", "sequence_length", "seed") if name not in recipe]
     if missing:
         raise ValueError(f"{folder / RECIPE} must be the recipe of a run; it lacks {', '.join(missing)}.")
-    written = folder / RESULTS
-    results = read_object(written, "the results of a run") if written.is_file() else None
+    results = read_object(folder / RESULTS, "the results of a run") if (folder / RESULTS).is_file() else None
     run = RunFolder(folder, recipe, read_metrics(folder / METRICS), results, read_sessions(folder))
     files = sorted((folder / "eval").glob("*.json"))
     if not run.metrics and not files:
-        material.leave_out(folder, "a run without metrics or evaluations: it was never trained")
+        inputs.leave_out(folder, "a run without metrics or evaluations: it was never trained")
         return "run, left out"
-    material.runs.append(run)
-    shown = sum([_add_found(path, run, material) for path in files])
-    return f"run, {_state(run)}, {shown} evaluations in its eval/"
+    inputs.runs.append(run)
+    shown = sum([_add_found(path, run, inputs) for path in files])
+    steps = f"not finished: {run.steps_done:,} of {recipe.get('steps') or 'an unknown number of'} steps"
+    return f"run, {steps if results is None else 'finished'}, {shown} evaluations in its eval/"
 
 
-def _state(run: RunFolder) -> str:
-    if run.results is not None:
-        return "finished"
-    return f"not finished: {run.steps_done:,} of {run.recipe.get('steps') or 'an unknown number of'} steps"
-
-
-def _add_found(path: Path, run: RunFolder, material: Material) -> bool:
+def _add_found(path: Path, run: RunFolder, inputs: Inputs) -> bool:
     """Add a file found in a run's folder. If it is invalid, the reason is recorded and the rest is shown."""
     try:
         record = read_evaluation(path)
     except ValueError as error:
-        material.leave_out(path, str(error))
+        inputs.leave_out(path, str(error))
         return False
-    return _add_record(EvaluationFile(path, record, run), material)
+    return inputs.add(EvaluationFile(path, record, run))
 
 
-def _add_file(path: Path, material: Material) -> str:
+def _add_file(path: Path, inputs: Inputs) -> str:
     if path.name in (RECIPE, COMPARISON):
         raise ValueError(f"{path} belongs to a folder; give the folder: {path.parent}")
     file = EvaluationFile(path, read_evaluation(path))
-    return f"evaluation, {file.kind}" if _add_record(file, material) else "evaluation, given before"
-
-
-def _add_record(file: EvaluationFile, material: Material) -> bool:
-    known = {one.path.resolve() for one in material.evaluations}
-    if file.path.resolve() in known:
-        return False
-    material.evaluations.append(file)
-    return True
+    return f"evaluation, {file.kind}" if inputs.add(file) else "evaluation, given before"

@@ -1,0 +1,238 @@
+"""Figures of rows of the long table: losses by step, scores by case, losses by position, and maps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gecko.experiments.rows import HELD_OUT, TRAINING_LOSS, token_count
+from gecko.experiments.table import PERCENT, Model, Row, by_model, estimate, grouped
+from gecko.pages import Picture
+from gecko.pages.figures import (
+    DARK,
+    LIGHT,
+    MIDDLE,
+    LineStyle,
+    chunk_borders,
+    fit,
+    label_line_ends,
+    new_figure,
+    new_panels,
+)
+from gecko.runtime.process import require
+
+_SETTLED = 0.25
+"""Fraction of a run after which its loss determines the picture's frame."""
+_TALLEST = 1.5
+"""Upper limit of the picture relative to the worst model's best perplexity, so that outliers do not flatten it."""
+_MAP_WIDTH = 4.2
+_GUESSING = LineStyle(DARK, (0, (2, 2)), "")
+
+Points = list[tuple[float, float]]
+
+
+def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
+    return list(grouped(rows, lambda row: row.seed).values())
+
+
+def mean_by_step(rows: Sequence[Row], x: str) -> Points:
+    """Return the means of place and loss over the seeds of a model, at the steps that all of them have."""
+    seeds = len(by_seed(rows))
+    at_steps = [group for group in grouped(rows, lambda row: row.case["step"]).values() if len(group) == seeds]
+    return [(statistics.fmean(row.case[x] for row in group), statistics.fmean(row.value for row in group))
+            for group in at_steps]  # fmt: skip
+
+
+Axes = tuple[str, str, str]
+"""Score, name of the place in the row's case, and its words."""
+AXES: tuple[Axes, ...] = (
+    (HELD_OUT, "tokens", "tokens read"), (HELD_OUT, "minutes", "minutes in training steps"),
+    (TRAINING_LOSS, "tokens", "tokens read"),
+)  # fmt: skip
+
+
+def loss_pictures(
+    rows: Sequence[Row], leave_out: Callable[[str, str], None], axes: Sequence[Axes] = AXES
+) -> list[Picture]:
+    """Return the pictures of the losses by step, for rows of the same texts.
+
+    Args:
+        leave_out: called with a model and the reason if a loss is not shown for all its seeds.
+    """
+    pictures, seeds = [], {model: len(by_seed(mine)) for model, mine in by_model(rows).items()}
+    for score, x, xlabel in axes:
+        what, shown = score.partition(",")[0], []
+        measured = by_model(row for row in rows if row.score == score and x in row.case)
+        for model, count in seeds.items():
+            mine = measured.get(model, [])
+            if len(by_seed(mine)) < count:
+                leave_out(model.label, f"{what}: not measured in every run")
+            if mean_by_step(mine, x):
+                shown += mine
+            elif mine:
+                leave_out(model.label, f"{what}: at no step measured with all seeds")
+        if shown:
+            about = f"{what.capitalize()} by {xlabel}, on {rows[0].text[0]}. The start may lie outside the frame."
+            pictures.append(Picture(loss_figure(shown, x, xlabel, score), about))
+    return pictures
+
+
+def loss_figure(rows: Sequence[Row], x: str, xlabel: str, ylabel: str) -> Any:
+    """Plot losses of runs: seeds as thin lines, their mean as a thick line. The frame fits the settled losses."""
+    figure, axes = new_figure(xlabel, ylabel)
+    ends, settled = [], []
+    for model, mine in by_model(rows).items():
+        seeds, main = by_seed(mine), mean_by_step(mine, x)
+        lines = [[(row.case[x], row.value) for row in seed] for seed in seeds]
+        for line in lines if len(lines) > 1 else []:
+            axes.plot(*_columns(line), color=model.style.color, linewidth=0.6, alpha=0.6)
+        axes.plot(*_columns(main), **model.style.line(len(main)))
+        settled += [loss for line in (main, *lines) for place, loss in line if place >= _SETTLED * line[-1][0]]
+        ends.append((main[-1][1], model.style, model.label))
+    fit(axes, settled, 0.06)
+    axes.set_xlim(left=0)
+    if x == "tokens":
+        axes.xaxis.set_major_formatter(require("matplotlib.ticker", "train").EngFormatter(sep=" "))
+    label_line_ends(axes, ends)
+    return figure
+
+
+def _columns(points: Points) -> tuple[list[float], list[float]]:
+    return [place for place, _ in points], [value for _, value in points]
+
+
+def _means(
+    rows: Sequence[Row], x: str, limits: tuple[float, float] | None = None
+) -> tuple[list[Any], list[float], Any]:
+    """Return places, means over seeds and the distances to the ends of their intervals (0 without one)."""
+    places = dict(sorted(grouped(rows, lambda row: row.case[x]).items()))
+    found = [estimate(seeds, limits) for seeds in places.values()]
+    ends = [(mean, mean) if interval is None else (interval.low, interval.high) for mean, interval in found]
+    below = [max(0.0, mean - low) for (mean, _), (low, _) in zip(found, ends, strict=True)]
+    above = [max(0.0, high - mean) for (mean, _), (_, high) in zip(found, ends, strict=True)]
+    return list(places), [mean for mean, _ in found], [below, above]
+
+
+def perplexity_figure(rows: Sequence[Row]) -> Any:
+    """Plot perplexity by context: the mean over seeds, and the seeds; for one seed with its interval."""
+    figure, axes = new_figure("context length, tokens", "perplexity per token")
+    ends, lowest, highest = [], [], 0.0
+    for model, mine in by_model(rows).items():
+        contexts, means, bars = _means(mine, "context")
+        seeds, line = by_seed(mine), model.style.line(len(means)) | {"markevery": 1}
+        axes.errorbar(contexts, means, yerr=bars if len(seeds) == 1 else None, capsize=2.5, elinewidth=0.9, **line)
+        for seed in seeds if len(seeds) > 1 else []:
+            points = [(row.case["context"], row.value) for row in seed]
+            axes.plot(*_columns(points), color=model.style.color, linewidth=0.6, alpha=0.6)
+        lowest.append(min(means))
+        highest = max(highest, *means)
+        ends.append((means[-1], model.style, model.label))
+    ticks = sorted({row.case["context"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [token_count(tick) for tick in ticks])
+    axes.minorticks_off()
+    if highest > _TALLEST * max(lowest):
+        axes.set_ylim(top=_TALLEST * max(lowest))
+    label_line_ends(axes, ends)
+    return figure
+
+
+def distance_figure(rows: Sequence[Row], x: str, guessing: float) -> Any:
+    """Plot accuracy with its interval by distance; bars at the same distance are side by side."""
+    figure, axes = new_figure("chunks from the answer to its question", "accuracy, %")
+    models, ends = by_model(rows), []
+    for number, (model, mine) in enumerate(models.items()):
+        places, means, bars = _means([row for row in mine if row.case[x] != "any"], x, PERCENT.limits)
+        aside, line = 0.05 * (number - (len(models) - 1) / 2), model.style.line(len(means)) | {"markevery": 1}
+        shares, reach = [100 * mean for mean in means], [[100 * one for one in side] for side in bars]
+        axes.errorbar([place + aside for place in places], shares, yerr=reach, capsize=2.5, elinewidth=0.9, **line)
+        ends.append((shares[-1], model.style, model.label))
+    axes.axhline(100 * guessing, color=DARK, linewidth=1, linestyle=_GUESSING.dashes)
+    axes.set_ylim(-3, 103)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    label_line_ends(axes, [*ends, (100 * guessing, _GUESSING, "guessing")])
+    return figure
+
+
+Curve = list[tuple[float, float, float]]
+"""Middle of the bin, mean loss, and standard error (NaN if unknown)."""
+
+
+def position_curves(rows: Sequence[Row]) -> dict[Model, Curve]:
+    """Return the means over seeds by position; the error is that of the mean over seeds, for one seed its own."""
+    curves = {}
+    for model, mine in by_model(rows).items():
+        places = grouped(mine, lambda row: row.case["position"])
+        starts, whole = list(places), len(by_seed(mine))
+        width = starts[1] - starts[0] if len(starts) > 1 else 1
+        curves[model] = [
+            (start + width / 2, statistics.fmean(row.value for row in seeds), _error(seeds))
+            for start, seeds in places.items() if len(seeds) == whole
+        ]  # fmt: skip
+    return curves
+
+
+def _error(seeds: Sequence[Row]) -> float:
+    if len(seeds) > 1:
+        return statistics.stdev(row.value for row in seeds) / math.sqrt(len(seeds))
+    return math.nan if seeds[0].interval is None else seeds[0].interval.high - seeds[0].value
+
+
+def panels_figure(curves: Mapping[Model, Curve], chunks: Mapping[Model, int], length: int) -> Any:
+    """Draw one panel per model with its chunk borders and the same scales, and the other models in grey."""
+    rows = len(curves)
+    figure, panels = new_panels("position, tokens", "loss, nats per token", rows, height=1.2 + 1.7 * rows)
+    # The first positions have little context: without them the frame fits the rest.
+    settled = [mean for curve in curves.values() for _, mean, _ in curve[len(curve) // 20 :]]
+    for axes, (model, curve) in zip(panels, curves.items(), strict=True):
+        for border in chunk_borders(length, chunks[model]):
+            axes.axvline(border, color=MIDDLE, linewidth=0.7, linestyle=":")
+        for other in curves.values():
+            if other is not curve:
+                axes.plot([x for x, _, _ in other], [mean for _, mean, _ in other], color=LIGHT, linewidth=0.7)
+        _draw_curve(axes, curve, model, {"marker": "", "linestyle": "-"})
+        axes.set_title(f"{model.label}, a border every {chunks[model]} tokens", fontsize=11, loc="left")
+        axes.set_xlim(0, length)
+        fit(axes, settled, 0.05, 0.05)
+    return figure
+
+
+def within_figure(curves: Mapping[Model, Curve]) -> Any:
+    """Plot the loss by position in the chunk."""
+    figure, axes = new_figure("position in the chunk, tokens", "loss, nats per token")
+    for model, curve in curves.items():
+        _draw_curve(axes, curve, model, {})
+    axes.set_xlim(left=0)
+    label_line_ends(axes, [(curve[-1][1], model.style, model.label) for model, curve in curves.items()])
+    return figure
+
+
+def _draw_curve(axes: Any, curve: Curve, model: Model, changes: Mapping[str, Any]) -> None:
+    x, mean = [x for x, _, _ in curve], [mean for _, mean, _ in curve]
+    low, high = ([y + sign * error for _, y, error in curve] for sign in (-1, 1))
+    axes.fill_between(x, low, high, color=model.style.color, alpha=0.25, linewidth=0)
+    axes.plot(x, mean, **(model.style.line(len(curve)) | {"linewidth": 1.4, **changes}))
+
+
+def map_figure(rows: Sequence[Row], depth_name: Callable[[Any], str]) -> Any:
+    """Draw a map of the scores: length to the right, depth downwards, and a number in every measured cell."""
+    places = grouped(rows, lambda row: (row.case["length"], row.case["depth"]))
+    shares = {place: estimate(seeds)[0] for place, seeds in places.items()}
+    lengths = sorted({length for length, _ in shares})
+    depths = sorted({depth for _, depth in shares}, key=lambda depth: 2.0 if isinstance(depth, str) else depth)
+    height = 1.3 + 0.5 * len(depths)
+    figure, axes = new_figure("length, tokens", "depth of the needle", height=height, width=_MAP_WIDTH)
+    table = [[shares.get((length, depth), math.nan) for length in lengths] for depth in depths]
+    axes.pcolormesh(table, cmap="Blues", vmin=0, vmax=1, edgecolors=MIDDLE, linewidth=0.5)
+    for y, values in enumerate(table):
+        for x, share in enumerate(values):
+            text, color = "–" if math.isnan(share) else f"{100 * share:.0f}", "white" if share > 0.55 else DARK
+            axes.text(x + 0.5, y + 0.5, text, color=color, ha="center", va="center", fontsize=12)
+    axes.invert_yaxis()
+    axes.set_xticks([place + 0.5 for place in range(len(lengths))], [token_count(length) for length in lengths])
+    axes.set_yticks([place + 0.5 for place in range(len(depths))], [depth_name(depth) for depth in depths])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure

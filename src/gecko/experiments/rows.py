@@ -1,0 +1,271 @@
+"""Rows of runs and evaluations, and their models: runs that differ only in their seed are one model."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gecko.eval.results import Interval, over_rows
+from gecko.experiments.inputs import RECIPE, EvaluationFile, Inputs, RunFolder
+from gecko.experiments.table import Model, Row, grouped
+from gecko.io.files import read_object
+from gecko.pages.figures import LineStyle
+from gecko.train.metrics import METRICS, seconds_by_step
+from gecko.train.overrides import current_fields, flatten
+from gecko.train.run import has_role
+from gecko.train.settings import Role
+
+_LONGEST_DIFFERENCE = 30
+_TRAINING_POINTS = 50
+_NORMS = "norm statistics of"
+HELD_OUT, TRAINING_LOSS = "held-out loss, nats per byte", "training loss, nats per token"
+_SYNTHETIC_NAMES = {"mqar": "Associative recall (MQAR)", "selective_copying": "Selective copying",
+                    "induction_heads": "Induction heads"}  # fmt: skip
+
+
+class Identity(NamedTuple):
+    """Name and settings of a model, which are the same for all its seeds."""
+
+    name: str
+    settings: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, name: str, settings: Mapping[str, Any]) -> Identity:
+        return cls(
+            name, tuple(sorted((key, json.dumps(value)) for key, value in settings.items() if value is not None))
+        )
+
+
+def identity_of_run(run: RunFolder) -> Identity:
+    """Return the identity of a run: its name is the recipe's, or MODEL in a comparison's folder MODEL/seed-N."""
+    folder, source = run.folder.resolve(), str(run.recipe.get("recipe") or "")
+    name = folder.name if not source or source.endswith(".json") else source
+    if folder.name == f"seed-{run.seed}" and folder.parent.name:
+        name = folder.parent.name
+    settings = flatten({key: value for key, value in current_fields(run.recipe).items() if key != "command"})
+    return Identity.of(name, {key: value for key, value in settings.items() if not has_role(key, Role.NEUTRAL)})
+
+
+def identity_of_evaluation(file: EvaluationFile, runs: Sequence[RunFolder]) -> tuple[Identity, int | None]:
+    """Return identity and seed of the run that has the file in its folder or that its model names; else new ones."""
+    if file.kind == "diagnose":
+        return Identity.of("", flatten(file.record["settings"])), int(file.record["seed"])
+    name = Path(str(file.record["model"].get("name", file.path.stem)))
+    run = file.run or _run_named(name, runs)
+    if run is not None:
+        return identity_of_run(run), run.seed
+    start, _, number = name.name.partition("-")
+    of_comparison = start == "seed" and number.isdecimal() and bool(name.parent.name)
+    known = {"config": file.record["model"].get("config")}
+    return Identity.of(str(name.parent if of_comparison else name), known), int(number) if of_comparison else None
+
+
+def _run_named(name: Path, runs: Sequence[RunFolder]) -> RunFolder | None:
+    """Return the run that a model's name means: by path, by the end of its path, or a run that exists there."""
+    parts = [part for part in name.parts if part not in ("..", ".")]
+    found = [run for run in runs if run.folder.resolve() == name.resolve()] or [
+        run for run in runs if parts and list(run.folder.resolve().parts[-len(parts) :]) == parts
+    ]
+    if not found and (name / RECIPE).is_file() and (name / METRICS).is_file():
+        return RunFolder(name, read_object(name / RECIPE, "a recipe"))
+    return found[0] if len(found) == 1 else None
+
+
+def label_models(identities: Iterable[Identity]) -> dict[Identity, Model]:
+    """Return models by identity. Labels are recipes; models of the same recipe are told apart by their differences."""
+    known = list(dict.fromkeys(identities))
+    labels: dict[Identity, tuple[str, str]] = {}
+    for group in grouped(known, lambda one: one.name).values():
+        labels |= zip(group, _labels(group), strict=True)
+    return {one: Model(labels[one][0], LineStyle.of(number), labels[one][1]) for number, one in enumerate(known)}
+
+
+def _labels(group: Sequence[Identity]) -> list[tuple[str, str]]:
+    """Return label and differences of each model of the same name."""
+    name, settings = group[0].name, [dict(one.settings) for one in group]
+    if len(group) == 1:
+        return [(name or "Gecko", "")]
+    every = dict.fromkeys(key for one in settings for key in one)
+    differing = [key for key in every if len({one.get(key) for one in settings}) > 1]
+    values = [{key: one.get(key, "none").strip('"') for key in differing} for one in settings]
+    texts = [", ".join(f"{_short(key, differing)}={value}" for key, value in one.items()) for one in values]
+    if all(len(text) <= _LONGEST_DIFFERENCE for text in texts):
+        return [(f"{name}, {text}" if name else text, text) for text in texts]
+    return [(f"{name or 'model'} {_letters(number)}", text) for number, text in enumerate(texts)]
+
+
+def _short(key: str, keys: Sequence[str]) -> str:
+    """Return the last part of a dotted name if it is unique, else the whole name."""
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+
+
+def _letters(number: int) -> str:
+    return ("" if number < 26 else _letters(number // 26 - 1)) + chr(ord("A") + number % 26)
+
+
+def long_table(inputs: Inputs) -> list[Row]:
+    """Return the rows of all inputs. What is there twice is noted as left out."""
+    known = [(file, *identity_of_evaluation(file, inputs.runs)) for file in inputs.evaluations]
+    runs = {id(run): identity_of_run(run) for run in inputs.runs}
+    models = label_models([*runs.values(), *(one for file, one, _ in known if file.kind != "diagnose")])
+    rows: list[Row] = []
+    trained: dict[tuple[Identity, int], RunFolder] = {}
+    for run in inputs.runs:
+        first = trained.setdefault((runs[id(run)], run.seed), run)
+        if first is run:
+            rows += rows_of_run(run, models[runs[id(run)]])
+        else:
+            inputs.leave_out(run.folder, f"trained like {first.folder}, with the same seed")
+    # Models of synthetic tasks are told apart within each task.
+    for group in grouped(known, lambda one: _task(one[0])).values():
+        named = models if group[0][0].kind != "diagnose" else label_models(one for _, one, _ in group)
+        rows += [row for file, one, seed in group for row in rows_of_evaluation(file, named[one], seed)]
+    return _each_once(rows, inputs)
+
+
+def _task(file: EvaluationFile) -> str:
+    return str(file.record["settings"]["task"]) if file.kind == "diagnose" else ""
+
+
+def _each_once(rows: Iterable[Row], inputs: Inputs) -> list[Row]:
+    found: dict[Any, Row] = {}
+    for row in rows:
+        key = (row.model, row.seed, row.evaluation, row.text, row.place)
+        if found.setdefault(key, row) is not row:
+            inputs.leave_out(row.file.path, f"{row.evaluation}: some scores are of a model and seed shown already")
+    return list(found.values())
+
+
+def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
+    """Yield the losses by step, the final losses, the median speed and the number of steps of a run."""
+    data = run.recipe["data"]
+    text = data_words(data), str(sorted((key, str(value)) for key, value in data.items() if value is not None))
+
+    def row(score: str, value: float, n: int, unit: str, case: Mapping[str, float], own: Interval | None = None) -> Row:
+        return Row(model, run.seed, "training", text, case, score, value, own, n, unit, run)
+
+    clock = seconds_by_step(run.metrics, run.tokens_before)
+    for score, unit, points in ((HELD_OUT, "tokens", _held_out(run)), (TRAINING_LOSS, "steps", _training(run))):
+        for step, loss, n in points:
+            case: dict[str, float] = {"step": step, "tokens": run.tokens_before(step)}
+            yield row(score, loss, n, unit, case | ({"minutes": clock[step] / 60} if step in clock else {}))
+    if run.results is not None:
+        for score, name in (("nats per byte", "nats_per_byte"), ("nats per token", "loss")):
+            value, rows = float(run.results[name]), run.results.get("row_losses") or []  # older ones have no rows
+            interval = over_rows(rows, run.results.get("row_targets") or [], value / run.results["loss"])
+            yield row(score, value, run.results["tokens"], "tokens", {}, interval)
+    speeds = [one["tokens_per_second"] for one in _steps(run) if one.get("tokens_per_second")]
+    if speeds:
+        yield row("tokens/s", statistics.median(speeds), len(speeds), "steps", {})
+    yield row("steps", run.steps_done, 1, "runs", {})
+
+
+def data_words(data: Mapping[str, Any]) -> str:
+    """Return the texts that a run reads, and the held-out ones, in words."""
+    sources = ", ".join(data.get("sources") or [str(data.get("source"))])
+    held_out = data.get("validation")
+    apart = f"held out: {held_out}" if held_out else f"{data.get('validation_fraction')} held out"
+    return f"{sources} ({apart}; tokenizer {data.get('tokenizer')})"
+
+
+def _steps(run: RunFolder) -> list[Mapping[str, Any]]:
+    return [record for record in run.metrics if record["kind"] == "train"]
+
+
+def _held_out(run: RunFolder) -> Iterator[tuple[int, float, int]]:
+    for record in run.metrics:
+        if record["kind"] == "validation" and record.get("nats_per_byte") is not None:
+            yield record["step"], record["nats_per_byte"], record.get("tokens", 1)
+
+
+def _training(run: RunFolder) -> Iterator[tuple[int, float, int]]:
+    """Yield means over each complete fiftieth of the run, at its middle step.
+
+    The steps depend only on the run's length, so all seeds have the same steps.
+    """
+    last = max((record["step"] for record in _steps(run)), default=0)
+    width = max(1, int(run.recipe.get("steps") or last) // _TRAINING_POINTS)
+    measured = [record for record in _steps(run) if record.get("loss") is not None]
+    for group, records in grouped(measured, lambda record: (record["step"] - 1) // width).items():
+        if (group + 1) * width <= last:
+            middle = group * width + width // 2 + 1
+            yield middle, statistics.fmean(record["loss"] for record in records), len(records)
+
+
+def rows_of_evaluation(file: EvaluationFile, model: Model, seed: int | None) -> Iterator[Row]:
+    """Yield the scores of a result file. One with several kinds of norm statistics is of several models."""
+    scores = file.record["scores"]
+    kinds = list(dict.fromkeys(str(score["where"].get(_NORMS, "")) for score in scores))
+    for kind in kinds:
+        mine = [score for score in scores if score["where"].get(_NORMS, "") == kind]
+        details = file.record["details"][kind] if kind else file.record["details"]
+        of = model
+        if kind != kinds[0]:
+            style = replace(model.style, dashes=(0, (3, 1, 1, 1, 1, 1)), marker="*")
+            of = replace(model, label=f"{model.label}, norms of the {kind}", style=style)
+        text = _compared(file, details, mine[0]["n"])
+        for one in mine:
+            interval = None if one["interval"] is None else Interval(**one["interval"])
+            yield Row(of, seed, file.kind, text, _case(file, one["where"]), one["name"], float(one["value"]), interval,
+                      int(one["n"]), one["unit"], file)  # fmt: skip
+        for name in ("by_position", "in_chunk") if file.kind == "positions" else ():
+            for point in details[name]:
+                mean, error = point["mean"], point["standard_error"]
+                interval = None if error is None else Interval(mean - error, mean + error, "± 1 standard error")
+                yield Row(of, seed, name, text, {"position": point["position"]}, "loss", mean, interval, point["n"],
+                          "segments", file)  # fmt: skip
+
+
+def _case(file: EvaluationFile, where: Mapping[str, Any]) -> dict[str, Any]:
+    if file.kind == "positions":  # each model has its own chunks, which are named under its name
+        return {}
+    case = {name: value for name, value in where.items() if name != _NORMS}
+    return case | {"data": _data(file.record["settings"])} if file.kind in ("academic", "scrolls") else case
+
+
+def _data(settings: Mapping[str, Any]) -> str:
+    """Describe the data and the settings that may differ between evaluations of a task."""
+    parts = [settings.get("data", "not recorded") or "hub"]
+    if settings.get("limit") is not None:
+        parts.append(f"first {settings['limit']:,}")
+    if settings.get("shots_data") is not None:
+        parts.append(f"shots of {settings['shots_data']}")
+    if "new_tokens" in settings:
+        parts.append(f"answers of {settings['new_tokens']:,} tokens")
+    return ", ".join(parts)
+
+
+def _compared(file: EvaluationFile, details: Mapping[str, Any], n: int) -> tuple[Any, ...]:
+    """Return what must be equal for scores to be compared; first the words for it."""
+    settings, tokenizer = file.record["settings"], str(file.record["model"].get("tokenizer", "not known"))
+    texts = tuple(Path(text).name for text in settings.get("texts", ()))
+    named = ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+    if file.kind == "perplexity":
+        return f"{named} ({n:,} tokens, tokenizer {tokenizer})", texts, tokenizer, details.get("bytes"), n
+    if file.kind == "positions":
+        length, segments = settings["length"], settings["segments"]
+        amount = f"{segments:,} segments of {token_count(length)} tokens"
+        return f"{named} ({amount}, tokenizer {tokenizer})", texts, tokenizer, length, segments
+    if file.kind == "retrieval":  # depths may differ: each is a row
+        return named, settings["task"], texts, details.get("words")
+    if file.kind == "diagnose":
+        size, chunk = settings["size"], settings["config"]["chunk_size"]
+        about = (
+            f"{_SYNTHETIC_NAMES[settings['task']]}, {size['length']} tokens, {size['items']} to remember, "
+            f"chunks of {chunk}, {settings['steps']:,} steps"
+        )
+        return about, settings["task"], json.dumps(size, sort_keys=True), chunk, settings["steps"], settings["guessing"]
+    return ("",)
+
+
+def token_count(tokens: int) -> str:
+    """Format a number of tokens as commands accept it, such as ``16K`` or ``4M``."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens % size == 0:
+            return f"{tokens // size}{unit}"
+    return f"{tokens:,}"
