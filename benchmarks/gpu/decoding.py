@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def state_at(model: gecko.Gecko, rows: int, position: int) -> GeckoState:
     weight = model.embedding.weight
     state = GeckoState.empty(model.config, rows, value_dtype=weight.dtype, device=weight.device).map(torch.clone)
     state.clock.position.fill_(position)
-    return replace(state, exclusive=True)
+    return state
 
 
 def bytes_of_states(state: GeckoState) -> int:

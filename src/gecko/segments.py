@@ -137,8 +137,6 @@ class Segments:
     """Exchange with the ranks that hold earlier tokens of the same rows, if there are any."""
     next_begins: Tensor | None = None
     """(batch,) bool: a document starts at the token after the last one of the call. Known if another rank holds it."""
-    overwrites: bool = False
-    """Whether the state after the call may be written into the tensors of the state before it."""
     ends: Tensor | None = None
     """(batch,) int64 on the CPU: tokens of each row that count; the others are padding. None: all tokens count."""
     at_start: bool = False
@@ -154,7 +152,6 @@ class Segments:
         segment_ids: Tensor | None = None,
         clock: Clock | None = None,
         device: torch.device | str = "cpu",
-        overwrites: bool = False,
         lengths: Tensor | None = None,
     ) -> Segments:
         """Find the document starts: wherever ``segment_ids`` (batch, length) changes along a row.
@@ -174,9 +171,7 @@ class Segments:
         clock = clock or Clock.start(batch)
         if segment_ids is None:
             ends = None if lengths is None else _padding(lengths, batch, length)
-            return cls(
-                batch, length, clock, None, clock.segment_id, device, overwrites=overwrites, ends=ends, at_start=fresh
-            )
+            return cls(batch, length, clock, None, clock.segment_id, device, ends=ends, at_start=fresh)
         if lengths is not None:
             raise ValueError("lengths and segment_ids exclude each other; got both. Pad rows of one document each.")
         if segment_ids.shape != (batch, length) or segment_ids.is_floating_point():
@@ -189,7 +184,7 @@ class Segments:
         changed = (torch.cat([before, ids[:, :-1]], dim=1) != ids).numpy()
         starts = changed if changed.any() else None
         last = ids[:, -1].clone()
-        return cls(batch, length, clock, starts, last, device, overwrites=overwrites, at_start=fresh)
+        return cls(batch, length, clock, starts, last, device, at_start=fresh)
 
     @cached_property
     def document_starts(self) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,8 +39,6 @@ class GeckoState(TensorRecord):
     clock: Clock
     mixers: tuple[MixerState, ...]
     final_norm: TimestepNormState
-    exclusive: bool = field(default=False, compare=False)
-    """Whether no other value shares these tensors' memory, so that ``Gecko.step`` may write into them."""
 
     @classmethod
     def empty(
@@ -82,14 +80,6 @@ class GeckoState(TensorRecord):
                 raise ValueError("states that become one batch must be of one model; got states of different ones.")
         parts = [iter(state.tensors().values()) for state in states]
         return states[0].map(lambda _: torch.cat([next(part) for part in parts]))
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> GeckoState:
-        """Return a state with ``function`` applied to every tensor; it is not ``exclusive``."""
-        return replace(super().map(function), exclusive=False)
-
-    def own(self) -> GeckoState:
-        """Return a copy that is ``exclusive``."""
-        return replace(self.map(torch.clone), exclusive=True)
 
     def save(self, path: str | Path, *, compact: bool = False) -> None:
         """Write the state to one file atomically; a file at ``path`` is replaced, as by ``torch.save``.
@@ -139,9 +129,8 @@ class GeckoState(TensorRecord):
             )
 
     def to(self, device: torch.device | str) -> GeckoState:
-        """Move the state to a device, except the clock. The tensors of an ``exclusive`` state are always copied."""
-        moved = self.map(lambda x: x.to(device, copy=self.exclusive))
-        return replace(moved, clock=self.clock)
+        """Move the state to a device, except the clock."""
+        return replace(self.map(lambda x: x.to(device)), clock=self.clock)
 
 
 _LONGEST = 2**53

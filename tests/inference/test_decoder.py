@@ -130,20 +130,6 @@ def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str, mo
     assert_rows_are_what_they_are_alone(model, prefills, STEPS)
 
 
-def in_pages(state: GeckoState) -> GeckoState:
-    """Return the state with its tensors as views of one page per row, as they lie in a cache of pages."""
-    tensors = [x for part in (*state.mixers, state.final_norm) for x in part.tensors().values()]
-    sizes = [-(-x[0].nbytes // 64) * 64 for x in tensors]
-    pages, begin = torch.zeros(state.batch_size, sum(sizes), dtype=torch.uint8), 0
-    for index, (x, size) in enumerate(zip(tensors, sizes, strict=True)):
-        content = pages[:, begin : begin + x[0].nbytes].view(x.dtype)
-        tensors[index] = (content.unflatten(1, x.shape[1:]) if x.dim() > 1 else content[:, 0]).copy_(x)
-        begin += size
-    views = iter(tensors)
-    mixers = tuple(mixer.map(lambda _: next(views)) for mixer in state.mixers)
-    return dataclasses.replace(state, mixers=mixers, final_norm=state.final_norm.map(lambda _: next(views)))
-
-
 @pytest.mark.parametrize("variant", cases.VARIANTS)
 def test_states_in_pages_in_any_order(variant: str) -> None:
     """The input of the head, from states in pages, gives the logits of a decoder with states side by side."""
@@ -151,7 +137,7 @@ def test_states_in_pages_in_any_order(variant: str) -> None:
     prefills = [read(model, [cases.tokens(1, length, seed)[0]]) for seed, length in enumerate(LENGTHS)]
     tokens = cases.tokens(len(prefills), STEPS, 9)
     decoder, order = decode_from(model, prefills), [2, 0, 3]
-    pages = in_pages(GeckoState.stack([prefill.state for prefill in prefills]))
+    pages = cases.in_pages(GeckoState.stack([prefill.state for prefill in prefills]))
     network = PackedWeights(model, "cpu").with_states(pages, rows=len(order))
     with torch.inference_mode():
         for step, column in enumerate(tokens.unbind(1)):
@@ -218,7 +204,7 @@ def test_a_later_state_of_other_sizes_is_not_spread_over_a_slot() -> None:
 def test_weights_that_c_would_misread_are_refused(name: str) -> None:
     """Whatever packs them: integers without scales, and floats with scales, have no meaning in C."""
     model = cases.model("gecko", torch.float32)
-    state = read(model, [cases.tokens(1, 20)[0]]).state.own()
+    state = read(model, [cases.tokens(1, 20)[0]]).state.map(torch.clone)
     packed = PackedWeights(model, "cpu")
     record = packed._ends if name == "head" else packed._layers[0]
     good = record[name]

@@ -77,7 +77,7 @@ def test_steps_go_on_from_any_state_and_leave_it(variant, length):
     with torch.inference_mode():
         state = model(text[:, :length])[1] if length else model.empty_state(2)
         expected, after = model(text[:, length:], state=state)
-    before, own = state.own(), state
+    before, own = state.map(torch.clone), state
     for place in range(length, 70):
         logits, own = model.step(text[:, place], own)
         assert_same(logits, expected[:, place - length])
@@ -96,11 +96,11 @@ COPIES = {
 @pytest.mark.parametrize("copy", COPIES)
 @torch.no_grad()
 def test_copies_of_a_state_that_a_step_returned_stay_what_they_are(copy):
-    """Copies belong to the caller: only the state that a step returned is overwritten."""
+    """Copies belong to the caller."""
     model = cases.model("gecko")
     _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 30))[1])
     kept = COPIES[copy](state)
-    before = kept.own()
+    before = kept.map(torch.clone)
     for _ in range(20):
         model.step(tokens(kept.batch_size, 1, seed=2)[:, 0], kept)
     assert_same_state(kept, before)
@@ -113,7 +113,7 @@ def test_what_is_read_on_from_a_state_that_a_step_returned_stays_what_it_is(vari
     model = cases.model(variant)
     _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 29))[1])
     _, branch = model(tokens(2, length), state=state)
-    before = branch.own()
+    before = branch.map(torch.clone)
     for token in tokens(2, 20, seed=2).unbind(1):
         _, state = model.step(token, state)
     assert_same_state(branch, before)

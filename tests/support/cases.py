@@ -356,3 +356,17 @@ anything = st.builds(
     read=st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple),
     batch=st.integers(1, 3),
 )
+
+
+def in_pages(state: gecko.GeckoState) -> gecko.GeckoState:
+    """Return the state with its tensors as views of one page per row, as they lie in a cache of pages."""
+    tensors = [x for part in (*state.mixers, state.final_norm) for x in part.tensors().values()]
+    sizes = [-(-x[0].nbytes // 64) * 64 for x in tensors]
+    pages, begin = torch.zeros(state.batch_size, sum(sizes), dtype=torch.uint8), 0
+    for index, (x, size) in enumerate(zip(tensors, sizes, strict=True)):
+        content = pages[:, begin : begin + x[0].nbytes].view(x.dtype)
+        tensors[index] = (content.unflatten(1, x.shape[1:]) if x.dim() > 1 else content[:, 0]).copy_(x)
+        begin += size
+    views = iter(tensors)
+    mixers = tuple(mixer.map(lambda _: next(views)) for mixer in state.mixers)
+    return dataclasses.replace(state, mixers=mixers, final_norm=state.final_norm.map(lambda _: next(views)))

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from gecko.inference.packed_weights import Network, PackedWeights, decoder_of
+from gecko.io.quantization import plain_tensors
 from gecko.models.gecko import Gecko
+from gecko.ops.common import identity
 from gecko.runtime.process import prefer_huge_pages
 from gecko.state import GeckoState
 
@@ -28,9 +30,9 @@ class Decoder:
     """States of up to ``capacity`` sequences, which each step reads and changes in place.
 
     If the weights are float32, bfloat16 or quantised, a step on the CPU is one call into C for the whole network, and
-    on a GPU one CUDA graph of Triton kernels, which draws the next tokens too. Other models take ``Gecko.step``. The
-    logits of a sequence do not depend on the others in C; elsewhere their last bits may. Empty slots cost no time, and
-    memory only if as many were in use before. For use without gradients.
+    on a GPU one CUDA graph of Triton kernels, which draws the next tokens too. Other models take ``Gecko.step``, whose
+    result is copied into the slots. The logits of a sequence do not depend on the others in C; elsewhere their last
+    bits may. Empty slots cost no time, and memory only if as many were in use before. For use without gradients.
 
     Args:
         window_dtype: dtype of the keys and values in the attention window, float32 or bfloat16, which halves most of a
@@ -111,16 +113,15 @@ class Decoder:
         The next call may overwrite the logits.
         """
         assert self._state is not None and len(tokens) == self.count, "there must be one token per sequence"
-        if self._network is None:
-            logits, after = self._model.step(torch.tensor(tokens, device=self._device), self._state)
-            for slot, tensor in zip(self._state.tensors().values(), after.tensors().values(), strict=True):
-                if tensor is not slot:
-                    slot.copy_(tensor)
-            return logits
-        if self._model.ends() != self._ends:
+        if _ends(self._model) != self._ends:
             # Another change of the weights is only seen in the first step; checking all of them takes too long.
             self._model.check_state(self._state, self.count)
             self._pack()
+        if self._network is None:
+            logits, after = self._model.unchecked_step(torch.tensor(tokens, device=self._device), self._state)
+            for slot, tensor in zip(self._state.tensors().values(), after.tensors().values(), strict=True):
+                slot.copy_(tensor)
+            return logits
         logits = self._network.step(tokens)
         self._state.clock.position.add_(1)
         return logits
@@ -162,16 +163,15 @@ class Decoder:
     def _pack(self) -> None:
         assert self._all is not None
         self._network = self._packed = None
-        self.backend = decoder_of(self._model, self._all)
+        self.backend, self._ends = decoder_of(self._model, self._all), _ends(self._model)
         if self.backend is not None:
             self._packed = PackedWeights(self._model, self.backend)
             self._network = self._packed.with_states(self._all)
-            self._ends = self._model.ends()
 
     def _resize(self, count: int) -> None:
         self.count = count
         if self._all is not None:
-            self._state = replace(self._all.map(lambda x: x[:count]), exclusive=True)
+            self._state = self._all.map(lambda x: x[:count])
 
 
 def read_piece(model: Gecko, tokens: Tensor, state: GeckoState | None) -> tuple[Tensor, GeckoState]:
@@ -201,6 +201,12 @@ def _read_by_steps(model: Gecko, tokens: Tensor, state: GeckoState) -> tuple[Ten
     decoder.add(state, torch.zeros(model.config.vocab_size, dtype=torch.bool, device="cpu"))
     hidden = torch.cat([decoder.hidden_step([token]) for token in tokens[0].tolist()])
     return hidden.to(model.embedding.weight.dtype).unsqueeze(0), decoder.state(0)
+
+
+def _ends(model: Gecko) -> Hashable:
+    """Return the identity of the first and last weights only. This is fast enough to check it at every token."""
+    ends = (model.embedding.weight, model.head.weight)
+    return identity(tensor for weight in ends for tensor in plain_tensors(weight))
 
 
 def _of_one_model(a: GeckoState, b: GeckoState) -> bool:

@@ -44,6 +44,9 @@ class Network(Protocol):
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one token of each of the first sequences and return the logits of the next ones, (rows, vocabulary)."""
 
+    def hidden(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Read one token of each sequence in some ``slots`` and return the input of the head, (rows, D)."""
+
     def hidden_step(self, tokens: Sequence[int]) -> Tensor:
         """Read tokens as ``step`` does and return the input of the head, (rows, D) float32; only in C."""
 

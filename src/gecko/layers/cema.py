@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from gecko.config import CEMASkip
 from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.cema.context import cema_state_before
-from gecko.ops.common import identity
 from gecko.segments import Pending, Segments
 
 
@@ -27,7 +26,6 @@ class CEMA(nn.Module):
         self.theta = nn.Parameter(torch.empty(model_dim))
         self.gamma = nn.Parameter(torch.empty(model_dim, modes, 2))
         self.omega = nn.Parameter(torch.empty(model_dim)) if skip == "learned" else None
-        self._cached: tuple[object, CEMACoefficients] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -51,23 +49,10 @@ class CEMA(nn.Module):
 
     def forward(self, x: Tensor, before: Pending[Tensor | None], segments: Segments) -> tuple[Tensor, Tensor]:
         """Return y of the shape of x, (B, T, D), and the state after the last token, (B, D, N, 2)."""
-        coefficients = self._cached_coefficients() if segments.overwrites else self.coefficients()
         skip = x.new_ones(x.shape[-1]) if self.omega is None else self.omega
-        return cema(x, coefficients, before.wait(), segments=segments, skip=skip)
-
-    def forget(self) -> None:
-        """Discard the cached coefficients."""
-        self._cached = None
+        return cema(x, self.coefficients(), before.wait(), segments=segments, skip=skip)
 
     def coefficients(self) -> CEMACoefficients:
         """Return the filter's coefficients for the current parameters."""
         gamma = self.gamma if self.omega is None else self.gamma / math.sqrt(self.gamma.shape[1])
         return CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)
-
-    def _cached_coefficients(self) -> CEMACoefficients:
-        """Return cached coefficients while the parameters do not change: computing them takes longer than a token."""
-        parameters = (self.alpha, self.delta, self.theta, self.gamma)
-        key = identity(parameters)
-        if self._cached is None or self._cached[0] != key:
-            self._cached = key, self.coefficients()
-        return self._cached[1]

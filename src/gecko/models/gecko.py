@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.layers.linear import embedding_, project
 from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
 from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
-from gecko.ops.common import content, identity
+from gecko.ops.common import content
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.runtime.meta import meta_device
@@ -161,43 +160,16 @@ class Gecko(nn.Module):
     def step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
         """Decode one token per row: map tokens (B,) to the logits (B, V) of the next tokens, and return the state.
 
-        A step writes into the tensors of the state that the previous step returned, to avoid copies: do not use that
-        state again. A ``state`` from elsewhere is copied first and does not change.
-
-        Weights must not change between steps. A change is detected only if it includes the embedding or the head.
-        Errors are those of ``forward``.
+        ``gecko.inference`` decodes many times faster: it changes states in place. Errors are those of ``forward``.
         """
-        hidden, after = self.hidden_step(tokens, state)
-        return project(hidden, self.head)[0], after
+        logits, after = self(tokens.unsqueeze(1), state=state)
+        return logits[:, 0], after
 
-    @torch.no_grad()
-    def hidden_step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
-        """Return the input of the head, (B, D), and the state, for the arguments of ``step``."""
-        x = self._embed(tokens.unsqueeze(1))
-        # Checking all weights takes long compared with one token, so only the first of consecutive steps checks them.
-        consecutive = _may_be_overwritten(state) and (state.model == "" or self._was_named(state.model))
-        if not consecutive or state.config is not self.config or state.batch_size != len(tokens):
-            self.check_state(state, len(tokens))
-        if not consecutive:
-            state = self._begin_steps(state)
-        segments = Segments.build(len(tokens), 1, clock=state.clock, device=tokens.device, overwrites=True)
-        hidden, after = self._through_blocks(x, state, segments)
-        return hidden[:, 0], replace(after, exclusive=True)
-
-    def traced_step(self, tokens: Tensor, state: GeckoState, segments: Segments) -> tuple[Tensor, GeckoState]:
-        """Compute ``step`` without checks, for ``torch.export``; ``segments`` are those of one token per row."""
+    def unchecked_step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
+        """Compute ``step`` without its checks: comparing all weights with the state's takes as long as a token."""
+        segments = Segments.build(len(tokens), 1, clock=state.clock, device=tokens.device)
         hidden, after = self._through_blocks(self._scaled(self.embedding(tokens).unsqueeze(1)), state, segments)
         return project(hidden[:, 0], self.head)[0], after
-
-    def _begin_steps(self, state: GeckoState) -> GeckoState:
-        self._forget()
-        return state.own()
-
-    def _forget(self) -> None:
-        """Discard what was computed from the weights: writes through ``.data`` do not change a tensor's version."""
-        for module in self.modules():
-            if isinstance(module, CEMA):
-                module.forget()
 
     def _read(
         self, tokens: Tensor, segment_ids: Tensor | None, state: GeckoState | None, context: Context | None,
@@ -206,8 +178,6 @@ class Gecko(nn.Module):
         x = self._embed(tokens)
         if state is not None:
             self.check_state(state, tokens.shape[0])
-            # Otherwise the next step from this state would write into tensors that the new state shares with it.
-            state = state.own() if state.exclusive else state
         segments = self._segments(tokens, segment_ids, None if state is None else state.clock, context, lengths)
         return *self._through_blocks(x, state, segments), segments
 
@@ -282,20 +252,8 @@ class Gecko(nn.Module):
         now = content([tensor for parameter in self.parameters() for tensor in plain_tensors(parameter)])
         cached = getattr(self, "_fingerprint", None)
         if cached is None or now is None or cached[0] != now:
-            self._forget()
-            tied = TIED[0] if self.config.tie_embedding else None
-            cached = (now, fingerprint(self, tied))
-        self._fingerprint = (*cached[:2], self.ends())
-        return self._fingerprint[1]
-
-    def _was_named(self, name: str) -> bool:
-        """Return whether ``name`` is the last ``fingerprint``, and embedding and head have not changed since."""
-        return getattr(self, "_fingerprint", ())[1:] == (name, self.ends())
-
-    def ends(self) -> Hashable:
-        """Return the identity of the first and last weights only. This is fast enough to check it at every token."""
-        ends = (self.embedding.weight, self.head.weight)
-        return identity(tensor for weight in ends for tensor in plain_tensors(weight))
+            cached = self._fingerprint = (now, fingerprint(self, TIED[0] if self.config.tie_embedding else None))
+        return cached[1]
 
     def save(self, folder: str | Path) -> None:
         """Write ``model.safetensors`` and ``config.json``, each atomically.
@@ -321,14 +279,6 @@ class Gecko(nn.Module):
 
     def _check_tokens(self, name: str, tokens: Tensor, *, ignored: bool = False) -> None:
         check_tokens(name, tokens, self.config.vocab_size, ignored=ignored)
-
-
-def _may_be_overwritten(state: GeckoState) -> bool:
-    """Return whether no other value shares the state's tensors, and this mode may write into them.
-
-    Tensors that were created in inference mode can only be written to in inference mode.
-    """
-    return state.exclusive and (torch.is_inference_mode_enabled() or not state.final_norm.mean.is_inference())
 
 
 def save_model(

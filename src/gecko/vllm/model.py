@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,12 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
 
 from gecko.config import GeckoConfig
-from gecko.inference.packed_weights import PackedWeights, decoder_of
+from gecko.inference.packed_weights import Network, PackedWeights, decoder_of
 from gecko.io.model_folder import GECKO, TIED, WRAPPERS, read_folder, weight_files
 from gecko.io.quantization import is_quantized, pack, quantize, stored_bits, unpack
 from gecko.io.tensors import fitted
 from gecko.layers.linear import project
 from gecko.models.gecko import Gecko
-from gecko.ops.decoding.cpu import Network
 from gecko.parallel.tensor import TensorParallel, sharded_model, sharded_state, sharded_weight
 from gecko.runtime.meta import meta_device
 from gecko.state import GeckoState
@@ -36,15 +35,15 @@ from gecko.vllm.pages import StatePages, StepMetadata
 class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
     """Gecko with its head. Sequences that read one token are read together, the others one by one.
 
-    On the CPU, one token of all sequences is one call into C that changes the pages in place, unless tensor parallelism
-    divides the model. Elsewhere the states are copied from the pages and back.
+    One token of all sequences is one call into C, or the launches of the Triton decoder, which change the pages in
+    place. Models that these cannot decode, such as those that tensor parallelism divides, copy the states from the
+    pages and back.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
         self.config = vllm_config.model_config.hf_config
         self._dtype, self._device = torch.get_default_dtype(), vllm_config.device_config.device
-        self._rows = vllm_config.scheduler_config.max_num_seqs
         self._ranks = TensorParallel(
             get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
             tensor_model_parallel_all_reduce, tensor_model_parallel_all_gather,
@@ -59,7 +58,8 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         self.gecko.tie()
         names = f"{prefix}.gecko.blocks" if prefix else "gecko.blocks"
         self._pages = StatePages(self._blank(), names, vllm_config.compilation_config.static_forward_context)
-        self._network: tuple[GeckoState, Network | None] | None = None
+        self._packed: tuple[GeckoState, PackedWeights | None] | None = None
+        self._network: tuple[int, Network] | None = None
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         step: StepMetadata = metadata[self._pages.names[0]]
         hidden = torch.zeros(len(input_ids), self.gecko.config.model_dim, dtype=self._dtype, device=input_ids.device)
         if not any(step.read):  # vLLM was idle, when trainers write new values into the parameters
-            self._network = None
+            self._packed = None
         begin, decoding = 0, []
         for row, length in enumerate(step.lengths):
             if length == 1 and step.read[row]:
@@ -115,7 +115,7 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
             ValueError: the folder is damaged, parameters are missing, unexpected or of another shape, or weights are
                 quantised and tensor parallelism is on or the engine runs already.
         """
-        self._network = None
+        self._packed = None
         self._check_folder()
         stored = {_own_name(name): self._local(_own_name(name), weight) for name, weight in weights}
         head, embedding = TIED
@@ -184,21 +184,25 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
     def _decode(self, tokens: Tensor, step: StepMetadata, rows: tuple[int, ...]) -> Tensor:
         """Read one token (R,) of each of some sequences and return hidden (R, D)."""
         slots, read = [step.slots[row] for row in rows], [step.read[row] for row in rows]
-        network = self._in_c()
+        network = self._network_for(len(rows))
         if network is not None:
             return network.hidden(tokens.tolist(), slots, read)
-        hidden, after = self.gecko.hidden_step(tokens, self._pages.gather(slots, read))
+        hidden, after = self.gecko.hidden(tokens.unsqueeze(1), state=self._pages.gather(slots, read))
         self._pages.write(slots, after)
-        return hidden
+        return hidden.squeeze(1)
 
-    def _in_c(self) -> Network | None:
-        """Return the network that decodes in C on the current pages; None if it cannot."""
+    def _network_for(self, rows: int) -> Network | None:
+        """Return the network that decodes ``rows`` sequences on the current pages in C or Triton; None if none can."""
         state = self._pages.state()
-        if self._network is None or self._network[0] is not state:
-            usable = self._ranks.size == 1 and decoder_of(self.gecko, state) == "cpu"
-            network = PackedWeights(self.gecko, "cpu").with_states(state, self._rows) if usable else None
-            self._network = state, cast("Network | None", network)
-        return self._network[1]
+        if self._packed is None or self._packed[0] is not state:
+            backend = decoder_of(self.gecko, state) if self._ranks.size == 1 else None
+            self._packed = state, None if backend is None else PackedWeights(self.gecko, backend)
+            self._network = None
+        packed = self._packed[1]
+        if packed is not None and (self._network is None or self._network[0] < rows):
+            most = 1 << (rows - 1).bit_length()  # a network has activations for so many sequences
+            self._network = most, packed.with_states(state, most)
+        return None if self._network is None else self._network[1]
 
 
 def _own_name(name: str) -> str:

@@ -156,9 +156,9 @@ class StatePages:
         return self._rows(lambda x: x[slot : slot + 1], [read])
 
     def gather(self, slots: Sequence[int], read: Sequence[int]) -> GeckoState:
-        """Return copies of the states of several sequences, as an ``exclusive`` state."""
+        """Return copies of the states of several sequences."""
         index = torch.tensor(slots, device=self.state().final_norm.mean.device)
-        return replace(self._rows(lambda x: x[index], read), exclusive=True)
+        return self._rows(lambda x: x[index], read)
 
     def write(self, slots: Sequence[int], after: GeckoState) -> None:
         """Write the rows of ``after`` to the pages of ``slots``."""

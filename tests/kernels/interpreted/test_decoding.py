@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from kernels.recording import take_kernels
-from support.cases import VARIANTS
+from support.cases import VARIANTS, in_pages
 from torch import Tensor
 
 from gecko import Gecko, GeckoConfig
 from gecko.inference import Prefill, Sampling, read
 from gecko.inference.batch import DecodingBatch, DecodingSequence
 from gecko.inference.decoder import Decoder
-from gecko.inference.packed_weights import decoder_of
+from gecko.inference.packed_weights import PackedWeights, decoder_of
 from gecko.ops.backends.dispatch import Launch
 from gecko.ops.decoding.triton_ends import draw_kernel
 from gecko.state import GeckoState
@@ -119,6 +119,31 @@ def test_launches_of_one_step_are_those_of_every_step(monkeypatch: pytest.Monkey
         assert torch.equal(logits.unsqueeze(1), run(other, torch.stack([text[-1:] for text in texts])))
     assert_follows(logits.unsqueeze(1), other, exact, texts, 1e-4)
     assert all(len(set(text[-STEPS:].tolist())) > 1 for text in texts), "tokens that the device drew"
+
+
+@pytest.mark.parametrize("variant", DECODED)
+def test_states_in_pages_in_any_order(variant: str) -> None:
+    """The input of the head, from states in pages, gives the logits of a decoder with states side by side."""
+    exact = model_of(variant)
+    model = copy.deepcopy(exact).float()
+    tokens = tokens_of(len(LENGTHS), max(LENGTHS) + STEPS)
+    decoder = start(model, exact, [row[:length] for row, length in zip(tokens, LENGTHS, strict=True)])
+    pages = in_pages(GeckoState.stack([decoder.state(slot) for slot in range(len(LENGTHS))]).rows([1, 0, 2, 0]))
+    kept, page_of, order = pages.map(torch.clone), [1, 0, 2], [2, 0, 1]
+    network = PackedWeights(model, "triton").with_states(pages, rows=len(order))
+    with torch.inference_mode():
+        for step in range(STEPS):
+            column = [int(tokens[row, length + step]) for row, length in enumerate(LENGTHS)]
+            expected = decoder.step(column)[order]
+            positions = [LENGTHS[row] + step for row in order]
+            hidden = network.hidden([column[row] for row in order], [page_of[row] for row in order], positions)
+            torch.testing.assert_close(model.head(hidden), expected, rtol=1e-5, atol=1e-5)
+    for row, page in enumerate(page_of):
+        for name, tensor in decoder.state(row).tensors().items():
+            if not name.startswith("clock."):
+                assert torch.equal(pages.tensors()[name][page], tensor[0]), name
+    for name, tensor in pages.tensors().items():
+        assert torch.equal(tensor[3], kept.tensors()[name][3]), name
 
 
 def test_a_state_continues_in_another_decoder_to_the_bit() -> None:

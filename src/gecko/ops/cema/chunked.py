@@ -169,10 +169,10 @@ def cema_step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments
     if segments.starts is not None:
         h = h * segments.continues.unsqueeze(-1)
     # p x is real, so only the real parts of h change; the output needs only the real part of γ h.
-    h = torch.view_as_real(h.mul_(coefficients.factor) if segments.overwrites else h * coefficients.factor)
+    h = torch.view_as_real(h * coefficients.factor)
     h[..., 0].addcmul_(coefficients.input, x[:, 0].unsqueeze(-1))
     y = (coefficients.readout * h.flatten(2)).sum(-1)
-    return y.unsqueeze(1), state if segments.overwrites else h
+    return y.unsqueeze(1), h
 
 
 def _real_step(x: Tensor, coefficients: CEMACoefficients, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -243,9 +243,9 @@ def chunk_attention_step(
     """
     q, k, v = inputs
     token = segments.shared(("token", pattern, q.dtype, q.shape[-1]), lambda: _Token.of(pattern, segments, q))
-    write = Tensor.scatter_ if segments.overwrites else Tensor.scatter
-    keys = write(state.keys.to(q.dtype), 2, token.slot.expand_as(k), rotate(k, token.key_phases, pattern.rope_heads))
-    values = write(state.values.to(v.dtype), 2, token.slot.expand_as(v), v)
+    turned_key = rotate(k, token.key_phases, pattern.rope_heads)
+    keys = state.keys.to(q.dtype).scatter(2, token.slot.expand_as(k), turned_key)
+    values = state.values.to(v.dtype).scatter(2, token.slot.expand_as(v), v)
     turned = rotate(q.expand(-1, -1, 2, -1), token.query_phases, pattern.rope_heads)
     # A row times a matrix: on CPUs, a matrix times a column takes several times as long.
     scores = (turned.unsqueeze(-2) @ keys.unflatten(2, (2, -1)).mT).flatten(2)

@@ -31,12 +31,13 @@ class Network:
     def __init__(self, record: Record, clock: tuple[Tensor, Tensor]) -> None:
         embedding = record["embedding"].weight
         self._device, self._clock = embedding.device, clock
-        record = _on(self._device, record)
+        record = _on(self._device, record, paged=record["page_bytes"] > 0)
         self._vocabulary = record["vocabulary"]
         with torch.inference_mode(False):  # tensors of that mode can only be changed in it
             self.buffers = Buffers(record, embedding.dtype, self._device)
         self._launches = Launches(record, self.buffers)
         self._steps: dict[int, list[Launch]] = {}
+        self._hidden: dict[int, list[Launch]] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._copied: dict[str, list[Any]] = {}
 
@@ -49,13 +50,34 @@ class Network:
         Raises:
             ValueError: a token is not in the vocabulary.
         """
-        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
-            raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
+        self._check(tokens)
         rows = len(tokens)
         self._copy("token", list(tokens))
         self._copy_clock(rows)
         self.replay(rows)
         return self.buffers.logits[:rows]
+
+    def hidden(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Read one token of each of some sequences and return the input of the head, (rows, D) in the weights' dtype.
+
+        The states in the pages ``slots``, all different, are changed in place. The next call overwrites the result.
+
+        Args:
+            positions: tokens that each sequence has read, in one document. The clock of the network is not used.
+
+        Raises:
+            ValueError: a token is not in the vocabulary.
+        """
+        self._check(tokens)
+        rows = len(tokens)
+        for name, values in (("token", tokens), ("page", slots), ("position", positions), ("start", [0] * rows)):
+            self._copy(name, list(values))
+        if rows not in self._hidden:
+            self._hidden[rows] = self._launches.hidden(rows)
+        for launch in self._hidden[rows]:
+            launch.run()
+        self._copied.pop("position")  # the step has counted it on
+        return self.buffers.normal[:rows]
 
     def replay(self, rows: int) -> None:
         """Read the tokens on the device, one of each of the first sequences, and draw the next ones there.
@@ -97,6 +119,10 @@ class Network:
             self._steps[rows] = self._launches.step(rows)
         return self._steps[rows]
 
+    def _check(self, tokens: Sequence[int]) -> None:
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
+            raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
+
     def _run(self, rows: int) -> None:
         """Run the launches of a step one by one, and capture them, unless the interpreter runs them on the CPU."""
         for launch in self.launches(rows):
@@ -127,13 +153,13 @@ def _signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _on(device: torch.device, value: Any) -> Any:
+def _on(device: torch.device, value: Any, *, paged: bool) -> Any:
     """Return the record with its tensors on ``device``; those that are there are not copied."""
     if isinstance(value, Weights):
-        return Weights(*(_on(device, x) for x in value))
+        return Weights(*(_on(device, x, paged=False) for x in value))
     if isinstance(value, Tensor):
-        assert value.is_contiguous(), "kernels take contiguous tensors"
+        assert value.is_contiguous() or (paged and value[0].is_contiguous()), "kernels take contiguous tensors"
         return value.to(device)
     if isinstance(value, dict):
-        return {name: _on(device, x) for name, x in value.items()}
-    return [_on(device, x) for x in value] if isinstance(value, list) else value
+        return {name: _on(device, x, paged=paged) for name, x in value.items()}
+    return [_on(device, x, paged=paged) for x in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
 """Triton kernel of the timestep norm and the moving average of one token of several sequences.
 
-The state of row r is in slot r, and is changed in place. ``heads_kernel`` counts the step afterwards.
+The state of a row is in its slot or page, and is changed in place. ``heads_kernel`` counts the step afterwards.
 
 If a tile has fewer numbers than a program has threads, several threads load the same number, and one of them stores the
 new one. A barrier between both keeps a slow thread from loading what another has stored already.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gecko.ops.decoding.triton_pages import state_of
 from gecko.ops.timestep_norm.triton_tiles import centered_moments, feature_mask, feature_offsets, one_minus_exp
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -18,16 +19,16 @@ from gecko.ops.timestep_norm.triton_tiles import centered_moments, feature_mask,
 
 @triton.jit
 def _running_norm(
-    b_x, p_count, p_mean, p_variance, row, i_group, beta_mean, beta_variance, added_mean, added_variance,
+    b_x, p_count, p_mean, p_variance, i_group, beta_mean, beta_variance, added_mean, added_variance,
     log_mean, log_variance, groups: tl.constexpr, size: tl.constexpr, cumulative: tl.constexpr,
 ):  # fmt: skip
     """Add the step x (1, groups, features) to the statistics. Return mean and variance to normalise it with."""
     _, b_mu, b_sigma2 = centered_moments(b_x, size)
-    i_state = (row * groups + i_group)[None]
+    i_state = i_group[None]
     m_state = (i_group < groups)[None]
     b_m = tl.load(p_mean + i_state, mask=m_state, other=0.0)
     b_v = tl.load(p_variance + i_state, mask=m_state, other=0.0)
-    count = (tl.load(p_count + row) + 1).to(tl.float32)
+    count = (tl.load(p_count) + 1).to(tl.float32)
     tl.debug_barrier()  # all threads have loaded the statistics
     if cumulative:
         b_step = b_mu - b_m
@@ -44,7 +45,7 @@ def _running_norm(
 
 
 @triton.jit
-def _moving_average(b_x, m_x, p_tables, p_skip, p_state, row, i_feature, features: tl.constexpr, modes: tl.constexpr,
+def _moving_average(b_x, m_x, p_tables, p_skip, p_state, i_feature, features: tl.constexpr, modes: tl.constexpr,
                     modes_width: tl.constexpr, table_row: tl.constexpr):  # fmt: skip
     """Compute h ← q h + p x and return Re Σ γ h + ω x, for x (groups, features). The tables are those of the C decoder:
     factors of h, of h with swapped parts, of x, and of the output, each (D, 2N) padded to ``table_row``."""
@@ -55,7 +56,7 @@ def _moving_average(b_x, m_x, p_tables, p_skip, p_state, row, i_feature, feature
     q_real = tl.load(p_tables + i_table, mask=m_mode, other=0.0)
     q_imag = tl.load(p_tables + table + i_table + 1, mask=m_mode, other=0.0)
     b_in = tl.load(p_tables + 2 * table + i_table, mask=m_mode, other=0.0)
-    i_state = (row * features + i_feature)[:, :, None] * (2 * modes) + 2 * i_mode
+    i_state = i_feature[:, :, None] * (2 * modes) + 2 * i_mode
     h_real = tl.load(p_state + i_state, mask=m_mode, other=0.0)
     h_imag = tl.load(p_state + i_state + 1, mask=m_mode, other=0.0)
     b_real = q_real * h_real - q_imag * h_imag + b_in * b_x[:, :, None]
@@ -71,10 +72,10 @@ def _moving_average(b_x, m_x, p_tables, p_skip, p_state, row, i_feature, feature
 
 @triton.jit
 def average_kernel(
-    p_x, p_scale, p_shift, p_count, p_mean, p_variance, p_tables, p_skip, p_state, p_normal, p_averaged,
+    p_x, p_scale, p_shift, p_count, p_mean, p_variance, p_tables, p_skip, p_state, p_normal, p_averaged, p_page,
     beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance, eps, features: tl.constexpr,
     groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr, together: tl.constexpr, modes: tl.constexpr,
-    modes_width: tl.constexpr, table_row: tl.constexpr, cumulative: tl.constexpr,
+    modes_width: tl.constexpr, table_row: tl.constexpr, cumulative: tl.constexpr, page_bytes: tl.constexpr,
 ):  # fmt: skip
     """Timestep norm of some groups of a row, and their moving average if there is a ``p_state``."""
     row = tl.program_id(0).to(tl.int64)
@@ -82,7 +83,8 @@ def average_kernel(
     i_feature, m_x = feature_offsets(i_group, size, width), feature_mask(i_group, groups, size, width)
     b_x = tl.load(p_x + row * features + i_feature, mask=m_x, other=0.0)
     b_center, b_spread = _running_norm(
-        b_x[None], p_count, p_mean, p_variance, row, i_group, beta_mean, beta_variance, added_mean,
+        b_x[None], state_of(p_count, p_page, row, 1, page_bytes), state_of(p_mean, p_page, row, groups, page_bytes),
+        state_of(p_variance, p_page, row, groups, page_bytes), i_group, beta_mean, beta_variance, added_mean,
         added_variance, log_mean, log_variance, groups, size, cumulative,
     )  # fmt: skip
     b_scale = tl.load(p_scale + i_feature, mask=m_x, other=0.0)
@@ -91,6 +93,15 @@ def average_kernel(
     tl.store(p_normal + row * features + i_feature, b_y.to(p_normal.dtype.element_ty), mask=m_x)
     if p_state is not None:
         b_averaged = _moving_average(
-            b_y, m_x, p_tables, p_skip, p_state, row, i_feature, features, modes, modes_width, table_row
+            b_y,
+            m_x,
+            p_tables,
+            p_skip,
+            state_of(p_state, p_page, row, 2 * features * modes, page_bytes),
+            i_feature,
+            features,
+            modes,
+            modes_width,
+            table_row,
         )
         tl.store(p_averaged + row * features + i_feature, b_averaged, mask=m_x)

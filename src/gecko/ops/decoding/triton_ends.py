@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gecko.ops.decoding.triton_pages import state_of
+
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
@@ -18,11 +20,12 @@ def embed_kernel(p_token, p_embedding, p_x, scale, features: tl.constexpr, strid
 
 
 @triton.jit
-def advance_kernel(p_position, p_count):
+def advance_kernel(p_position, p_count, p_page, page_bytes: tl.constexpr):
     """Count the step of a row, after all other kernels have read the position and the final norm its count."""
     row = tl.program_id(0)
     tl.store(p_position + row, tl.load(p_position + row) + 1)
-    tl.store(p_count + row, tl.load(p_count + row) + 1)
+    p_count = state_of(p_count, p_page, row, 1, page_bytes)
+    tl.store(p_count, tl.load(p_count) + 1)
 
 
 @triton.jit

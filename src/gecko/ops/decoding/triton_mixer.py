@@ -1,7 +1,8 @@
 """Triton kernels of attention and memory for one token of several sequences.
 
-The state of row r is in slot r. It is changed in place: no program reads what another program of its launch writes.
-Positions are read on the device, so a launch does not depend on them: a captured graph can repeat it at any position.
+The state of a row is in its slot or page. It is changed in place: no program reads what another one of its launch
+writes. Positions are read on the device, so a launch does not depend on them: a captured graph can repeat it at any
+position.
 
 A chunk that ends with this token changes the memory. ``heads_kernel`` updates everything that has key features as rows
 and columns, and saves what enters the memory in buffers. ``enter_kernel`` then updates the memory by columns of values,
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from gecko.ops.decoding.triton_pages import state_of
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -169,34 +172,42 @@ def _summarise(
 def heads_kernel(
     p_projected, p_scale, p_shift, p_phases, p_position, p_start, p_count, p_keys, p_scores, p_normaliser,
     p_previous_weight, p_previous_keys, p_previous_resets, p_weight, p_key_sum, p_read, p_share, p_rho, p_kept,
-    p_entering, eps, projected: tl.constexpr, shared: tl.constexpr, heads: tl.constexpr, key: tl.constexpr,
+    p_entering, p_page, eps, projected: tl.constexpr, shared: tl.constexpr, heads: tl.constexpr, key: tl.constexpr,
     width: tl.constexpr, chunk: tl.constexpr, attention: tl.constexpr, rope_heads: tl.constexpr, slots: tl.constexpr,
-    rows: tl.constexpr,
+    rows: tl.constexpr, page_bytes: tl.constexpr,
 ):  # fmt: skip
     """One task of one head of a row: scores of some ring slots, or some rows of the sums over keys. The step is counted
     here, since ``average_kernel`` has read the count."""
     row, head, task = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position, chunk_start, first, _, _, ends = _place(p_position, p_start, row, chunk, attention)
     if (head == 0) & (task == 0):
-        tl.store(p_count + row, tl.load(p_count + row) + 1)
+        p_count = state_of(p_count, p_page, row, 1, page_bytes)
+        tl.store(p_count, tl.load(p_count) + 1)
     i_key, i_head = tl.arange(0, width), row * heads + head
     p_z = p_projected + row * projected + shared + head * key
     b_z = tl.load(p_z + i_key, mask=i_key < key, other=0.0)
     factor = tl.rsqrt(tl.sum(b_z * b_z, 0) / key + eps)
     score_tasks: tl.constexpr = 2 * ((chunk + slots - 1) // slots)
     if task < score_tasks:
+        ring: tl.constexpr = 2 * chunk * key
+        p_ring = state_of(p_keys, p_page, row, heads * ring, page_bytes) + head * ring
         _score(
-            p_z, p_scale, p_shift, p_phases, p_keys + i_head * (2 * chunk * key), p_scores + i_head * (2 * chunk),
+            p_z, p_scale, p_shift, p_phases, p_ring, p_scores + i_head * (2 * chunk),
             factor, head, task, position, chunk_start, first, heads, key, width, chunk, rope_heads, slots,
         )  # fmt: skip
     else:
         if p_weight is not None:
             i_vector, i_matrix = i_head * key, i_head * (key * key)
+            vectors: tl.constexpr = heads * key
             _summarise(
-                p_z, p_scale, p_shift, p_normaliser + i_vector, p_previous_weight + i_vector,
-                p_previous_keys + i_matrix, p_weight + i_vector, p_key_sum + i_matrix, p_read + i_vector,
+                p_z, p_scale, p_shift, state_of(p_normaliser, p_page, row, vectors, page_bytes) + head * key,
+                state_of(p_previous_weight, p_page, row, vectors, page_bytes) + head * key,
+                state_of(p_previous_keys, p_page, row, vectors * key, page_bytes) + head * (key * key),
+                state_of(p_weight, p_page, row, vectors, page_bytes) + head * key,
+                state_of(p_key_sum, p_page, row, vectors * key, page_bytes) + head * (key * key), p_read + i_vector,
                 p_share + i_vector, p_rho + i_vector, p_kept + i_vector, p_entering + i_matrix, factor, head,
-                task - score_tasks, tl.load(p_previous_resets + row) != 0, ends, heads, key, width, rows,
+                task - score_tasks, tl.load(state_of(p_previous_resets, p_page, row, 1, page_bytes)) != 0, ends, heads,
+                key, width, rows,
             )  # fmt: skip
 
 
@@ -244,9 +255,9 @@ def _use_memory(p_memory, p_value_sum, p_read, p_share, b_value, reads, i_column
 
 @triton.jit
 def mix_kernel(
-    p_projected, p_position, p_start, p_scores, p_values, p_memory, p_value_sum, p_read, p_share, p_out,
+    p_projected, p_position, p_start, p_scores, p_values, p_memory, p_value_sum, p_read, p_share, p_out, p_page,
     projected: tl.constexpr, heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr, chunk: tl.constexpr,
-    attention: tl.constexpr, slots: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    attention: tl.constexpr, slots: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, page_bytes: tl.constexpr,
 ):  # fmt: skip
     """Gated attention plus memory, for some columns of the values of a head of a row."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -257,7 +268,8 @@ def mix_kernel(
     p_row = p_projected + row * projected + head * value + i_column
     b_value = tl.load(p_row, mask=m_column, other=0.0)
     b_rounded = b_value.to(p_values.dtype.element_ty)
-    p_ring = p_values + i_head * (2 * chunk * value)
+    ring: tl.constexpr = 2 * chunk * value
+    p_ring = state_of(p_values, p_page, row, heads * ring, page_bytes) + head * ring
     tl.store(p_ring + position % (2 * chunk) * value + i_column, b_rounded, mask=m_column)
     b_out = _attend(
         p_scores + i_head * (2 * chunk), p_ring, b_rounded.to(tl.float32), i_column, m_column, position, first, value,
@@ -265,9 +277,11 @@ def mix_kernel(
     )  # fmt: skip
     b_out *= tl.load(p_row + heads * value, mask=m_column, other=0.0)
     if p_memory is not None:
-        i_vector, i_matrix = i_head * key, i_head * (key * value)
+        i_vector, matrix = i_head * key, key * value
         b_out += _use_memory(
-            p_memory + i_matrix, p_value_sum + i_matrix, p_read + i_vector, p_share + i_vector, b_value, reads,
+            state_of(p_memory, p_page, row, heads * matrix, page_bytes) + head * matrix,
+            state_of(p_value_sum, p_page, row, heads * matrix, page_bytes) + head * matrix,
+            p_read + i_vector, p_share + i_vector, b_value, reads,
             i_column, m_column, key, value, rows, columns,
         )  # fmt: skip
     tl.store(p_out + i_head * value + i_column, b_out.to(p_out.dtype.element_ty), mask=m_column)
@@ -302,9 +316,9 @@ def _enter_previous(p_memory, p_previous_values, p_value_sum, p_rho, p_kept, p_e
 
 @triton.jit
 def enter_kernel(
-    p_position, p_start, p_memory, p_previous_values, p_previous_resets, p_value_sum, p_rho, p_kept, p_entering,
+    p_position, p_start, p_memory, p_previous_values, p_previous_resets, p_value_sum, p_rho, p_kept, p_entering, p_page,
     heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr,
-    attention: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    attention: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, page_bytes: tl.constexpr,
 ):  # fmt: skip
     """If the chunk of a row ends, update some columns of the memory of a head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -312,11 +326,14 @@ def enter_kernel(
     if ends:
         i_head = row * heads + head
         i_column = tl.program_id(2) * columns + tl.arange(0, columns)
-        i_vector, i_matrix = i_head * key, i_head * (key * value)
+        i_vector, matrix = i_head * key, key * value
         _enter_previous(
-            p_memory + i_matrix, p_previous_values + i_matrix, p_value_sum + i_matrix, p_rho + i_vector,
+            state_of(p_memory, p_page, row, heads * matrix, page_bytes) + head * matrix,
+            state_of(p_previous_values, p_page, row, heads * matrix, page_bytes) + head * matrix,
+            state_of(p_value_sum, p_page, row, heads * matrix, page_bytes) + head * matrix, p_rho + i_vector,
             p_kept + i_vector, p_entering + i_head * (key * key), i_column, i_column < value, key, value, width, rows,
             columns,
         )  # fmt: skip
         if (head == 0) & (tl.program_id(2) == 0):
-            tl.store(p_previous_resets + row, began.to(p_previous_resets.dtype.element_ty))
+            p_resets = state_of(p_previous_resets, p_page, row, 1, page_bytes)
+            tl.store(p_resets, began.to(p_previous_resets.dtype.element_ty))

@@ -37,6 +37,7 @@ class Buffers:
             return torch.zeros(slots, *shape, dtype=dtype, device=device)
 
         self.token = empty(dtype=torch.int64)
+        self.page = empty(dtype=torch.int64) if record["page_bytes"] else None
         self.position, self.start = empty(dtype=torch.int64), empty(dtype=torch.int64)
         self.temperature, self.seed = empty(), empty(dtype=torch.int64)
         self.x, self.mixed, self.averaged = empty(features), empty(features), empty(features)
@@ -61,20 +62,22 @@ class Launches:
         betas = None if record["cumulative"] else [record["beta_mean"], record["beta_variance"]]
         self._decay = decay_arguments(betas)
         self._eps = {"eps": record["eps"]}
+        self._pages = {"p_page": buffers.page, "page_bytes": record["page_bytes"]}
         self._projection = [_side_by_side([layer[name] for name in _PROJECTIONS]) for layer in record["layer"]]
 
     def step(self, rows: int) -> list[Launch]:
         """Return the launches of one step of ``rows`` rows: each reads its token, and draws the next one."""
+        a = self._buffers
+        return [*self.hidden(rows), self._onto(rows, a.normal, self._net["head"], a.logits), self.draw(rows, a.logits)]
+
+    def hidden(self, rows: int) -> list[Launch]:
+        """Return the launches up to the input of the head: each of ``rows`` rows reads its token."""
         net, a = self._net, self._buffers
         found = [self._embed(rows)]
         for layer, projection in zip(net["layer"], self._projection, strict=True):
             found += self._block(rows, layer, *projection)
-        return [
-            *found, self._average(rows, net["final_norm"], None),
-            self._onto(rows, a.normal, net["head"], a.logits),
-            Launch(advance_kernel, (rows,), {"p_position": a.position, "p_count": net["final_norm"]["count"]}, 1),
-            self.draw(rows, a.logits),
-        ]  # fmt: skip
+        counts = {"p_position": a.position, "p_count": net["final_norm"]["count"], **self._pages}
+        return [*found, self._average(rows, net["final_norm"], None), Launch(advance_kernel, (rows,), counts, 1)]
 
     def draw(self, rows: int, logits: Tensor) -> Launch:
         """Return the launch that chooses a token of each row of ``logits`` (rows, V)."""
@@ -118,8 +121,8 @@ class Launches:
             "p_x": a.x, **{f"p_{name}": norm[name] for name in ("scale", "shift", "count", "mean", "variance")},
             "p_tables": tables, "p_skip": None if layer is None else layer["cema_skip"],
             "p_state": None if layer is None else layer["cema"], "p_normal": a.normal, "p_averaged": a.averaged,
-            **self._decay, **self._eps, "features": net["features"], "groups": net["groups"], "size": size,
-            "width": width, "together": together, "modes": modes, "modes_width": tile(modes, 1),
+            **self._decay, **self._eps, **self._pages, "features": net["features"], "groups": net["groups"],
+            "size": size, "width": width, "together": together, "modes": modes, "modes_width": tile(modes, 1),
             "table_row": 0 if tables is None else tables.shape[-1],
         }, 4)  # fmt: skip
 
@@ -150,7 +153,7 @@ class Launches:
         net, a = self._net, self._buffers
         return {
             "p_position": a.position, "p_start": a.start, "heads": net["heads"], "key": net["key"],
-            "chunk": net["chunk"], "attention": _ATTENTIONS[net["attention"]],
+            "chunk": net["chunk"], "attention": _ATTENTIONS[net["attention"]], **self._pages,
         }  # fmt: skip
 
     def _heads(self, rows: int, layer: Record) -> Launch:

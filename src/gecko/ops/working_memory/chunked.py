@@ -237,8 +237,8 @@ def _enter(
 
 def _entering(previous: Tensor, first: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     count = chunks.shape[2]
-    if count == 1:  # clone: decoding overwrites a state in place, so no other tensor may share its memory
-        return previous.unsqueeze(2), previous.clone(), first
+    if count == 1:
+        return previous.unsqueeze(2), previous, first
     # split instead of slices: the gradient of a slice is as large as the tensor that it was taken from.
     _, middle, last = chunks.split([1, count - 2, 1], dim=2)
     entering = torch.cat([previous.unsqueeze(2), first.unsqueeze(2), middle], dim=2)
@@ -269,11 +269,11 @@ def working_memory_step(
     def before() -> Tensor:
         return torch.where(token.began_here.view(-1, 1, 1), rule.empty_weight, _with_previous(rule, state))
 
-    current = rule.add(current, k, v, before, segments.overwrites)
+    current = rule.add(current, k, v, before)
     after = type(state)(state.memory, state.normaliser, state.previous, current, state.previous_resets)
     if torch.compiler.is_exporting():
         return out, _complete_chunk_if(rule, after, token, (segments.clock.position + 1) % chunk_size == 0)
-    return out, after if token.completes is None else _complete_chunk(rule, after, token, segments.overwrites)
+    return out, after if token.completes is None else _complete_chunk(rule, after, token)
 
 
 @dataclass(frozen=True)
@@ -301,15 +301,14 @@ class _Token:
         )  # fmt: skip
 
 
-def _complete_chunk(rule: Rule, state: WorkingMemoryState, token: _Token, overwrites: bool) -> WorkingMemoryState:
+def _complete_chunk(rule: Rule, state: WorkingMemoryState, token: _Token) -> WorkingMemoryState:
     """In rows with a complete chunk, enter the previous chunk into the memory and start an empty current chunk."""
     rows = token.completes
     assert rows is not None, "there must be such rows"
     done = state.map(lambda x: x.index_select(0, rows))
     changed = _with_complete_chunk(rule, done, token.began_here.index_select(0, rows))
-    put = Tensor.index_copy_ if overwrites else Tensor.index_copy
     new = iter(changed.tensors().values())
-    return state.map(lambda x: put(x, 0, rows, next(new)))
+    return state.map(lambda x: x.index_copy(0, rows, next(new)))
 
 
 def _with_complete_chunk(rule: Rule, done: WorkingMemoryState, began_here: Tensor) -> WorkingMemoryState:

@@ -58,13 +58,8 @@ class Rule(Protocol):
     def merge(self, first: ChunkSummary, second: ChunkSummary) -> ChunkSummary:
         """Merge the summaries of two parts of one chunk."""
 
-    def add(
-        self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor], overwrites: bool
-    ) -> ChunkSummary:
-        """Add one token, k (…, 1, key) and v (…, 1, value). Faster than ``summarise`` and ``merge``.
-
-        If ``overwrites``, write into the tensors of ``summary``, without gradients.
-        """
+    def add(self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor]) -> ChunkSummary:
+        """Add one token, k (…, 1, key) and v (…, 1, value). Faster than ``summarise`` and ``merge``."""
 
     def affine(self, summary: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
         """Return A and B of M ← A M + B. ``after`` is the normaliser including this chunk."""
@@ -132,15 +127,12 @@ class Adaptive:
         a, b = ((part.weight - weight).exp().unsqueeze(-1) for part in (first, second))
         return ChunkSummary(weight, a * first.key_sum + b * second.key_sum, a * first.value_sum + b * second.value_sum)
 
-    def add(
-        self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor], overwrites: bool
-    ) -> ChunkSummary:
+    def add(self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor]) -> ChunkSummary:
         # share: the token's fraction of the new weight; the earlier tokens have 1 − share.
         share = (k.squeeze(-2) - summary.weight).sigmoid().unsqueeze(-1)
         weight = _logaddexp(summary.weight, k.squeeze(-2))
-        lerp = Tensor.lerp_ if overwrites else Tensor.lerp
         return ChunkSummary(weight, *(
-            lerp(old, new.expand_as(old), share.expand_as(old))
+            old.lerp(new.expand_as(old), share.expand_as(old))
             for old, new in ((summary.key_sum, k.softmax(-1)), (summary.value_sum, v))
         ))  # fmt: skip
 
@@ -175,15 +167,12 @@ class Linear:
             first.weight + second.weight, first.key_sum + second.key_sum, first.value_sum + second.value_sum
         )
 
-    def add(
-        self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor], overwrites: bool
-    ) -> ChunkSummary:
+    def add(self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor]) -> ChunkSummary:
         psi = _elu1(k)
         phi = psi.mT
-        addcmul = Tensor.addcmul_ if overwrites else Tensor.addcmul
         return ChunkSummary(
             summary.weight + psi.squeeze(-2),
-            addcmul(summary.key_sum, phi, _normalised(psi, before())), addcmul(summary.value_sum, phi, v),
+            summary.key_sum.addcmul(phi, _normalised(psi, before())), summary.value_sum.addcmul(phi, v),
         )  # fmt: skip
 
     def affine(self, summary: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
