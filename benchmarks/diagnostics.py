@@ -10,27 +10,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import kept
 import torch
 from torch import Tensor
 
 from gecko.cli import app
 from gecko.eval.results import Interval, Results, Score, share, wilson
 from gecko.ops.working_memory import working_memory
-from gecko.train.throughput import describe_hardware
 
-FOLDER = Path(__file__).parent / "results" / "evidence" / "diagnose"
-RESOLUTION = "resolution.json"
+FOLDER = kept.FOLDER / "diagnose"
+RESOLUTION = "diagnose/resolution"
 
 # The operator alone.
 Rule = Literal["adaptive", "linear"]
@@ -86,15 +86,15 @@ class Case:
     seed: int
 
     @property
-    def path(self) -> Path:
+    def name(self) -> str:
         settings = (change.removeprefix("model.").removeprefix("size.") for change in self.changes)
-        return FOLDER / f"{'-'.join([self.task, *settings, str(self.seed)]).replace('=', '-')}.json"
+        return f"diagnose/{'-'.join([self.task, *settings, str(self.seed)]).replace('=', '-')}"
 
     def command(self) -> list[str]:
         changes = (*self.changes, f"seed={self.seed}")
         changed = {change.partition("=")[0] for change in changes}
         kept = (setting for setting in COMMON if setting.partition("=")[0] not in changed)
-        return ["eval", "diagnose", self.task, *kept, *changes, "--out", self.path.name, "--device", "cpu"]
+        return ["eval", "diagnose", self.task, *kept, *changes, "--out", "result.json", "--device", "cpu"]
 
 
 def cases() -> Iterator[Case]:
@@ -119,16 +119,17 @@ def train(minutes: float) -> None:
     """Train the cases in this process: starting a process takes as long as some cases."""
     torch.set_num_threads(1)
     begin = time.monotonic()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    os.chdir(FOLDER)
+    os.chdir(tempfile.mkdtemp())
     for case in cases():
-        if case.path.exists():
+        if kept.has(case.name):
             continue
         if time.monotonic() - begin > 60 * minutes:
             break
         print(shlex.join(["gecko", *case.command()]), flush=True)
         sys.argv = ["gecko", *case.command()]
         app(case.command(), standalone_mode=False)
+        kept.keep(case.name, Path("result.json"))
+        Path("result.json").unlink()
 
 
 def resolution() -> None:
@@ -142,10 +143,7 @@ def resolution() -> None:
                 print(scores[-2].where, f"{scores[-2].value:.3f}, spread {scores[-1].value:.3f}", flush=True)
     settings = {"tokens": TOKENS, "chunk": CHUNK, "pairs": PAIRS, "values": VALUES, "guessing": 1 / PAIRS}
     command = "python benchmarks/diagnostics.py resolution"
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    Results("resolution", scores, settings, 0).save(
-        FOLDER / RESOLUTION, {"name": "working_memory"}, command, describe_hardware(torch.device("cpu"))
-    )
+    kept.keep_results(RESOLUTION, Results("resolution", scores, settings, 0), command, {"name": "working_memory"})
 
 
 def _resolution(rule: Rule, key_dim: int, length: float) -> list[Score]:
@@ -190,12 +188,12 @@ def page() -> str:
     lines = [
         "# Synthetic tasks, and what the memory tells apart",
         "",
-        "Made by `python benchmarks/diagnostics.py page` of the JSON files beside it, each of which names its command, "
-        "hardware and version. Intervals: Wilson, 95 %, of the answers of the runs named; runs differ by more.",
+        "Made by `python benchmarks/diagnostics.py page` of `../scores.csv`; `../results.csv` has commands, "
+        "hardware and versions. Intervals: Wilson, 95 %, of the answers of the runs named; runs differ by more.",
         "",
     ]
-    if (FOLDER / RESOLUTION).exists():
-        lines += [*_resolution_lines(json.loads((FOLDER / RESOLUTION).read_text(encoding="utf-8"))), ""]
+    if kept.has(RESOLUTION):
+        lines += [*_resolution_lines(kept.read(RESOLUTION)), ""]
     lines += _training_lines()
     return "\n".join(lines) + "\n"
 
@@ -219,7 +217,7 @@ def _resolution_lines(record: dict[str, Any]) -> Iterator[str]:
             cells = []
             for length in LENGTHS:
                 accuracy, spread = (found[rule, key_dim, length, name] for name in ("accuracy", "spread"))
-                cells.append(f"{_text(accuracy['value'], Interval(**accuracy['interval']))} ({spread['value']:.2g})")
+                cells.append(f"{_share(round(n * accuracy['value']), n)} ({spread['value']:.2g})")
             yield f"| {rule} | {key_dim} | " + " | ".join(cells) + " |"
 
 
@@ -234,12 +232,12 @@ def _training_lines() -> Iterator[str]:
     for case in cases():
         groups.setdefault((case.task, case.changes), []).append(case)
     for (task, changes), members in groups.items():
-        done = [case for case in members if case.path.exists()]
+        done = [case for case in members if kept.has(case.name)]
         names = f"{task} | {', '.join(changes)}"
         if not done:
             yield f"| {names} | not run | | | | |"
             continue
-        records = [json.loads(case.path.read_text(encoding="utf-8")) for case in done]
+        records = [kept.read(case.name) for case in done]
         near, far = (_pooled(records, is_far) for is_far in (False, True))
         seeds = ", ".join(str(case.seed) for case in done)
         n = f"{near[1]:,} and {far[1]:,}"

@@ -9,11 +9,11 @@ Verdicts are computed from the same numbers; each function has its condition.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import kept
 import ladder
 import long_context
 import memory_forms
@@ -23,26 +23,20 @@ from diagnostics import beyond_window
 
 from gecko.eval.results import wilson
 
-FOLDER = Path(__file__).parent / "results" / "evidence"
 PAGE = Path(__file__).parents[1] / "docs" / "evidence.md"
 BEGIN, END = "<!-- benchmarks/evidence.py -->\n", "<!-- end -->\n"
 RECALL = (
     "diagnose/mqar-memory-{memory}-growth-0.77-items-16-length-256-vocab_size-64-vocab_size-64-key_dim-64"
-    "-learning_rate-5e-3-steps-1300-{seed}.json"
+    "-learning_rate-5e-3-steps-1300-{seed}"
 )
 
 Row = tuple[str, str, str]
 """Claim, evidence and verdict."""
 
 
-def _read(path: str) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((FOLDER / path).read_text(encoding="utf-8"))
-    return record
-
-
 def _difference(file: str, name: str) -> tuple[float, float, float]:
     """Return the difference of a recipe to the first one, and its interval."""
-    recipe = next(one for one in _read(f"comparison/{file}.json")["recipes"] if one["recipe"] == name)
+    recipe = next(one for one in kept.comparison(f"comparison/{file}")["recipes"] if one["recipe"] == name)
     return recipe["difference"], recipe["difference_interval"]["low"], recipe["difference_interval"]["high"]
 
 
@@ -95,9 +89,8 @@ def parts() -> Row:
              "linear": "linear memory", "no_memory": "no memory"}  # fmt: skip
     found = {name: _difference("ablations", f"compare_{name}") for name in names}
     text = "; ".join(f"{names[name]} {_shown(*values)}" for name, values in found.items())
-    losses = [
-        one["nats_per_byte"] for one in _read("comparison/comparison.json")["runs"] if one["recipe"] == "compare_gecko"
-    ]
+    runs = kept.comparison("comparison/comparison")["runs"]
+    losses = [one["nats_per_byte"] for one in runs if one["recipe"] == "compare_gecko"]
     needed = [names[name] for name, (value, _, _) in found.items() if value > max(losses) - min(losses)]
     verdict = _verdict(len(needed) == len(names)) if not needed else f"worse only with {' and '.join(needed)}"
     return "Each new part helps: loss with it replaced (rows of 2,048 bytes of books)", text, verdict
@@ -107,7 +100,7 @@ def borders() -> Row:
     """Holds if Megalodon's difference is significant in every seed (p < 0.05), and Gecko's in none."""
     found, chances = {}, {}
     for name in ("megalodon", "gecko", "llama"):
-        records = [_read(f"comparison/positions-compare_{name}-{seed}.json") for seed in range(3)]
+        records = [kept.read(f"comparison/positions-compare_{name}-{seed}") for seed in range(3)]
         found[name] = [_score(record, "border minus rest")["value"] for record in records]
         chances[name] = [_score(record, "p, two-sided")["value"] for record in records]
     text = "; ".join(f"{name.capitalize()} {', '.join(f'{x:+.3f}' for x in values)}" for name, values in found.items())
@@ -123,7 +116,7 @@ def _score(record: Mapping[str, Any], name: str, **where: object) -> dict[str, A
 
 
 def long_texts() -> Row:
-    record = _read("perplexity/compare_gecko.json")
+    record = kept.read("perplexity/compare_gecko")
     losses = {one["where"]["context"]: one["value"] for one in record["scores"] if one["name"] == "nats a token"}
     text = ", ".join(f"{losses[size]:.4f} at {label}" for size, label in
                      ((2**10, "1 K"), (2**16, "64 K"), (2**20, "1 M"), (2**22, "4 M")))  # fmt: skip
@@ -142,7 +135,7 @@ def recall() -> Row:
 
 
 def _recall(memory: str, seeds: range) -> list[float]:
-    return [beyond_window(_read(RECALL.format(memory=memory, seed=seed))) for seed in seeds]
+    return [beyond_window(kept.read(RECALL.format(memory=memory, seed=seed))) for seed in seeds]
 
 
 def _listed(values: list[float]) -> str:
@@ -150,10 +143,9 @@ def _listed(values: list[float]) -> str:
 
 
 def needles() -> Row:
-    records = [_read(f"retrieval/{path.name}") for path in sorted((FOLDER / "retrieval").glob("*chunk-64-250.json"))]
+    records = [kept.read(name) for name in kept.names("retrieval") if name.endswith("chunk-64-250")]
     by_model = {
-        name: [one for one in records if one["model"]["name"] == name]
-        for name in ("gecko-longer-keys", "gecko", "no-memory")
+        name: [one for one in records if one["model"] == name] for name in ("gecko-longer-keys", "gecko", "no-memory")
     }
     long, short, none = ([_needle_hits(one, 4096, 32) for one in found] for found in by_model.values())
     far = [hits for one in by_model["gecko-longer-keys"] if (hits := _needle_hits(one, 16384, 128))[1]]
@@ -198,7 +190,7 @@ def forms() -> Row:
 def cost_of_keys() -> Row:
     value, low, high = _difference("longer-keys-10-mb", "compare_longer_keys")
     long, short = (
-        _score(_read(f"perplexity/compare_{name}.json"), "nats a token", context=2**22)["value"]
+        _score(kept.read(f"perplexity/compare_{name}"), "nats a token", context=2**22)["value"]
         for name in ("longer_keys", "gecko")
     )
     text = (
@@ -215,8 +207,8 @@ def far_past() -> Iterator[Row]:
 
     Both must be positive: a model that is worse than the control at 2 K gains even if it does not use the context.
     """
-    for path in sorted((FOLDER / "long_context").glob("*.json")):
-        record, shown, paid = _read(f"long_context/{path.name}"), [], set()
+    for name in kept.names("long_context"):
+        record, shown, paid = kept.read(name), [], set()
         for gain in (one for one in record["scores"] if one["name"] == "2K less 64K, less the control's"):
             kind, model = gain["where"]["kind"], gain["where"]["model"]
             if kind != "other bytes":
@@ -226,7 +218,7 @@ def far_past() -> Iterator[Row]:
                     paid.add(kind)
         verdict = _verdict("all bytes" in paid) if len(paid) != 1 else f"for {paid.pop()}"
         yield (
-            f"With a memory, a context of 64 K lowers the loss ({path.stem})",
+            f"With a memory, a context of 64 K lowers the loss ({Path(name).name})",
             f"gain over 2 K minus that without memory, and loss without memory minus loss: {'; '.join(shown)}",
             verdict,
         )

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kept
 import numpy as np
 import torch
 from measuring import START, find_model
@@ -44,9 +45,8 @@ from gecko.inference.prefill import inference
 from gecko.io.files import whole_file
 from gecko.runtime.process import keep_freed_memory
 from gecko.state import GeckoState
-from gecko.train.throughput import describe_hardware
 
-FOLDER = Path(__file__).parent / "results" / "evidence" / "long_context"
+FOLDER = kept.FOLDER / "long_context"
 
 MODELS = {
     "no memory": "compare_no_memory", "memory": "compare_gecko", "memory, keys of 11.31": "compare_longer_keys",
@@ -239,12 +239,10 @@ def score(data: str, models: Sequence[str], seeds: Sequence[int], threads: int) 
             scores += _match_scores(losses, found, marks, {"kind": kind, "seed": seed})
     runs = {name: json.loads((find_model(str(run_folder(data, name, seeds[0]))) / "recipe.json").read_text("utf-8"))
             for name in models}  # fmt: skip
-    settings = {"texts": [path.name for path in files], "bytes": LENGTH, "first": FIRST, "runs": runs}
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    Results("long context", scores, settings, seeds[0]).save(
-        FOLDER / f"{data}.json", {"name": "compare"},
-        f"python benchmarks/long_context.py {shlex.join(sys.argv[1:])}", describe_hardware(torch.device("cpu")),
-    )  # fmt: skip
+    steps = next(iter(runs.values()))["steps"]
+    settings = {"texts": [path.name for path in files], "bytes": LENGTH, "first": FIRST, "steps": steps, "runs": runs}
+    command = f"python benchmarks/long_context.py {shlex.join(sys.argv[1:])}"
+    kept.keep_results(f"long_context/{data}", Results("long context", scores, settings, seeds[0]), command)
 
 
 def _kind_scores(
@@ -286,11 +284,11 @@ def _score(name: str, values: Values, marks: NDArray[np.bool_], where: Mapping[s
 def page() -> str:
     lines = [
         "# Effect of long context on the loss, with and without a working memory", "",
-        "Made by `python benchmarks/long_context.py page` of the JSON files beside it. Models of 1 M parameters on "
+        "Made by `python benchmarks/long_context.py page` of `../scores.csv`. Models of 1 M parameters on "
         "bytes; nats per byte with 95 % intervals over blocks of 1,024 bytes. A positive number is a gain.", "",
     ]  # fmt: skip
-    for path in sorted(FOLDER.glob("*.json")):
-        lines += _tables(path.stem, json.loads(path.read_text(encoding="utf-8")))
+    for name in kept.names("long_context"):
+        lines += _tables(Path(name).name, kept.read(name))
     return "\n".join(lines) + "\n"
 
 
@@ -302,13 +300,12 @@ HEADINGS = ("context of 64K against 2K", "the same, more than without memory", "
 
 def _tables(data: str, record: Mapping[str, Any]) -> Iterator[str]:
     settings, hardware = record["settings"], "; ".join(record["hardware"].values())
-    steps = next(iter(settings["runs"].values()))["steps"]
     yield f"## {data}"
     yield ""
     yield (
         f"`{record['command']}`, commit {str(record.get('commit'))[:9]}, {hardware}. Held-out documents: "
         f"{', '.join(Path(name).stem for name in settings['texts'])}; bytes {settings['first']:,} to "
-        f"{settings['bytes']:,} of each. Training: {steps:,} steps of {LANES} rows of {ROW:,} bytes."
+        f"{settings['bytes']:,} of each. Training: {settings['steps']:,} steps of {LANES} rows of {ROW:,} bytes."
     )
     yield ""
     for note in record["notes"]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import shlex
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import kept
 import numpy as np
 import torch
 from diagnostics import COMMON, GROWING, MANY, beyond_window
@@ -34,6 +34,7 @@ import gecko
 from gecko.config import GeckoConfig
 from gecko.eval.results import Results, Score, Values, bootstrap_mean
 from gecko.eval.synthetic import Diagnosis, diagnose
+from gecko.experiments.table import grouped
 from gecko.inference.prefill import inference
 from gecko.layers.gated_attention import GatedAttention
 from gecko.ops import working_memory
@@ -45,10 +46,9 @@ from gecko.records import build
 from gecko.runtime.process import keep_freed_memory
 from gecko.train import train
 from gecko.train.overrides import set_fields
-from gecko.train.throughput import describe_hardware
 
-FOLDER = Path(__file__).parent / "results" / "evidence" / "memory_forms"
-LENGTHS = FOLDER / "lengths.json"
+FOLDER = kept.FOLDER / "memory_forms"
+LENGTHS = "memory_forms/lengths"
 RUNS = Path("runs/memory-forms")
 ROWS = 192
 """Rows of each held-out book that are scored."""
@@ -198,19 +198,18 @@ def _doublings(pieces: Values) -> Iterator[tuple[int, Values]]:
         end *= 2
 
 
-def path_of(task: str, name: str, seed: int) -> Path:
-    return FOLDER / f"{task}-{list(FORMS).index(name)}-{seed}.json"
+def result_of(task: str, name: str, seed: int) -> str:
+    return f"memory_forms/{task}-{list(FORMS).index(name)}-{seed}"
 
 
 def train_all(tasks: Sequence[str], names: Sequence[str], seeds: Sequence[int]) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
-    FOLDER.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         for task in tasks:
             for name in names:
-                path, form = path_of(task, name, seed), FORMS[name]
-                if path.exists():
+                result, form = result_of(task, name, seed), FORMS[name]
+                if result in kept.names("memory_forms"):
                     continue
                 print(task, name, seed, flush=True)
                 with built_with(form):
@@ -218,7 +217,7 @@ def train_all(tasks: Sequence[str], names: Sequence[str], seeds: Sequence[int]) 
                 command = (
                     f"python benchmarks/memory_forms.py train --tasks {task} --forms {shlex.quote(name)} --seeds {seed}"
                 )
-                results.save(path, {"name": name}, command, describe_hardware(torch.device("cpu")))
+                kept.keep_results(result, results, command, {"name": name})
 
 
 def key_lengths(model: gecko.Gecko) -> list[float]:
@@ -233,14 +232,16 @@ def key_lengths(model: gecko.Gecko) -> list[float]:
 
 
 def measure_lengths() -> None:
-    """Write ``LENGTHS``: for each form and seed, the lengths of the keys after training on books."""
-    lengths: dict[str, dict[str, list[float]]] = {}
+    """Keep ``LENGTHS``: for each form and seed, the lengths of the keys after training on books."""
+    scores: list[Score] = []
     for number, (name, form) in enumerate(FORMS.items()):
         for run in sorted(RUNS.glob(f"{number}-*")) if form.model.get("memory") != "none" else ():
             with built_with(form):
-                seeds = lengths.setdefault(name, {})
-                seeds[run.name.partition("-")[2]] = key_lengths(gecko.load(find_model(run)))
-    LENGTHS.write_text(json.dumps(lengths, indent=1) + "\n", encoding="utf-8")
+                lengths = key_lengths(gecko.load(find_model(run)))
+            where = {"form": name, "seed": run.name.partition("-")[2]}
+            scores += [Score("length of the memory's keys", length, 1, "heads", None, {**where, "head": head})
+                       for head, length in enumerate(lengths)]  # fmt: skip
+    kept.keep_results(LENGTHS, Results("memory_forms", scores, {}, 0), "python benchmarks/memory_forms.py lengths")
 
 
 def page() -> str:
@@ -248,19 +249,21 @@ def page() -> str:
     lines = [
         "# Other forms of the working memory",
         "",
-        "Made by `python benchmarks/memory_forms.py page` of the JSON files beside it. Recall: 16 pairs in rows of 256 "
-        "tokens, one layer, as in `diagnose/README.md`, share of right answers 2 and more chunks away by seed. Novels: "
-        "1 M parameters, 10 MB, products in bfloat16, loss on 768 held-out rows (nats per byte, 95 % over rows). "
-        "Gibbon: loss on bytes 2 M to 4 M of one text that is read from its start. Both by seed: for the first form "
-        "the loss, for the others the difference to it with the same seed. Keys: least and greatest length of the "
-        "memory's keys by layer and head, after the training on novels.",
+        "Made by `python benchmarks/memory_forms.py page` of `../scores.csv` and `../rows.csv`. Recall: 16 pairs in "
+        "rows of 256 tokens, one layer, as in `diagnose/README.md`, share of right answers 2 and more chunks away by "
+        "seed. Novels: 1 M parameters, 10 MB, products in bfloat16, loss on 768 held-out rows (nats per byte, 95 % "
+        "over rows). Gibbon: loss on bytes 2 M to 4 M of one text that is read from its start. Both by seed: for the "
+        "first form the loss, for the others the difference to it with the same seed. Keys: least and greatest length "
+        "of the memory's keys by layer and head, after the training on novels.",
         "",
         "| form | recall | novels | Gibbon | keys |",
         "|---|---:|---:|---:|---:|",
     ]
-    lengths = json.loads(LENGTHS.read_text(encoding="utf-8"))
+    lengths = grouped(kept.read(LENGTHS)["scores"], lambda score: score["where"]["form"])
     for name in FORMS:
-        ends = [f"{min(one):.1f} to {max(one):.1f}" for one in lengths.get(name, {}).values()]
+        seeds = grouped(lengths.get(name, []), lambda score: score["where"]["seed"]).values()
+        values = [[score["value"] for score in seed] for seed in seeds]
+        ends = [f"{min(one):.1f} to {max(one):.1f}" for one in values]
         shown = (_recalled(name), _novels(name), _gibbon(name), ends)
         lines.append(f"| {name} | {' | '.join('; '.join(one) or 'not run' for one in shown)} |")
     return "\n".join([*lines, "", "Commands:", "", *_commands()]) + "\n"
@@ -268,8 +271,9 @@ def page() -> str:
 
 def _records(task: str, name: str) -> dict[int, dict[str, Any]]:
     """Return the results of a form by seed."""
-    paths = {seed: path_of(task, name, seed) for seed in range(10)}
-    return {seed: json.loads(path.read_text(encoding="utf-8")) for seed, path in paths.items() if path.exists()}
+    names = {seed: result_of(task, name, seed) for seed in range(10)}
+    known = kept.names("memory_forms")
+    return {seed: kept.read(result) for seed, result in names.items() if result in known}
 
 
 def _with_first(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
@@ -291,7 +295,7 @@ def differences(name: str) -> dict[str, list[float]]:
 
 
 def _row_differences(record: dict[str, Any], first: dict[str, Any]) -> Values:
-    return np.array(record["details"]["rows"]) - np.array(first["details"]["rows"])
+    return np.array(record["rows"]) - np.array(first["rows"])
 
 
 def _recalled(name: str) -> list[str]:

@@ -8,20 +8,29 @@ the number of parameters.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import kept
+
+from gecko.experiments.compare.results import rows_of_comparison
+from gecko.experiments.figures import loss_figure
+from gecko.experiments.rows import HELD_OUT
 from gecko.pages.figures import LineStyle, label_line_ends, new_panels
 
-FOLDER = Path(__file__).parent / "results" / "evidence" / "comparison"
-FILES = ("comparison.json", "longer.json", "order-*.json")
-"""Comparisons of the three models, by ``gecko compare``."""
+FOLDER = kept.FOLDER / "comparison"
+RESULTS = ("comparison/comparison", "comparison/longer", "comparison/order-")
+"""Beginnings of the names of the comparisons of the three models, by ``gecko compare``."""
 PICTURE = "loss-by-parameters.png"
+CURVES = {
+    "loss-by-tokens.png": ("comparison/comparison", "tokens", "bytes trained on"),
+    "longer-loss-by-tokens.png": ("comparison/longer", "tokens", "bytes trained on"),
+    "order-4m-30-loss-by-time.png": ("comparison/order-4m-30", "minutes", "minutes in training steps"),
+}  # fmt: skip
+"""Pictures of the losses during training: result, place and its words."""
 OTHERS = {"megalodon": "Megalodon, ungated", "llama": "Llama 2"}
 """Megalodon had no gate in its feed-forward in any of these files; it has one in ``compare_megalodon`` today."""
 NAMES = {"gecko": "Gecko", **OTHERS}
@@ -33,9 +42,8 @@ Points = dict[str, list[tuple[int, float]]]
 
 def records() -> list[Record]:
     """Return the comparisons, by bytes, size and seeds."""
-    found: list[Record] = [
-        json.loads(path.read_text(encoding="utf-8")) for name in FILES for path in sorted(FOLDER.glob(name))
-    ]
+    known = [name for name in kept.names("comparison") if name in RESULTS[:2] or name.startswith(RESULTS[2])]
+    found = [kept.comparison(name) for name in known]
     return sorted(found, key=lambda record: (tokens_of(record), min(record["parameters"].values()), record["seeds"]))
 
 
@@ -73,8 +81,7 @@ def page() -> str:
     lines = [
         "# Gecko, Megalodon and Llama 2 by size",
         "",
-        "Made by `python benchmarks/order_by_size.py` of the JSON files beside it. Held-out nats per byte; means "
-        "over seeds.",
+        "Made by `python benchmarks/order_by_size.py` of `../scores.csv`. Held-out nats per byte; means over seeds.",
         "",
         "| bytes | parameters | precision | seeds | Gecko | Megalodon, ungated − Gecko | Llama 2 − Gecko | interval |",
         "|---:|---:|---|---:|---:|---:|---:|---|",
@@ -155,7 +162,10 @@ def _minutes(minutes: float) -> str:
 
 
 def draw() -> None:
-    """Draw losses and power laws: one panel for each number of bytes with which several sizes were trained."""
+    """Draw losses by bytes or time; and by parameters, with a panel for each number of bytes with several sizes."""
+    for picture, (name, x, xlabel) in CURVES.items():
+        rows = list(rows_of_comparison(kept.comparison(name)))
+        loss_figure(rows, x, xlabel, HELD_OUT).savefig(FOLDER / picture, dpi=150)
     panels = {
         tokens: points
         for tokens, points in sorted(points_by_bytes().items())

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kept
 import torch
 
 from gecko import Gecko, load
@@ -38,9 +39,8 @@ from gecko.inference.prefill import inference
 from gecko.io.files import whole_file
 from gecko.ops.loss import IGNORED
 from gecko.train import latest_checkpoint
-from gecko.train.throughput import describe_hardware
 
-FOLDER = Path(__file__).parent / "results" / "evidence" / "retrieval"
+FOLDER = kept.FOLDER / "retrieval"
 
 NEEDLE = "[{key}{value}]"
 ANSWER = 2
@@ -199,11 +199,10 @@ def ask(setting: Setting, models: Sequence[str], at: int | None, seed: int) -> N
             "recipe": MODELS[name], "steps": steps, "needle": NEEDLE, "guessing": 1 / VALUES,
             "chunk": setting.chunk, "run": run,
         }  # fmt: skip
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        Results("needles", scores, settings, run["seed"]).save(
-            FOLDER / f"{folder.name}-chunk-{setting.chunk}-{steps}.json", describe_model(model, tokenizer, name),
+        kept.keep_results(
+            f"retrieval/{folder.name}-chunk-{setting.chunk}-{steps}", Results("needles", scores, settings, run["seed"]),
             f"python benchmarks/retrieval.py ask --chunk {setting.chunk} --models {name} --at {steps} --seed {seed}",
-            describe_hardware(torch.device("cpu")),
+            describe_model(model, tokenizer, name),
         )  # fmt: skip
         print(name, "done", flush=True)
 
@@ -250,12 +249,12 @@ def _description(setting: Setting) -> str:
 
 def page() -> str:
     """Return the results as Markdown tables."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
+    found = [kept.read(name) for name in kept.names("retrieval")]
     lines = [
         "# Retrieval past the attention window",
         "",
-        "Made by `python benchmarks/retrieval.py page` of the JSON files beside it, each of which names its command, "
-        "hardware and version. Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its question. "
+        "Made by `python benchmarks/retrieval.py page` of `../scores.csv`; `../results.csv` has commands, hardware and "
+        "versions. Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its question. "
         "Each row is one model: another seed may differ by more.",
         "",
     ]
@@ -270,7 +269,7 @@ def page() -> str:
 
 
 def _order(record: dict[str, Any]) -> tuple[int, int, int]:
-    return record["settings"]["steps"], list(MODELS).index(record["model"]["name"]), record["seed"]
+    return record["settings"]["steps"], list(MODELS).index(record["model"]), record["seed"]
 
 
 def _table(records: Sequence[dict[str, Any]], setting: Setting, test: tuple[int, int]) -> Iterator[str]:
@@ -281,7 +280,7 @@ def _table(records: Sequence[dict[str, Any]], setting: Setting, test: tuple[int,
     yield "|---|---:|---:|" + "---:|" * len(bands)
     for record in records:
         cells = [_cell(record["scores"], test, band) for band in bands]
-        first = record["model"]["name"], str(record["seed"]), str(record["settings"]["steps"])
+        first = record["model"], str(record["seed"]), str(record["settings"]["steps"])
         yield f"| {' | '.join([*first, *cells])} |"
     yield ""
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
+import diagnostics
 import evidence
+import kept
 import ladder
 import long_context
 import memory_forms
@@ -12,6 +17,73 @@ import numpy as np
 import order_by_size
 import pytest
 import retrieval
+from support.results import CODE, HARDWARE, score, write_result
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Keep results in an empty folder."""
+    monkeypatch.setattr(kept, "FOLDER", tmp_path)
+    for cache in (kept._table, kept._scores):
+        cache.cache_clear()
+    yield tmp_path
+    for cache in (kept._table, kept._scores):
+        cache.cache_clear()
+
+
+def test_a_kept_evaluation_is_what_was_written(empty: Path) -> None:
+    path, blocks = empty / "result.json", "bootstrap over 32 blocks, 95 %"
+    for value in (1.0, 2.5):  # the second replaces the first
+        scores = [score("loss", value, 32, "blocks", {"context": 64, "mode": "2K"}, 0.25, blocks),
+                  score("loss", value, 32, "tokens", {"context": 65, "mode": "2K"}, 0.25, blocks),
+                  score("accuracy", 1 / 3, 3, "answers", {}, 0.1, "Wilson, 95 %")]  # fmt: skip
+        settings, details = {"steps": 5, "config": {"a": 1}}, {"rows": [1.5, 2.0]}
+        write_result(path, "x", scores, settings, {"name": "m"}, details, ["a note"])
+        for name in ("b/one", "a/two"):
+            kept.keep(name, path)
+    record = kept.read("b/one")
+    assert kept.names("b") == ["b/one"] and kept.has("a/two") and not kept.has("one")
+    assert (record["model"], record["commit"], record["hardware"]) == ("m", CODE["commit"], HARDWARE)
+    assert (record["settings"], record["notes"], record["rows"]) == ({"steps": 5}, ["a note"], [1.5, 2.0])
+    first, second, share = record["scores"]
+    assert first["where"] == {"context": 64, "mode": "2K"} and second["where"]["context"] == 65 and share["where"] == {}
+    assert first["interval"] == {"low": 2.25, "high": 2.75, "method": blocks} and share["interval"] is None
+    assert second["interval"]["method"] == blocks, "of other units than n"
+    assert (first["value"], first["n"], round(share["value"] * share["n"])) == (2.5, 32, 1)
+    write_result(path, "x", [score("loss", 1.0, 1, "blocks", {"mode": "a; b"})], {}, {"name": "m"})
+    with pytest.raises(ValueError, match="must be without '; '"):
+        kept.keep("b/three", path)
+    kept._table.cache_clear()
+    with pytest.raises(KeyError, match="must hold a result of the name b/three"):
+        kept.read("b/three")
+
+
+def test_a_kept_comparison_has_its_recipes_runs_and_curves(empty: Path) -> None:
+    interval = {"low": 0.5, "high": 1.5, "method": "bootstrap over 1,024 held-out rows, 95 %"}
+    recipes = [
+        {"recipe": name, "seeds": [0], "nats_per_byte": 1.0, "interval": interval, "difference": difference,
+         "difference_interval": difference and interval} for name, difference in (("a", None), ("b", 0.25))
+    ]  # fmt: skip
+    runs = [{"recipe": name, "seed": 0, "nats_per_byte": 1.0, "held_out_tokens": 9, "parameters": 7, "tokens": 4096,
+             "tokens_per_second": 2.5, "curve": [{"step": 1, "tokens": 48, "seconds": 60.0, "nats_per_byte": None}]}
+            for name in ("a", "b")]  # fmt: skip
+    trial = {"recipe": "a", "learning_rate": 1e-2, "nats_per_byte": None}
+    (empty / "comparison.json").write_text(json.dumps({
+        **CODE, "command": "gecko compare a b --out x", "hardware": HARDWARE, "notes": [], "seeds": [0],
+        "settings": {"precision": "float32", "steps": 9}, "recipes": recipes, "runs": runs,
+        "tuning": {"trials": [trial]},
+    }))  # fmt: skip
+    kept.keep("c", empty / "comparison.json")
+    record = kept.comparison("c")
+    assert [(one["recipe"], one["difference"]) for one in record["recipes"]] == [("a", None), ("b", 0.25)]
+    assert record["recipes"][1]["difference_interval"] == interval and record["parameters"] == {"a": 7, "b": 7}
+    assert (record["command"], record["seeds"]) == ("gecko compare a b --out x", [0])
+    point = record["runs"][0]["curve"][0]
+    assert (point["tokens"], point["seconds"]) == (48, 60) and np.isnan(point["nats_per_byte"])
+
+
+def test_the_tables_are_small() -> None:
+    assert sum(path.stat().st_size for path in kept.FOLDER.glob("*.csv")) <= 300 * 1024
 
 
 def test_the_table_has_the_numbers_of_the_files() -> None:
@@ -20,7 +92,7 @@ def test_the_table_has_the_numbers_of_the_files() -> None:
     assert ladder.BEGIN + ladder.page() + ladder.END in page, "run: python benchmarks/evidence.py --write"
 
 
-@pytest.mark.parametrize("module", [retrieval, long_context, order_by_size, memory_forms])
+@pytest.mark.parametrize("module", [retrieval, long_context, order_by_size, memory_forms, diagnostics])
 def test_the_pages_have_the_numbers_of_the_files(module: ModuleType) -> None:
     assert (module.FOLDER / "README.md").read_text(encoding="utf-8") == module.page()
 
