@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 # processor.
 STAGES := test-vllm test-compiled test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-hf-newest test-upstream docs
 
-.PHONY: demo test ci test-attacks test-compiled test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-tutorial test-docs docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-attacks test-compiled test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-tutorial test-docs release-check docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -34,6 +34,9 @@ test-attacks: .venv/test  ## Attack a running server; its answers are timed, so 
 
 test-tutorial:  ## Run the commands of docs/tutorial.md, at a small size, in a new environment that has only the wheel
 	$(PYTHON) tests/documents/tutorial.py
+
+release-check: .venv/test docs  ## Rehearse a release: builds, metadata, changelog, notebook, installation on every Python at hand, containers
+	$(BIN)/python tests/documents/release.py --pythons --containers
 
 test-docs: .venv/test  ## Run the commands and snippets of README, docs/ and examples/ with one small model; compare what they print
 	$(BIN)/python tests/documents/check.py
