@@ -12,10 +12,9 @@ from torch import Tensor
 from gecko.inference.decoder import Decoder
 from gecko.inference.grammar import ConstraintError, Matcher
 from gecko.inference.prefill import Prefill
-from gecko.inference.request import KeptStates
+from gecko.inference.request import EndReason, EndState, Finished, KeptStates, Token
 from gecko.inference.sampling import RandomNumbers, Sampler, Sampling, all_finite, finite_rows, not_finite
 from gecko.models.gecko import Gecko
-from gecko.state import GeckoState
 
 T = TypeVar("T")
 
@@ -25,7 +24,7 @@ class DecodingSequence:
     """A sequence in the batch.
 
     Args:
-        key: what the owner of the batch knows the sequence by.
+        key: what the owner of the batch knows the sequence by, ``request_id`` of its events.
         position: tokens of the sequence, including the generated ones.
     """
 
@@ -55,20 +54,8 @@ class DecodingSequence:
         return self.sampling.is_plain and self.matcher is None and self.generated >= self.min_new_tokens
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Result of one draw for one sequence. ``token`` is None if the sequence ends without another token."""
-
-    sequence: DecodingSequence
-    token: int | None
-    end: str | None = None
-    """None: the sequence goes on. ``length``, ``stop``, or ``error`` or ``constraint`` with a message in ``error``."""
-    error: str | None = None
-    stop_token: int | None = None
-    """The stop token that ended the sequence."""
-    logprob: float | None = None
-    """Of the token or the stop token, if the sequence asks for it."""
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+Drawn = tuple[Token | None, Finished | None]
+"""Events of one draw for one sequence: its next token, unless it ends without another one, and its end."""
 
 
 class DecodingBatch:
@@ -132,7 +119,7 @@ class DecodingBatch:
         return {slot: not_finite(self._logits[slot]) for slot, one in enumerate(finite) if not one}
 
     def draw(self) -> list[Drawn]:
-        """Draw the next token of every sequence, in the order of slots, and say which sequences end."""
+        """Draw the next token of every sequence, in the order of slots; sequences that end stay until ``remove``."""
         assert self._logits is not None, "there must be a sequence"
         broken, logits = self.broken(), self._logits
         if broken:
@@ -182,9 +169,10 @@ class DecodingBatch:
         self.sequences, self._sampler, self._logits, self._broken = [], Sampler([]), None, None
         self.decoder.clear()
 
-    def state(self, slot: int) -> GeckoState:
-        """Return a copy of a sequence's state, without its pending token."""
-        return self.decoder.state(slot)
+    def end(self, slot: int) -> EndState:
+        """Return where a sequence ends if it is removed now, with a copy of its state."""
+        sequence = self.sequences[slot]
+        return EndState(self.decoder.state(slot), sequence.pending_token, sequence.position)
 
     def _constrained(self, logits: Tensor) -> Tensor:
         """Return the logits with −inf for the tokens that constraints exclude."""
@@ -235,21 +223,26 @@ def _drawn(
     logprobs: tuple[float, tuple[tuple[int, float], ...]] | None,
 ) -> Drawn:  # fmt: skip
     """Record the token in the sequence, unless it ends with it."""
+    made = Token(sequence.key, token, *(logprobs or ()))
+
+    def end(reason: EndReason, error: str | None = None, stop: Token | None = None) -> Finished:
+        return Finished(sequence.key, reason, error, sequence.position, stop)
+
     if broken is not None:
-        return Drawn(sequence, None, "error", broken)
+        return None, end("error", broken)
     if token in sequence.stop_tokens:
-        return Drawn(sequence, None, "stop", None, token, *(logprobs or ()))
+        return None, end("stop", stop=None if logprobs is None else made)
     sequence.pending_token = token
     sequence.generated += 1
     sequence.position += 1
-    end = "length" if sequence.generated == sequence.max_new_tokens else None
     if sequence.matcher is not None:
         try:
             sequence.matcher.advance(token)
         except ConstraintError as error:
-            return Drawn(sequence, None, "constraint", str(error))
-        end = "stop" if sequence.matcher.finished else end
-    return Drawn(sequence, token, end, None, None, *(logprobs or ()))
+            return None, end("constraint", str(error))
+        if sequence.matcher.finished:
+            return made, end("stop")
+    return made, end("length") if sequence.generated == sequence.max_new_tokens else None
 
 
 def _remove_from(values: list[T], place: int) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from gecko.inference.prefill import read
-from gecko.inference.sampling import Sampling
-from gecko.inference.stream import FinishReason, TokenStream, check_options
+from gecko.inference.request import check_new_tokens
+from gecko.inference.sampling import Sampling, check_seed
+from gecko.inference.stream import FinishReason, TokenStream
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
 
-_SEEDS = 1 << 64
 Prompt = Tensor | Sequence[int]
 """Token ids of one sequence: 1-D tensor, array or list."""
 
@@ -58,8 +58,7 @@ def _as_seed(seed: SupportsIndex) -> int:
         number = operator.index(seed)
     except TypeError as error:
         raise TypeError(f"a seed must be an integer; got {seed!r}. Try int(...), or None for a random one.") from error
-    if not -_SEEDS // 2 <= number < _SEEDS:
-        raise ValueError(f"a seed must fit in 64 bits; got {number}. Try a smaller one.")
+    check_seed(number)
     return number
 
 
@@ -177,7 +176,7 @@ def stream(
     )
     rows = as_rows(prompt_tokens)
     states, seeds = _states(state, len(rows)), as_seeds(seed, len(rows))
-    check_options(model, sampling, max_new_tokens)
+    check_new_tokens(max_new_tokens, sampling, model.config)
     prefills = [read(model, [row], before) for row, before in zip(rows, states, strict=True)]
     return TokenStream(
         model, prefills, seeds=seeds, sampling=sampling,

@@ -11,14 +11,13 @@ from gecko.config import GeckoConfig
 from gecko.inference.grammar import Constraint
 from gecko.inference.pieces import pieces
 from gecko.inference.prefill import PromptScores
-from gecko.inference.sampling import Sampling
+from gecko.inference.sampling import Sampling, check_seed
 from gecko.state import GeckoState
 
 EndReason = Literal["length", "stop", "cancelled", "error", "constraint"]
 """``length``: ``max_new_tokens`` were generated. ``stop``: a stop token was drawn, or the constraint is fulfilled.
 ``cancelled``: by the caller. ``error``: the logits were not finite, or prefill failed. ``constraint``: the constraint
 allows no further token, or became too complex."""
-_SEEDS = 1 << 64
 
 
 class QueueFullError(RuntimeError):
@@ -30,7 +29,7 @@ class EndState:
     """State of a sequence at its end."""
 
     state: GeckoState
-    """Has read the prompt and the new tokens but ``pending_token``; on the CPU."""
+    """Has read the prompt and the new tokens but ``pending_token``."""
     pending_token: int | None
     position: int
     """Tokens of the sequence, with the pending one."""
@@ -42,7 +41,7 @@ class KeptStates:
     prompt: GeckoState | None = None
     """After the prompt, on the CPU."""
     end: EndState | None = None
-    """None if the request was cancelled or failed."""
+    """On the CPU. None if the request was cancelled or failed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +86,9 @@ class Request:
             raise ValueError("a prompt must be a tensor of at least one token id; got none. Try the document start.")
         for _ in pieces(config, [self.prompt], self.state, piece=self.prompt.numel()):
             pass
-        self._check_lengths(config)
-        if not -_SEEDS // 2 <= self.seed < _SEEDS:
-            raise ValueError(f"seed must fit in 64 bits; got {self.seed}. Try a smaller one.")
+        check_new_tokens(self.max_new_tokens, self.sampling, config)
+        self._check_stops(config)
+        check_seed(self.seed)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and not 0 <= count <= config.vocab_size:
@@ -101,11 +100,8 @@ class Request:
                 f"a constraint must be compiled for the model's vocabulary of {config.vocab_size}; "
                 f"got one for {self.constraint.vocab_size}."
             )
-        self.sampling.check_ids(config.vocab_size)
 
-    def _check_lengths(self, config: GeckoConfig) -> None:
-        if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0; got {self.max_new_tokens}.")
+    def _check_stops(self, config: GeckoConfig) -> None:
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens must be in 0..{self.max_new_tokens}, max_new_tokens; got {self.min_new_tokens}."
@@ -114,6 +110,13 @@ class Request:
             raise ValueError(
                 "stop_tokens and logit_bias must leave a token to draw before min_new_tokens; got the whole vocabulary."
             )
+
+
+def check_new_tokens(max_new_tokens: int, sampling: Sampling, config: GeckoConfig) -> None:
+    """Raise ValueError if the number of tokens or an id of the logit bias is out of range for a model of ``config``."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0; got {max_new_tokens}.")
+    sampling.check_ids(config.vocab_size)
 
 
 @dataclass(frozen=True)

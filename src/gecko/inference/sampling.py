@@ -25,6 +25,15 @@ MAX_PENALTY = 2.0
 """Largest magnitude of the presence and frequency penalties, as in OpenAI's API."""
 
 
+_SEEDS = 1 << 64
+
+
+def check_seed(seed: int) -> None:
+    """Raise ValueError unless ``seed`` fits in 64 bits, signed or not."""
+    if not -_SEEDS // 2 <= seed < _SEEDS:
+        raise ValueError(f"a seed must fit in 64 bits; got {seed}. Try a smaller one.")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters of one sequence.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 from itertools import count
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from gecko.inference.batch import DecodingBatch, DecodingSequence, Drawn
+from gecko.inference.batch import DecodingBatch, DecodingSequence
 from gecko.inference.grammar import ConstraintError
 from gecko.inference.pieces import PiecePace, piece_length
 from gecko.inference.prefill import Prefill, inference
 from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.prompts import PromptPrefill, read_together, together
-from gecko.inference.request import EndReason, EndState, Event, Finished, PromptRead, QueueFullError, Request, Token
+from gecko.inference.request import Event, Finished, PromptRead, QueueFullError, Request
 from gecko.models.gecko import Gecko
 
 STEP_SECONDS = 0.08
@@ -255,24 +255,16 @@ class Engine:
     def _draw_tokens(self, events: list[Event]) -> None:
         """Draw a token for every sequence and remove the finished ones."""
         drawn = self._batch.draw()
-        for slot, one in enumerate(drawn):
-            request_id, position = one.sequence.key, one.sequence.position
-            if one.token is not None:
-                events.append(_token(one, one.token))
-                self.tokens_made += 1
-            if one.end in ("length", "stop") and one.sequence.keep is not None:
-                state = self._batch.state(slot).to("cpu")
-                one.sequence.keep.end = EndState(state, one.sequence.pending_token, position)
-            if one.end is not None:
-                stop = None if one.stop_token is None or one.logprob is None else _token(one, one.stop_token)
-                events.append(Finished(request_id, cast(EndReason, one.end), one.error, position, stop))
+        for slot, (token, end) in enumerate(drawn):
+            keep = self._batch.sequences[slot].keep
+            if end is not None and end.reason in ("length", "stop") and keep is not None:
+                last = self._batch.end(slot)
+                keep.end = replace(last, state=last.state.to("cpu"))
+            events += filter(None, (token, end))
+            self.tokens_made += token is not None
         # In descending order, so that the sequence that moves into a freed slot is one that stays.
-        for slot in reversed([slot for slot, one in enumerate(drawn) if one.end is not None]):
+        for slot in reversed([slot for slot, (_, end) in enumerate(drawn) if end is not None]):
             self._batch.remove(slot)
-
-
-def _token(drawn: Drawn, token: int) -> Token:
-    return Token(drawn.sequence.key, token, drawn.logprob, drawn.top_logprobs)
 
 
 def _copy_to_cpu(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from gecko.inference.batch import DecodingBatch, DecodingSequence
 from gecko.inference.prefill import Prefill, inference, read
+from gecko.inference.request import EndState, check_new_tokens
 from gecko.inference.sampling import Sampling
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
@@ -22,24 +23,6 @@ class NewToken(NamedTuple):
 
     row: int
     token: int
-
-
-class _Finished(NamedTuple):
-    """State of a finished sequence, and its last token if the state has not read it yet."""
-
-    state: GeckoState
-    pending_token: int | None
-
-
-def check_options(model: Gecko, sampling: Sampling, max_new_tokens: int) -> None:
-    """Check the options of a stream before prompts are prefilled.
-
-    Raises:
-        ValueError: ``max_new_tokens`` or an id of the logit bias is out of range for ``model``.
-    """
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0; got {max_new_tokens}.")
-    sampling.check_ids(model.config.vocab_size)
 
 
 class TokenStream:
@@ -67,9 +50,9 @@ class TokenStream:
         max_new_tokens: int,
         stop_tokens: Collection[int] = (),
     ) -> None:
-        check_options(model, sampling, max_new_tokens)
+        check_new_tokens(max_new_tokens, sampling, model.config)
         self._model, self._rows = model, len(prefills)
-        self._finished: dict[int, _Finished] = {}
+        self._finished: dict[int, EndState] = {}
         self._reasons: dict[int, FinishReason] = {}
         stops = frozenset(stop_tokens)
         with inference(model):
@@ -94,7 +77,7 @@ class TokenStream:
     def state(self) -> GeckoState:
         """State of every row after all of its tokens so far; one model call per row reads its last token."""
         with inference(self._model):
-            active = {one.key: self._finish(slot) for slot, one in enumerate(self._batch.sequences)}
+            active = {one.key: self._batch.end(slot) for slot, one in enumerate(self._batch.sequences)}
             rows = self._finished | active
             stacked = GeckoState.stack([self._final_state(rows[row]) for row in range(self._rows)])
         # Tensors cloned outside inference mode can take part in autograd.
@@ -112,21 +95,18 @@ class TokenStream:
             for slot, message in self._batch.broken().items():
                 raise ValueError(f"row {self._batch.sequences[slot].key}: {message}")
             drawn = self._batch.draw()
-            self._retire({slot: cast(FinishReason, one.end) for slot, one in enumerate(drawn) if one.end})
-        return sorted(NewToken(one.sequence.key, one.token) for one in drawn if one.token is not None)
+            self._retire({slot: cast(FinishReason, end.reason) for slot, (_, end) in enumerate(drawn) if end})
+        return sorted(NewToken(token.request_id, token.token) for token, _ in drawn if token)
 
     def _retire(self, finished: dict[int, FinishReason]) -> None:
         """Remove the sequences in some slots."""
         # In descending order, so that the sequence that moves into a freed slot is one that stays.
         for slot in sorted(finished, reverse=True):
             row = self._batch.sequences[slot].key
-            self._finished[row], self._reasons[row] = self._finish(slot), finished[slot]
+            self._finished[row], self._reasons[row] = self._batch.end(slot), finished[slot]
             self._batch.remove(slot)
 
-    def _finish(self, slot: int) -> _Finished:
-        return _Finished(self._batch.state(slot), self._batch.sequences[slot].pending_token)
-
-    def _final_state(self, row: _Finished) -> GeckoState:
+    def _final_state(self, row: EndState) -> GeckoState:
         if row.pending_token is None:
             return row.state
         return read(self._model, [torch.tensor([row.pending_token], device="cpu")], row.state).state

@@ -270,7 +270,7 @@ def drawn_of(model: Gecko, prefills: Sequence[Prefill], samplings: Sequence[Samp
             batch.add(sequence, prefill)
         for _ in range(count):
             batch.decode()
-            tokens.append([one.token for one in batch.draw()])
+            tokens.append([token and token.token for token, _ in batch.draw()])
     assert batch.decoder.backend == "triton"
     return [list(one) for one in zip(*tokens, strict=True)]
 
