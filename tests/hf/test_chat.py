@@ -106,7 +106,7 @@ def test_a_chat_is_trained_and_kept_through_a_merge(text_folder, tmp_path):
 
 
 def assert_served_as_trained(folder) -> None:
-    pytest.importorskip("fastapi")
+    pytest.importorskip("starlette")
     from gecko.data.chat import find_format
     from gecko.serving.protocol import Message
 

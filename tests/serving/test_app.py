@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from serving.waiting import until
 
 import gecko
 from gecko.data import Tokenizer
+from gecko.serving.fields import is_required
 from gecko.serving.limits import Limits
-from gecko.serving.states.files import SavedStates
+from gecko.serving.protocol import ChatRequest, CompletionRequest, ResponseRequest, SaveState
+from gecko.serving.stores import SavedStates
+from gecko.serving.tokens import DetokenizeRequest, TokenizeRequest
 
 
 def test_a_completion_is_what_generate_writes(site: Site, model: gecko.Gecko) -> None:
@@ -194,7 +199,36 @@ def test_health_and_page(site: Site) -> None:
     page = httpx2.get(site.url)
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert httpx2.get(f"{site.url}/openapi.json").json()["paths"].keys() >= {"/v1/completions", "/v1/chat/completions"}
+
+
+BODIES: dict[str, Any] = {
+    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponseRequest,
+    "/v1/states": SaveState, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
+}  # fmt: skip
+OTHERS = {
+    "/v1/responses/{response_id}": {"get", "delete"}, "/v1/states/{name}": {"get", "delete"}, "/v1/models": {"get"},
+    "/v1/models/{name}": {"get"}, "/health": {"get"}, "/version": {"get"}, "/metrics": {"get"},
+}  # fmt: skip
+
+
+def test_the_document_describes_all_routes_and_fields(site: Site) -> None:
+    answer = httpx2.get(f"{site.url}/openapi.json")
+    document = answer.json()
+    schemas, posts = document["components"]["schemas"], {path: {"post"} for path in BODIES}
+    expected = {**posts, "/v1/states": {"get", "post"}, **OTHERS}
+    assert {path: set(methods) for path, methods in document["paths"].items()} == expected
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', answer.text)) == schemas.keys()
+    for path, kind in BODIES.items():
+        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert content == {"$ref": f"#/components/schemas/{kind.__name__}"}
+        described = schemas[kind.__name__]
+        assert described["properties"].keys() == {field.name for field in fields(kind)}
+        assert described["required"] == [field.name for field in fields(kind) if is_required(field)]
+    completion = schemas["CompletionRequest"]["properties"]
+    number = {"type": "integer", "minimum": 1, "maximum": 128, "title": "N", "default": 1}
+    assert completion["n"] == number
+    assert completion["stop"]["anyOf"] == [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+    assert "before which" in completion["min_tokens"]["description"]
 
 
 def test_metrics_count(site: Site) -> None:

@@ -19,6 +19,7 @@ from serving.sites import serving
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.data.chat import PlainChat, TemplateChat, find_format
+from gecko.serving.fields import read
 from gecko.serving.protocol import Message
 
 TEMPLATE = """{%- for message in messages %}
@@ -32,7 +33,7 @@ SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
 def messages(*spoken: tuple[str, str]) -> list[Message]:
-    return [Message.model_validate({"role": role, "content": content}) for role, content in spoken]
+    return [read(Message, {"role": role, "content": content}) for role, content in spoken]
 
 
 @pytest.fixture(scope="module")

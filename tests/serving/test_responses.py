@@ -16,7 +16,7 @@ from serving.sites import Site, check_error, serving
 
 import gecko
 from gecko.data import Tokenizer
-from gecko.serving.responses.store import ResponseStore, StoredResponse
+from gecko.serving.stores import ResponseStore, StoredResponse
 
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
 TEMPLATE = (

@@ -13,7 +13,7 @@ from serving.sites import Site, check_error
 
 import gecko
 from gecko.serving.limits import ApiError
-from gecko.serving.states.files import SavedStates
+from gecko.serving.stores import SavedStates
 
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
 

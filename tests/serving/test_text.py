@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.inference.request import Token
 from gecko.inference.text import ChoiceText, Piece
-from gecko.serving.answer import ChatReply, CompletionReply, Usage, encode_answer
+from gecko.serving.replies import ChatReply, CompletionReply, Usage, encode_answer
 
 BYTES = load_tokenizer("bytes")
 TEXTS = st.text(alphabet="aboé🎉 ", max_size=30)
@@ -68,7 +68,7 @@ def test_what_is_no_text_has_no_bytes() -> None:
     for byte in "é".encode():
         piece = choice.push(Token(0, byte, -1.0, ((97, -0.5), (256, -2.0))))
     assert piece is not None
-    for told in ChatReply("m").chunk(piece)["choices"][0]["logprobs"]["content"]:
+    for told in next(iter(ChatReply("m").events(piece)))["choices"][0]["logprobs"]["content"]:
         assert [(other["token"], other["bytes"]) for other in (told, *told["top_logprobs"])] == [
             (told["token"], None), ("a", [97]), ("token_id:256", None)
         ]  # fmt: skip
@@ -79,7 +79,7 @@ def test_words_and_parts_of_words_have_names_of_their_own(spaced: Tokenizer) -> 
     choice, words = ChoiceText(0, spaced, [], 0), spaced.encode("the the").tolist()
     word, part = words[-1], spaced.encode("athe").tolist()[-1]
     piece = choice.push(Token(0, word, -1.0, ((word, -1.0), (part, -2.0))))
-    told = CompletionReply("m").chunk(piece or choice.finish("length"))["choices"][0]["logprobs"]
+    told = next(iter(CompletionReply("m").events(piece or choice.finish("length"))))["choices"][0]["logprobs"]
     assert told["tokens"] == [" the"]
     assert told["top_logprobs"] == [{" the": -1.0, "the": -2.0}]
 
@@ -93,7 +93,7 @@ def test_numbers_that_json_lacks_are_not_written() -> None:
     piece = choice.push(Token(0, 97, -math.inf, ((97, -math.inf), (98, 0.0))))
     assert piece is not None
     for reply in (CompletionReply("m"), ChatReply("m")):
-        for body in (reply.chunk(piece), reply.whole([piece], Usage(1, 1, 8))):
+        for body in (*reply.events(piece), reply.whole([piece], Usage(1, 1, 8))):
             json.dumps(body, allow_nan=False)
 
 
@@ -103,4 +103,4 @@ def test_answers_are_encoded_as_by_json() -> None:
     long = replace(whole[0], tokens=pieces[0].tokens * 3000)
     for reply, found in ((ChatReply("small"), whole), (CompletionReply("small"), whole), (ChatReply("b"), [long])):
         answer = reply.whole(found, Usage(1, 2, 3))
-        assert encode_answer(answer) == json.dumps(answer, separators=(",", ":")).encode()
+        assert encode_answer(answer) == json.dumps(answer, separators=(",", ":"))

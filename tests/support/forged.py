@@ -96,7 +96,7 @@ def _llama(folder: Path) -> Any:
 def _state(path: Path) -> str:
     """Continue a state with the model beside it, in the command and as the server opens it."""
     from gecko.serving.limits import ApiError
-    from gecko.serving.states.files import SavedStates
+    from gecko.serving.stores import SavedStates
     from gecko.state import GeckoState
 
     with contextlib.suppress(ApiError):

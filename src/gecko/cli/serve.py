@@ -98,7 +98,7 @@ def serve(
     """
     from gecko.runtime.process import bound_freed_memory, require
 
-    for module in ("fastapi", "uvicorn", "prometheus_client", "jinja2"):
+    for module in ("starlette", "uvicorn", "prometheus_client", "jinja2"):
         require(module, "serve")
     from gecko.cli.arguments import named_dtype
     from gecko.serving.limits import DEFAULT_ROWS, Limits

@@ -1,195 +1,29 @@
-"""Answer to one request: the pieces of all its choices as they are generated, and their form in OpenAI's API.
-
-Gecko adds ``position`` of each choice, the number of tokens that its state has read, and ``usage.state_bytes``.
-"""
+"""Answer to one request: the pieces of all its choices as they are generated, sent until the client disconnects."""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TypeVar
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gecko.inference.request import Event, PromptRead, Token
-from gecko.inference.text import ChoiceText, Piece, PromptText, TokenLogprob, TokenText
-from gecko.serving.limits import ApiError
+from gecko.inference.text import ChoiceText, Piece, PromptText, TokenText
+from gecko.serving.limits import ApiError, ClientGoneError
 from gecko.serving.metrics import Metrics
+from gecko.serving.replies import Usage
 from gecko.serving.worker import RequestGroup
 
-_PART = 1 << 10
-"""Elements of a list that are encoded at once."""
-_MIN_LOGPROB = -9999.0
-"""Replaces a log-probability of minus infinity, which JSON cannot represent."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of an answer."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    state_bytes: int
-    """Size of the state of one sequence, which is constant."""
-
-    @property
-    def json(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens, "state_bytes": self.state_bytes,
-        }  # fmt: skip
-
-
-def encode_json(value: Any) -> str:
-    """Return JSON in ASCII: some clients split a stream at U+2028 and others, and UTF-8 has no lone surrogates."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
-
-
-def encode_answer(answer: dict[str, Any]) -> bytes:
-    """Encode an answer with many calls of ``json.dumps``: a call holds the GIL until it returns."""
-    return _encode_object(answer).encode()
-
-
-def _encode_object(value: dict[str, Any]) -> str:
-    return f"{{{','.join(f'{encode_json(name)}:{_encode_field(name, item)}' for name, item in value.items())}}}"
-
-
-def _encode_field(name: str, value: Any) -> str:
-    if isinstance(value, dict):
-        return _encode_object(value)
-    if not isinstance(value, list):
-        return encode_json(value)
-    if name == "choices":
-        return f"[{','.join(map(_encode_object, value))}]"
-    parts = (value[begin : begin + _PART] for begin in range(0, len(value), _PART))
-    return f"[{','.join(encode_json(part)[1:-1] for part in parts)}]"
-
-
-class Reply(Protocol):
-    """Format of one kind of answer."""
-
-    def opening(self, choices: int) -> Iterable[dict[str, Any]]:
-        """Return the chunks before the first text."""
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        """Return the chunk of a piece."""
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """Return the last chunk of a stream, sent if ``include_usage`` is set."""
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        """Return the whole answer, from one piece per choice."""
-
-
-class _Base:
-    def __init__(self, prefix: str, model: str) -> None:
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": kind, "choices": choices}
-
-
-class CompletionReply(_Base):
-    """Format of answers of ``/v1/completions``."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__("cmpl", model)
-
-    def opening(self, choices: int) -> Iterable[dict[str, Any]]:
-        return ()
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        return self._body("text_completion", [_text_choice(piece)])
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._body("text_completion", []) | {"usage": usage.json}
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        return self._body("text_completion", list(map(_text_choice, pieces))) | {"usage": usage.json}
-
-
-class ChatReply(_Base):
-    """Format of answers of ``/v1/chat/completions``; ``scored``: whether they have log-probabilities."""
-
-    def __init__(self, model: str, scored: bool = False) -> None:
-        super().__init__("chatcmpl", model)
-        self._scored = scored
-
-    def opening(self, choices: int) -> Iterable[dict[str, Any]]:
-        """Return the role of each choice."""
-        return [self._delta(index, {"role": "assistant", "content": ""}, None) for index in range(choices)]
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        return self._delta(piece.choice, {"content": piece.text} if piece.text else {}, piece)
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._body("chat.completion.chunk", []) | {"usage": usage.json}
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        choices = []
-        for piece in pieces:
-            message = {"role": "assistant", "content": piece.text, "refusal": None}
-            choices.append({"message": message, **_chat_choice(piece.choice, piece, self._scored)})
-        return self._body("chat.completion", choices) | {"usage": usage.json}
-
-    def _delta(self, index: int, delta: dict[str, Any], piece: Piece | None) -> dict[str, Any]:
-        return self._body("chat.completion.chunk", [{"delta": delta, **_chat_choice(index, piece)}])
-
-
-def _text_choice(piece: Piece) -> dict[str, Any]:
-    prompt = [] if piece.prompt is None else piece.prompt.tokens()
-    # Clients that score prompts, such as lm-evaluation-harness, count on an entry for the stop token.
-    ending = [] if piece.stop_token is None else [piece.stop_token]
-    tokens = [*prompt, *piece.tokens, *ending]
-    logprobs = _text_logprobs(tokens) if tokens else None
-    return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, **_progress(piece)}
-
-
-def _chat_choice(index: int, piece: Piece | None, scored: bool = False) -> dict[str, Any]:
-    logprobs = _chat_logprobs(piece.tokens) if piece is not None and (piece.tokens or scored) else None
-    return {"index": index, "logprobs": logprobs, **_progress(piece)}
-
-
-def _progress(piece: Piece | None) -> dict[str, Any]:
-    if piece is None:
-        return {"finish_reason": None}
-    return {"finish_reason": piece.finish_reason, "position": piece.position}
-
-
-def _text_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
-    return {
-        "tokens": [token.chosen.name for token in tokens],
-        "token_logprobs": [_number(token.chosen) for token in tokens],
-        "top_logprobs": list(map(_text_top_logprobs, tokens)),
-        "text_offset": [token.offset for token in tokens],
-    }
-
-
-def _text_top_logprobs(token: TokenText) -> dict[str, float | None] | None:
-    if token.chosen.logprob is None:
-        return None
-    # Of tokens with equal names, the most likely one is kept.
-    return {other.name: _number(other) for other in reversed(token.top_logprobs)}
-
-
-def _chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
-    return {
-        "content": [
-            _chat_token(token.chosen) | {"top_logprobs": [_chat_token(other) for other in token.top_logprobs]}
-            for token in tokens
-        ]
-    }
-
-
-def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    content = None if token.text is None else list(token.text.encode())
-    return {"token": token.name, "logprob": _number(token), "bytes": content}
-
-
-def _number(token: TokenLogprob) -> float | None:
-    return None if token.logprob is None else max(token.logprob, _MIN_LOGPROB)
+_SLICE_BYTES = 1 << 16
+"""Maximum number of bytes of an answer that are handed to the connection at once."""
+_SENDING_SECONDS = 5
+"""Seconds to send the rest of a stream after the time limit of its request."""
+T = TypeVar("T")
 
 
 class Answer:
@@ -307,3 +141,51 @@ class Answer:
     def _end(self, index: int, reason: str) -> None:
         self._metrics.finished.labels(reason).inc()
         self._open.discard(index)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of an answer, which is closed at their end or when the client disconnects.
+
+    If the client does not read, the response ends ``_SENDING_SECONDS`` after the time limit of the request.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, chunks: AsyncIterator[bytes]) -> None:
+        super().__init__(chunks, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._answer.seconds_left + _SENDING_SECONDS):
+                await unless_gone(receive, self.stream_response(send))
+        except (ClientGoneError, TimeoutError):
+            # uvicorn closes the connection of an unfinished response.
+            pass
+        finally:
+            self._answer.close()
+
+
+async def slices(content: bytes) -> AsyncIterator[bytes]:
+    """Yield ``content`` in slices, so that the memory of the request counts until the client has read its answer."""
+    for begin in range(0, len(content), _SLICE_BYTES):
+        yield content[begin : begin + _SLICE_BYTES]
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Await ``work``; cancel it and raise ClientGoneError if the client disconnects first."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -5,70 +5,86 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gecko.inference.request import QueueFullError
 from gecko.inference.text import Piece
 from gecko.runtime.process import __version__
-from gecko.serving import limits as errors
-from gecko.serving.answer import Answer, ChatReply, CompletionReply, Reply, Usage, encode_answer
+from gecko.serving.answer import Answer, EventStream, slices, unless_gone
 from gecko.serving.bodies import BODY, Body, ReadBodies, RequestMemory
 from gecko.serving.connection import Gate, Hosts
-from gecko.serving.limits import Admission, ApiError, Limits
+from gecko.serving.limits import HANDLERS, Admission, ApiError, Limits, invalid
 from gecko.serving.metrics import CountResponses, Metrics
-from gecko.serving.prepare import (
-    LARGE,
-    Asked,
-    Preparation,
-    Prepared,
-    ServedModel,
-    Threads,
-    num_choices,
-)
-from gecko.serving.protocol import ChatRequest, CompletionRequest
-from gecko.serving.responses.fields import ResponseRequest
-from gecko.serving.responses.routes import PATH as RESPONSES
-from gecko.serving.responses.routes import ResponsePreparation, add_responses
-from gecko.serving.responses.store import ResponseStore
-from gecko.serving.sending import EventStream, encode_event, slices, unless_gone
-from gecko.serving.states.files import SavedStates
-from gecko.serving.states.routes import PATH as STATES
-from gecko.serving.states.routes import add_states
-from gecko.serving.tokens import DETOKENIZE, TOKENIZE, TokenRoutes
-from gecko.serving.worker import RequestGroup, Worker, WorkerClosedError
+from gecko.serving.openapi import describe
+from gecko.serving.prepare import Preparation, ServedModel
+from gecko.serving.protocol import ChatRequest, CompletionRequest, EngineRequest, ResponseRequest, SaveState
+from gecko.serving.replies import Reply, StateReply, Usage, encode_answer, encode_event
+from gecko.serving.stores import ResponseStore, SavedStates, response_not_found
+from gecko.serving.tokens import DetokenizeRequest, TokenizeRequest, TokenRoutes
+from gecko.serving.worker import Worker, WorkerClosedError
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_RULES = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_REQUEST_TYPES: Mapping[str, type[CompletionRequest] | type[ChatRequest]] = {
-    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
+_ENGINE_REQUESTS: Mapping[str, type[EngineRequest]] = {
+    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponseRequest,
+    "/v1/states": SaveState,
 }  # fmt: skip
-"""Routes that take a body, and the model that validates it."""
-A = TypeVar("A", bound=Asked)
-B = TypeVar("B", bound=Prepared)
+"""Routes to the engine, and the records of their bodies."""
+_BODIES: Mapping[str, type] = {**_ENGINE_REQUESTS, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
+"""Routes that take a body."""
+_SMALL = 1 << 16
+"""Maximum size in bytes of a body that is prepared in milliseconds, whatever its content."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StartedRequest:
     """A request that the engine has accepted; the caller must close ``answer``."""
 
+    asked: EngineRequest
     answer: Answer
-    reply: CompletionReply | ChatReply
-    """Format of the answer."""
-    stream: bool
-    include_usage: bool
+    reply: Reply
+
+
+class Threads:
+    """Thread pools for work that would block the event loop.
+
+    Large requests are prepared one at a time, small requests in parallel to them. Answers are encoded one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._large = ThreadPoolExecutor(1, "gecko-large")
+        self._small = ThreadPoolExecutor(2, "gecko-small")
+        self._answers = ThreadPoolExecutor(1, "gecko-answers")
+
+    async def run(self, size: int, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Run ``function`` for a body of ``size`` bytes and return its result."""
+        threads = self._small if size <= _SMALL else self._large
+        return await asyncio.wrap_future(threads.submit(function, *arguments, **options))
+
+    async def encode(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Run ``function``, which encodes an answer, and return its result."""
+        return await asyncio.wrap_future(self._answers.submit(function, *arguments, **options))
+
+    def close(self) -> None:
+        for threads in (self._large, self._small, self._answers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Service:
@@ -81,29 +97,19 @@ class Service:
         self.model, self.worker, self.metrics, self.limits, self.states = model, worker, metrics, limits, states
         self.responses = responses
         self.admission, self.memory = Admission(limits), RequestMemory(limits.memory_bytes)
-        self.threads, self._preparation = Threads(), Preparation(model, limits, states)
-        self.response_preparation = ResponsePreparation(model, limits, self._preparation, responses)
+        self.threads, self._preparation = Threads(), Preparation(model, limits, states, responses)
         tokens = TokenRoutes(model, limits)
-        self._token_work = {TOKENIZE: tokens.tokenize, DETOKENIZE: tokens.detokenize}
+        self._token_work = {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
 
-    async def begin(self, kind: type[CompletionRequest] | type[ChatRequest], body: Body) -> StartedRequest:
-        """Submit the request in ``body`` to the engine; errors as for ``start``."""
-        parse = partial(self._preparation.parse, kind)
-        asked, prepared, answer = await self.start(body, parse, self._preparation.prepare)
-        return StartedRequest(answer, prepared.reply, asked.stream, asked.include_usage)
-
-    async def start(
-        self, body: Body, parse: Callable[[Callable[[], bytearray]], A], prepare: Callable[[A], B]
-    ) -> tuple[A, B, Answer]:
-        """Parse and prepare the request in ``body`` and submit it to the engine; the caller must close the answer.
+    async def start(self, path: str, body: Body) -> StartedRequest:
+        """Parse and prepare the request in ``body`` and submit it to the engine.
 
         Raises:
             ApiError: the request is invalid, or the server has no capacity for it now.
         """
-        arrival = time.monotonic()
         places = _Places(self.admission)
         try:
-            return await self._start(body, parse, prepare, places, arrival)
+            return await self._start(_ENGINE_REQUESTS[path], body, places)
         except BaseException as error:
             places.release()
             api_error = _to_api_error(error)
@@ -111,30 +117,34 @@ class Service:
                 raise
             raise api_error from error
 
-    async def _start(
-        self, body: Body, parse: Callable[[Callable[[], bytearray]], A], prepare: Callable[[A], B], places: _Places,
-        arrival: float,
-    ) -> tuple[A, B, Answer]:  # fmt: skip
+    async def _start(self, kind: type[EngineRequest], body: Body, places: _Places) -> StartedRequest:
         # Take one place before any work, and the rest when the number of choices is known.
         places.take(1)
-        size = len(body)
-        asked = await self.threads.run(size, parse, body.take)
-        places.take(num_choices(asked))
-        work = max(size, LARGE) if asked.constrained else size
-        prepared = await self.threads.run(work, prepare, asked)
+        arrival, size = time.monotonic(), len(body)
+        asked = await self.threads.run(size, self._preparation.parse, kind, body.take)
+        places.take(asked.num_choices)
+        # A constraint takes up to a second to compile.
+        work = max(size, _SMALL + 1) if asked.constrained else size
+        prepared = await self.threads.run(work, self._preparation.prepare, asked)
         body.resize(prepared.num_bytes)
-        running: RequestGroup = await self.worker.submit(prepared.requests, arrival, arrival + self.limits.seconds)
-        return asked, prepared, Answer(running, prepared.choices, self.metrics, prepared.usage, places.release)
+        running = await self.worker.submit(prepared.requests, arrival, arrival + self.limits.seconds)
+        answer = Answer(running, prepared.choices, self.metrics, prepared.usage, places.release)
+        return StartedRequest(asked, answer, prepared.reply)
 
     async def encode(self, reply: Reply, pieces: Sequence[Piece], usage: Usage) -> bytes:
         """Encode an answer that is not streamed, outside the event loop: with log-probabilities it may be large."""
-        return await self.threads.encode(lambda: encode_answer(reply.whole(pieces, usage)))
 
-    async def encode_chunk(self, reply: Reply, piece: Piece) -> bytes:
-        """Encode a piece of a stream, outside the event loop if it has the log-probabilities of a prompt."""
+        def work() -> bytes:
+            return encode_answer(reply.whole(pieces, usage)).encode()
+
+        # A state is written to a disk, for which other answers do not wait.
+        return await (asyncio.to_thread(work) if isinstance(reply, StateReply) else self.threads.encode(work))
+
+    async def encode_piece(self, reply: Reply, piece: Piece) -> list[bytes]:
+        """Encode the events of a piece, outside the event loop if it has the log-probabilities of a prompt."""
         if piece.prompt is None:
-            return encode_event(reply.chunk(piece))
-        return await self.threads.encode(lambda: b"data: " + encode_answer(reply.chunk(piece)) + b"\n\n")
+            return list(map(encode_event, reply.events(piece)))
+        return await self.threads.encode(lambda: [encode_event(event, encode_answer) for event in reply.events(piece)])
 
     async def tokens(self, path: str, body: Body) -> bytes:
         """Answer a request to ``/tokenize`` or ``/detokenize``.
@@ -145,9 +155,17 @@ class Service:
         try:
             content = await self.threads.run(len(body), self._token_work[path], body.take)
         except ValueError as error:
-            raise ApiError(400, str(error), code="invalid_value") from error
+            raise invalid(None, str(error)) from error
         body.resize(len(content))
         return content
+
+    def describe_model(self) -> dict[str, Any]:
+        """Return the entry of the model in ``/v1/models``."""
+        return {
+            "id": self.model.name, "object": "model", "created": 0, "owned_by": "gecko",
+            "state_bytes": self.model.state_bytes, "states": self.states.names(),
+            "chat_template": self.model.chat.tuned,
+        }  # fmt: skip
 
 
 class _Places:
@@ -169,7 +187,7 @@ class _Places:
 def _to_api_error(error: BaseException) -> ApiError | None:
     """Convert an error of the engine or of preparation to an answer; None for any other error."""
     if isinstance(error, ValueError | TypeError):
-        return ApiError(400, str(error), code="invalid_value")
+        return invalid(None, str(error))
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
     if isinstance(error, WorkerClosedError):
@@ -186,139 +204,137 @@ def create_app(service: Service, api_key: str | None = None, hosts: Hosts | None
     """
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.worker.start()
         yield
         await service.worker.close()
         service.threads.close()
 
-    # The documentation pages of FastAPI load scripts from other sites.
-    app = FastAPI(title="Gecko", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    errors.install(app)
-    _add_generation(app, service)
-    add_responses(app, service)
-    add_states(app, service)
-    _add_tokens(app, service)
-    _add_models(app, service)
-    _add_operation(app, service)
-    paths = (*_REQUEST_TYPES, RESPONSES, STATES, TOKENIZE, DETOKENIZE)
-    reading = ReadBodies(app, service.limits, service.memory, paths)
+    routes = [*_engine_routes(service), *_store_routes(service), *_operator_routes(service)]
+    page = (files("gecko.serving") / "page" / "index.html").read_text(encoding="utf-8")
+    document = cache(lambda: describe(routes, _BODIES, __version__))
+
+    async def index(request: Request) -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_RULES})
+
+    def openapi(request: Request) -> Response:  # in a thread: the document takes a moment
+        return JSONResponse(document())
+
+    undescribed = [Route("/", index), Route("/openapi.json", openapi)]
+    app = Starlette(routes=[*routes, *undescribed], exception_handlers=HANDLERS, lifespan=lifespan)
     hosts = hosts or Hosts()
     open_to_pages = CORSMiddleware(
-        Gate(reading, hosts, api_key), allow_origin_regex=hosts.origins, allow_methods=("GET", "POST", "DELETE"),
-        allow_headers=("*",), expose_headers=("x-request-id",),
+        Gate(ReadBodies(app, service.limits, service.memory, _BODIES), hosts, api_key),
+        allow_origin_regex=hosts.origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
+        expose_headers=("x-request-id",),
     )  # fmt: skip
     return CountResponses(open_to_pages, service.metrics)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    """Add the routes for generation. They take no body from FastAPI, which would validate it on the event loop."""
-
+def _engine_routes(service: Service) -> list[Route]:
     async def respond(request: Request) -> Response:
-        return await _respond(request, service, _REQUEST_TYPES[request.url.path])
+        started = await unless_gone(request.receive, service.start(request.url.path, request.scope[BODY]))
+        answer, reply = started.answer, started.reply
+        try:
+            if started.asked.stream:
+                # An error before the first piece is answered with its HTTP status.
+                pieces = answer.pieces()
+                first = await unless_gone(request.receive, anext(pieces))
+                return EventStream(answer, _events(service, started, first, pieces))
+            whole = await unless_gone(request.receive, answer.whole())
+            content = await unless_gone(request.receive, service.encode(reply, whole, answer.usage))
+        except BaseException:
+            answer.close()
+            raise
+        answer.close()
+        return _json(content, reply.status)
 
-    kinds = {**_REQUEST_TYPES, RESPONSES: ResponseRequest}
-    names, definitions = models_json_schema(
-        [(kind, "validation") for kind in kinds.values()], ref_template="#/components/schemas/{model}"
-    )
-    for path in _REQUEST_TYPES:
-        app.post(path)(respond)
-    describe = app.openapi
+    async def count(request: Request) -> Response:
+        return _json(await unless_gone(request.receive, service.tokens(request.url.path, request.scope[BODY])))
 
-    def describe_all() -> dict[str, Any]:
-        described = describe()
-        described.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        for path, kind in kinds.items():
-            content = {"application/json": {"schema": names[kind, "validation"]}}
-            described["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
-        return described
-
-    app.openapi = describe_all  # type: ignore[method-assign]
-
-
-def _add_tokens(app: FastAPI, service: Service) -> None:
-    async def respond(request: Request) -> Response:
-        work = service.tokens(request.url.path, request.scope[BODY])
-        return _json(await unless_gone(request.receive, work))
-
-    for path in (TOKENIZE, DETOKENIZE):
-        app.post(path)(respond)
+    return [
+        Route(path, respond if path in _ENGINE_REQUESTS else count, methods=["POST"], name=path.rpartition("/")[2])
+        for path in _BODIES
+    ]
 
 
-def _add_models(app: FastAPI, service: Service) -> None:
-    def describe() -> dict[str, Any]:
-        model = service.model
-        return {
-            "id": model.name, "object": "model", "created": 0, "owned_by": "gecko",
-            "state_bytes": model.state_bytes, "states": service.states.names(), "chat_template": model.chat.tuned,
-        }  # fmt: skip
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [await asyncio.to_thread(describe)]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        service.model.check_name(name)
-        return JSONResponse(await asyncio.to_thread(describe))
+def _json(content: bytes, status: int = 200) -> Response:
+    headers = {"Content-Length": str(len(content))}
+    return StreamingResponse(slices(content), status, headers, media_type="application/json")
 
 
-def _add_operation(app: FastAPI, service: Service) -> None:
-    page = (files("gecko.serving") / "page" / "index.html").read_text(encoding="utf-8")
+async def _events(
+    service: Service, started: StartedRequest, first: Piece, pieces: AsyncIterator[Piece]
+) -> AsyncIterator[bytes]:
+    reply = started.reply
+    piece: Piece | None = first
+    for event in reply.opening(started.answer.num_choices):
+        yield encode_event(event)
+    try:
+        while piece is not None:
+            for content in await service.encode_piece(reply, piece):
+                yield content
+            piece = await anext(pieces, None)
+    except ApiError as error:
+        yield encode_event(reply.failed(error))
+        return
+    for event in reply.closing(started.answer.usage):
+        yield encode_event(event)
+    if reply.end:
+        yield reply.end
 
-    @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_RULES})
 
-    @app.get("/health")
-    async def health() -> Response:
+def _store_routes(service: Service) -> list[Route]:
+    states, responses = service.states, service.responses
+
+    async def retrieve_response(request: Request) -> Response:
+        return Response(responses.find(request.path_params["response_id"]).body, media_type="application/json")
+
+    async def delete_response(request: Request) -> Response:
+        name = request.path_params["response_id"]
+        if not responses.delete(name):
+            raise response_not_found(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def list_states(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await asyncio.to_thread(states.describe)})
+
+    async def describe_state(request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(states.position, request.path_params["name"]))
+
+    async def delete_state(request: Request) -> Response:
+        name = request.path_params["name"]
+        await asyncio.to_thread(states.delete, name)
+        return JSONResponse({"id": name, "object": "state", "deleted": True})
+
+    return [
+        Route("/v1/responses/{response_id}", retrieve_response),
+        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+        Route("/v1/states", list_states),
+        Route("/v1/states/{name}", describe_state),
+        Route("/v1/states/{name}", delete_state, methods=["DELETE"]),
+    ]
+
+
+def _operator_routes(service: Service) -> list[Route]:
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [await asyncio.to_thread(service.describe_model)]})
+
+    async def model(request: Request) -> Response:
+        service.model.check_name(request.path_params["name"])
+        return JSONResponse(await asyncio.to_thread(service.describe_model))
+
+    async def health(request: Request) -> Response:
         ready = service.worker.healthy and not service.admission.draining
         return JSONResponse({"status": "ok" if ready else "stopping"}, 200 if ready else 503)
 
-    @app.get("/version")
-    async def version() -> Response:
+    async def version(request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         return Response(service.metrics.page(), media_type=METRICS_TYPE)
 
-
-async def _respond(request: Request, service: Service, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
-    started = await unless_gone(request.receive, service.begin(kind, request.scope[BODY]))
-    answer, reply = started.answer, started.reply
-    try:
-        if started.stream:
-            # An error before the first piece is answered with its HTTP status.
-            pieces = answer.pieces()
-            first = await unless_gone(request.receive, anext(pieces))
-            return EventStream(answer, _chunks(service, answer, reply, first, pieces, started.include_usage))
-        pieces_of_choices = await unless_gone(request.receive, answer.whole())
-        content = await unless_gone(request.receive, service.encode(reply, pieces_of_choices, answer.usage))
-    except BaseException:
-        answer.close()
-        raise
-    answer.close()
-    return _json(content)
-
-
-def _json(content: bytes) -> Response:
-    headers = {"Content-Length": str(len(content))}
-    return StreamingResponse(slices(content), headers=headers, media_type="application/json")
-
-
-async def _chunks(
-    service: Service, answer: Answer, reply: Reply, first: Piece, pieces: AsyncIterator[Piece], usage: bool
-) -> AsyncIterator[bytes]:
-    for chunk in reply.opening(answer.num_choices):
-        yield encode_event(chunk)
-    yield await service.encode_chunk(reply, first)
-    try:
-        async for piece in pieces:
-            yield await service.encode_chunk(reply, piece)
-    except ApiError as error:
-        yield encode_event(error.body)
-        return
-    if usage:
-        yield encode_event(reply.usage_chunk(answer.usage))
-    yield b"data: [DONE]\n\n"
+    return [
+        Route("/v1/models", models), Route("/v1/models/{name:path}", model), Route("/health", health),
+        Route("/version", version), Route("/metrics", metrics),
+    ]  # fmt: skip

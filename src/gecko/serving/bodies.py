@@ -14,15 +14,13 @@ from collections.abc import Iterable
 from email.message import Message
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import make_scanner
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gecko.serving.limits import ApiError, Limits, first_wrong_field
+from gecko.serving.limits import ApiError, Limits
 
-B = TypeVar("B", bound=BaseModel)
 MAX_VALUES = 100_000
 """Maximum number of strings, lists, objects and fields of one body; numbers in a list do not count."""
 MAX_DEPTH = 32
@@ -47,22 +45,6 @@ def read_json(body: bytes | bytearray) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"at byte {error.start}: invalid UTF-8") from None
     return _Parser(text).whole()
-
-
-def parse_body(kind: type[B], body: bytes | bytearray) -> B:
-    """Parse and validate a body.
-
-    Raises:
-        ApiError: 400 for an invalid body.
-    """
-    try:
-        data = read_json(body)
-    except ValueError as error:
-        raise ApiError(400, f"the body must be JSON; {error}", code="invalid_json") from error
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        raise first_wrong_field(error.errors(include_url=False)) from error
 
 
 class _Parser:
@@ -234,12 +216,9 @@ class Body:
         """
         memory = self._memory
         if size > memory.total:
-            raise ApiError(
-                400,
-                f"a request must take at most {memory.total:,} bytes of memory, with its tokens and "
-                f"log-probabilities; got {size:,}",
-                code="request_too_large",
-            )
+            limit = f"{memory.total:,} bytes of memory, with its tokens and log-probabilities"
+            message = f"a request must take at most {limit}; got {size:,}"
+            raise ApiError(400, message, code="request_too_large")
         if size > self._held and memory.taken + size - self._held > memory.total:
             raise ApiError(503, "other requests take all of the memory for requests; try later", code="memory_full")
         memory.taken += size - self._held

@@ -225,6 +225,7 @@ def connection_class(limits: Limits) -> type[Connection]:
 
 _LONGEST = 100
 """Maximum number of characters of a header that an error quotes."""
+_ADVICE = "Start it with --allowed-host NAME"
 
 
 class Hosts:
@@ -257,19 +258,11 @@ class Hosts:
             ApiError: 403 for a name or site that is not allowed.
         """
         if host is not None and not self._known(host):
-            raise ApiError(
-                403,
-                f"the Host header must be a name of the server; got {host[:_LONGEST]!r}. "
-                "Start it with --allowed-host NAME",
-                code="unknown_host",
-            )
+            message = f"the Host header must be a name of the server; got {host[:_LONGEST]!r}. {_ADVICE}"
+            raise ApiError(403, message, code="unknown_host")
         if origin is not None and not self._same_site(origin, host):
-            raise ApiError(
-                403,
-                f"the Origin header must be the server itself; got {origin[:_LONGEST]!r}. "
-                "Start it with --allowed-host NAME",
-                code="unknown_origin",
-            )
+            message = f"the Origin header must be the server itself; got {origin[:_LONGEST]!r}. {_ADVICE}"
+            raise ApiError(403, message, code="unknown_origin")
 
     def _known(self, host: str) -> bool:
         name = _host_name(host)

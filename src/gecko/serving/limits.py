@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from gecko.records import Positive, Range, check
 
 RETRY_AFTER = "2"
 """Seconds after which a refused client should retry."""
@@ -49,48 +49,31 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+def invalid(param: str | None, message: str) -> ApiError:
+    """Return the error for a request whose field ``param`` has a wrong value."""
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
 class ClientGoneError(Exception):
     """The client closed its connection."""
 
 
-def install(app: FastAPI) -> None:
-    """Register handlers that convert all exceptions of routes to errors in this format."""
-
-    @app.exception_handler(ApiError)
-    async def on_api_error(request: Request, error: ApiError) -> JSONResponse:
+def answer_error(request: Request, error: Exception) -> JSONResponse:
+    """Convert any exception of a route to an error in this format."""
+    if isinstance(error, ApiError):
         return error.response()
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+    if isinstance(error, ClientGoneError):
+        return ApiError(499, "the client closed the connection").response()
+    if isinstance(error, HTTPException):
         asked = f"{request.method} {request.url.path}"[:_LONGEST_NAME]
         response = ApiError(error.status_code, f"{asked}: {error.detail}").response()
         response.headers.update(error.headers or {})
         return response
-
-    @app.exception_handler(ClientGoneError)
-    async def on_client_gone(request: Request, error: ClientGoneError) -> JSONResponse:
-        return ApiError(499, "the client closed the connection").response()
-
-    @app.exception_handler(Exception)
-    async def on_fault(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "the server failed on this request; see its log").response()
+    return ApiError(500, "the server failed on this request; see its log").response()
 
 
-def first_wrong_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Convert the first error of pydantic to an ApiError."""
-    first = errors[0]
-    field = ".".join(str(part) for part in first["loc"])[:_LONGEST_NAME]
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{field}: unknown field", code="unknown_field", param=field)
-    if first["type"] == "string_unicode" and not field:
-        name = repr(first["input"])[:_LONGEST_NAME]
-        return ApiError(400, f"field names must be valid Unicode; got {name}", code="unknown_field")
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if field:
-        return ApiError(400, f"{field}: {message[:1].lower()}{message[1:]}", code="invalid_value", param=field)
-    if first["type"] == "value_error":
-        return ApiError(400, message, code="invalid_value")
-    return ApiError(400, "the body must be a JSON object, with Content-Type: application/json", code="invalid_json")
+HANDLERS = dict.fromkeys((ApiError, ClientGoneError, HTTPException, Exception), answer_error)
+"""Exception handlers of the application."""
 
 
 DEFAULT_ROWS = 16
@@ -104,6 +87,9 @@ def rows_in_memory(state_bytes: int) -> int:
     return max(FEWEST_ROWS, min(MOST_ROWS, ROWS_BYTES // state_bytes))
 
 
+AboveZero = Annotated[int, Range("must be above 0 and finite", above=0)]
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits beyond which the server refuses requests.
@@ -112,39 +98,32 @@ class Limits:
         ValueError: a number is out of range.
     """
 
-    rows: int = DEFAULT_ROWS
+    rows: AboveZero = DEFAULT_ROWS
     """Maximum number of requests in prefill or decoding."""
-    queue: int = 256
+    queue: Annotated[int, Range("must be at least 0 (no request waits)", least=0)] = 256
     """Maximum number of requests that wait for a row; 429 beyond it."""
-    body_bytes: int = 16 << 20
+    body_bytes: AboveZero = 16 << 20
     """Maximum size of the body of one request; 413 beyond it."""
-    memory_bytes: int = 256 << 20
+    memory_bytes: AboveZero = 256 << 20
     """Maximum memory of all requests: their bodies, then their tokens and answers; 503 beyond it."""
-    header_seconds: float = 10
+    header_seconds: Positive = 10
     """Seconds for the header of a request to arrive; 408 after that."""
-    body_seconds: float = 30
+    body_seconds: Positive = 30
     """Seconds for the body to arrive after the header; 408 after that."""
-    prompt_tokens: int = 4_000_000
+    prompt_tokens: AboveZero = 4_000_000
     """Maximum length of a prompt; 400 beyond it."""
-    new_tokens: int = 4096
+    new_tokens: AboveZero = 4096
     """Maximum of ``max_tokens``, and its default in chats; 400 beyond it."""
-    seconds: float = 600
+    seconds: Positive = 600
     """Seconds for one request; then its answer ends, with 504 if it has no token."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "rows", "body_bytes", "memory_bytes", "header_seconds", "body_seconds", "prompt_tokens", "new_tokens",
-            "seconds",
-        ):  # fmt: skip
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite; got {getattr(self, name)}.")
+        check(self)
         if self.memory_bytes < self.body_bytes:
             raise ValueError(
                 f"memory_bytes must be at least body_bytes, {self.body_bytes}; got {self.memory_bytes}. "
                 "Raise --request-memory, or lower --max-body."
             )
-        if self.queue < 0:
-            raise ValueError(f"queue must be at least 0 (no request waits); got {self.queue}.")
 
 
 class Admission:

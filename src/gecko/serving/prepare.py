@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,14 +16,21 @@ from gecko.data import Tokenizer
 from gecko.data.chat import ChatFormat, encode_text
 from gecko.inference import Sampling
 from gecko.inference.grammar import Constraint, ConstraintError, GrammarCompiler
-from gecko.inference.request import Request
-from gecko.inference.text import ChoiceText, TokenNames
-from gecko.serving.answer import ChatReply, CompletionReply, Usage
-from gecko.serving.bodies import parse_body
-from gecko.serving.limits import ApiError, Limits
-from gecko.serving.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, Ids
-from gecko.serving.states.files import SavedStates
-from gecko.serving.structured import GrammarField
+from gecko.inference.request import KeptStates, Request
+from gecko.inference.text import ChoiceText, Piece, TokenNames
+from gecko.serving.fields import Ids, parse_body
+from gecko.serving.limits import ApiError, Limits, invalid
+from gecko.serving.protocol import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    EngineRequest,
+    Generation,
+    ResponseRequest,
+    SaveState,
+)
+from gecko.serving.replies import ChatReply, CompletionReply, Reply, ResponseReply, StateReply, Usage, encode_json
+from gecko.serving.stores import ResponseStore, SavedStates, StoredResponse
 from gecko.state import GeckoState
 
 DEFAULT_TOKENS = 16
@@ -33,10 +39,6 @@ MAX_ECHO = 1 << 20
 """Maximum number of prompt characters that an answer repeats, over all choices."""
 MAX_ECHO_IDS = 1 << 16
 """Maximum number of prompt ids that an answer repeats as text: tokenizers hold the GIL while they decode."""
-_SMALL = 1 << 16
-"""Maximum size in bytes of a body that is prepared in milliseconds, whatever its content."""
-LARGE = _SMALL + 1
-"""Size at which requests with a constraint count: it takes up to a second to compile."""
 _PART = 1 << 16
 """Number of ids converted at once: the conversion of a longer list holds the GIL for too long."""
 _LOGPROB_BYTES = 512
@@ -45,9 +47,7 @@ _ECHO_BYTES = 16
 """Memory of one echoed character, in the text of the prompt and in the encoded answer."""
 _CONSTRAINT_BYTES = 1 << 21
 """Memory of a constraint; most take less, and the limits of ``gecko.inference.grammar`` allow more."""
-ApiRequest = CompletionRequest | ChatRequest
-P = ParamSpec("P")
-T = TypeVar("T")
+R = TypeVar("R", bound=EngineRequest)
 
 
 @dataclass(frozen=True)
@@ -64,102 +64,69 @@ class ServedModel:
     def check_name(self, asked: str | None) -> None:
         """Raise ApiError 404 if a request asks for another model."""
         if asked not in (None, self.name):
-            raise ApiError(
-                404, f"the model must be {self.name!r}; got {asked[:100]!r}", code="model_not_found", param="model"
-            )
+            message = f"the model must be {self.name!r}; got {asked[:100]!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    def id_error(self, wrong: int, field: str) -> ApiError:
+        """Return the error for an id outside of the vocabulary."""
+        return invalid(field, f"{field}: token ids must be in 0..{self.vocab_size - 1}; got {str(wrong)[:40]}")
+
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Raise ApiError 400 if an id is outside of the vocabulary."""
+        if len(ids) and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            raise self.id_error(next(index for index in ids if not 0 <= index < self.vocab_size), field)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Requests to the engine."""
+    """Requests to the engine, and the form of their answer."""
 
     requests: Sequence[Request]
     choices: Sequence[ChoiceText]
     usage: Usage
     num_bytes: int
     """Memory until the answer is sent."""
-
-
-@dataclass(frozen=True)
-class PreparedReply(Prepared):
-    """Requests to the engine and the format of their answer."""
-
-    reply: CompletionReply | ChatReply
-
-
-class Asked(Protocol):
-    """A validated body, of which the engine gets one request per choice."""
-
-    @property
-    def n(self) -> int:
-        """Choices per prompt."""
-
-    @property
-    def constrained(self) -> bool:
-        """Whether the text may have to match a grammar, which takes long to prepare."""
-
-
-class Threads:
-    """Thread pools for work that would block the event loop.
-
-    Large requests are prepared one at a time, small requests in parallel to them. Answers are encoded one at a time.
-    """
-
-    def __init__(self) -> None:
-        self._large = ThreadPoolExecutor(1, "gecko-large")
-        self._small = ThreadPoolExecutor(2, "gecko-small")
-        self._answers = ThreadPoolExecutor(1, "gecko-answers")
-
-    async def run(self, size: int, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Run ``function`` for a body of ``size`` bytes and return its result."""
-        threads = self._small if size <= _SMALL else self._large
-        return await asyncio.wrap_future(threads.submit(function, *arguments, **options))
-
-    async def encode(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Run ``function``, which encodes an answer, and return its result."""
-        return await asyncio.wrap_future(self._answers.submit(function, *arguments, **options))
-
-    def close(self) -> None:
-        for threads in (self._large, self._small, self._answers):
-            threads.shutdown(wait=False, cancel_futures=True)
+    reply: Reply
 
 
 class Preparation:
     """Preparation of requests for one model; thread-safe."""
 
-    def __init__(self, model: ServedModel, limits: Limits, states: SavedStates) -> None:
-        self._model, self._limits, self._states = model, limits, states
+    def __init__(self, model: ServedModel, limits: Limits, states: SavedStates, responses: ResponseStore) -> None:
+        self._model, self._limits, self._states, self._responses = model, limits, states, responses
         self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size)
         self._names = TokenNames(model.tokenizer)
 
-    def parse(self, kind: type[CompletionRequest] | type[ChatRequest], take: Callable[[], bytearray]) -> ApiRequest:
-        """Parse and validate the body that ``take`` returns.
+    def parse(self, kind: type[R], take: Callable[[], bytearray]) -> R:
+        """Parse the body that ``take`` returns, and check what needs no tokenizer.
 
         Raises:
-            ApiError: 400 for an invalid body, 404 for another model.
+            ApiError: 400 for an invalid body, 404 for another model; for a state as ``SavedStates.check_new``.
         """
         asked = parse_body(kind, take())
-        self.check(asked)
+        if isinstance(asked, SaveState):
+            self._states.check_new(asked.name)
+        if isinstance(asked, Generation):
+            self._model.check_name(asked.model)
+            self._model.check_ids(asked.stop_token_ids, "stop_token_ids")
+            self._check_lengths(asked)
+        if isinstance(asked, CompletionRequest) and asked.echo:
+            for kind_of_prompt, most in ((str, MAX_ECHO), (list, MAX_ECHO_IDS)):
+                prompts = [prompt for prompt in asked.prompts if isinstance(prompt, kind_of_prompt)]
+                _check_echo(asked, sum(map(len, prompts)), most)
         return asked
 
-    def prepare(self, asked: ApiRequest) -> PreparedReply:
-        """Tokenize the prompts and build the requests to the engine.
+    def prepare(self, asked: EngineRequest) -> Prepared:
+        """Load states, tokenize prompts and build the requests to the engine.
 
         Raises:
-            ApiError, ValueError: the request is out of the model's or the server's range.
+            ApiError, ValueError: the request is out of the model's or the server's range, or names a state or a
+                response that is not there.
         """
-        state = None if asked.state is None else self._states.load(asked.state)
-        return self.build(asked, self._ids(asked, state), state)
-
-    def build(self, asked: ApiRequest, prompts: Sequence[Tensor], state: GeckoState | None) -> PreparedReply:
-        """Build the requests to the engine from the ids of the prompts, which continue ``state``.
-
-        Raises:
-            ApiError, ValueError: the request is out of the model's or the server's range.
-        """
-        prompts = [self._check_ids(ids) for ids in prompts]
-        name, scored = self._model.name, asked.num_top_logprobs is not None
-        reply = ChatReply(name, scored) if isinstance(asked, ChatRequest) else CompletionReply(name)
+        if isinstance(asked, SaveState):
+            return self._prepare_saving(asked)
+        assert isinstance(asked, Generation)
+        state, prompts = self._prompts(asked)
         echoes = self._echoes(asked, prompts)
         requests = self._requests(asked, prompts, state)
         follows = [self._follows_text(asked, prompt, state) for prompt in prompts]
@@ -168,196 +135,199 @@ class Preparation:
             for index, request in enumerate(requests)
         ]
         usage = Usage(sum(map(len, prompts)), 0, self._model.state_bytes)
-        return PreparedReply(requests, choices, usage, self._num_bytes(asked, prompts, echoes), reply)
+        reply = self._reply(asked, requests[0], choices[0])
+        return Prepared(requests, choices, usage, self._num_bytes(asked, prompts, echoes), reply)
 
-    def _num_bytes(self, asked: ApiRequest, prompts: Sequence[Tensor], echoes: Sequence[str]) -> int:
-        """Return the memory of the request's tokens and of its answer, in bytes."""
-        size = sum(prompt.nbytes for prompt in prompts) + _ECHO_BYTES * asked.n * sum(map(len, echoes))
-        if asked.num_top_logprobs is not None:
-            scored = num_choices(asked) * self._new_tokens(asked)
-            if _prompt_logprobs(asked) is not None:
-                scored += asked.n * sum(map(len, prompts))
-            size += _LOGPROB_BYTES * scored * (asked.num_top_logprobs + 1)
-        return size + (_CONSTRAINT_BYTES if asked.constrained else 0)
+    def _prepare_saving(self, asked: SaveState) -> Prepared:
+        """Build the request by which the engine reads the end of a stored answer and of its turn."""
+        stored = self._responses.find(asked.response_id)
+        unread = [*stored.unread, *self._model.chat.continuation([]).closing]
+        keep = KeptStates()
+        requests = [Request(torch.tensor(unread, device="cpu"), 0, state=stored.state, keep=keep)] if unread else []
+        choices = [ChoiceText(0, self._model.tokenizer, [], 0) for _ in requests]
+        usage = Usage(len(unread), 0, self._model.state_bytes)
+        reply = StateReply(lambda: self._states.save(asked.name, keep.prompt or stored.state))
+        return Prepared(requests, choices, usage, 8 * len(unread), reply)
 
-    def check(self, asked: ApiRequest) -> None:
-        """Check a request before its prompts are tokenized; ApiError 400, or 404 for another model."""
-        self._model.check_name(asked.model)
-        self._check_stops(asked)
-        if self._new_tokens(asked) > self._limits.new_tokens:
-            raise ApiError(
-                400, f"max_tokens must be at most {self._limits.new_tokens}; got {self._new_tokens(asked)}",
-                code="invalid_value", param="max_tokens",
-            )  # fmt: skip
-        if isinstance(asked, CompletionRequest):
-            if num_choices(asked) > MAX_CHOICES:
-                raise ApiError(
-                    400,
-                    f"prompts × n must be at most {MAX_CHOICES}; got {num_choices(asked)}",
-                    code="invalid_value",
-                    param="n",
-                )
-            if asked.echo:
-                for kind, most in ((str, MAX_ECHO), (list, MAX_ECHO_IDS)):
-                    prompts = [prompt for prompt in _prompts(asked) if isinstance(prompt, kind)]
-                    self._check_echo(asked, sum(map(len, prompts)), most)
-            elif asked.max_tokens == 0:
-                raise ApiError(
-                    400, "max_tokens must be at least 1 without echo; got 0", code="invalid_value", param="max_tokens"
-                )
+    def _check_lengths(self, asked: Generation) -> None:
+        (field, _), tokens, most = asked.length, self._new_tokens(asked), self._limits.new_tokens
+        if tokens > most:
+            raise invalid(field, f"{field} must be at most {most}; got {tokens}")
+        if asked.min_tokens > tokens:
+            message = f"min_tokens must be at most {field}, {tokens}; got {asked.min_tokens}"
+            raise invalid("min_tokens", message)
+        if asked.num_choices > MAX_CHOICES:
+            raise invalid("n", f"prompts × n must be at most {MAX_CHOICES}; got {asked.num_choices}")
+        if tokens == 0 and not (isinstance(asked, CompletionRequest) and asked.echo):
+            raise invalid(field, f"{field} must be at least 1 without echo; got 0")
 
-    def _check_stops(self, asked: ApiRequest) -> None:
-        if asked.min_tokens > self._new_tokens(asked):
-            raise ApiError(
-                400, f"min_tokens must be at most max_tokens, {self._new_tokens(asked)}; got {asked.min_tokens}",
-                code="invalid_value", param="min_tokens",
-            )  # fmt: skip
-        wrong = next((index for index in asked.stop_token_ids if not 0 <= index < self._model.vocab_size), None)
-        if wrong is not None:
-            raise self._id_error(wrong, "stop_token_ids")
+    def _new_tokens(self, asked: Generation) -> int:
+        _, given = asked.length
+        most = self._limits.new_tokens
+        default = min(DEFAULT_TOKENS, most) if isinstance(asked, CompletionRequest) else most
+        return default if given is None else given
 
-    def _check_echo(self, asked: CompletionRequest, length: int, most: int) -> None:
-        if asked.n * length > most:
-            raise ApiError(
-                400,
-                f"echo must repeat at most {MAX_ECHO:,} characters, or {MAX_ECHO_IDS:,} ids, in all choices together; "
-                f"got {asked.n * length:,}. Leave out echo, or request fewer choices",
-                code="invalid_value", param="echo",
-            )  # fmt: skip
-
-    def _new_tokens(self, asked: ApiRequest) -> int:
-        if isinstance(asked, CompletionRequest):
-            return min(DEFAULT_TOKENS, self._limits.new_tokens) if asked.max_tokens is None else asked.max_tokens
-        wanted = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-        return self._limits.new_tokens if wanted is None else wanted
-
-    def _echoes(self, asked: ApiRequest, ids: Sequence[Tensor]) -> Sequence[str]:
-        """Return the text that the answer repeats of each prompt; empty without ``echo``."""
-        if isinstance(asked, ChatRequest) or not asked.echo:
-            return [""] * len(ids)
-        if asked.logprobs is not None:
-            self._check_echo(asked, sum(map(len, ids)), MAX_ECHO_IDS)
-        texts = [
-            prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt) for prompt in _prompts(asked)
-        ]
-        self._check_echo(asked, sum(map(len, texts)), MAX_ECHO)
-        return texts
-
-    def _requests(self, asked: ApiRequest, prompts: Sequence[Tensor], state: GeckoState | None) -> list[Request]:
-        """Return one request per choice. Those of every prompt have the seeds from ``seed`` on, as in vLLM."""
-        sampling, constraint = _sampling(asked), self._compile(asked.grammar())
-        seeds = [random.getrandbits(53) if asked.seed is None else asked.seed for _ in prompts]
-        return [
-            self._request(asked, prompt, sampling, seed + index, state, constraint)
-            for seed, prompt in zip(seeds, prompts, strict=True) for index in range(asked.n)
-        ]  # fmt: skip
-
-    def _request(
-        self, asked: ApiRequest, prompt: Tensor, sampling: Sampling, seed: int, state: GeckoState | None,
-        constraint: Constraint | None,
-    ) -> Request:  # fmt: skip
-        return Request(
-            prompt, self._new_tokens(asked), sampling, seed, self._stop_tokens(asked), asked.num_top_logprobs, state,
-            min_new_tokens=asked.min_tokens, prompt_logprobs=_prompt_logprobs(asked), constraint=constraint,
-        )  # fmt: skip
-
-    def _compile(self, asked: GrammarField | None) -> Constraint | None:
-        if asked is None:
-            return None
-        try:
-            return self._grammars.compile(asked.grammar)
-        except (ConstraintError, ImportError) as error:
-            raise ApiError(400, f"{asked.name}: {error}", code="invalid_constraint", param=asked.name) from error
-
-    def _stop_tokens(self, asked: ApiRequest) -> frozenset[int]:
-        if asked.ignore_eos:
-            return frozenset(asked.stop_token_ids)
-        chat = isinstance(asked, ChatRequest)
-        ends = self._model.chat.stop_ids if chat else frozenset({self._model.tokenizer.document_end})
-        return ends.union(asked.stop_token_ids)
-
-    def _ids(self, asked: ApiRequest, state: GeckoState | None) -> list[Tensor]:
-        if isinstance(asked, ChatRequest):
-            ids = self._model.chat.encode(asked.messages)
-            begins = ids[:1] == [self._model.tokenizer.document_start]
-            # The state is inside a document, so no document starts here.
-            return [self._tensor(ids[1:] if state is not None and begins else ids)]
-        return [self._encode(prompt, state) for prompt in _prompts(asked)]
-
-    def _encode(self, prompt: str | Ids, state: GeckoState | None) -> Tensor:
-        if not isinstance(prompt, str):
-            return self._tensor(prompt)
+    def _prompts(self, asked: Generation) -> tuple[GeckoState | None, list[Tensor]]:
+        """Return the state that a request continues, and the ids of its prompts."""
+        if isinstance(asked, ResponseRequest) and asked.previous_response_id is not None:
+            previous = self._previous(asked.previous_response_id)
+            closing, turns = self._model.chat.continuation(asked.messages)
+            return previous.state, [self._tensor([*previous.unread, *closing, *turns])]
+        state = None if asked.state is None else self._states.load(asked.state)
+        # A state is inside a document, so no document starts after it.
         start = [] if state is not None else [self._model.tokenizer.document_start]
-        ids = encode_text(self._model.tokenizer, prompt)
-        self._check_length(len(start) + len(ids))
-        return torch.from_numpy(np.concatenate([np.array(start, dtype=np.int64), ids]))
+        if isinstance(asked, CompletionRequest):
+            return state, [
+                self._tensor(prompt) if isinstance(prompt, list) else self._encode(start, prompt)
+                for prompt in asked.prompts
+            ]
+        assert isinstance(asked, ChatRequest | ResponseRequest)
+        ids = self._model.chat.encode(asked.messages)
+        begins = ids[:1] == [self._model.tokenizer.document_start]
+        return state, [self._tensor(ids[1:] if state is not None and begins else ids)]
+
+    def _previous(self, name: str) -> StoredResponse:
+        previous = self._responses.get(name)
+        if previous is None:
+            reason = (
+                "It was never stored, was deleted, or made room for later ones: send the whole conversation as input."
+            )
+            message = f"Previous response with id '{name[:100]}' not found. {reason}"
+            raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
+        return previous
+
+    def _encode(self, start: Ids, text: str) -> Tensor:
+        ids = encode_text(self._model.tokenizer, text)
+        self._check_length(len(start) + len(ids))  # before the copy of a prompt that is too long
+        ids = np.concatenate([np.array(start, dtype=np.int64), ids])
+        if (largest := int(ids.max())) >= self._model.vocab_size:
+            raise self._model.id_error(largest, "prompt")
+        return torch.from_numpy(ids)
 
     def _tensor(self, ids: Ids) -> Tensor:
         self._check_length(len(ids))
         parts = [ids[begin : begin + _PART] for begin in range(0, len(ids), _PART)]
         for part in parts:
-            if min(part) < 0 or max(part) >= self._model.vocab_size:
-                raise self._id_error(next(index for index in part if not 0 <= index < self._model.vocab_size))
+            self._model.check_ids(part, "prompt")
         return torch.cat([torch.tensor(part, device="cpu") for part in parts])
-
-    def _check_ids(self, ids: Tensor) -> Tensor:
-        self._check_length(len(ids))
-        if int(ids.max()) >= self._model.vocab_size:
-            raise self._id_error(int(ids.max()))
-        return ids
 
     def _check_length(self, length: int) -> None:
         if not 0 < length <= self._limits.prompt_tokens:
+            message = f"a prompt must have 1 to {self._limits.prompt_tokens:,} tokens; got {length:,}"
             code = "context_length_exceeded" if length else "invalid_value"
-            limit = f"1 to {self._limits.prompt_tokens:,}"
-            raise ApiError(400, f"a prompt must have {limit} tokens; got {length:,}", code=code, param="prompt")
+            raise ApiError(400, message, code=code, param="prompt")
 
-    def _id_error(self, wrong: int, field: str = "prompt") -> ApiError:
-        limit = self._model.vocab_size - 1
-        return ApiError(
-            400, f"{field}: token ids must be in 0..{limit}; got {str(wrong)[:40]}", code="invalid_value", param=field
-        )
+    def _echoes(self, asked: Generation, ids: Sequence[Tensor]) -> Sequence[str]:
+        """Return the text that the answer repeats of each prompt; empty without ``echo``."""
+        if not isinstance(asked, CompletionRequest) or not asked.echo:
+            return [""] * len(ids)
+        if asked.logprobs is not None:
+            _check_echo(asked, sum(map(len, ids)), MAX_ECHO_IDS)
+        texts = [
+            prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt) for prompt in asked.prompts
+        ]
+        _check_echo(asked, sum(map(len, texts)), MAX_ECHO)
+        return texts
 
-    def _choice(self, index: int, asked: ApiRequest, request: Request, goes_on: bool, echo: str) -> ChoiceText:
+    def _requests(self, asked: Generation, prompts: Sequence[Tensor], state: GeckoState | None) -> list[Request]:
+        """Return one request per choice. Those of every prompt have the seeds from ``seed`` on, as in vLLM."""
+        sampling, constraint = _sampling(asked), self._constraint(asked)
+        seeds = [random.getrandbits(53) if asked.seed is None else asked.seed for _ in prompts]
+        return [
+            Request(
+                prompt, self._new_tokens(asked), sampling, seed + index, self._stop_tokens(asked),
+                asked.num_top_logprobs, state, min_new_tokens=asked.min_tokens,
+                prompt_logprobs=_prompt_logprobs(asked), constraint=constraint,
+                keep=KeptStates() if isinstance(asked, ResponseRequest) and asked.store else None,
+            )
+            for seed, prompt in zip(seeds, prompts, strict=True) for index in range(asked.n)
+        ]  # fmt: skip
+
+    def _constraint(self, asked: Generation) -> Constraint | None:
+        field = asked.grammar()
+        if field is None:
+            return None
+        try:
+            return self._grammars.compile(field.grammar)
+        except (ConstraintError, ImportError) as error:
+            raise ApiError(400, f"{field.name}: {error}", code="invalid_constraint", param=field.name) from error
+
+    def _stop_tokens(self, asked: Generation) -> frozenset[int]:
+        if asked.ignore_eos:
+            return frozenset(asked.stop_token_ids)
+        completes = isinstance(asked, CompletionRequest)
+        ends = frozenset({self._model.tokenizer.document_end}) if completes else self._model.chat.stop_ids
+        return ends.union(asked.stop_token_ids)
+
+    def _follows_text(self, asked: Generation, prompt: Tensor, state: GeckoState | None) -> bool:
+        """Return whether the new text continues other text: not in a chat, nor after special tokens only."""
+        if not isinstance(asked, CompletionRequest):
+            return False
+        special = np.array(sorted(self._model.tokenizer.special_ids), dtype=np.int64)
+        return (state is not None and state.position[0] > 0) or not bool(np.isin(prompt.numpy(), special).all())
+
+    def _choice(self, index: int, asked: Generation, request: Request, goes_on: bool, echo: str) -> ChoiceText:
         position = request.start_position + len(request.prompt)
         constrained = request.constraint is not None
-        stops = [*asked.stop, *(self._model.chat.stops if isinstance(asked, ChatRequest) and not constrained else ())]
+        chat = not isinstance(asked, CompletionRequest) and not constrained
+        stops = [*asked.stop, *(self._model.chat.stops if chat else ())]
         # A constraint covers all characters, also a space of SentencePiece before the first word.
         return ChoiceText(
             index, self._model.tokenizer, stops, position, goes_on=goes_on or constrained,
             min_tokens=asked.min_tokens, echo=echo, scored=request.prompt_logprobs is not None, names=self._names,
         )  # fmt: skip
 
-    def _follows_text(self, asked: ApiRequest, prompt: Tensor, state: GeckoState | None) -> bool:
-        """Return whether the new text continues other text: not in a chat, nor after special tokens only."""
+    def _num_bytes(self, asked: Generation, prompts: Sequence[Tensor], echoes: Sequence[str]) -> int:
+        """Return the memory of the request's tokens and of its answer, in bytes."""
+        size = sum(prompt.nbytes for prompt in prompts) + _ECHO_BYTES * asked.n * sum(map(len, echoes))
+        if asked.num_top_logprobs is not None:
+            scored = asked.num_choices * self._new_tokens(asked)
+            if _prompt_logprobs(asked) is not None:
+                scored += asked.n * sum(map(len, prompts))
+            size += _LOGPROB_BYTES * scored * (asked.num_top_logprobs + 1)
+        return size + (_CONSTRAINT_BYTES if asked.constrained else 0)
+
+    def _reply(self, asked: Generation, request: Request, choice: ChoiceText) -> Reply:
+        name = self._model.name
+        if isinstance(asked, ResponseRequest):
+            return ResponseReply(name, asked, request.start_position, partial(self._store, request.keep, choice))
         if isinstance(asked, ChatRequest):
-            return False
-        special = np.array(sorted(self._model.tokenizer.special_ids), dtype=np.int64)
-        start_position = 0 if state is None else state.position[0]
-        return start_position > 0 or not bool(np.isin(prompt.numpy(), special).all())
+            scored = asked.num_top_logprobs is not None
+            return ChatReply(name, include_usage=asked.include_usage, scored=scored)
+        assert isinstance(asked, CompletionRequest)
+        return CompletionReply(name, include_usage=asked.include_usage)
+
+    def _store(self, keep: KeptStates | None, choice: ChoiceText, body: dict[str, Any], piece: Piece) -> None:
+        """Store a finished response, unless its request forbids it; ``piece`` has all of its text.
+
+        The state at the end is of use only if it has read the text and nothing else. After a stop string, or at the
+        time limit, the engine is ahead of the text. The answer is then read again from the state after the prompt.
+        """
+        if keep is None or keep.prompt is None:
+            return
+        end = keep.end
+        if end is not None and end.position == piece.position and not choice.stopped:
+            state, unread = end.state, [] if end.pending_token is None else [end.pending_token]
+        else:
+            state, unread = keep.prompt, encode_text(self._model.tokenizer, piece.text).tolist()
+        self._responses.put(body["id"], StoredResponse(encode_json(body).encode(), state, unread))
 
 
-def _sampling(asked: ApiRequest) -> Sampling:
+def _check_echo(asked: CompletionRequest, length: int, most: int) -> None:
+    if asked.n * length > most:
+        limits = f"{MAX_ECHO:,} characters, or {MAX_ECHO_IDS:,} ids, in all choices together"
+        advice = "Leave out echo, or request fewer choices"
+        raise invalid("echo", f"echo must repeat at most {limits}; got {asked.n * length:,}. {advice}")
+
+
+def _sampling(asked: Generation) -> Sampling:
     try:
         return asked.sampling()
     except ValueError as error:
         # The message starts with the name of the field.
-        raise ApiError(400, str(error), code="invalid_value", param=str(error).split()[0]) from error
+        raise invalid(str(error).split()[0], str(error)) from error
 
 
-def _prompt_logprobs(asked: ApiRequest) -> int | None:
+def _prompt_logprobs(asked: Generation) -> int | None:
     """Return the number of alternatives to each token of the prompt; None: no log-probabilities of the prompt."""
     return asked.logprobs if isinstance(asked, CompletionRequest) and asked.echo else None
-
-
-def num_choices(asked: Asked) -> int:
-    """Return the number of choices over all prompts."""
-    return asked.n * (len(_prompts(asked)) if isinstance(asked, CompletionRequest) else 1)
-
-
-def _prompts(asked: CompletionRequest) -> Sequence[str | Ids]:
-    """Return the prompts as a list, also if there is one."""
-    prompt = asked.prompt
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return prompt

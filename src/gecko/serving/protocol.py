@@ -1,27 +1,40 @@
-"""Requests of OpenAI's API, with the fields that Gecko adds. Values of the wrong type are refused."""
+"""Requests of OpenAI's API, with the fields that Gecko adds, and of vLLM's routes for tokens."""
 
 from __future__ import annotations
 
 import difflib
-import re
 import sys
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
-
 from gecko.inference import Sampling
-from gecko.inference.sampling import MAX_PENALTY
-from gecko.serving.structured import GrammarField, ResponseFormat, StructuredOutputs
+from gecko.records import FieldError, Range
+from gecko.serving.fields import (
+    Anything,
+    FromOne,
+    FromZero,
+    Ids,
+    JsonObject,
+    JsonPart,
+    LogitBias,
+    Metadata,
+    Penalty,
+    Prompt,
+    Stop,
+    StopIds,
+    between,
+    conversation,
+    message_text,
+    part,
+)
+from gecko.serving.structured import GrammarField, ResponseFormat, StructuredOutputs, TextFormat
 
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request, over all of its prompts."""
 MAX_TOP_LOGPROBS = 20
 """Maximum number of alternatives with log-probabilities per token."""
-_MAX_STOPS, _MAX_STOP_LENGTH = 16, 1000
-_MAX_BIASES = 1024
 _MAX_FIELDS = 100
-_MAX_STOP_IDS = 128
 _SEEDS = 1 << 64
 _SIMILAR = 0.85
 """Similarity from which a field's name is suggested for an unknown one."""
@@ -66,175 +79,138 @@ _UNSUPPORTED: Unsupported = {
     "allowed_token_ids": ((), "use structured_outputs or logit_bias"),
     "priority": ((0,), "requests are served by their length and arrival"),
 }
-_EMPTY_VALUES: tuple[Any, ...] = (None, False, [])
-
-Ids = list[int]
-
-
-def _prompt(value: Any) -> str | list[str] | Ids | list[Ids]:
-    """Validate a prompt. This is done by hand: pydantic's message about a union of four types is hard to read."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value:
-        for fits in (_is_text, _is_id, _is_ids):
-            if all(map(fits, value)):
-                return value
-    raise ValueError("must be a text, a list of texts, a list of token ids, or a list of lists of token ids")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_id, value))
-
-
-def _content(value: Any) -> str:
-    parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-        raise ValueError("must be a text, or a list of parts of type text; other types are not supported")
-    if not all(_is_text(part.get("text")) for part in parts):
-        raise ValueError("must be a text")
-    return "".join(part["text"] for part in parts)
-
-
-def _stop(value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(map(_is_text, stops)) or len(stops) > _MAX_STOPS:
-        raise ValueError(f"must be a text or a list of at most {_MAX_STOPS} texts")
-    if not all(0 < len(stop) <= _MAX_STOP_LENGTH for stop in stops):
-        raise ValueError(f"every stop string must have 1 to {_MAX_STOP_LENGTH} characters")
-    return stops
-
-
-def _logit_bias(bias: Any) -> dict[int, float]:
-    if not isinstance(bias, dict) or not all(_ID.fullmatch(key) and _is_bias(number) for key, number in bias.items()):
-        raise ValueError("must map token ids, written as texts, to numbers from -100 to 100")
-    if len(bias) > _MAX_BIASES:
-        raise ValueError(f"must be of at most {_MAX_BIASES:,} token ids; got {len(bias):,}")
-    return {int(key): float(number) for key, number in bias.items()}
-
-
-def _is_bias(value: Any) -> bool:
-    return type(value) in (int, float) and -100 <= value <= 100
-
-
-_ID = re.compile("0|[1-9][0-9]{0,18}")
-"""An id as a text; other spellings of one id would replace each other."""
+_IGNORED_IN_RESPONSES = frozenset(
+    {
+        "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "truncation",
+        "parallel_tool_calls", "max_tool_calls", "stream_options",
+    }
+)  # fmt: skip
+_UNSUPPORTED_IN_RESPONSES: Unsupported = {
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("auto", "none"), _NO_TOOLS),
+    "background": ((False,), "the server answers while the client waits"),
+    "conversation": ((), "continue a response with previous_response_id"),
+    "prompt": ((), "give the text in input"),
+    "reasoning": (({}, {"effort": None}, {"effort": "none"}), "the model does not reason apart from its text"),
+    "include": (([],), "the output is text only"),
+    "top_logprobs": ((0,), "use /v1/chat/completions"),
+}
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
-_TEXT = {"type": "string"}
-_IDS = {"type": "array", "items": {"type": "integer"}}
-Prompt = Annotated[
-    str | list[str] | Ids | list[Ids],
-    PlainValidator(_prompt),
-    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _IDS, {"type": "array", "items": _IDS}]}),
-]
-Stop = Annotated[
-    list[str], PlainValidator(_stop), WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]})
-]
-StopIds = Annotated[list[int], FailFast(), Field(max_length=_MAX_STOP_IDS)]
-LogitBias = Annotated[
-    dict[int, float],
-    PlainValidator(_logit_bias),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
-]
-Content = Annotated[str, PlainValidator(_content), WithJsonSchema({"anyOf": [_TEXT, {"type": "array"}]})]
+Role = Literal["system", "developer", "user", "assistant"]
+Seed = Annotated[int, Range("must be from 0 to 2^64 - 1", least=0, below=_SEEDS)]
+TopLogprobs = Annotated[int, between(0, MAX_TOP_LOGPROBS)]
 
 
-def _first_unknown(data: dict[Any, Any], known: Collection[str]) -> str | None:
-    """Return the first unknown field with a value other than ``null``."""
-    return next((name for name, value in data.items() if name not in known and value is not None), None)
-
-
-class JsonObject(BaseModel):
-    """JSON object. ``null`` in an optional or unknown field counts as absent, because some clients send all fields.
-
-    Only the first unknown field is validated, and refused.
-    """
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
-        validated = {*cls.model_fields, _first_unknown(data, cls.model_fields)}
-        return {
-            name: value for name, value in data.items()
-            if name in validated and (value is not None or name not in optional)
-        }  # fmt: skip
-
-
-class JsonPart(JsonObject):
-    """JSON object inside a request. Unknown fields with empty values are ignored: clients send back fields of earlier
-    answers, such as ``"tool_calls": null``.
-    """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if name in cls.model_fields or value not in _EMPTY_VALUES}
-
-
+@dataclass(frozen=True, kw_only=True)
 class StreamOptions(JsonPart):
+    """``stream_options``."""
+
     include_usage: bool = False
 
 
-class Sampled(JsonObject):
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest(JsonObject):
+    """Body of a request that the engine works on."""
+
+    @property
+    def n(self) -> int:
+        """Number of choices per prompt."""
+        return 1
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices over all prompts."""
+        return self.n
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is sent piece by piece."""
+        return False
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the text may have to match a grammar, which takes long to prepare."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(EngineRequest):
     """Fields of all requests for text."""
 
     unsupported: ClassVar[Unsupported] = _UNSUPPORTED
     ignored: ClassVar[frozenset[str]] = _IGNORED
+    length_fields: ClassVar[Sequence[str]] = ("max_tokens",)
+    """Fields for the largest number of tokens; the first one counts."""
+    format_field: ClassVar[str] = "response_format"
     model: str | None = None
     stream: bool = False
-    stop: Stop = []
-    stop_token_ids: StopIds = []
+    stop: Stop = field(default_factory=list)
+    stop_token_ids: StopIds = field(default_factory=list)
     """Ids that end the answer besides the model's own end tokens."""
     ignore_eos: bool = False
     """Whether the model's end tokens do not end the answer."""
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: FromZero = 0
     """Number of tokens before which no stop token and no stop string ends the answer."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    logit_bias: LogitBias = Field({})
-    seed: int | None = Field(None, ge=0, lt=_SEEDS)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias = field(default_factory=dict)
+    seed: Seed | None = None
     state: str | None = None
     """Name of the saved state that the prompt continues."""
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Annotated[StructuredOutputs, part(StructuredOutputs)] | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _drop_harmless(cls, data: Any) -> Any:
+    def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Drop unsupported fields without effect; refuse others with a reason, unknown ones with a suggestion."""
-        if not isinstance(data, dict):
-            return data
-        if len(data) > _MAX_FIELDS:
-            raise ValueError(f"a request must have at most {_MAX_FIELDS} fields; got {len(data):,}")
-        unused = {name for name, choice in _CHOICES.items() if data.get(choice) == "none"}
+        if len(values) > _MAX_FIELDS:
+            raise ValueError(f"a request must have at most {_MAX_FIELDS} fields; got {len(values):,}")
+        unused = {name for name, choice in _CHOICES.items() if values.get(choice) == "none"}
         for name, (harmless, instead) in cls.unsupported.items():
-            if name not in unused and (value := data.get(name)) is not None and value not in harmless:
-                raise ValueError(f"{name} is not supported: {instead}")
-        kept = {name: value for name, value in data.items() if name not in (*cls.ignored, *cls.unsupported)}
-        unknown = _first_unknown(kept, cls.model_fields)
-        if unknown is not None and (near := difflib.get_close_matches(unknown[:40], cls.model_fields, 1, _SIMILAR)):
+            if name not in unused and (value := values.get(name)) is not None and value not in harmless:
+                raise FieldError(f"{name} is not supported: {instead}", name)
+        dropped, known = {*cls.ignored, *cls.unsupported}, cls.__dataclass_fields__
+        kept = super().clean({name: value for name, value in values.items() if name not in dropped})
+        unknown = next((name for name in kept if name not in known), None)
+        if unknown is not None and (near := difflib.get_close_matches(unknown[:40], known, 1, _SIMILAR)):
             raise ValueError(f"there is no field {unknown[:40]!r}; did you mean {near[0]!r}?")
         return kept
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Number of alternatives with log-probabilities; None: no log-probabilities."""
+        return None
+
+    @property
+    def format(self) -> ResponseFormat | TextFormat | None:
+        """OpenAI's constraint of the text."""
+        return None
+
+    @property
+    def constrained(self) -> bool:
+        return self.format is not None or self.structured_outputs is not None
+
+    @property
+    def length(self) -> tuple[str, int | None]:
+        """The field with the largest number of tokens, and its value; None: it is not given."""
+        given = [(name, found) for name in self.length_fields if (found := getattr(self, name)) is not None]
+        return given[0] if given else (self.length_fields[-1], None)
+
+    def grammar(self) -> GrammarField | None:
+        """Return the grammar that the text must match; ValueError if there are two."""
+        formatted = None if self.format is None else self.format.grammar()
+        if self.structured_outputs is None:
+            return formatted
+        if formatted is not None:
+            both = f"structured_outputs must be given alone; got {self.format_field} too"
+            raise ValueError(f"{both}. Leave out one of them")
+        return self.structured_outputs.grammar()
 
     def sampling(self) -> Sampling:
         """Return the sampling parameters; ValueError if a number is out of range."""
@@ -246,113 +222,155 @@ class Sampled(JsonObject):
         return Sampling(**given, logit_bias=self.logit_bias)
 
 
-class Generation(Sampled):
+@dataclass(frozen=True, kw_only=True)
+class ChoicesRequest(Generation):
     """Fields of completions and chats."""
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
+    n: Annotated[int, between(1, MAX_CHOICES)] = 1
+    stream_options: Annotated[StreamOptions, part(StreamOptions)] | None = None
+    response_format: Annotated[ResponseFormat, part(ResponseFormat)] | None = None
 
-    @model_validator(mode="after")
-    def _check_seeds(self) -> Generation:
+    def __post_init__(self) -> None:
         if self.seed is not None and self.seed + self.n > _SEEDS:
             raise ValueError(f"seed + n must be at most 2^64, as choice i has seed + i; got {self.seed} + {self.n}")
-        return self
+
+    @property
+    def format(self) -> ResponseFormat | None:
+        return self.response_format
 
     @property
     def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def constrained(self) -> bool:
-        """Whether the text may have to match a grammar."""
-        return self.response_format is not None or self.structured_outputs is not None
 
-    def grammar(self) -> GrammarField | None:
-        """Return the grammar that the text must match; ValueError if there are two."""
-        formatted = None if self.response_format is None else self.response_format.grammar()
-        if self.structured_outputs is None:
-            return formatted
-        if formatted is not None:
-            raise ValueError("structured_outputs must be given alone; got response_format too. Leave out one of them")
-        return self.structured_outputs.grammar()
-
-
-class CompletionRequest(Generation):
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest(ChoicesRequest):
     """Body of ``POST /v1/completions``."""
 
     prompt: Prompt
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: FromZero | None = None
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: TopLogprobs | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | Ids]:
+        """The prompts as a list, also if there is one."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.prompts)
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of alternatives with log-probabilities; None: no log-probabilities."""
         return self.logprobs
 
 
+@dataclass(frozen=True, kw_only=True)
 class Message(JsonPart):
     """One turn of a conversation; ``content`` is the text of all its parts."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Role
+    content: Annotated[str, message_text("text")]
     name: str | None = None
-    cache_control: Any = None
+    cache_control: Anything = None
     """Accepted and ignored, as ``name``: chat formats do not use it."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _name_tools(cls, data: Any) -> Any:
+    def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         # A message with tool calls may lack content; the error is to name what is not supported.
-        if isinstance(data, dict) and data.get("tool_calls"):
-            return {**data, "content": ""}
-        return data
+        return super().clean({**values, "content": ""} if values.get("tool_calls") else values)
 
 
-class ChatRequest(Generation):
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest(ChoicesRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    length_fields = ("max_completion_tokens", "max_tokens")
+    messages: Annotated[list[Message], conversation(Message)]
+    max_tokens: FromOne | None = None
+    max_completion_tokens: FromOne | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: TopLogprobs | None = None
 
-    @model_validator(mode="after")
-    def _check_together(self) -> ChatRequest:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
-        return self
+            raise FieldError("top_logprobs needs logprobs: true", "top_logprobs")
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of alternatives with log-probabilities; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(JsonPart):
-    """Body of ``POST /tokenize``: a text, or a conversation as for ``/v1/chat/completions``."""
+@dataclass(frozen=True, kw_only=True)
+class InputMessage(JsonPart):
+    """One message of ``input``; an output item of an earlier response also is one."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1)] = []
-    add_special_tokens: bool | None = None
-    """Whether the document start comes before a text; true unless given."""
-    add_generation_prompt: Literal[True] = True
-    return_token_strs: bool = False
+    type: Literal["message"] = "message"
+    role: Role
+    content: Annotated[str, message_text("input_text", "output_text", "text")]
+    id: str | None = None
+    status: str | None = None
 
-    @model_validator(mode="after")
-    def _check_together(self) -> TokenizeRequest:
-        if (self.prompt is None) == (not self.messages):
-            raise ValueError("there must be a prompt or messages, not both")
-        if self.messages and self.add_special_tokens:
-            raise ValueError("add_special_tokens is for a prompt: the chat format writes those of messages")
-        return self
+    @classmethod
+    def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        if values.get("type") not in (None, "message"):
+            raise ValueError("must be an item of type message; other types are not supported")
+        return super().clean(values)
 
 
-class DetokenizeRequest(JsonPart):
-    """Body of ``POST /detokenize``."""
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(JsonPart):
+    """``text`` of a request."""
 
-    model: str | None = None
-    tokens: Annotated[list[int], FailFast()]
+    format: Annotated[TextFormat, part(TextFormat)] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseRequest(Generation):
+    """Body of ``POST /v1/responses``: a chat with one choice, whose state is kept."""
+
+    unsupported, ignored = _UNSUPPORTED_IN_RESPONSES, _IGNORED_IN_RESPONSES
+    length_fields, format_field = ("max_output_tokens",), "text.format"
+    input: Annotated[list[InputMessage], conversation(InputMessage, str | list[InputMessage])]
+    """Messages; a text is a message of the user."""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    max_output_tokens: FromOne | None = None
+    text: Annotated[TextOptions, part(TextOptions)] | None = None
+    metadata: Metadata = field(default_factory=dict)
+
+    @classmethod
+    def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        kept = super().clean(values)
+        if isinstance(kept.get("input"), str):
+            kept["input"] = [{"role": "user", "content": kept["input"]}]
+        return kept
+
+    def __post_init__(self) -> None:
+        if self.previous_response_id is not None and self.state is not None:
+            raise ValueError("a request must continue previous_response_id or state; got both. Leave out one of them")
+
+    @property
+    def messages(self) -> list[InputMessage]:
+        """The instructions and the input as turns of a conversation."""
+        told = [] if self.instructions is None else [InputMessage(role="system", content=self.instructions)]
+        return [*told, *self.input]
+
+    @property
+    def format(self) -> TextFormat | None:
+        return None if self.text is None else self.text.format
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveState(EngineRequest):
+    """Body of ``POST /v1/states``."""
+
+    name: str
+    response_id: str
+    """Stored response after which the conversation is saved."""

@@ -29,8 +29,7 @@ from gecko.serving.connection import Hosts, connection_class
 from gecko.serving.limits import Limits
 from gecko.serving.metrics import Metrics
 from gecko.serving.prepare import ServedModel
-from gecko.serving.responses.store import ResponseStore
-from gecko.serving.states.files import SavedStates
+from gecko.serving.stores import ResponseStore, SavedStates
 from gecko.serving.worker import Worker
 
 _FLUSH_SECONDS = 5

@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
 
 from gecko.data.chat import encode_text
 from gecko.data.tokenizers import TokenIds
 from gecko.inference.text import TokenNames
-from gecko.serving.answer import encode_json
-from gecko.serving.bodies import parse_body
-from gecko.serving.limits import ApiError, Limits
+from gecko.records import FieldError
+from gecko.serving.fields import Ids, JsonPart, conversation, parse_body
+from gecko.serving.limits import ApiError, Limits, invalid
 from gecko.serving.prepare import MAX_ECHO_IDS, ServedModel
-from gecko.serving.protocol import DetokenizeRequest, TokenizeRequest
+from gecko.serving.protocol import Message
+from gecko.serving.replies import encode_json
 
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 _PART = 1 << 16
 """Ids that are encoded as JSON at once: a call holds the GIL until it returns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeRequest(JsonPart):
+    """Body of ``POST /tokenize``: a text, or a conversation as for ``/v1/chat/completions``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], conversation(Message)] = field(default_factory=list)
+    add_special_tokens: bool | None = None
+    """Whether the document start comes before a text; true unless given."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("there must be a prompt or messages, not both")
+        if self.messages and self.add_special_tokens:
+            raise ValueError("add_special_tokens is for a prompt: the chat format writes those of messages")
+        if not self.add_generation_prompt:
+            raise FieldError(
+                "add_generation_prompt must be true: the last message is answered", "add_generation_prompt"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizeRequest(JsonPart):
+    """Body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Ids
 
 
 class TokenRoutes:
@@ -37,10 +69,8 @@ class TokenRoutes:
         self._model.check_name(asked.model)
         ids = self._ids(asked)
         if len(ids) > self._limits.prompt_tokens:
-            raise ApiError(
-                400, f"a prompt must have at most {self._limits.prompt_tokens:,} tokens; got {len(ids):,}",
-                code="context_length_exceeded", param="prompt",
-            )  # fmt: skip
+            message = f"a prompt must have at most {self._limits.prompt_tokens:,} tokens; got {len(ids):,}"
+            raise ApiError(400, message, code="context_length_exceeded", param="prompt")
         strings = _encode_list(ids, self._name) if asked.return_token_strs else b"null"
         head = f'{{"count":{len(ids)},"max_model_len":{self._limits.prompt_tokens},"tokens":'.encode()
         return b"".join((head, _encode_list(ids, int), b',"token_strs":', strings, b"}"))
@@ -54,10 +84,8 @@ class TokenRoutes:
         asked = parse_body(DetokenizeRequest, take())
         self._model.check_name(asked.model)
         if len(asked.tokens) > MAX_ECHO_IDS:
-            raise _wrong_ids(f"there must be at most {MAX_ECHO_IDS:,} ids; got {len(asked.tokens):,}")
-        wrong = next((index for index in asked.tokens if not 0 <= index < self._model.vocab_size), None)
-        if wrong is not None:
-            raise _wrong_ids(f"token ids must be in 0..{self._model.vocab_size - 1}; got {str(wrong)[:40]}")
+            raise invalid("tokens", f"there must be at most {MAX_ECHO_IDS:,} ids; got {len(asked.tokens):,}")
+        self._model.check_ids(asked.tokens, "tokens")
         return encode_json({"prompt": self._model.tokenizer.decode(asked.tokens)}).encode()
 
     def _ids(self, asked: TokenizeRequest) -> TokenIds:
@@ -75,7 +103,3 @@ def _encode_list(ids: TokenIds, form: Callable[[int], Any]) -> bytes:
     """Encode ``form`` of every id as a list of JSON."""
     parts: Sequence[Any] = [ids[begin : begin + _PART].tolist() for begin in range(0, len(ids), _PART)]
     return b"[" + b",".join(encode_json(list(map(form, part)))[1:-1].encode() for part in parts) + b"]"
-
-
-def _wrong_ids(message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_value", param="tokens")

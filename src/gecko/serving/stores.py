@@ -1,15 +1,17 @@
-"""Saved states: the files of a folder that requests may name."""
+"""What the server keeps between requests: saved states in the files of a folder, and responses in memory."""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gecko.serving.limits import ApiError
+from gecko.serving.limits import ApiError, invalid
 from gecko.state import GeckoState
 
 SUFFIX = ".state"
@@ -68,16 +70,11 @@ class SavedStates:
         """
         self._check_writable()
         if not _STATE_NAME.fullmatch(name):
-            raise ApiError(
-                400, "name must have 1 to 100 letters, digits, '.', '_' and '-', and begin with a letter or a digit; "
-                f"got {name[:100]!r}",
-                code="invalid_value", param="name",
-            )  # fmt: skip
+            rule = "1 to 100 letters, digits, '.', '_' and '-', and begin with a letter or a digit"
+            raise invalid("name", f"name must have {rule}; got {name[:100]!r}")
         if self._path(name).exists():
-            raise ApiError(
-                409, f"there is a state {name!r} already; delete it, or choose another name", code="state_exists",
-                param="name",
-            )  # fmt: skip
+            message = f"there is a state {name!r} already; delete it, or choose another name"
+            raise ApiError(409, message, code="state_exists", param="name")
 
     def save(self, name: str, state: GeckoState) -> dict[str, Any]:
         """Write a new file atomically and describe it.
@@ -90,11 +87,9 @@ class SavedStates:
             size = state.num_bytes + _HEADER_BYTES + _TENSOR_BYTES * len(state.tensors())
             used = sum(one["bytes"] for one in self.describe())
             if used + size > self._max_bytes:
-                raise ApiError(
-                    400, f"all states together must have at most {self._max_bytes:,} bytes; there are {used:,}, and "
-                    f"this one has {size:,}. Delete some",
-                    code="states_full",
-                )  # fmt: skip
+                there = f"there are {used:,}, and this one has {size:,}"
+                message = f"all states together must have at most {self._max_bytes:,} bytes; {there}. Delete some"
+                raise ApiError(400, message, code="states_full")
             path = self._path(name)
             state.save(path)
             return _describe(path) | {"position": state.position[0]}
@@ -116,9 +111,8 @@ class SavedStates:
     def _path(self, name: str) -> Path:
         """Return the path of a state, which stays inside the folder; ApiError if the name or the folder is missing."""
         if self._folder is None:
-            raise ApiError(
-                400, "this server offers no states; start it with gecko serve --states FOLDER", param="state"
-            )
+            message = "this server offers no states; start it with gecko serve --states FOLDER"
+            raise ApiError(400, message, param="state")
         if not _STATE_NAME.fullmatch(name):
             raise _not_found(name)
         return self._folder / f"{name}{SUFFIX}"
@@ -131,11 +125,9 @@ class SavedStates:
 
     def _check_writable(self) -> None:
         if self._folder is None or not self._max_bytes:
-            raise ApiError(
-                403, "this server does not save or delete states; start it with gecko serve --states FOLDER "
-                "--states-disk MB",
-                code="states_read_only",
-            )  # fmt: skip
+            start = "start it with gecko serve --states FOLDER --states-disk MB"
+            message = f"this server does not save or delete states; {start}"
+            raise ApiError(403, message, code="states_read_only")
 
     def _load(self, path: Path) -> GeckoState:
         facts = path.stat()
@@ -163,3 +155,71 @@ def _describe(path: Path) -> dict[str, Any]:
 
 def _not_found(name: str) -> ApiError:
     return ApiError(404, f"there is no state {name[:100]!r}", code="state_not_found", param="state")
+
+
+MAX_RESPONSES = 10_000
+"""Maximum number of stored responses, whatever their size."""
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A finished response."""
+
+    body: bytes
+    """The response as JSON."""
+    state: GeckoState
+    """State of the conversation, on the CPU."""
+    unread: Sequence[int]
+    """Ids at the end of the answer that the state has not read yet."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + self.state.num_bytes + 8 * len(self.unread)
+
+
+class ResponseStore:
+    """Least-recently-used store of responses; thread-safe.
+
+    Args:
+        max_bytes: maximum memory of all responses, with their states. A larger response is not stored.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._found: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, response_id: str, response: StoredResponse) -> None:
+        """Store a response; the least recently used ones are evicted."""
+        if response.num_bytes > self._max_bytes:
+            return
+        with self._lock:
+            self._found[response_id] = response
+            self._bytes += response.num_bytes
+            while self._bytes > self._max_bytes or len(self._found) > MAX_RESPONSES:
+                self._bytes -= self._found.popitem(last=False)[1].num_bytes
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        """Return a response; None if there is none with this id, or it was evicted."""
+        with self._lock:
+            if response_id in self._found:
+                self._found.move_to_end(response_id)
+            return self._found.get(response_id)
+
+    def find(self, response_id: str) -> StoredResponse:
+        """Return a response; ApiError 404 if there is none with this id."""
+        found = self.get(response_id)
+        if found is None:
+            raise response_not_found(response_id)
+        return found
+
+    def delete(self, response_id: str) -> bool:
+        """Delete a response; return whether it was there."""
+        with self._lock:
+            response = self._found.pop(response_id, None)
+            self._bytes -= 0 if response is None else response.num_bytes
+            return response is not None
+
+
+def response_not_found(response_id: str) -> ApiError:
+    return ApiError(404, f"Response with id '{response_id[:100]}' not found.", code="response_not_found")

@@ -1,0 +1,234 @@
+"""Records of the JSON objects in requests, and the types of their fields. Values of the wrong type are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Annotated, Any, TypeVar
+
+from gecko.inference.sampling import MAX_PENALTY
+from gecko.records import FieldError, Parsed, Range, build, convert
+from gecko.serving.bodies import read_json
+from gecko.serving.limits import ApiError, invalid
+
+_LONGEST_NAME = 100
+"""Maximum number of characters of a name that an error quotes."""
+_EMPTY: tuple[Any, ...] = (None, False, [])
+_MAX_STOPS, _MAX_STOP_LENGTH, _MAX_STOP_IDS = 16, 1000, 128
+_MAX_BIASES, _MAX_METADATA, _MAX_TEXTS = 1024, 16, 10_000
+_ID = re.compile("0|[1-9][0-9]{0,18}")
+"""An id as a text; other spellings of one id would replace each other."""
+Ids = list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonObject:
+    """JSON object. ``null`` in an optional or unknown field counts as absent, because some clients send all fields."""
+
+    @classmethod
+    def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of an object that are not absent; ValueError if a field is not supported."""
+        required = {known.name for known in fields(cls) if is_required(known)}
+        return {name: value for name, value in values.items() if value is not None or name in required}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonPart(JsonObject):
+    """JSON object inside a request. Unknown fields with empty values are ignored: clients send back fields of earlier
+    answers, such as ``"tool_calls": null``.
+    """
+
+    @classmethod
+    def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        known = cls.__dataclass_fields__
+        return super().clean({name: value for name, value in values.items() if name in known or value not in _EMPTY})
+
+
+K = TypeVar("K", bound=JsonObject)
+
+
+def parse_body(kind: type[K], body: bytes | bytearray) -> K:
+    """Parse and validate a body.
+
+    Raises:
+        ApiError: 400 for an invalid body.
+    """
+    try:
+        data = read_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body must be JSON; {error}", code="invalid_json") from error
+    if not isinstance(data, dict):
+        raise ApiError(400, "the body must be a JSON object, with Content-Type: application/json", code="invalid_json")
+    try:
+        return read(kind, data)
+    except ValueError as error:
+        param = error.field if isinstance(error, FieldError) else None
+        raise invalid(param, str(error).removesuffix(".")) from error
+
+
+def read(kind: type[K], value: Any, name: str = "") -> K:
+    """Build a record from a JSON object, which is the field ``name`` of a request, or the request itself.
+
+    Raises:
+        ApiError: 400 for the first unknown field.
+        FieldError: the value of a field is of the wrong type or out of range, or a field is missing.
+        ValueError: fields of a request do not fit each other.
+    """
+    if not isinstance(value, dict):
+        raise _wrong(name, "must be an object")
+    prefix = f"{name}." if name else ""
+    try:
+        values = kind.clean(value)
+        unknown = next((found for found in values if found not in kind.__dataclass_fields__), None)
+        if unknown is not None:
+            param = (prefix + unknown)[:_LONGEST_NAME]
+            raise ApiError(400, f"{param}: unknown field", code="unknown_field", param=param)
+        return build(kind, values, prefix)
+    except ValueError as error:
+        if isinstance(error, FieldError) or not name:
+            raise
+        raise _wrong(name, str(error)) from None
+
+
+def is_required(known: Field[Any]) -> bool:
+    """Return whether a field of a record has no default."""
+    return known.default is MISSING and known.default_factory is MISSING
+
+
+def _wrong(name: str, rule: str) -> FieldError:
+    return FieldError(f"{name} {rule}", name)
+
+
+@dataclass(frozen=True, eq=False)
+class Json(Parsed):
+    """Metadata of a field that ``by`` converts from JSON."""
+
+    accepts: Any = None
+    """Annotation of the values that it takes; None: that of the field."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    """Further keywords of their schema."""
+
+
+def part(kind: type[JsonObject]) -> Json:
+    """Return the metadata of a field with a record."""
+    return Json(lambda value, name, texts: read(kind, value, name))
+
+
+def conversation(kind: type[JsonObject], accepts: Any = None) -> Json:
+    """Return the metadata of a field with a list of messages, at least one."""
+
+    def by(value: Any, name: str, texts: bool) -> list[Any]:
+        if not isinstance(value, list) or not value:
+            raise _wrong(name, "must be a list of at least one message")
+        return [read(kind, each, f"{name}.{index}") for index, each in enumerate(value)]
+
+    return Json(by, accepts, {} if accepts else {"minItems": 1})
+
+
+def message_text(*kinds: str) -> Json:
+    """Return the metadata of the content of a message: a text, or a list of parts of these types."""
+
+    def by(value: Any, name: str, texts: bool) -> str:
+        parts = value if isinstance(value, list) else [{"type": kinds[0], "text": value}]
+        if not all(isinstance(part, dict) and part.get("type") in kinds for part in parts):
+            rule = f"must be a text, or a list of parts of type {' or '.join(kinds)}"
+            raise _wrong(name, f"{rule}; other types are not supported")
+        if not all(isinstance(part.get("text"), str) for part in parts):
+            raise _wrong(name, "must be a text")
+        return "".join(part["text"] for part in parts)
+
+    return Json(by, str | list)
+
+
+def few(kind: type, most: int, least: int = 0) -> Json:
+    """Return the metadata of a list of ``least`` to ``most`` values."""
+
+    def by(value: Any, name: str, texts: bool) -> Any:
+        found = convert(value, list[kind], name)  # type: ignore[valid-type]
+        if not least <= len(found) <= most:
+            raise _wrong(name, f"must be a list of {least} to {most:,} values; got {len(found):,}")
+        return found
+
+    return Json(by, keywords={**({"minItems": least} if least else {}), "maxItems": most})
+
+
+def _prompt(value: Any, name: str, texts: bool) -> str | list[str] | Ids | list[Ids]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        for fits in (_is_text, _is_id, _is_ids):
+            if all(map(fits, value)):
+                return value
+    raise _wrong(name, "must be a text, a list of texts, a list of token ids, or a list of lists of token ids")
+
+
+# Each value is tested by a function in Python: one call in C for a long list would hold the GIL until it returns.
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_id, value))
+
+
+def _stop(value: Any, name: str, texts: bool) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(map(_is_text, stops)) or len(stops) > _MAX_STOPS:
+        raise _wrong(name, f"must be a text or a list of at most {_MAX_STOPS} texts")
+    if not all(0 < len(stop) <= _MAX_STOP_LENGTH for stop in stops):
+        raise _wrong(name, f"must have 1 to {_MAX_STOP_LENGTH} characters in every stop string")
+    return stops
+
+
+def _logit_bias(bias: Any, name: str, texts: bool) -> dict[int, float]:
+    if not isinstance(bias, dict) or not all(_ID.fullmatch(key) and _is_bias(number) for key, number in bias.items()):
+        raise _wrong(name, "must map token ids, written as texts, to numbers from -100 to 100")
+    if len(bias) > _MAX_BIASES:
+        raise _wrong(name, f"must be of at most {_MAX_BIASES:,} token ids; got {len(bias):,}")
+    return {int(key): float(number) for key, number in bias.items()}
+
+
+def _is_bias(value: Any) -> bool:
+    return type(value) in (int, float) and -100 <= value <= 100
+
+
+def _metadata(value: Any, name: str, texts: bool) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > _MAX_METADATA:
+        raise _wrong(name, f"must be an object of at most {_MAX_METADATA} texts")
+    return {key: convert(text, str, f"{name}.{key}") for key, text in value.items()}
+
+
+def _schema(value: Any, name: str, texts: bool) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _wrong(name, "must be an object")
+    return value
+
+
+def _schema_or_text(value: Any, name: str, texts: bool) -> dict[str, Any] | str:
+    return value if isinstance(value, str) else _schema(value, name, texts)
+
+
+def between(least: int, most: int) -> Range:
+    """Return the metadata of a number that must lie in a range."""
+    return Range(f"must be in {least:,}..{most:,}", least=least, most=most)
+
+
+Anything = Annotated[Any, Json(lambda value, name, texts: value)]
+Prompt = Annotated[str | list[str] | Ids | list[Ids], Json(_prompt)]
+Stop = Annotated[list[str], Json(_stop, str | list[str])]
+StopIds = Annotated[Ids, few(int, _MAX_STOP_IDS)]
+LogitBias = Annotated[dict[int, float], Json(_logit_bias, dict[str, float])]
+Metadata = Annotated[dict[str, str], Json(_metadata, keywords={"maxProperties": _MAX_METADATA})]
+Schema = Annotated[dict[str, Any], Json(_schema)]
+SchemaOrText = Annotated[dict[str, Any] | str, Json(_schema_or_text)]
+Texts = Annotated[list[str], few(str, _MAX_TEXTS, least=1)]
+Penalty = Annotated[float, between(-int(MAX_PENALTY), int(MAX_PENALTY))]
+FromZero = Annotated[int, Range("must be at least 0", least=0)]
+FromOne = Annotated[int, Range("must be at least 1", least=1)]

@@ -1,0 +1,316 @@
+"""Answers in the form of OpenAI's API, whole and as the events of a stream.
+
+Gecko adds ``position`` of each choice, the number of tokens that its state has read, and ``usage.state_bytes``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gecko.inference.text import Piece, TokenLogprob, TokenText
+from gecko.serving.limits import ApiError
+from gecko.serving.protocol import ResponseRequest
+
+_PART = 1 << 10
+"""Elements of a list that are encoded at once."""
+_MIN_LOGPROB = -9999.0
+"""Replaces a log-probability of minus infinity, which JSON cannot represent."""
+_PLACE = {"output_index": 0, "content_index": 0}
+"""Place of the text in a response: it has one output item with one part."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of an answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    state_bytes: int
+    """Size of the state of one sequence, which is constant."""
+
+    @property
+    def json(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens, "state_bytes": self.state_bytes,
+        }  # fmt: skip
+
+
+def encode_json(value: Any) -> str:
+    """Return JSON in ASCII: some clients split a stream at U+2028 and others, and UTF-8 has no lone surrogates."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def encode_answer(answer: dict[str, Any]) -> str:
+    """Encode an answer with many calls of ``json.dumps``: a call holds the GIL until it returns."""
+    return f"{{{','.join(f'{encode_json(name)}:{_encode_field(name, item)}' for name, item in answer.items())}}}"
+
+
+def _encode_field(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return encode_answer(value)
+    if not isinstance(value, list):
+        return encode_json(value)
+    if name == "choices":
+        return f"[{','.join(map(encode_answer, value))}]"
+    parts = (value[begin : begin + _PART] for begin in range(0, len(value), _PART))
+    return f"[{','.join(encode_json(part)[1:-1] for part in parts)}]"
+
+
+def encode_event(event: dict[str, Any], encode: Callable[[dict[str, Any]], str] = encode_json) -> bytes:
+    """Encode a server-sent event; it is named by its ``type``, if it has one."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {encode(event)}\n\n".encode()
+
+
+class Reply:
+    """Form of one answer."""
+
+    status = 200
+    """HTTP status of the whole answer."""
+    end = b""
+    """Bytes after the last event of a stream that did not fail."""
+
+    def opening(self, num_choices: int) -> Iterable[dict[str, Any]]:
+        """Return the events before the first text."""
+        return ()
+
+    def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        """Return the events of a piece."""
+        raise NotImplementedError
+
+    def closing(self, usage: Usage) -> Iterable[dict[str, Any]]:
+        """Return the events after the last piece."""
+        return ()
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """Return the event of an error, which ends a stream."""
+        return error.body
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        """Return the whole answer, from one piece per choice."""
+        raise NotImplementedError
+
+
+class _Choices(Reply):
+    """Answer with a list of choices; ``include_usage``: whether a stream ends with the token counts."""
+
+    end = b"data: [DONE]\n\n"
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, model: str, *, include_usage: bool = False) -> None:
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._include_usage = include_usage
+
+    def closing(self, usage: Usage) -> Iterable[dict[str, Any]]:
+        return [self._chunk([]) | {"usage": usage.json}] if self._include_usage else []
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_kind, "choices": choices}
+
+    def _whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return {**self._head, "object": self.kind, "choices": choices, "usage": usage.json}
+
+
+class CompletionReply(_Choices):
+    """Answer of ``/v1/completions``."""
+
+    def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        return [self._chunk([_text_choice(piece)])]
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        return self._whole(list(map(_text_choice, pieces)), usage)
+
+
+class ChatReply(_Choices):
+    """Answer of ``/v1/chat/completions``; ``scored``: whether it has log-probabilities."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, model: str, *, include_usage: bool = False, scored: bool = False) -> None:
+        super().__init__(model, include_usage=include_usage)
+        self._scored = scored
+
+    def opening(self, num_choices: int) -> Iterable[dict[str, Any]]:
+        """Return the role of each choice."""
+        return [self._delta(index, {"role": "assistant", "content": ""}, None) for index in range(num_choices)]
+
+    def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        return [self._delta(piece.choice, {"content": piece.text} if piece.text else {}, piece)]
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        choices = []
+        for piece in pieces:
+            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            choices.append({"message": message, **_chat_choice(piece.choice, piece, self._scored)})
+        return self._whole(choices, usage)
+
+    def _delta(self, index: int, delta: dict[str, Any], piece: Piece | None) -> dict[str, Any]:
+        return self._chunk([{"delta": delta, **_chat_choice(index, piece)}])
+
+
+def _text_choice(piece: Piece) -> dict[str, Any]:
+    prompt = [] if piece.prompt is None else piece.prompt.tokens()
+    # Clients that score prompts, such as lm-evaluation-harness, count on an entry for the stop token.
+    ending = [] if piece.stop_token is None else [piece.stop_token]
+    tokens = [*prompt, *piece.tokens, *ending]
+    logprobs = _text_logprobs(tokens) if tokens else None
+    return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, **_progress(piece)}
+
+
+def _chat_choice(index: int, piece: Piece | None, scored: bool = False) -> dict[str, Any]:
+    logprobs = _chat_logprobs(piece.tokens) if piece is not None and (piece.tokens or scored) else None
+    return {"index": index, "logprobs": logprobs, **_progress(piece)}
+
+
+def _progress(piece: Piece | None) -> dict[str, Any]:
+    if piece is None:
+        return {"finish_reason": None}
+    return {"finish_reason": piece.finish_reason, "position": piece.position}
+
+
+def _text_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
+    return {
+        "tokens": [token.chosen.name for token in tokens],
+        "token_logprobs": [_number(token.chosen) for token in tokens],
+        "top_logprobs": list(map(_text_top_logprobs, tokens)),
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _text_top_logprobs(token: TokenText) -> dict[str, float | None] | None:
+    if token.chosen.logprob is None:
+        return None
+    # Of tokens with equal names, the most likely one is kept.
+    return {other.name: _number(other) for other in reversed(token.top_logprobs)}
+
+
+def _chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
+    return {
+        "content": [
+            _chat_token(token.chosen) | {"top_logprobs": [_chat_token(other) for other in token.top_logprobs]}
+            for token in tokens
+        ]
+    }
+
+
+def _chat_token(token: TokenLogprob) -> dict[str, Any]:
+    content = None if token.text is None else list(token.text.encode())
+    return {"token": token.name, "logprob": _number(token), "bytes": content}
+
+
+def _number(token: TokenLogprob) -> float | None:
+    return None if token.logprob is None else max(token.logprob, _MIN_LOGPROB)
+
+
+class ResponseReply(Reply):
+    """Answer of ``/v1/responses``.
+
+    Args:
+        cached_tokens: tokens of the conversation before the prompt, which the state had read.
+        store: called with the whole response, and the piece with all of its text, before its end is sent.
+    """
+
+    def __init__(
+        self, model: str, asked: ResponseRequest, cached_tokens: int, store: Callable[[dict[str, Any], Piece], None]
+    ) -> None:
+        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._cached, self._store = cached_tokens, store
+        self._pieces: list[Piece] = []
+        self._num_events = 0
+        self._head = {
+            "id": self._id, "object": "response", "created_at": int(time.time()), "model": model, "background": False,
+            "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata, "parallel_tool_calls": False,
+            "previous_response_id": asked.previous_response_id, "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default", "store": asked.store,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "text": {"format": _shown(asked)}, "tool_choice": "none", "tools": [],
+            "top_p": 1.0 if asked.top_p is None else asked.top_p, "truncation": "disabled",
+        }  # fmt: skip
+
+    def opening(self, num_choices: int) -> Iterator[dict[str, Any]]:
+        begun = self._body("in_progress", [], None)
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", None))
+        yield self._event("response.content_part.added", item_id=self._item_id, **_PLACE, part=_part(""))
+
+    def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        self._pieces.append(piece)
+        if piece.text:
+            kind = "response.output_text.delta"
+            yield self._event(kind, item_id=self._item_id, **_PLACE, delta=piece.text, logprobs=[])
+
+    def closing(self, usage: Usage) -> Iterator[dict[str, Any]]:
+        text = "".join(piece.text for piece in self._pieces)
+        whole = self.whole([replace(self._pieces[-1], text=text)], usage)
+        (item,), status, place = whole["output"], whole["status"], {"item_id": self._item_id, **_PLACE}
+        (part,) = item["content"]
+        yield self._event("response.output_text.done", **place, text=part["text"], logprobs=[])
+        yield self._event("response.content_part.done", **place, part=part)
+        yield self._event("response.output_item.done", output_index=0, item=item)
+        yield self._event(f"response.{status}", response=whole)
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        told = error.body["error"]
+        body = self._body("failed", [], None) | {"error": {"code": told["code"], "message": told["message"]}}
+        return self._event("response.failed", response=body)
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        (piece,) = pieces
+        cut = piece.finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        body = self._body(status, [self._item(status, piece.text)], self._usage(usage))
+        body |= {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "position": piece.position}
+        self._store(body, piece)
+        return body
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": kind, **fields, "sequence_number": self._num_events - 1}
+
+    def _body(self, status: str, output: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            **self._head, "status": status, "output": output, "usage": usage, "error": None,
+            "incomplete_details": None,
+        }  # fmt: skip
+
+    def _item(self, status: str, text: str | None) -> dict[str, Any]:
+        content = [] if text is None else [_part(text)]
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        read = self._cached + usage.prompt_tokens
+        return {
+            "input_tokens": read, "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + usage.completion_tokens, "state_bytes": usage.state_bytes,
+        }  # fmt: skip
+
+
+def _shown(asked: ResponseRequest) -> dict[str, Any]:
+    """Return the format of the text with all fields that were given."""
+    given = {"type": "text"} if asked.format is None else vars(asked.format)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+class StateReply(Reply):
+    """Answer of ``POST /v1/states``; ``save`` saves the state and describes it."""
+
+    status = 201
+
+    def __init__(self, save: Callable[[], dict[str, Any]]) -> None:
+        self._save = save
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        return self._save()

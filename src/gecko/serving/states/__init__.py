@@ -1,1 +1,0 @@
-"""Reading states that clients save, list, delete and continue from."""
