@@ -39,10 +39,9 @@ def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
 
 def mean_by_step(rows: Sequence[Row], x: str) -> Points:
     """Return the means of place and loss over the seeds of a model, at the steps that all of them have."""
-    seeds = len(by_seed(rows))
-    at_steps = [group for group in grouped(rows, lambda row: row.case["step"]).values() if len(group) == seeds]
+    seeds, at_steps = len(by_seed(rows)), grouped(rows, lambda row: row.case["step"]).values()
     return [(statistics.fmean(row.case[x] for row in group), statistics.fmean(row.value for row in group))
-            for group in at_steps]  # fmt: skip
+            for group in at_steps if len(by_seed(group)) == seeds]  # fmt: skip
 
 
 Axes = tuple[str, str, str]
@@ -93,6 +92,7 @@ def loss_figure(rows: Sequence[Row], x: str, xlabel: str, ylabel: str) -> Any:
         ends.append((main[-1][1], model.style, model.label))
     fit(axes, settled, 0.06)
     axes.set_xlim(left=0)
+    axes.xaxis.get_major_locator().set_params(nbins=6)
     if x == "tokens":
         axes.xaxis.set_major_formatter(require("matplotlib.ticker", "train").EngFormatter(sep=" "))
     label_line_ends(axes, ends)

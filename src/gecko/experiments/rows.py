@@ -124,8 +124,8 @@ def long_table(inputs: Inputs) -> list[Row]:
     # Models of synthetic tasks are told apart within each task.
     for group in grouped(known, lambda one: _task(one[0])).values():
         named = models if group[0][0].kind != "diagnose" else label_models(one for _, one, _ in group)
-        rows += [row for file, one, seed in group for row in rows_of_evaluation(file, named[one], seed)]
-    return _each_once(rows, inputs)
+        rows += _each_once((row for one in group for row in rows_of_evaluation(one[0], named[one[1]], one[2])), inputs)
+    return rows
 
 
 def _task(file: EvaluationFile) -> str:
@@ -155,10 +155,13 @@ def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
             case: dict[str, float] = {"step": step, "tokens": run.tokens_before(step)}
             yield row(score, loss, n, unit, case | ({"minutes": clock[step] / 60} if step in clock else {}))
     if run.results is not None:
-        for score, name in (("nats per byte", "nats_per_byte"), ("nats per token", "loss")):
-            value, rows = float(run.results[name]), run.results.get("row_losses") or []  # older ones have no rows
-            interval = over_rows(rows, run.results.get("row_targets") or [], value / run.results["loss"])
-            yield row(score, value, run.results["tokens"], "tokens", {}, interval)
+        # Older results have no losses by row.
+        losses, targets = run.results.get("row_losses") or [], run.results.get("row_targets") or []
+        interval, loss, n = over_rows(losses, targets, 1.0), float(run.results["loss"]), run.results["tokens"]
+        for score, value in (("nats per byte", float(run.results["nats_per_byte"])), ("nats per token", loss)):
+            scale = value / loss
+            own = None if interval is None else Interval(scale * interval.low, scale * interval.high, interval.method)
+            yield row(score, value, n, "tokens", {}, own)
     speeds = [one["tokens_per_second"] for one in _steps(run) if one.get("tokens_per_second")]
     if speeds:
         yield row("tokens/s", statistics.median(speeds), len(speeds), "steps", {})

@@ -46,7 +46,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Text:
+class Listing:
     """A command, or another text of which every character counts; ``bold`` is its beginning."""
 
     text: str
@@ -63,7 +63,7 @@ class Section:
     intro: str = ""
     pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
-    texts: Sequence[Text] = ()
+    texts: Sequence[Listing] = ()
 
 
 def write_page(path: Path, title: str, summary: str, sections: Sequence[Section]) -> None:

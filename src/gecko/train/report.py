@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gecko.io.files import Record, whole_file
 from gecko.models import LanguageModel, LlamaConfig, load_any
-from gecko.pages import Picture, Section, Text, pairs, settings_tables, write_page
+from gecko.pages import Listing, Picture, Section, pairs, settings_tables, write_page
 from gecko.pages.figures import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, fit, new_figure
 from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import code_name, code_version, require
@@ -142,15 +142,17 @@ def write_report(run: Run, facts: RunFacts) -> Path:
     ]  # fmt: skip
     note = "Gradient norm: before clipping. Speed: without evaluations and checkpoints."
     prompt = f"Prompt in bold, then up to {run.sample.tokens} tokens at temperature {run.sample.temperature:g}."
-    commands, generate = [Text(run.command(), "Train the same run again:")], _generate_command(run)
+    commands, generate = [Listing(run.command(), "Train the same run again:")], _generate_command(run)
+    if generate is not None:
+        commands.append(Listing(generate, "Write with the trained model:"))
     sections = [
         *_losses(run, facts, training, validation),
         *([Section("Learning rate, gradient norm and speed", note, steps)] if steps else []),
-        Section("A sample", prompt, texts=[Text(facts.sample, bold=run.sample.prompt)]),
+        Section("A sample", prompt, texts=[Listing(facts.sample, bold=run.sample.prompt)]),
         Section("Numbers", tables=[pairs("", _numbers(run, facts, training))]),
         Section("Hardware and code", tables=[pairs("", {**facts.hardware, "Gecko": code_name(code_version())})]),
         Section("Settings", tables=settings_tables(_settings(run))),
-        Section("Commands", texts=commands + ([Text(generate, "Write with the trained model:")] if generate else [])),
+        Section("Commands", texts=commands),
     ]  # fmt: skip
     write_page(run.folder / REPORT, f"Training report: {run.folder.name}", _summary(run, facts), sections)
     return run.folder / REPORT

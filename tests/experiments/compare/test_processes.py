@@ -20,7 +20,7 @@ from support.interrupts import take_interrupts
 
 from gecko.experiments.compare import Plan
 from gecko.experiments.compare.plan import LOCK
-from gecko.experiments.compare.runs import Board, Pool, Progress, progress_of
+from gecko.experiments.compare.runs import LiveTable, Pool, Progress, progress_of
 from gecko.io.files import locked
 from gecko.train import Run, latest_checkpoint
 from gecko.train.metrics import MetricsWriter, read_metrics
@@ -114,7 +114,7 @@ def test_the_live_table(recipes: list[str], tmp_path: Path) -> None:
                 metrics.write("train", step, {"loss": 2.5, "tokens_per_second": 48.0})
         pool.states[first.label] = "training"
         console = Console(width=80, record=True, file=io.StringIO())
-        console.print(Board(console, pool, "training")._table())
+        console.print(LiveTable(console, pool, "training")._table())
     shown = console.export_text()
     assert "0 of 2 finished, about 0:03:00 left" in shown  # 80 + 100 steps of one second each
     lines = {name: next(line for line in shown.splitlines() if line.strip().startswith(name)) for name in plan.recipes}

@@ -47,7 +47,8 @@ def comparison(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
     trials.append({"recipe": names[0], "learning_rate": 2e-2, "state": "diverged", "nats_per_byte": None, "tokens": 0})
     return {
         "format": "gecko-comparison-1", **CODE, "command": "gecko compare …", "hardware": HARDWARE, "first": names[0],
-        "unit": "held-out nats a byte", "seeds": list(seeds), "settings": {"data.source": "texts", "steps": 12},
+        "unit": "held-out nats a byte", "seeds": list(seeds),
+        "settings": {"steps": 12, "data.source": "texts", "data.tokenizer": "bytes", "data.validation": "others"},
         "parameters": {name: PARAMETERS[name] for name in names}, "models": {name: {"layers": 1} for name in names},
         "tuning": {"learning_rates": [1e-2, 2e-2], "steps": 4, "trials": trials, "chosen": dict.fromkeys(names, 1e-2)},
         "recipes": compared.summarise(found, names[0]), "runs": [result.values for result in found],

@@ -16,7 +16,7 @@ from rich.console import Console
 from gecko.experiments.compare.plan import LOCK, Plan, Planned, Tuning, common_settings
 from gecko.experiments.compare.results import RunResult, check_folder, print_tables, save, summarise, write_page
 from gecko.experiments.compare.runs import (
-    Board,
+    LiveTable,
     Pool,
     State,
     Trial,
@@ -115,10 +115,10 @@ class _Session:
         return Outcome(comparison, self.stop.requested, failed or untuned, page)
 
     def _train(self, planned: Sequence[Planned], title: str, after_each: Callable[[], object]) -> None:
-        with Pool(planned, self.jobs) as pool, Board(self.console, pool, title) as board:
+        with Pool(planned, self.jobs) as pool, LiveTable(self.console, pool, title) as table:
             while pool.busy and not self.stop.requested:
                 ended = pool.advance()
-                board.update(ended)
+                table.update(ended)
                 self.states |= pool.states
                 if ended:
                     after_each()

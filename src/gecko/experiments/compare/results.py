@@ -25,7 +25,7 @@ from gecko.experiments.inputs import COMPARISON, COMPARISON_FORMAT
 from gecko.experiments.rows import HELD_OUT, data_words
 from gecko.experiments.table import Model, Row, grouped, methods
 from gecko.io.files import parse_json, whole_file
-from gecko.pages import Cell, Section, Table, Text, is_page, pairs, settings_tables
+from gecko.pages import Cell, Listing, Section, Table, is_page, pairs, settings_tables
 from gecko.pages import write_page as write_html
 from gecko.pages.figures import LineStyle
 from gecko.runtime.process import code_name, code_version
@@ -294,7 +294,7 @@ def write_page(folder: Path, comparison: Mapping[str, Any]) -> Path:
         Section("Settings that all runs share", tables=settings_tables(comparison["settings"])),
         Section("Models", tables=models),
         Section("Machine and code", tables=[pairs("", machine)]),
-        Section("Command", texts=[Text(comparison["command"])]),
+        Section("Command", texts=[Listing(comparison["command"])]),
     ]  # fmt: skip
     runs, recipes = comparison["runs"], comparison["recipes"]
     summary = (

@@ -174,7 +174,7 @@ def _tail(path: Path) -> str:
 _REFRESH_SECONDS = 2.0
 
 
-class Board:
+class LiveTable:
     """Context manager that displays the pool's runs: a live table on a terminal, and one line per ended run."""
 
     def __init__(self, console: Console, pool: Pool, title: str) -> None:
@@ -190,7 +190,7 @@ class Board:
             self._live.update(self._table(), refresh=True)
             self._shown = time.monotonic()
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> LiveTable:
         if self._console.is_terminal:
             self._live.start()
         return self

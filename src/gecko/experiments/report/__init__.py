@@ -12,7 +12,7 @@ from typing import Any
 from gecko.experiments.inputs import Inputs, gather
 from gecko.experiments.report.sections import build_sections
 from gecko.experiments.table import grouped
-from gecko.pages import Section, Table, Text
+from gecko.pages import Listing, Section, Table
 from gecko.pages import write_page as write_html
 from gecko.runtime.process import code_name, code_version
 
@@ -36,7 +36,7 @@ def write_page(paths: Sequence[Path], out: Path, command: str) -> Inputs:
     """
     inputs = gather(paths)
     sections = build_sections(inputs)
-    made = Text(command, title=f"This page, by Gecko {code_name(code_version())}")
+    made = Listing(command, title=f"This page, by Gecko {code_name(code_version())}")
     counts = [
         f"{len(items)} {name}" + ("" if len(items) == 1 else "s")
         for items, name in ((inputs.runs, "run"), (inputs.evaluations, "evaluation"))
@@ -52,7 +52,7 @@ def write_page(paths: Sequence[Path], out: Path, command: str) -> Inputs:
     return inputs
 
 
-def reproduction(inputs: Inputs) -> list[Text]:
+def reproduction(inputs: Inputs) -> list[Listing]:
     """Return commands by code and machine, in the order of the inputs.
 
     A run that was resumed with other code or on another machine is listed under both.
@@ -63,7 +63,7 @@ def reproduction(inputs: Inputs) -> list[Text]:
         records += [(session, command) for session in run.sessions or [{}]]
     records += [(file.record, str(file.record["command"])) for file in inputs.evaluations]
     return [
-        Text("\n".join(dict.fromkeys(command for _, command in group)), hardware, f"Gecko {code}")
+        Listing("\n".join(dict.fromkeys(command for _, command in group)), hardware, f"Gecko {code}")
         for (code, hardware), group in grouped(records, lambda one: _place(one[0])).items()
     ]
 
