@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -132,6 +133,16 @@ def test_results_and_comparisons_stand_in_a_report(files: Path) -> None:
     page = Path("report.html").read_text()
     for words in ("Perplexity", "compare_no_memory", "passkey"):
         assert words in page
+
+
+@every_generation
+def test_a_comparison_is_called_again_and_gives_the_same(files: Path) -> None:
+    before = json.loads(Path("compared/comparison.json").read_text())
+    run(*shlex.split(before["command"])[1:])
+    after = json.loads(Path("compared/comparison.json").read_text())
+    assert [after[name] for name in ("format", "recipes", "runs")] == [
+        before[name] for name in ("format", "recipes", "runs")
+    ]
 
 
 @every_generation
