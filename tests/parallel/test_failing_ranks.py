@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support import training_jobs as work
@@ -78,9 +79,21 @@ def test_a_folder_that_the_first_rank_cannot_look_into(
     assert said.startswith("OSError: [Errno 116]") and name in said
 
 
-def test_a_recipe_that_one_rank_cannot_read(jobs: Jobs, trained: Run) -> None:
-    answers = jobs.answers(2, work.run_with_a_lost_folder, trained, 1, "read_text", "recipe.json")
+def test_a_text_that_one_rank_cannot_read(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    run = run_in("x", steps=4)
+    answers = jobs.answers(2, work.run_with_a_lost_folder, run, 1, "is_dir", Path(run.data.source).name)
     assert "RuntimeError: on rank 1: " in refused(answers)
+
+
+def test_a_recipe_is_read_by_the_first_rank_alone(jobs: Jobs, trained: Run) -> None:
+    reading = trained, 1, "read_text", "recipe.json"
+    assert [answer["step"] for answer in jobs.run(2, work.run_with_a_lost_folder, *reading)] == [8, 8]
+    assert "recipe.json" in refused(jobs.answers(2, work.run_with_a_lost_folder, trained, 0, *reading[2:]))
+
+
+def test_ranks_with_other_settings_do_not_resume_together(jobs: Jobs, trained: Run) -> None:
+    said = refused(jobs.answers(2, work.resume_with_another_seed, trained, 1))
+    assert said.startswith("RuntimeError: on rank 1: seed must be what the first rank has, 0; got 7.")
 
 
 def test_checkpoints_that_are_all_damaged(jobs: Jobs, trained: Run) -> None:

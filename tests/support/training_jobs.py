@@ -428,6 +428,11 @@ def run_with_a_lost_folder(run: Run, rank: int, method: str, name: str) -> dict[
         return train_run(run, resume=True)
 
 
+def resume_with_another_seed(run: Run, rank: int) -> dict[str, Any]:
+    """Resume a run with another seed on one rank."""
+    return train_run(replace(run, seed=7) if _rank() == rank else run, resume=True)
+
+
 def run_on_nodes(run: Run, memories: list[Path], failed: int | None = None, resume: bool = False) -> dict[str, Any]:
     """Run training with one rank per node, whose memory is a folder; all ranks fail before step ``failed``."""
     checkpoint = replace(run.checkpoint, memory_folder=str(memories[_rank()]))

@@ -233,6 +233,11 @@ class Ranks:
         rank, message = next((i, text) for i, text in enumerate(messages) if text is not None)
         raise RuntimeError(f"on rank {rank}: {message}")
 
+    def main(self, work: Callable[[], T]) -> T:
+        """Return, on every rank, the result of ``work()`` on the first rank. If it fails, so do all ranks."""
+        result: Any = self.run_or_abort_all(lambda: work() if self.is_main else None)
+        return self.broadcast(result)
+
 
 class DelayedSum:
     """Sums of small CPU tensors over all ranks that arrive one call later, so that no rank waits for another."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,7 +20,6 @@ from gecko.data import (
     ByteTokenizer,
     DataRequest,
     Tokenizer,
-    TrainingData,
     check_vocabulary,
     document_ids,
     is_shard_folder,
@@ -92,30 +92,33 @@ def load_data(
         ValueError: on the first rank, the source is too small or the tokenizer does not fit the model.
         SystemExit: on all other ranks.
     """
-    tokenizer = ranks.run_or_abort_all(lambda: _load_tokenizer(run, console))
-    if layout == ROW_LAYOUT:  # runs of earlier versions continue with what they began with
-        ranks.run_or_abort_all(lambda: _report_loss(run, tokenizer, console))
     if run.data.format == "chat":
-        return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, tokenizer, layout, started))
+        return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, layout, started))
+    settings = run.data
+    with console.status(f"reading {', '.join(settings.sources) or settings.source}"):
+        given, read = ranks.run_or_abort_all(lambda: _read(run, ranks, console, layout))
+        corpora = {
+            name: whole_corpus(name, found, ranks) if isinstance(found, CorpusShare) else found
+            for name, found in read.items()
+        }
+        return ranks.run_or_abort_all(lambda: _run_data(run, given, corpora, ranks, console, layout))
+
+
+_Given = tuple[str, tuple[str, ...], Tokenizer, DataRequest]
+
+
+def _read(run: Run, ranks: Ranks, console: Console, layout: int) -> tuple[_Given, dict[str, Any]]:
+    """Read this rank's share of the texts. Return what was asked for, and corpora and shares by source."""
     settings = run.data
     request = DataRequest(
         run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world, settings.field, layout,
         run.batch_size if settings.carry_state else None,
     )  # fmt: skip
-    given = settings.source, settings.sources, tokenizer, request
-    with console.status(f"reading {', '.join(settings.sources) or settings.source}"):
-        read = ranks.run_or_abort_all(lambda: read_sources(*given, validation=settings.validation))
-        corpora = {
-            name: whole_corpus(name, found, ranks) if isinstance(found, CorpusShare) else found
-            for name, found in read.items()
-        }
-        data = ranks.run_or_abort_all(
-            lambda: open_training_data(*given, validation=settings.validation, corpora=corpora)
-        )
-    return ranks.run_or_abort_all(lambda: _run_data(run, data, tokenizer, ranks, console, layout))
+    given = settings.source, settings.sources, _load_tokenizer(run, console, layout), request
+    return given, read_sources(*given, validation=settings.validation)
 
 
-def _load_tokenizer(run: Run, console: Console) -> Tokenizer:
+def _load_tokenizer(run: Run, console: Console, layout: int) -> Tokenizer:
     tokenizer = load_tokenizer(run.data.tokenizer)
     check_vocabulary(tokenizer, run.model.vocab_size)
     if 2 * tokenizer.vocab_size < run.model.vocab_size:
@@ -124,6 +127,8 @@ def _load_tokenizer(run: Run, console: Console) -> Tokenizer:
             f"{tokenizer.vocab_size:,}: name the tokenizer with data.tokenizer, or set "
             f"model.vocab_size={-(-tokenizer.vocab_size // 8) * 8}"
         )
+    if layout == ROW_LAYOUT:  # runs of earlier versions continue with what they began with
+        _report_loss(run, tokenizer, console)
     return tokenizer
 
 
@@ -141,10 +146,9 @@ def _report_loss(run: Run, tokenizer: Tokenizer, console: Console) -> None:
             console.print(f"{name}: {told}")
 
 
-def _run_data(
-    run: Run, data: TrainingData, tokenizer: Tokenizer, ranks: Ranks, console: Console, layout: int
-) -> RunData:
-    settings = run.data
+def _run_data(run: Run, given: _Given, corpora: dict[str, Any], ranks: Ranks, console: Console, layout: int) -> RunData:
+    settings, tokenizer = run.data, given[2]
+    data = open_training_data(*given, validation=settings.validation, corpora=corpora)
     console.print(f"training: {data.documents:,} documents, {data.tokens:,} tokens of {data.name}")
     of = f" of {settings.validation}"
     if settings.validation is None:
@@ -165,10 +169,9 @@ def _run_data(
     return RunData(tokenizer, training, final_of, run.evaluation, record, prompt)
 
 
-def _load_chats(
-    run: Run, ranks: Ranks, console: Console, tokenizer: Tokenizer, layout: int, started: datetime | None
-) -> RunData:
+def _load_chats(run: Run, ranks: Ranks, console: Console, layout: int, started: datetime | None) -> RunData:
     """Read, tokenize and split chats. Rows hold whole chats; the loss is on the assistant's answers."""
+    tokenizer = _load_tokenizer(run, console, layout)
     chat_format = tuning_format(tokenizer, _template_folder(run), started)
     training, held_out, digest, divided = _split_chats(run, chat_format, console, layout)
     console.print(

@@ -1,14 +1,13 @@
 """The training session: from a ``Run`` to a trained model, its metrics and its report.
 
-``train`` locks the run's folder, finds the checkpoint to resume from, loads data and model, runs the training loop, and
-evaluates the finished model.
+``train`` claims the run's folder, loads data and model, runs the training loop, and evaluates the finished model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +18,14 @@ from rich.console import Console
 from gecko.data.chat import TEMPLATE
 from gecko.data.tokenizers import copy_tokenizer
 from gecko.io.checkpoints import checkpoint_path, checkpoint_step
-from gecko.io.files import locked, whole_file
+from gecko.io.files import whole_file
 from gecko.io.model_folder import CONFIG
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.runtime.output import lasting_output
 from gecko.runtime.process import flushed_denormals, keep_freed_memory
 from gecko.runtime.terminal import Terminal
+from gecko.train import prepare
 from gecko.train.carried import carried_state
 from gecko.train.checkpoints.checkpointer import (
     Checkpointer,
@@ -37,7 +37,6 @@ from gecko.train.checkpoints.checkpointer import (
     write_tokenizer,
 )
 from gecko.train.checkpoints.node_copies import NodeCopies
-from gecko.train.checkpoints.resuming import check_no_model, fixed_settings, start_or_resume
 from gecko.train.clock import Clock
 from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
@@ -50,17 +49,14 @@ from gecko.train.metrics import (
     check_same_data,
     read_metrics,
     record_session,
-    row_layout,
-    run_start,
 )
 from gecko.train.optimizers.build import build_optimizer
+from gecko.train.prepare import Start, fixed_settings
 from gecko.train.report import finish_run, remove_results
 from gecko.train.run import Run
 from gecko.train.setup import measured, starting_model
-from gecko.train.throughput import describe_hardware, multiplies_bfloat16, select_device
+from gecko.train.throughput import describe_hardware, select_device
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress
-
-_LOCK = ".training"
 
 
 @dataclass(frozen=True)
@@ -100,6 +96,41 @@ def train(
         OSError: a checkpoint or the metrics cannot be written.
     """
     clock = Clock(now, now() if begin is None else begin, run.minutes)
+    with launch(run) as (ranks, device), ExitStack() as session:
+        console = Terminal(soft_wrap=True, quiet=not ranks.is_main)
+        start = prepare.begin(run, resume, ranks, device, session)
+        run, fresh = start.run, start.checkpoint is None
+        ranks.run_or_abort_all(lambda: _set_up(run, ranks, device, console))
+        data = load_data(run, ranks, console, start.layout, start.started)
+        ranks.main(lambda: _check_same_texts(start, data, console))
+        model = starting_model(run, ranks, device, fresh=fresh)
+        batches = Prefetcher(run, data.rows, ranks, pinned=device.type == "cuda")
+        notice = TrainingNotice()
+        with StopSignal(notice if ranks.is_main else None) as stop:
+            if run.steps is None:
+                notice.phase = "measuring"
+                console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
+                run = measured(run, model, batches, data, ranks, clock, console, fresh=fresh)
+                data = replace(data, evaluation=run.evaluation)
+            notice.phase = "training"
+            run, position = _fit(run, model, data, batches, start.checkpoint, stop, ranks, console, clock)
+            newest = checkpoint_path(checkpoints_folder(run), position.step)
+            if position.step == run.steps:
+                notice.phase = "finishing"
+                batches.close()
+                evaluation, report = finish_run(run, model, data, newest, ranks, console)
+                return TrainResult(run, newest, position.step, evaluation, report)
+        console.print(
+            f"{stop.requested or 'a signal to another rank'}: saved after step {position.step} of "
+            f"{run.steps or 'those that fit'}. "
+            f"Continue with:\n  {run.command()} --resume"
+        )
+        return TrainResult(run, newest, position.step, None, None)
+
+
+@contextmanager
+def launch(run: Run) -> Iterator[tuple[Ranks, torch.device]]:
+    """Context of a session's process: yield it as one of the ranks that were started, connected, and its device."""
     _, world, local = launched()
     with only_first_rank_reports():
         sizes = MeshSizes.of(world, run.parallel.replicate, run.parallel.shard, run.parallel.context)
@@ -108,70 +139,22 @@ def train(
     device = select_device(run.device, local if world > 1 else None)
     # The watchdog must act before a collective times out, because it writes the stacks.
     timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
-    with (
-        lasting_output(),
-        LauncherWatch(),
-        flushed_denormals(),
-        connected(sizes, device, timeout) as ranks,
-        ExitStack() as stack,
-    ):
-        # Before the lock, which is a file in the folder: a model's folder must stay as it is.
-        ranks.run_or_abort_all(lambda: check_no_model(run) if ranks.is_main else None)
-        ranks.run_or_abort_all(lambda: stack.enter_context(_lock(run, ranks)))
-        return _train(run, resume, ranks, device, clock)
+    with lasting_output(), LauncherWatch(), flushed_denormals(), connected(sizes, device, timeout) as ranks:
+        yield ranks, device
 
 
-def _train(run: Run, resume: bool, ranks: Ranks, device: torch.device, clock: Clock) -> TrainResult:
-    console = Terminal(soft_wrap=True, quiet=not ranks.is_main)
-    run, checkpoint = start_or_resume(run, resume, ranks)
-    if run.precision == "auto":
-        found = ranks.broadcast("bfloat16" if multiplies_bfloat16(device) else "float32")
-        run = run.with_settings(f"precision={found}")
-    ranks.run_or_abort_all(lambda: check_float8(run.precision, device))
-    _set_up(run, ranks, console)
-    layout, started = ranks.run_or_abort_all(lambda: (row_layout(checkpoint), run_start(checkpoint)))
-    data = load_data(run, ranks, console, layout, ranks.broadcast(started))
-    ranks.run_or_abort_all(lambda: _check_same_texts(run, checkpoint, data, console) if ranks.is_main else None)
-    model = starting_model(run, ranks, device, fresh=checkpoint is None)
-    batches = Prefetcher(run, data.rows, ranks, pinned=device.type == "cuda")
-    notice = TrainingNotice()
-    with StopSignal(notice if ranks.is_main else None) as stop:
-        if run.steps is None:
-            notice.phase = "measuring"
-            console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
-            run = measured(run, model, batches, data, ranks, clock, console, fresh=checkpoint is None)
-            data = replace(data, evaluation=run.evaluation)
-        notice.phase = "training"
-        run, position = _fit(run, model, data, batches, checkpoint, stop, ranks, console, clock)
-        newest = checkpoint_path(checkpoints_folder(run), position.step)
-        if position.step == run.steps:
-            notice.phase = "finishing"
-            batches.close()
-            evaluation, report = finish_run(run, model, data, newest, ranks, console)
-            return TrainResult(run, newest, position.step, evaluation, report)
-    console.print(
-        f"{stop.requested or 'a signal to another rank'}: saved after step {position.step} of "
-        f"{run.steps or 'those that fit'}. "
-        f"Continue with:\n  {run.command()} --resume"
-    )
-    return TrainResult(run, newest, position.step, None, None)
-
-
-def _lock(run: Run, ranks: Ranks) -> AbstractContextManager[None]:
-    """Return the lock of the run's folder: two sessions would mix metrics and remove each other's checkpoints."""
-    return locked(run.folder / _LOCK, wait=False) if ranks.is_main else nullcontext()
-
-
-def _check_same_texts(run: Run, checkpoint: Path | None, data: RunData, console: Console) -> None:
+def _check_same_texts(start: Start, data: RunData, console: Console) -> None:
     """Raise ValueError if the texts are other ones than those that the run started with."""
-    if checkpoint is not None and not check_same_data(run.folder, checkpoint, data.record.digest):
+    folder, checkpoint = start.run.folder, start.checkpoint
+    if checkpoint is not None and not check_same_data(folder, checkpoint, data.record.digest):
         console.print(
             f"cannot check that the texts are those that the run started with: neither {checkpoint} nor "
-            f"{run.folder / SESSIONS} has their digest"
+            f"{folder / SESSIONS} has their digest"
         )
 
 
-def _set_up(run: Run, ranks: Ranks, console: Console) -> None:
+def _set_up(run: Run, ranks: Ranks, device: torch.device, console: Console) -> None:
+    check_float8(run.precision, device)
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
@@ -208,9 +191,8 @@ def _fit(
         clock.begin -= position.elapsed
         if went_on is not None:
             _print_position(run, went_on, "the memory of the nodes" if recovered else str(checkpoint), console)
-        ranks.run_or_abort_all(lambda: _save_recipe(run, model, data, went_on, ranks))
+        metrics = stack.enter_context(ranks.run_or_abort_all(lambda: _records(run, model, data, went_on, ranks)))
         display = stack.enter_context(TrainingProgress(console, position.step, run.steps))
-        metrics = stack.enter_context(ranks.run_or_abort_all(lambda: _metrics(run, went_on, ranks)))
         # The checkpointer waits for the disk when it exits, also after an error; the watchdog covers this wait.
         watchdog = stack.enter_context(_watchdog(run, ranks))
         beat = _nothing if watchdog is None else watchdog.beat
@@ -238,7 +220,7 @@ def _recovered(
     A step without a record in the metrics is not taken: the curve would have a hole.
     """
     after = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    return copies.restore(model, optimizer, after, ranks.broadcast(_last_step(run) if ranks.is_main else 0))
+    return copies.restore(model, optimizer, after, ranks.main(lambda: _last_step(run)))
 
 
 def _last_step(run: Run) -> int:
@@ -256,29 +238,30 @@ def _print_position(run: Run, step: int, source: str, console: Console) -> None:
         console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
 
 
-def _save_recipe(run: Run, model: LanguageModel, data: RunData, step: int | None, ranks: Ranks) -> None:
-    """Write recipe, tokenizer, config and a line about this session, which resumes after ``step`` (None: starts)."""
-    if ranks.is_main:
-        write_recipe(run)
-        copy_tokenizer(run.data.tokenizer, tokenizer_folder(run))
-        if data.chat_template is not None:
-            with whole_file(tokenizer_folder(run) / TEMPLATE) as temporary:
-                temporary.write_text(data.chat_template, encoding="utf-8")
-        if step != run.steps:
-            remove_results(run)
-        parameters = list(model.parameters())
-        hardware = describe_hardware(parameters[0].device, ranks.world)
-        record_session(
-            run.folder, step, sum(parameter.numel() for parameter in parameters), hardware, data.record.digest
-        )
-        # For transformers, and last: without the line about a session, the folder would be that of a model.
-        write_tokenizer(run, run.folder)
-        with whole_file(run.folder / CONFIG) as temporary:
-            run.model.save(temporary)
+def _records(
+    run: Run, model: LanguageModel, data: RunData, step: int | None, ranks: Ranks
+) -> MetricsWriter | nullcontext[None]:
+    """Write recipe, tokenizer, config and a line about this session, which resumes after ``step`` (None: starts).
 
-
-def _metrics(run: Run, step: int | None, ranks: Ranks) -> MetricsWriter | nullcontext[None]:
-    return MetricsWriter(run.folder, step, run.wandb, run.to_dict()) if ranks.is_main else nullcontext()
+    Return the writer of the metrics. Ranks other than the first write nothing.
+    """
+    if not ranks.is_main:
+        return nullcontext()
+    write_recipe(run)
+    copy_tokenizer(run.data.tokenizer, tokenizer_folder(run))
+    if data.chat_template is not None:
+        with whole_file(tokenizer_folder(run) / TEMPLATE) as temporary:
+            temporary.write_text(data.chat_template, encoding="utf-8")
+    if step != run.steps:
+        remove_results(run)
+    parameters = list(model.parameters())
+    hardware = describe_hardware(parameters[0].device, ranks.world)
+    record_session(run.folder, step, sum(map(torch.numel, parameters)), hardware, data.record.digest)
+    # For transformers, and last: without the line about a session, the folder would be that of a model.
+    write_tokenizer(run, run.folder)
+    with whole_file(run.folder / CONFIG) as temporary:
+        run.model.save(temporary)
+    return MetricsWriter(run.folder, step, run.wandb, run.to_dict())
 
 
 def _watchdog(run: Run, ranks: Ranks) -> Watchdog | nullcontext[None]:

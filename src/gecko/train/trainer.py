@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -25,6 +24,7 @@ from gecko.runtime.process import SteadyCollection
 from gecko.state import GeckoState
 from gecko.train.carried import CarriedState
 from gecko.train.checkpoints.checkpointer import Checkpointer, TrainerState
+from gecko.train.checkpoints.folders import set_aside
 from gecko.train.checkpoints.node_copies import NodeCopies
 from gecko.train.clock import Clock
 from gecko.train.data import Prefetcher
@@ -165,7 +165,7 @@ class Trainer:
         late = self.run.profile is not None and self.run.profile[0] > done + decay
         fixed = [f"steps={done + decay}", f"schedule.decay_steps={decay}", *(["profile=none"] if late else [])]
         self.run = self.run.with_settings(*fixed)
-        self.ranks.run_or_abort_all(lambda: self.sinks.saver.use(self.run))
+        self.sinks.saver.use(self.run)
         self.sinks.display.say(f"step {done}: the learning rate falls from here on; the run ends after {done + decay}")
 
     def _due(self, every: int, step: int) -> bool:
@@ -273,8 +273,8 @@ class Trainer:
         if self.sinks.copies is not None:  # they hold the weights that led here
             self.sinks.copies.clear()
         taken = self.position.step - self.position.consecutive_skips
-        resume_point = self.ranks.run_or_abort_all(lambda: self.sinks.saver.set_aside(taken))
-        self.ranks.run_or_abort_all(partial(skip_failure, self.position, self.run.max_skips, cause, resume_point))
+        folder, limit = self.sinks.saver.folder, self.run.max_skips
+        self.ranks.main(lambda: skip_failure(self.position, limit, cause, set_aside(folder, taken)))
         raise AssertionError("skip_failure raises")
 
     def _find_cause(self, pending: _Pending) -> str:
@@ -335,14 +335,14 @@ class Trainer:
     def _save(self) -> None:
         self.sinks.beat()
         begin = self.clock.now()
-        self.ranks.run_or_abort_all(self._flush_metrics)
+        self.ranks.run_or_abort_all(_nothing if self.sinks.metrics is None else self.sinks.metrics.flush)
         self.sinks.saver.save(self.model, self.optimizer, self.position)
         self.clock.took("checkpoint", self.clock.now() - begin)
         self._saved, self._overdue, self._unproven = self.position.step, False, True
 
-    def _flush_metrics(self) -> None:
-        if self.sinks.metrics is not None:
-            self.sinks.metrics.flush()
+
+def _nothing() -> None:
+    """Do nothing: what ranks without metrics write."""
 
 
 class TrainingProgress:

@@ -39,13 +39,11 @@ from gecko.parallel.mesh import Ranks
 from gecko.records import CountFromZero, NotNegative, build, check
 from gecko.train.carried import CarriedState
 from gecko.train.checkpoints.folders import (
-    GoingOn,
     all_files,
     begin_checkpoint,
     complete_checkpoint,
     flushed_entries,
     keep_newest,
-    set_aside,
     write_checkpoint,
     write_failure,
     write_manifest,
@@ -292,8 +290,7 @@ class Checkpointer:
     def use(self, run: Run) -> None:
         """Write ``run`` to its folder, and from now on to its checkpoints. All ranks call it."""
         self.run = run
-        if self.ranks.is_main:
-            write_recipe(run)
+        self.ranks.main(lambda: write_recipe(run))
 
     def save(self, model: LanguageModel, optimizer: torch.optim.Optimizer, position: TrainerState) -> None:
         """Save a checkpoint (one rank) or start to (several). Raise OSError if this or the previous save fails."""
@@ -305,7 +302,7 @@ class Checkpointer:
             )
             return
         self.wait()
-        partial = self.ranks.broadcast(self.ranks.run_or_abort_all(lambda: self._begin(position.step)))
+        partial = self.ranks.main(lambda: self._begin(position.step))
         random = random_state()
         lanes = {} if self._carried is None else self._carried.tensors()
         shards = self._shards.start(partial, {**training_tensors(model, optimizer), **lanes})
@@ -334,13 +331,6 @@ class Checkpointer:
             saving.result()
         self._keep_newest(step)
 
-    def set_aside(self, step: int) -> GoingOn:
-        """Return where ``--resume`` continues after all steps from the weights of ``step`` were skipped.
-
-        The first rank renames the checkpoints with those weights if there is an earlier sound checkpoint.
-        """
-        return set_aside(self.folder, step) if self.ranks.is_main else GoingOn(None, ())
-
     @property
     def failed(self) -> bool:
         """Whether the last save has failed, as far as this rank knows; ``wait`` then raises the error."""
@@ -364,9 +354,7 @@ class Checkpointer:
             keep_newest(self.folder, step, settings.keep, settings.keep_every, lowest_loss)
 
     def _begin(self, step: int) -> Path:
-        """Create the folder on the first rank and return it. No communication here: only the first rank may fail."""
-        if not self.ranks.is_main:
-            return self.folder
+        """Create the folder and return it."""
         try:
             return begin_checkpoint(self.folder, step)
         except OSError as error:

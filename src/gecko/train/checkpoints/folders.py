@@ -165,7 +165,7 @@ def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
     Damaged and unreadable checkpoints are skipped with a warning. All ``ranks`` call this together and get the same
     result or fail together: ValueError if all checkpoints are damaged, OSError if the first rank cannot list them.
     """
-    candidates = ranks.broadcast(ranks.run_or_abort_all(lambda: list_checkpoints(folder) if ranks.is_main else []))
+    candidates = ranks.main(lambda: list_checkpoints(folder))
     for path in candidates:
         faults = [fault for fault in ranks.gather(find_fault(path, ranks.rank, ranks.world)) if fault is not None]
         if not faults:

@@ -1,4 +1,4 @@
-"""Which run a session trains: checks of the run's folder, and what earlier sessions of the run fixed.
+"""The beginning of a session: the first rank claims the run's folder and finds what the session trains.
 
 A session starts a run in a new folder, or resumes the run of the folder, whose settings it then has to share. It
 overwrites no file of a model, of another run, or of a user.
@@ -6,35 +6,85 @@ overwrites no file of a model, of another run, or of a user.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gecko.data.tokenizers import SETTINGS, TOKENIZERS
 from gecko.io.checkpoints import checkpoint_step, list_checkpoints
-from gecko.io.files import mend_lines
+from gecko.io.files import locked, mend_lines
 from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model, run_or_checkpoint
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
 from gecko.train.checkpoints.folders import latest_checkpoint
-from gecko.train.metrics import METRICS, SESSIONS, mend_metrics, read_metrics
+from gecko.train.metrics import METRICS, SESSIONS, mend_metrics, read_metrics, row_layout, run_start
 from gecko.train.overrides import flatten
 from gecko.train.report import REPORT, RESULTS, SAMPLE
 from gecko.train.run import RECIPE, Run, has_role
 from gecko.train.settings import Role
+from gecko.train.throughput import multiplies_bfloat16
+
+_LOCK = ".training"
 
 
-def start_or_resume(run: Run, resume: bool, ranks: Ranks) -> tuple[Run, Path | None]:
-    """Return the run with the settings that earlier sessions fixed, and its newest sound checkpoint or None."""
-    ranks.run_or_abort_all(lambda: _check_overwrites_nothing(run, resume) if ranks.is_main else None)
-    if resume:
-        ranks.run_or_abort_all(lambda: _mend_records(run) if ranks.is_main else None)
+@dataclass(frozen=True)
+class Start:
+    """What a session trains, as the first rank found it."""
+
+    run: Run
+    fixed: tuple[str, ...]
+    """Overrides of the run: what earlier sessions fixed, and the precision. They are in ``run``."""
+    checkpoint: Path | None
+    """The newest sound checkpoint; None if the run starts."""
+    layout: int
+    """Row layout that the run started with."""
+    started: datetime
+    """When the run started."""
+
+
+def begin(run: Run, resume: bool, ranks: Ranks, device: torch.device, session: ExitStack) -> Start:
+    """Claim the run's folder until ``session`` ends, and return what to train. All ranks call it together.
+
+    Only the first rank reads and writes files, but for the checksums of a checkpoint, which all ranks share. Ranks may
+    differ in settings of their machines, such as ``checkpoint.memory_folder``: each gets its own run.
+    """
+    ranks.main(lambda: _claim(run, resume, session))
     checkpoint = latest_checkpoint(checkpoints_folder(run), ranks)
-    if checkpoint is None:
-        return ranks.run_or_abort_all(lambda: _begun_run(run)) if resume else run, None
-    return ranks.run_or_abort_all(lambda: _resumed_run(run, checkpoint)), checkpoint
+    first = ranks.main(lambda: _start(run, resume, checkpoint, device))
+    return ranks.run_or_abort_all(lambda: _on_this_rank(run, first))
 
 
-def check_no_model(run: Run) -> None:
+def _claim(run: Run, resume: bool, session: ExitStack) -> None:
+    # Before the lock, which is a file in the folder: a model's folder must stay as it is.
+    _check_no_model(run)
+    # Two sessions would mix metrics and remove each other's checkpoints.
+    session.enter_context(locked(run.folder / _LOCK, wait=False))
+    _check_overwrites_nothing(run, resume)
+    if resume:  # torn and damaged lines go, so that lines can be appended
+        mend_metrics(run.folder / METRICS)
+        mend_lines(run.folder / SESSIONS)
+
+
+def _start(run: Run, resume: bool, checkpoint: Path | None, device: torch.device) -> Start:
+    fixed = [] if not resume else _fixed_at_begin(run) if checkpoint is None else _fixed_until(run, checkpoint)
+    if run.with_settings(*fixed).precision == "auto":
+        fixed.append(f"precision={'bfloat16' if multiplies_bfloat16(device) else 'float32'}")
+    run = run.with_settings(*fixed)
+    return Start(run, tuple(fixed), checkpoint, row_layout(checkpoint), run_start(checkpoint))
+
+
+def _on_this_rank(run: Run, first: Start) -> Start:
+    run = run.with_settings(*first.fixed)
+    if first.checkpoint is not None:
+        _check_same_run(run, first.run, "the first rank has")
+    return replace(first, run=run)
+
+
+def _check_no_model(run: Run) -> None:
     """Raise FileExistsError if the run's folder holds a model, ValueError if it has one beside those of a run."""
     check_one_model(run.folder)
     if (run.folder / CONFIG).exists() and run_or_checkpoint(run.folder) != "a training run":
@@ -89,25 +139,19 @@ def _holds_recipe(path: Path) -> bool:
     return True
 
 
-def _mend_records(run: Run) -> None:
-    """Remove torn and damaged lines from the metrics and sessions, so that lines can be appended."""
-    mend_metrics(run.folder / METRICS)
-    mend_lines(run.folder / SESSIONS)
-
-
-def _begun_run(run: Run) -> Run:
-    """Return ``run`` with what a session fixed that was killed before its first checkpoint, if all else is equal.
+def _fixed_at_begin(run: Run) -> list[str]:
+    """Return what a session fixed that was killed before its first checkpoint, if all else is equal.
 
     Raise ValueError if another run trained in the folder.
     """
     recipe = run.folder / RECIPE
     if not recipe.is_file():
-        return run
+        return []
     begun = Run.load(recipe)
     if any(record["kind"] == "train" for record in read_metrics(run.folder / METRICS)):
         _check_same_run(run, begun, f"the run in {run.folder} was begun with")
-    measured = _as_begun(run, begun)
-    return measured if _settings(measured) == _settings(begun) else run
+    fixed = _fixed_by(run, begun)
+    return fixed if _settings(run.with_settings(*fixed)) == _settings(begun) else []
 
 
 _FIXED_BY_TIME = (
@@ -117,15 +161,15 @@ _FIXED_BY_TIME = (
 """Settings that a session with ``minutes`` may fix, and then adds to its run's overrides, besides ``steps``."""
 
 
-def _as_begun(run: Run, begun: Run) -> Run:
-    """Return ``run`` with the precision and, unless it gives ``steps``, all else that sessions of ``begun`` fixed."""
+def _fixed_by(run: Run, begun: Run) -> list[str]:
+    """Return overrides: the precision and, unless ``run`` gives ``steps``, all else that ``begun`` fixed."""
     fixed = [f"precision={begun.precision}"] if run.precision == "auto" else []
     if run.steps is None:
         given = {override.partition("=")[0] for override in run.overrides}
         recorded = {override.partition("=")[0]: override for override in begun.overrides}
         fixed += [recorded[name] for name in _FIXED_BY_TIME if name in recorded and name not in given]
         fixed += [] if begun.steps is None else [f"steps={begun.steps}"]
-    return run.with_settings(*fixed)
+    return fixed
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -133,20 +177,18 @@ def _settings(run: Run) -> dict[str, Any]:
     return {**run.to_dict(), "overrides": None}
 
 
-def _resumed_run(run: Run, checkpoint: Path) -> Run:
-    """Return ``run`` with what its sessions fixed. ValueError if the checkpoint is of another run."""
+def _fixed_until(run: Run, checkpoint: Path) -> list[str]:
+    """Return what the sessions before ``checkpoint`` fixed. ValueError if it is of another run."""
     saved = Run.load(checkpoint / RECIPE)
     _check_same_run(run, saved, "the checkpoint was trained with")
     if run.steps is None:
         saved = _decided(run, saved)
         _check_same_minutes(run, saved)
-    run = _as_begun(run, saved)
-    done = checkpoint_step(checkpoint)
-    if run.steps is not None and run.steps < done:
-        raise ValueError(
-            f"steps must be at least the {done} that are done; got {run.steps}. Start a new run for fewer."
-        )
-    return run
+    fixed = _fixed_by(run, saved)
+    steps, done = run.with_settings(*fixed).steps, checkpoint_step(checkpoint)
+    if steps is not None and steps < done:
+        raise ValueError(f"steps must be at least the {done} that are done; got {steps}. Start a new run for fewer.")
+    return fixed
 
 
 def _decided(run: Run, saved: Run) -> Run:
