@@ -25,8 +25,8 @@ import torch
 
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run, train
+from gecko.train.finish import RESULTS as RUN_RESULTS
 from gecko.train.metrics import METRICS, read_metrics
-from gecko.train.report import RESULTS as RUN_RESULTS
 from gecko.train.run import RECIPE
 from gecko.train.throughput import describe_hardware
 

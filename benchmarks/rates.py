@@ -22,7 +22,7 @@ import torch
 
 from gecko.recipes import get_recipe
 from gecko.train import CheckpointSettings, EvaluationSettings, Run, SampleSettings, SkipSettings, train
-from gecko.train.report import RESULTS as RUN_RESULTS
+from gecko.train.finish import RESULTS as RUN_RESULTS
 from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "rates.md"

@@ -37,7 +37,7 @@ from gecko.inference.prefill import inference
 from gecko.models import ModelConfig
 from gecko.ops.decoding.weights import Weights
 from gecko.parallel.fsdp import shard_model
-from gecko.train.setup import compile_block
+from gecko.train.model import compile_block
 from gecko.train.throughput import flops_per_token
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from gecko.models.gecko import ActivationCheckpointing
 from gecko.plan.memory import Share, step_memory
 from gecko.runtime import transfer
 from gecko.train import Run
-from gecko.train.optimizers.build import build_optimizer
+from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
 from gecko.train.step import Part, Precision, compute_gradients, train_step
 from gecko.train.throughput import flops_per_token

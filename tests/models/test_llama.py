@@ -18,7 +18,7 @@ from gecko.data import IGNORED
 from gecko.models import PRESETS, Llama, LlamaConfig, build_model, llama, load_any, load_config, meta_model
 from gecko.models.common import ActivationCheckpointing
 from gecko.models.gecko import Gecko
-from gecko.train.setup import compile_block
+from gecko.train.model import compile_block
 
 LENGTH = 23
 documents = st.lists(st.integers(1, 9), min_size=1, max_size=8)

@@ -19,7 +19,7 @@ from gecko.plan import Assumptions, find_gpu, make_plan
 from gecko.plan.counts import counts_of
 from gecko.plan.memory import group_sizes, inference_memory, kept_by_model, parameters_by_component, state_memory
 from gecko.recipes import get_recipe
-from gecko.train.optimizers.build import build_optimizer
+from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
 
 BASE = LlamaConfig(vocab_size=64, num_layers=2, model_dim=128, num_heads=4, ffn_dim=256)

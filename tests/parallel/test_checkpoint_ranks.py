@@ -20,8 +20,8 @@ from gecko.io.checkpoints import list_checkpoints, read_manifest
 from gecko.train import CheckpointSettings, ParallelSettings, Run, train
 from gecko.train.checkpoints.checkpointer import checkpoints_folder, write_model
 from gecko.train.checkpoints.folders import latest_checkpoint, verify_checkpoint, write_manifest
+from gecko.train.finish import write_report
 from gecko.train.metrics import read_metrics
-from gecko.train.report import write_report
 
 
 def losses(run: Run) -> np.ndarray:

@@ -17,7 +17,7 @@ from gecko.plan.counts import counts_of
 from gecko.plan.memory import group_sizes, kept_by_model, state_memory
 from gecko.recipes import get_recipe
 from gecko.segments import Segments
-from gecko.train.optimizers.build import build_optimizer
+from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings, ParallelSettings
 
 BASE: dict[str, Any] = {

@@ -11,7 +11,7 @@ from torch import nn
 
 from gecko.models.gecko import Gecko
 from gecko.train import Run
-from gecko.train.setup import compile_block
+from gecko.train.model import compile_block
 
 
 def compiled_steps(runs: list[Run], steps: int) -> list[dict[str, Any]]:

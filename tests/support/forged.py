@@ -122,8 +122,8 @@ def _checkpoint(folder: Path) -> Any:
     from gecko.train.checkpoints.checkpointer import restore_snapshot
     from gecko.train.checkpoints.folders import verify_checkpoint
     from gecko.train.metrics import row_layout
-    from gecko.train.optimizers.build import build_optimizer
-    from gecko.train.setup import starting_model
+    from gecko.train.model import starting_model
+    from gecko.train.optimizer import build_optimizer
 
     verify_checkpoint(folder)
     run = Run.load(folder / "recipe.json")

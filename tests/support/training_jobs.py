@@ -40,7 +40,7 @@ from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.checkpoints.shards import CachedPlanner
 from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
-from gecko.train.optimizers.build import build_optimizer
+from gecko.train.optimizer import build_optimizer
 from gecko.train.step import compute_gradients, split_batch, train_step
 from gecko.train.trainer import Trainer
 
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 def train_run(run: Run, resume: bool = False, report: Callable[..., Path] = plain_report) -> dict[str, Any]:
     """Run training with this report and return its result as plain values."""
-    with warnings.catch_warnings(record=True) as caught, mock.patch("gecko.train.report.write_report", report):
+    with warnings.catch_warnings(record=True) as caught, mock.patch("gecko.train.finish.write_report", report):
         warnings.simplefilter("always")
         result = train(run, resume=resume)
     said = [str(warning.message) for warning in caught]

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from gecko.train import Run, TrainResult
+from gecko.train.finish import REPORT, RunFacts
 from gecko.train.metrics import read_metrics
-from gecko.train.report import REPORT, RunFacts
 from gecko.train.step import SpikeRule, Verdict
 from gecko.train.trainer import Trainer
 

@@ -16,7 +16,7 @@ from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, Op
 @pytest.fixture(autouse=True)
 def _plain_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("gecko.train.report.write_report", plain_report)
+        monkeypatch.setattr("gecko.train.finish.write_report", plain_report)
 
 
 @pytest.fixture(scope="session")

@@ -18,16 +18,15 @@ from gecko.train import (
     EvaluationSettings,
     Run,
     ScheduleSettings,
-    report,
+    budget,
+    finish,
     session,
-    setup,
     train,
     trainer,
 )
+from gecko.train.budget import Costs, most_steps
 from gecko.train.checkpoints.checkpointer import Checkpointer, read_trainer_state
-from gecko.train.clock import Costs
 from gecko.train.evaluate import HeldOut
-from gecko.train.setup import most_steps
 from gecko.train.trainer import Trainer
 
 
@@ -148,7 +147,7 @@ def test_long_evaluations_get_fewer_rows(
     run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     """The final one takes at most a tenth of the time, and so do the others together; a resumed run has the same."""
-    monkeypatch.setattr(setup, "_timed", lambda work, clock: (work(), 4.0)[1])
+    monkeypatch.setattr(budget, "_timed", lambda work, clock: (work(), 4.0)[1])
     run = timed(run_in("bounded"))
     run = replace(
         run, minutes=2, schedule=replace(run.schedule, kind=kind), sample=replace(run.sample, tokens=800),
@@ -208,13 +207,13 @@ def test_what_does_not_fit_is_estimated_from_one_row_and_told(
 ) -> None:
     """Steps may take minutes: if one step is already too long, none is measured."""
     rows: list[int] = []
-    step = setup.train_step
+    step = budget.train_step
 
     def recorded(model: Any, optimizer: Any, parts: Any, **more: Any) -> Any:
         rows.append(sum(len(part.tokens) for part in parts))
         return step(model, optimizer, parts, **more)
 
-    monkeypatch.setattr(setup, "train_step", recorded)
+    monkeypatch.setattr(budget, "train_step", recorded)
     assert train(replace(run_in("short"), steps=None, minutes=0.001), now=quick()).step == 1
     assert rows == [1, 1]
     assert "minutes=0.001 is too short for this run: a single step" in capsys.readouterr().out
@@ -226,8 +225,8 @@ def test_a_run_whose_first_step_ends_long_after_the_budget_is_refused(
     """The folder can be trained in afterwards."""
     run = replace(run_in("long"), steps=None, minutes=0.2)
     with monkeypatch.context() as patch:
-        patch.setattr(setup, "SLACK_SECONDS", 0.0)
-        patch.setattr(setup, "REPORT_SECONDS", 100.0)
+        patch.setattr(budget, "SLACK_SECONDS", 0.0)
+        patch.setattr(budget, "REPORT_SECONDS", 100.0)
         with pytest.raises(ValueError, match=r"takes about 1\.\d minutes. Nothing was trained. Try minutes=4"):
             train(run, now=quick())
     assert train(run, now=quick()).step >= 1
@@ -264,9 +263,9 @@ def test_as_many_steps_are_taken_as_fit(small_run: Run, left: float) -> None:
 def test_a_part_is_estimated_from_a_piece_of_it(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation takes one batch's time for each of its batches, and a sample one token's for each of its tokens."""
     found: list[Costs] = []
-    monkeypatch.setattr(setup, "EVALUATING_PART", 1000)
-    monkeypatch.setattr(setup, "_timed", lambda work, clock: (work(), 3.0)[1])
-    monkeypatch.setattr(setup, "most_steps", lambda run, costs, left: (found.append(costs), 1)[1])
+    monkeypatch.setattr(budget, "EVALUATING_PART", 1000)
+    monkeypatch.setattr(budget, "_timed", lambda work, clock: (work(), 3.0)[1])
+    monkeypatch.setattr(budget, "most_steps", lambda run, costs, left: (found.append(costs), 1)[1])
     batches: list[int] = []
     evaluate = trainer.evaluate
 
@@ -274,7 +273,7 @@ def test_a_part_is_estimated_from_a_piece_of_it(small_run: Run, monkeypatch: pyt
         batches.append(-(-len(held_out.rows.tokens) // held_out.batch_size))
         return evaluate(model, held_out, *others)
 
-    for place in (trainer, report):
+    for place in (trainer, finish):
         monkeypatch.setattr(place, "evaluate", counting)
     run = replace(small_run, evaluation=EvaluationSettings(every=5, rows=6, final_rows=10))
     train(replace(cosine(run), steps=None, minutes=1000, sample=replace(run.sample, tokens=20)))
@@ -282,7 +281,7 @@ def test_a_part_is_estimated_from_a_piece_of_it(small_run: Run, monkeypatch: pyt
     assert curve > 1 and final > curve
     assert costs.step == 3
     assert costs.evaluation == 3 * curve
-    assert costs.end == 3 * final + 3 * 20 / setup._SAMPLED + setup.REPORT_SECONDS
+    assert costs.end == 3 * final + 3 * 20 / budget._SAMPLED + budget.REPORT_SECONDS
 
 
 def test_the_budget_begins_with_the_command(run_in: Callable[[str], Run]) -> None:

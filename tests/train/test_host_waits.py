@@ -22,7 +22,7 @@ from gecko.train import DataSettings, OptimizerSettings, Run, SkipSettings
 from gecko.train import step as steps
 from gecko.train.carried import CarriedState
 from gecko.train.data import AHEAD, Prefetcher
-from gecko.train.optimizers.build import build_optimizer
+from gecko.train.optimizer import build_optimizer
 from gecko.train.step import SpikeRule, StepResult, Verdict, split_batch, start_step
 
 

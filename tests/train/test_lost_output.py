@@ -107,7 +107,7 @@ def test_a_folder_that_is_moved_during_the_last_evaluation_gets_no_results(
     run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = run_in("moved")
-    monkeypatch.setattr("gecko.train.report._final_loss", lambda *_: run.folder.rename(tmp_path / "elsewhere"))
+    monkeypatch.setattr("gecko.train.finish._final_loss", lambda *_: run.folder.rename(tmp_path / "elsewhere"))
     with pytest.raises(OSError, match=r"moved was moved or deleted during"):
         train(run)
     assert not run.folder.exists()

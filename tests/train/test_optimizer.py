@@ -17,14 +17,14 @@ from gecko.config import GeckoConfig
 from gecko.models.gecko import Gecko
 from gecko.train import OptimizerSettings, Run, train
 from gecko.train.checkpoints.shards import read_tensors
-from gecko.train.optimizers.build import (
+from gecko.train.muon import newton_schulz
+from gecko.train.optimizer import (
     block_matrix_names,
     build_optimizer,
     named_parameters,
     optimizer_tensors,
     set_learning_rate,
 )
-from gecko.train.optimizers.muon import newton_schulz
 
 
 def decayed_names(model: nn.Module, settings: OptimizerSettings) -> set[str]:

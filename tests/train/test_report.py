@@ -11,9 +11,9 @@ from gecko.pages.figures import chunk_borders
 from gecko.runtime.process import code_name, code_version
 from gecko.train import Run, SampleSettings
 from gecko.train.evaluate import Evaluation
+from gecko.train.finish import RunFacts, loss_curve, step_curve, write_report
 from gecko.train.metrics import MetricsWriter
 from gecko.train.overrides import flatten
-from gecko.train.report import RunFacts, loss_curve, step_curve, write_report
 
 
 @pytest.fixture

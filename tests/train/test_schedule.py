@@ -16,8 +16,8 @@ from support.whole_runs import die, same_end, stop_after
 
 from gecko.parallel.mesh import Ranks
 from gecko.train import Run, ScheduleSettings, train
+from gecko.train.batch_ramp import first_full_step, length_at, rows_before
 from gecko.train.data import batch_of_step, load_data
-from gecko.train.optimizers.warmup import first_full_step, length_at, rows_before
 from gecko.train.step import learning_rate_factor
 
 fractions = st.floats(0, 0.5)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gecko.data import IGNORED, Batch
 from gecko.models.gecko import Gecko
-from gecko.train.optimizers.build import build_optimizer
+from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
 from gecko.train.step import compute_gradients, split_batch, train_step
 

@@ -11,9 +11,9 @@ from typing import Any
 from gecko.eval.results import FORMAT
 from gecko.io.files import Record, read_object
 from gecko.records import build
+from gecko.train.batch_ramp import rows_before
+from gecko.train.finish import RESULTS
 from gecko.train.metrics import METRICS, read_metrics, read_sessions
-from gecko.train.optimizers.warmup import rows_before
-from gecko.train.report import RESULTS
 from gecko.train.settings import ScheduleSettings
 
 RECIPE, COMPARISON, COMPARISON_FORMAT = "recipe.json", "comparison.json", "gecko-comparison-1"

@@ -16,7 +16,7 @@ from gecko.models import LanguageModel, LlamaConfig, ModelConfig, meta_model
 from gecko.models.common import ActivationCheckpointing
 from gecko.ops.loss import GPU_BLOCK_ELEMENTS
 from gecko.plan.counts import FLOAT, HALF, counts_of
-from gecko.train.optimizers.build import block_matrix_names, matrix_names
+from gecko.train.optimizer import block_matrix_names, matrix_names
 from gecko.train.run import Run
 
 WORK_FACTOR = 2

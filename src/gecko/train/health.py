@@ -24,7 +24,7 @@ from gecko.parallel.mesh import Ranks
 from gecko.runtime.private import recorded_collectives
 from gecko.train.checkpoints.checkpointer import TrainerState
 from gecko.train.checkpoints.folders import GoingOn
-from gecko.train.optimizers.build import named_parameters
+from gecko.train.optimizer import named_parameters
 
 _ALONE = Ranks()
 

@@ -21,9 +21,9 @@ from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model, run_or_check
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
 from gecko.train.checkpoints.folders import latest_checkpoint
+from gecko.train.finish import REPORT, RESULTS, SAMPLE
 from gecko.train.metrics import METRICS, SESSIONS, mend_metrics, read_metrics, row_layout, run_start
 from gecko.train.overrides import flatten
-from gecko.train.report import REPORT, RESULTS, SAMPLE
 from gecko.train.run import RECIPE, Run, has_role
 from gecko.train.settings import Role
 from gecko.train.throughput import multiplies_bfloat16

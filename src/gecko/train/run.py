@@ -31,7 +31,7 @@ from gecko.records import (
     fields_of,
     unknown_name,
 )
-from gecko.train.optimizers.warmup import check_doubles, first_full_step, length_at, rows_before
+from gecko.train.batch_ramp import check_doubles, first_full_step, length_at, rows_before
 from gecko.train.overrides import current_fields, current_override, set_fields
 from gecko.train.settings import (
     ASIDE,

@@ -26,6 +26,7 @@ from gecko.runtime.output import lasting_output
 from gecko.runtime.process import flushed_denormals, keep_freed_memory
 from gecko.runtime.terminal import Terminal
 from gecko.train import prepare
+from gecko.train.budget import Clock, measured
 from gecko.train.carried import carried_state
 from gecko.train.checkpoints.checkpointer import (
     Checkpointer,
@@ -37,9 +38,9 @@ from gecko.train.checkpoints.checkpointer import (
     write_tokenizer,
 )
 from gecko.train.checkpoints.node_copies import NodeCopies
-from gecko.train.clock import Clock
 from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
+from gecko.train.finish import finish_run, remove_results
 from gecko.train.float8 import check_float8
 from gecko.train.health import LauncherWatch, StopSignal, TrainingNotice, Watchdog, reported_hangs
 from gecko.train.metrics import (
@@ -50,11 +51,10 @@ from gecko.train.metrics import (
     read_metrics,
     record_session,
 )
-from gecko.train.optimizers.build import build_optimizer
+from gecko.train.model import starting_model
+from gecko.train.optimizer import build_optimizer
 from gecko.train.prepare import Start, fixed_settings
-from gecko.train.report import finish_run, remove_results
 from gecko.train.run import Run
-from gecko.train.setup import measured, starting_model
 from gecko.train.throughput import describe_hardware, select_device
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress
 

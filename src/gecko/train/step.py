@@ -25,7 +25,7 @@ from gecko.parallel.fsdp import sum_over_replicas, whole
 from gecko.parallel.mesh import Ranks
 from gecko.runtime.transfer import HostCopy, to_device
 from gecko.train.carried import CarriedState
-from gecko.train.optimizers.build import set_learning_rate, step_unless
+from gecko.train.optimizer import set_learning_rate, step_unless
 from gecko.train.run import Precision, is_half
 from gecko.train.settings import ScheduleSettings, SkipSettings
 

@@ -22,11 +22,11 @@ from gecko.models import LanguageModel
 from gecko.parallel.mesh import DelayedSum, Ranks
 from gecko.runtime.process import SteadyCollection
 from gecko.state import GeckoState
+from gecko.train.budget import Clock
 from gecko.train.carried import CarriedState
 from gecko.train.checkpoints.checkpointer import Checkpointer, TrainerState
 from gecko.train.checkpoints.folders import set_aside
 from gecko.train.checkpoints.node_copies import NodeCopies
-from gecko.train.clock import Clock
 from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.health import StopSignal, find_nonfinite, skip_failure

@@ -104,7 +104,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> type[TrainsHere]:
 
     Here.started = []
     monkeypatch.setattr("gecko.experiments.compare.runs.Popen", Here)
-    monkeypatch.setattr("gecko.train.report.write_report", lambda *_: None)
+    monkeypatch.setattr("gecko.train.finish.write_report", lambda *_: None)
     monkeypatch.setattr("gecko.experiments.compare._POLL_SECONDS", 0)
     return Here
 

@@ -15,8 +15,8 @@ from gecko.models import ModelConfig, meta_model
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
+from gecko.train.finish import RESULTS
 from gecko.train.overrides import flatten
-from gecko.train.report import RESULTS
 from gecko.train.run import has_role
 from gecko.train.settings import Role
 

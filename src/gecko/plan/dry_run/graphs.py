@@ -10,7 +10,7 @@ import torch
 from gecko.config import GeckoConfig
 from gecko.models import ModelConfig, build_model
 from gecko.train import Run
-from gecko.train.setup import compile_block
+from gecko.train.model import compile_block
 
 _LENGTHS = (48, 16), (30, 34)
 """Tokens of the documents of the row, in each of two calls."""

@@ -26,8 +26,8 @@ from gecko.plan.dry_run.trace import Trace
 from gecko.runtime.private import backward_pass, fake_store, forget_meshes
 from gecko.train import Run
 from gecko.train.carried import carried_state
-from gecko.train.optimizers.build import build_optimizer
-from gecko.train.setup import configured
+from gecko.train.model import configured
+from gecko.train.optimizer import build_optimizer
 from gecko.train.step import SpikeRule, split_batch, start_step
 
 T = TypeVar("T")

@@ -51,7 +51,7 @@ from gecko.train.checkpoints.folders import (
 from gecko.train.checkpoints.lora import check_base, has_adapters, merged, save_adapters
 from gecko.train.checkpoints.shards import ShardWriter, read_tensors
 from gecko.train.metrics import DataRecord
-from gecko.train.optimizers.build import named_parameters, optimizer_tensors
+from gecko.train.optimizer import named_parameters, optimizer_tensors
 from gecko.train.run import RECIPE, Run
 
 _OPTIMIZER, _RANDOM, _TRAINER = "optimizer.safetensors", "random.safetensors", "trainer.json"

@@ -18,7 +18,7 @@ from gecko.io.model_folder import fingerprint, stored_prefix
 from gecko.io.tensors import reading
 from gecko.models import LanguageModel, meta_model
 from gecko.runtime.process import require, without_log_warnings
-from gecko.train.optimizers.build import named_parameters
+from gecko.train.optimizer import named_parameters
 
 ADAPTERS = "adapters.safetensors"
 _BASE = "base"

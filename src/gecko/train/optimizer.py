@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gecko.train.optimizers.muon import Muon
+from gecko.train.muon import Muon
 from gecko.train.settings import OptimizerSettings
 
 _FACTOR = "rate_factor"

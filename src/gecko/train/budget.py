@@ -1,100 +1,95 @@
-"""Preparation of a run: the starting model, and what a time budget fixes before the first step."""
+"""The time of a run with ``minutes``: what its parts take, which is measured before the first step, and when its
+learning rate has to begin to fall."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
-from torch import nn
 
 from gecko.data import IGNORED, Batch
-from gecko.io.checkpoints import model_folder
-from gecko.io.quantization import is_quantized
-from gecko.models import LanguageModel, build_model, load_any, meta_model
-from gecko.models.gecko import Block
+from gecko.models import LanguageModel
 from gecko.ops.backends import cpu as native
-from gecko.parallel.fsdp import empty_sharded_model, fill
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpoints.lora import add_adapters
-from gecko.train.clock import Clock, Costs
 from gecko.train.data import Prefetcher, RunData
 from gecko.train.evaluate import evaluate, sample_text
-from gecko.train.float8 import use_float8
-from gecko.train.optimizers.build import build_optimizer
-from gecko.train.run import Run, is_half
+from gecko.train.optimizer import build_optimizer
+from gecko.train.run import Run
 from gecko.train.step import split_batch, train_step
-from gecko.train.tokenizer import check_same_tokenizer
 
 
-def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool) -> LanguageModel:
-    """Return a new model or that of ``run.init_from``. Without ``fresh``, its weights are still to be loaded.
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that each part of a run takes."""
 
-    With several ranks, only the first builds the whole model, on the CPU; each rank receives its shards.
+    step: float
+    evaluation: float
+    """Seconds of one evaluation of ``evaluation.rows``."""
+    checkpoint: float
+    end: float
+    """Seconds after the last step: the final held-out loss, the sample and the report."""
+
+    def seconds(self, run: Run, steps: int, done: int = 0) -> float:
+        """Return the seconds from step ``done`` to the end of a run of ``steps`` steps, which begins and ends with an
+        evaluation."""
+        evaluations = (done == 0) - (-steps // run.evaluation.every) - done // run.evaluation.every
+        checkpoints = -(-steps // run.checkpoint.every) - done // run.checkpoint.every
+        parts = evaluations * self.evaluation + checkpoints * self.checkpoint
+        return (steps - done) * self.step + parts + self.end
+
+
+class Clock:
+    """Time of a run and of its parts.
+
+    Args:
+        now: returns the time in seconds.
+        begin: when the command began; for a run that is resumed, earlier by the time of the sessions before.
+        minutes: time of the run.
     """
-    if ranks.world == 1:
-        # Adapters do not contain the weights that they change.
-        model = (_initial(run) if fresh or run.lora_rank is not None else build_model(run.model)).to(device)
-        if run.lora_rank is not None:
-            add_adapters(model, run.lora_rank)
-        return configured(model, run)
-    if run.lora_rank is not None:
-        raise ValueError(f"lora_rank trains adapters in one process; got {ranks.world}. Set lora_rank=none.")
-    template = configured(meta_model(run.model), run)
-    model = empty_sharded_model(template, ranks.sharding_mesh, device, bfloat16=is_half(run.precision))
-    if fresh:
-        weights = ranks.run_or_abort_all(lambda: dict(_initial(run).named_parameters()) if ranks.is_main else None)
-        fill(model, weights)
-    return model
 
+    def __init__(self, now: Callable[[], float], begin: float, minutes: float | None = None) -> None:
+        self.now, self.begin, self._minutes = now, begin, math.inf if minutes is None else minutes
+        self.costs = self._measured = Costs(0.0, 0.0, 0.0, 0.0)
+        self._apart, self._ends = 0.0, list[float]()
+        """Seconds of evaluations and checkpoints, and the time without these after each step of this session."""
 
-def configured(model: LanguageModel, run: Run) -> LanguageModel:
-    """Return ``model`` with the run's settings; its blocks are compiled if the run says so."""
-    model.activation_checkpointing, model.z_loss = run.activation_checkpointing, run.z_loss
-    use_float8(model, run.precision)
-    if run.compile:
-        for block in model.blocks:
-            compile_block(block)
-    return model
+    @property
+    def elapsed(self) -> float:
+        return self.now() - self.begin
 
+    @property
+    def left(self) -> float:
+        return self._minutes * 60 - self.elapsed
 
-def compile_block(block: nn.Module, **settings: Any) -> None:
-    """Compile a block by ``torch.compile`` with ``settings``, except the operators that mix tokens.
+    def expect(self, costs: Costs) -> None:
+        """Use the costs that were measured before the first step for the parts that were not run yet."""
+        self.costs = self._measured = costs
 
-    The layout of these depends on the documents of each batch and is computed on the host. The rest has fixed shapes,
-    so it is compiled once and recomputed by the same code. On a context rank the whole mixer is excepted.
-    """
-    if isinstance(block, Block):  # a Llama's attention is never compiled
-        mixer: Any = block.mixer
-        for module in (mixer.norm, mixer.cema):
-            module.forward = torch.compiler.disable(module.forward)
-        mixer.mix = torch.compiler.disable(mixer.mix)
-        alone, on_rank = mixer.forward, torch.compiler.disable(mixer.forward)
-        mixer.forward = lambda x, state, segments: (on_rank if segments.exchange else alone)(x, state, segments)
-    block.compile(dynamic=False, **settings)
+    def took(self, part: str, seconds: float) -> None:
+        """Record the time of an evaluation or a checkpoint; one that was slow does not count fully."""
+        self._apart += seconds
+        self.costs = replace(self.costs, **{part: (getattr(self.costs, part) + seconds) / 2})
 
+    def has_to_decay(self, run: Run, done: int) -> bool:
+        """Return whether the time left is too short for one step more after ``done`` before the decay and the end.
 
-def _initial(run: Run) -> LanguageModel:
-    if run.init_from is None:
-        return build_model(run.model)
-    folder = model_folder(run.init_from)
-    model = load_any(folder)
-    found = model.config.to_dict()
-    different = [name for name, value in run.model.to_dict().items() if found.get(name, ...) != value]
-    if different:
-        raise ValueError(
-            f"init_from must hold a model of this run's architecture; {folder} differs in {', '.join(different)}. "
-            "Set model.* to what its config.json says."
-        )
-    if any(map(is_quantized, model.state_dict().values())):
-        raise ValueError(f"init_from must hold a model that is not quantised; {folder} is. Use the one it was made of.")
-    check_same_tokenizer(folder, run.data.tokenizer)
-    return model.float().train()
+        It is called after each step. Steps are expected to take the mean time of those of this session, or of its last
+        ones, as many as the decay has, if that is longer; and the end as much longer as the evaluations do.
+        """
+        elapsed, decay, costs = self.elapsed, run.schedule.decay_after(done + 1), self.costs
+        self._ends.append(elapsed - self._apart)
+        count = len(self._ends) - 1
+        if count:
+            recent = min(count, decay)
+            means = [(self._ends[-1] - self._ends[-1 - steps]) / steps for steps in (count, recent)]
+            slower = costs.evaluation / max(self._measured.evaluation, 1e-9)
+            costs = replace(costs, step=max(means), end=costs.end * max(1.0, slower))
+        return elapsed + costs.seconds(run, done + 1 + decay, done) > self._minutes * 60
 
 
 WARMUP_STEPS = 4
@@ -239,7 +234,7 @@ def _token_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, 
     count = min(_SAMPLED, run.sample.tokens)
     if not count or ranks.world > 1:
         return 0.0
-    short = dataclasses.replace(run, sample=dataclasses.replace(run.sample, tokens=count))
+    short = replace(run, sample=replace(run.sample, tokens=count))
     return _warm(lambda: sample_text(short, model, data.tokenizer, data.prompt), clock) / count
 
 

@@ -1,1 +1,0 @@
-"""Optimizers, the learning rates of their parameters, and their settings."""
