@@ -19,6 +19,7 @@ from gecko.parallel.mesh import Ranks
 from gecko.train.data import Prefetcher, RunData
 from gecko.train.evaluate import evaluate, sample_text
 from gecko.train.optimizer import build_optimizer
+from gecko.train.prepare import Session, Start
 from gecko.train.run import Run
 from gecko.train.step import split_batch, train_step
 
@@ -111,18 +112,19 @@ _SAMPLED = 8
 
 
 def measured(
-    run: Run, model: LanguageModel, batches: Prefetcher, data: RunData, ranks: Ranks, clock: Clock, console: Console,
-    *, fresh: bool,
-) -> Run:  # fmt: skip
-    """Measure what the run does for the clock, and return the run with what has to be known before its first step.
+    start: Start, model: LanguageModel, batches: Prefetcher, data: RunData, session: Session, clock: Clock
+) -> Start:
+    """Measure what the run does for the clock, and return ``start`` with what the run has to fix before its first step.
 
     If the run follows the clock, these are the steps of its warm-up; else the steps, at least 1, for which the whole
     command takes at most ``run.minutes``. The final evaluation may take ``EVALUATING_PART`` of them, and so may the
-    others together, and the sample; else they get fewer rows or tokens. Without ``fresh``, this was fixed before.
+    others together, and the sample; else they get fewer rows or tokens. With a checkpoint, this was fixed before.
 
     All ranks measure together, and all use the first rank's times.
     The measured steps use a learning rate of 0 and a separate optimizer, so the model does not change.
     """
+    run, ranks, console = start.run, session.ranks, session.console
+    console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
     assert run.minutes is not None
     if next(model.parameters()).device.type == "cpu":  # else GCC would build the kernels in a call that is timed
         native.library("operators"), native.library("decoding")
@@ -143,12 +145,12 @@ def measured(
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     saving, end = 3 * size / WRITE_BYTES_PER_SECOND, -(-final // at_once) * batch + tokens * token + REPORT_SECONDS
     clock.expect(Costs(step, -(-curve // at_once) * batch, saving, end))
-    if not fresh:
-        return run
+    if start.checkpoint is not None:
+        return start
     fixed = [f"{name}={few}" for name, (all_of_them, few) in bounded.items() if few < all_of_them]
     for line in fixed:
         console.print(f"{line}: more would take more than {EVALUATING_PART:.0%} of the time")
-    return run.with_settings(*fixed, *_planned(run, clock.costs, left, console))
+    return replace(start, run=run.with_settings(*fixed, *_planned(run, clock.costs, left, console)))
 
 
 def _bounded(count: int, batches: float, at_once: int) -> int:

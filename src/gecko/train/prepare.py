@@ -6,29 +6,60 @@ overwrites no file of a model, of another run, or of a user.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from gecko.data.tokenizers import SETTINGS, TOKENIZERS
 from gecko.io.checkpoints import checkpoint_step, list_checkpoints
 from gecko.io.files import locked, mend_lines
 from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model, run_or_checkpoint
-from gecko.parallel.mesh import Ranks
+from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
+from gecko.runtime.output import lasting_output
+from gecko.runtime.process import flushed_denormals
+from gecko.runtime.terminal import Terminal
 from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
 from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.finish import REPORT, RESULTS, SAMPLE
+from gecko.train.health import LauncherWatch
 from gecko.train.metrics import METRICS, SESSIONS, mend_metrics, read_metrics, row_layout, run_start
 from gecko.train.overrides import flatten
 from gecko.train.run import RECIPE, Run, has_role
 from gecko.train.settings import Role
-from gecko.train.throughput import multiplies_bfloat16
+from gecko.train.throughput import multiplies_bfloat16, select_device
 
 _LOCK = ".training"
+
+
+@dataclass(frozen=True)
+class Session:
+    """The process that trains."""
+
+    ranks: Ranks
+    device: torch.device
+    console: Console
+    """Prints on the first rank only."""
+
+
+@contextmanager
+def launch(run: Run) -> Iterator[Session]:
+    """Context in which the processes that were started are connected as the ranks of ``run``."""
+    _, world, local = launched()
+    with only_first_rank_reports():
+        sizes = MeshSizes.of(world, run.parallel.replicate, run.parallel.shard, run.parallel.context)
+        run.rows_per_rank(sizes.data_ranks)
+    # Each rank reports its own device error, because the first rank may have none.
+    device = select_device(run.device, local if world > 1 else None)
+    # The watchdog must act before a collective times out, because it writes the stacks.
+    timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
+    with lasting_output(), LauncherWatch(), flushed_denormals(), connected(sizes, device, timeout) as ranks:
+        yield Session(ranks, device, Terminal(soft_wrap=True, quiet=not ranks.is_main))
 
 
 @dataclass(frozen=True)
@@ -46,23 +77,24 @@ class Start:
     """When the run started."""
 
 
-def begin(run: Run, resume: bool, ranks: Ranks, device: torch.device, session: ExitStack) -> Start:
-    """Claim the run's folder until ``session`` ends, and return what to train. All ranks call it together.
+def begin(run: Run, resume: bool, session: Session, stack: ExitStack) -> Start:
+    """Claim the run's folder until ``stack`` is closed, and return what to train. All ranks call it together.
 
     Only the first rank reads and writes files, but for the checksums of a checkpoint, which all ranks share. Ranks may
     differ in settings of their machines, such as ``checkpoint.memory_folder``: each gets its own run.
     """
-    ranks.main(lambda: _claim(run, resume, session))
+    ranks = session.ranks
+    ranks.main(lambda: _claim(run, resume, stack))
     checkpoint = latest_checkpoint(checkpoints_folder(run), ranks)
-    first = ranks.main(lambda: _start(run, resume, checkpoint, device))
+    first = ranks.main(lambda: _start(run, resume, checkpoint, session.device))
     return ranks.run_or_abort_all(lambda: _on_this_rank(run, first))
 
 
-def _claim(run: Run, resume: bool, session: ExitStack) -> None:
+def _claim(run: Run, resume: bool, stack: ExitStack) -> None:
     # Before the lock, which is a file in the folder: a model's folder must stay as it is.
     _check_no_model(run)
     # Two sessions would mix metrics and remove each other's checkpoints.
-    session.enter_context(locked(run.folder / _LOCK, wait=False))
+    stack.enter_context(locked(run.folder / _LOCK, wait=False))
     _check_overwrites_nothing(run, resume)
     if resume:  # torn and damaged lines go, so that lines can be appended
         mend_metrics(run.folder / METRICS)

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -21,10 +20,8 @@ from gecko.io.checkpoints import checkpoint_path, checkpoint_step
 from gecko.io.files import whole_file
 from gecko.io.model_folder import CONFIG
 from gecko.models import LanguageModel
-from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
-from gecko.runtime.output import lasting_output
-from gecko.runtime.process import flushed_denormals, keep_freed_memory
-from gecko.runtime.terminal import Terminal
+from gecko.parallel.mesh import Ranks
+from gecko.runtime.process import keep_freed_memory
 from gecko.train import prepare
 from gecko.train.budget import Clock, measured
 from gecko.train.carried import carried_state
@@ -42,7 +39,7 @@ from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
 from gecko.train.finish import finish_run, remove_results
 from gecko.train.float8 import check_float8
-from gecko.train.health import LauncherWatch, StopSignal, TrainingNotice, Watchdog, reported_hangs
+from gecko.train.health import StopSignal, TrainingNotice, Watchdog, reported_hangs
 from gecko.train.metrics import (
     METRICS,
     SESSIONS,
@@ -53,9 +50,9 @@ from gecko.train.metrics import (
 )
 from gecko.train.model import starting_model
 from gecko.train.optimizer import build_optimizer
-from gecko.train.prepare import Start, fixed_settings
+from gecko.train.prepare import Session, Start, fixed_settings, launch
 from gecko.train.run import Run
-from gecko.train.throughput import describe_hardware, select_device
+from gecko.train.throughput import describe_hardware
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress
 
 
@@ -96,24 +93,23 @@ def train(
         OSError: a checkpoint or the metrics cannot be written.
     """
     clock = Clock(now, now() if begin is None else begin, run.minutes)
-    with launch(run) as (ranks, device), ExitStack() as session:
-        console = Terminal(soft_wrap=True, quiet=not ranks.is_main)
-        start = prepare.begin(run, resume, ranks, device, session)
-        run, fresh = start.run, start.checkpoint is None
-        ranks.run_or_abort_all(lambda: _set_up(run, ranks, device, console))
-        data = load_data(run, ranks, console, start.layout, start.started)
+    with ExitStack() as stack:
+        session = stack.enter_context(launch(run))
+        ranks, console = session.ranks, session.console
+        start = prepare.begin(run, resume, session, stack)
+        ranks.run_or_abort_all(lambda: _set_up(start.run, session))
+        data = load_data(start.run, ranks, console, start.layout, start.started)
         ranks.main(lambda: _check_same_texts(start, data, console))
-        model = starting_model(run, ranks, device, fresh=fresh)
-        batches = Prefetcher(run, data.rows, ranks, pinned=device.type == "cuda")
+        model = starting_model(start.run, ranks, session.device, fresh=start.checkpoint is None)
+        batches = Prefetcher(start.run, data.rows, ranks, pinned=session.device.type == "cuda")
         notice = TrainingNotice()
         with StopSignal(notice if ranks.is_main else None) as stop:
-            if run.steps is None:
+            if start.run.steps is None:
                 notice.phase = "measuring"
-                console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
-                run = measured(run, model, batches, data, ranks, clock, console, fresh=fresh)
-                data = replace(data, evaluation=run.evaluation)
+                start = measured(start, model, batches, data, session, clock)
+                data = replace(data, evaluation=start.run.evaluation)
             notice.phase = "training"
-            run, position = _fit(run, model, data, batches, start.checkpoint, stop, ranks, console, clock)
+            run, position = _fit(start, model, data, batches, stop, session, clock)
             newest = checkpoint_path(checkpoints_folder(run), position.step)
             if position.step == run.steps:
                 notice.phase = "finishing"
@@ -128,21 +124,6 @@ def train(
         return TrainResult(run, newest, position.step, None, None)
 
 
-@contextmanager
-def launch(run: Run) -> Iterator[tuple[Ranks, torch.device]]:
-    """Context of a session's process: yield it as one of the ranks that were started, connected, and its device."""
-    _, world, local = launched()
-    with only_first_rank_reports():
-        sizes = MeshSizes.of(world, run.parallel.replicate, run.parallel.shard, run.parallel.context)
-        run.rows_per_rank(sizes.data_ranks)
-    # Each rank reports its own device error, because the first rank may have none.
-    device = select_device(run.device, local if world > 1 else None)
-    # The watchdog must act before a collective times out, because it writes the stacks.
-    timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
-    with lasting_output(), LauncherWatch(), flushed_denormals(), connected(sizes, device, timeout) as ranks:
-        yield ranks, device
-
-
 def _check_same_texts(start: Start, data: RunData, console: Console) -> None:
     """Raise ValueError if the texts are other ones than those that the run started with."""
     folder, checkpoint = start.run.folder, start.checkpoint
@@ -153,8 +134,9 @@ def _check_same_texts(start: Start, data: RunData, console: Console) -> None:
         )
 
 
-def _set_up(run: Run, ranks: Ranks, device: torch.device, console: Console) -> None:
-    check_float8(run.precision, device)
+def _set_up(run: Run, session: Session) -> None:
+    ranks, console = session.ranks, session.console
+    check_float8(run.precision, session.device)
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
@@ -169,16 +151,11 @@ def _set_up(run: Run, ranks: Ranks, device: torch.device, console: Console) -> N
 
 
 def _fit(
-    run: Run,
-    model: LanguageModel,
-    data: RunData,
-    batches: Prefetcher,
-    checkpoint: Path | None,
-    stop: StopSignal,
-    ranks: Ranks,
-    console: Console,
+    start: Start, model: LanguageModel, data: RunData, batches: Prefetcher, stop: StopSignal, session: Session,
     clock: Clock,
-) -> tuple[Run, TrainerState]:
+) -> tuple[Run, TrainerState]:  # fmt: skip
+    """Restore the state of the run and train. Return the run with its number of steps, and where it stands."""
+    run, checkpoint, ranks, console = start.run, start.checkpoint, session.ranks, session.console
     optimizer = build_optimizer(model, run.optimizer)
     carried = carried_state(run, model, ranks)
     with ExitStack() as stack:
