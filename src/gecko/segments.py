@@ -253,9 +253,10 @@ class Segments:
         ends = None if self.ends is None else self.ends[index]
         return Segments(len(rows), self.length, clock, starts, self.last_id[index], self.device, ends=ends)
 
-    def unpadded(self, rows: list[int], length: int) -> Segments:
-        """Return the layout of the given rows alone, of which ``length`` tokens count."""
-        return replace(self.select(rows), length=length, ends=None)
+    def unpadded(self) -> Segments:
+        """Return the layout of rows of one length without their padding."""
+        assert self.ends is not None, "there must be padding"
+        return replace(self, length=int(self.ends[0]), ends=None)
 
 
 def _padding(lengths: Tensor, batch: int, length: int) -> Tensor | None:

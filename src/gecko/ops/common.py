@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import is_package, kernels_of, products_are_rounded
-from gecko.runtime.records import TensorRecord
+from gecko.runtime.records import TensorRecord, map_tensors, tensors_of
 from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
@@ -107,7 +107,9 @@ def slices(rows: int, length: int, features: int) -> Iterator[tuple[slice, slice
         yield slice(row, row + height), slice(step, step + width)
 
 
-State = TypeVar("State", bound=TensorRecord)
+State = TypeVar("State", bound=TensorRecord | Tensor)
+Form = Callable[[tuple[Tensor, ...], State, Segments], tuple[Tensor, State]]
+"""An operator as a function of its inputs, its state and the layout of the call."""
 
 
 def common_chunk_offset(segments: Segments, period: int) -> int | None:
@@ -128,56 +130,44 @@ def padded(x: Tensor, before: int, after: int) -> Tensor:
 
 
 def run_by_chunk_offset(
-    form: Callable[[tuple[Tensor, ...], State, Segments], tuple[Tensor, State]],
-    inputs: tuple[Tensor, ...],
-    state: State,
-    segments: Segments,
-    period: int,
+    form: Form[State], inputs: tuple[Tensor, ...], state: State, segments: Segments, period: int
 ) -> tuple[Tensor, State]:
     """Run ``form`` once for each group of rows with the same chunk offset. All tensors are batch first."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    for row, position in enumerate(segments.clock.position.tolist()):
-        groups[position % period].append(row)
-    outputs, states = [], []
-    for rows in groups.values():
-        index = to_device(torch.tensor(rows, device="cpu"), inputs[0].device)
-        some = tuple(x.index_select(0, index) for x in inputs)
-        part = state.map(partial(torch.index_select, dim=0, index=index))
-        output, part = form(some, part, segments.select(rows))
-        outputs.append(output)
-        states.append(part)
-    order = torch.tensor([row for rows in groups.values() for row in rows], device="cpu").argsort()
-    order = to_device(order, inputs[0].device)
-    return torch.cat(outputs).index_select(0, order), _reorder(states, order)
+    offsets = [position % period for position in segments.clock.position.tolist()]
+    return _run_by_group(form, inputs, state, segments, offsets)
 
 
 def run_by_length(
-    form: Callable[[tuple[Tensor, ...], State, Segments], tuple[Tensor, State]],
-    inputs: tuple[Tensor, ...],
-    state: State,
-    segments: Segments,
+    form: Form[State], inputs: tuple[Tensor, ...], state: State, segments: Segments
 ) -> tuple[Tensor, State]:
     """Run ``form`` without padding, once for each group of rows with the same length.
 
     All tensors are batch first; steps are the second to last dimension of inputs and outputs. Outputs at padding are 0.
     """
     assert segments.ends is not None, "there must be padding"
-    groups: dict[int, list[int]] = defaultdict(list)
-    for row, length in enumerate(segments.ends.tolist()):
-        groups[length].append(row)
+
+    def without_padding(inputs: tuple[Tensor, ...], state: State, padded_rows: Segments) -> tuple[Tensor, State]:
+        part = padded_rows.unpadded()
+        output, state = form(tuple(x.narrow(-2, 0, part.length) for x in inputs), state, part)
+        return padded(output, 0, segments.length - part.length), state
+
+    return _run_by_group(without_padding, inputs, state, segments, segments.ends.tolist())
+
+
+def _run_by_group(
+    form: Form[State], inputs: tuple[Tensor, ...], state: State, segments: Segments, groups: list[int]
+) -> tuple[Tensor, State]:
+    """Run ``form`` once for the rows of each group; ``groups`` has the group of every row."""
+    device = inputs[0].device
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, group in enumerate(groups):
+        rows_of[group].append(row)
     outputs, states = [], []
-    for length, rows in groups.items():
-        index = to_device(torch.tensor(rows, device="cpu"), inputs[0].device)
-        some = tuple(x.index_select(0, index).narrow(-2, 0, length) for x in inputs)
-        part = state.map(partial(torch.index_select, dim=0, index=index))
-        output, part = form(some, part, segments.unpadded(rows, length))
-        outputs.append(padded(output, 0, segments.length - length))
-        states.append(part)
-    order = torch.tensor([row for rows in groups.values() for row in rows], device="cpu").argsort()
-    order = to_device(order, inputs[0].device)
-    return torch.cat(outputs).index_select(0, order), _reorder(states, order)
-
-
-def _reorder(states: list[State], order: Tensor) -> State:
-    parts = [iter(state.tensors().values()) for state in states]
-    return states[0].map(lambda _: torch.cat([next(part) for part in parts]).index_select(0, order))
+    for rows in rows_of.values():
+        pick = partial(torch.index_select, dim=0, index=to_device(torch.tensor(rows, device="cpu"), device))
+        output, part = form(tuple(map(pick, inputs)), map_tensors(state, pick), segments.select(rows))
+        outputs.append(output)
+        states.append(iter(tensors_of(part)))
+    order = torch.tensor([row for rows in rows_of.values() for row in rows], device="cpu").argsort()
+    put = partial(torch.index_select, dim=0, index=to_device(order, device))
+    return put(torch.cat(outputs)), map_tensors(state, lambda _: put(torch.cat([next(part) for part in states])))

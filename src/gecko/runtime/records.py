@@ -17,7 +17,7 @@ class TensorRecord:
         """Return a copy with ``function`` applied to every tensor."""
         changes = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            changes[field.name] = _map_value(getattr(self, field.name), function)
+            changes[field.name] = map_tensors(getattr(self, field.name), function)
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def where(self, condition: Tensor, other: Self) -> Self:
@@ -33,14 +33,20 @@ class TensorRecord:
         return found
 
 
-def _map_value(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a tensor, a record, or a tuple of such, with ``function`` applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, TensorRecord):
         return value.map(function)
     if isinstance(value, tuple):
-        return tuple(_map_value(item, function) for item in value)
+        return tuple(map_tensors(item, function) for item in value)
     return value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a tensor, a record, or a tuple of such, in the order of ``map_tensors``."""
+    return list(_collect(value, "").values())
 
 
 def _collect(value: Any, path: str) -> dict[str, Tensor]:

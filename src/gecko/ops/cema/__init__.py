@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from gecko.ops.backends.dispatch import Backend, choose_backend, kernels_of
 from gecko.ops.cema.chunked import CEMACoefficients, cema_chunked, cema_step
 from gecko.ops.cema.varlen_tiles import FEWEST, MOST_MODES
 from gecko.ops.common import check_segments, check_shape, compute_dtype, full_precision, run_by_length
-from gecko.runtime.records import TensorRecord
 from gecko.segments import Segments
 
 __all__ = ["CEMACoefficients", "cema", "cema_chunked", "cema_reference", "cema_step", "empty_cema_state"]
@@ -54,7 +51,10 @@ def cema(
         backend = _backend(x, coefficients, state, skip)
         if segments.ends is not None and backend != "cpu":
             state = empty_cema_state(batch, channels, modes, dtype, x.device) if state is None else state
-            return _cema_by_length(x, coefficients, state, segments, skip)
+            return run_by_length(
+                lambda inputs, state, segments: cema(inputs[0], coefficients, state, segments=segments, skip=skip),
+                (x,), state, segments,
+            )  # fmt: skip
         match backend:
             case "triton":
                 return kernels_of("cema", "triton").cema_triton(x, coefficients, state, segments, skip)
@@ -68,27 +68,6 @@ def cema(
         y, state = _step(x, coefficients, state, segments)
     y = y.to(x.dtype)
     return (y if skip is None else torch.addcmul(y, x, skip.to(x.dtype))), state
-
-
-@dataclass(frozen=True)
-class _Moving(TensorRecord):
-    """The state as a record."""
-
-    h: Tensor
-
-
-def _cema_by_length(
-    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Compute ``cema`` of a padded call without padding."""
-
-    def alone(inputs: tuple[Tensor, ...], state: _Moving, segments: Segments) -> tuple[Tensor, _Moving]:
-        (part,) = inputs
-        y, h = cema(part, coefficients, state.h, segments=segments, skip=skip)
-        return y, _Moving(h)
-
-    y, moving = run_by_length(alone, (x,), _Moving(state), segments)
-    return y, moving.h
 
 
 def _backend(x: Tensor, coefficients: CEMACoefficients, state: Tensor | None, skip: Tensor | None) -> Backend:

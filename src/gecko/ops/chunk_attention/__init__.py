@@ -5,7 +5,6 @@ With context parallelism, the queries in the first chunk of a rank may see the l
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -94,7 +93,13 @@ def chunk_attention(
     rounded = products_are_rounded()
     with full_precision(q):
         if segments.ends is not None and not _reads_padded_rows(pattern, (q, k, v), state, segments):
-            return run_by_length(_attend_as(pattern), (q, k, v), state, segments)
+            return run_by_length(
+                lambda inputs, state, segments: chunk_attention(
+                    inputs[0], inputs[1], inputs[2], chunk_size, attention=attention, rope_base=rope_base,
+                    rope_heads=rope_heads, state=state, segments=segments,
+                ),
+                (q, k, v), state, segments,
+            )  # fmt: skip
         if choose_backend(v, triton=length > 1, cpu=False) == "triton":
             from gecko.ops.chunk_attention.triton import chunk_attention_triton
 
@@ -116,21 +121,6 @@ def _reads_padded_rows(pattern: Pattern, inputs: tuple[Tensor, ...], state: Atte
     start = common_chunk_offset(segments, 2 * pattern.chunk_size)
     takes: bool = kernels_of("chunk_attention", "cpu").takes(inputs, pattern, start)
     return takes
-
-
-def _attend_as(
-    pattern: Pattern,
-) -> Callable[[tuple[Tensor, ...], AttentionState, Segments], tuple[Tensor, AttentionState]]:
-    """Return ``chunk_attention`` of this pattern as a function of inputs, state and segments."""
-
-    def attend(inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments) -> tuple[Tensor, AttentionState]:
-        q, k, v = inputs
-        return chunk_attention(
-            q, k, v, pattern.chunk_size, attention=pattern.attention, rope_base=pattern.rope_base,
-            rope_heads=pattern.rope_heads, state=state, segments=segments,
-        )  # fmt: skip
-
-    return attend
 
 
 def _attend(

@@ -77,14 +77,12 @@ def timestep_norm(
     given = x, weight, bias, groups, betas, eps, state, segments
     backend = choose_backend(x, weight, bias, state.mean, state.variance, cpu=length > 1)
     if segments.ends is not None and backend != "cpu":
-
-        def alone(
-            inputs: tuple[Tensor, ...], state: TimestepNormState, segments: Segments
-        ) -> tuple[Tensor, TimestepNormState]:
-            (part,) = inputs
-            return timestep_norm(part, weight, bias, groups, betas, eps, state, segments=segments, dtype=wanted)
-
-        return run_by_length(alone, (x,), state, segments)
+        return run_by_length(
+            lambda inputs, state, segments: timestep_norm(
+                inputs[0], weight, bias, groups, betas, eps, state, segments=segments, dtype=wanted
+            ),
+            (x,), state, segments,
+        )  # fmt: skip
     match backend:
         case "triton":
             from gecko.ops.timestep_norm.triton import timestep_norm_triton

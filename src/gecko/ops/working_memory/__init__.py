@@ -102,15 +102,12 @@ def working_memory(
     check_segments(segments, batch, length)
     with full_precision(q):
         if segments.ends is not None and not (rule == "adaptive" and _cpu_kernel_takes((q, k, v), state)):
-
-            def alone(
-                inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
-            ) -> tuple[Tensor, WorkingMemoryState]:
-                return working_memory(
+            return run_by_length(
+                lambda inputs, state, segments: working_memory(
                     inputs[0], inputs[1], inputs[2], chunk_size, rule=rule, state=state, segments=segments
-                )
-
-            return run_by_length(alone, (q, k, v), state, segments)
+                ),
+                (q, k, v), state, segments,
+            )  # fmt: skip
         # The step's graph decides by the position whether the token ends a chunk; a first token needs no such graph.
         if length == 1 and not (segments.at_start and torch.compiler.is_exporting()):
             inputs = q.to(dtype), k.to(dtype), v.to(dtype)
