@@ -154,7 +154,8 @@ def test_an_error_may_quote_what_is_no_unicode() -> None:
 
 NAMED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n",
-    "max_tokens", "min_tokens", "stop_token_ids",
+    "max_tokens", "min_tokens", "stop_token_ids", "stop", "seed", "stream", "ignore_eos", "suffix", "best_of",
+    "tool_choice", "modalities", "reasoning_effort", "guided_regex", "messages",
 )  # fmt: skip
 
 
