@@ -74,7 +74,7 @@ def training_section(rows: Sequence[Row], inputs: Inputs) -> list[Section]:
     columns_of_models = ["model", "differs in", "parameters", "steps", "tokens", "learning rate"]
     tables = [
         Table("Held-out loss of the finished models", columns, finals, [note]),
-        Table("Models", [*columns_of_models, ("tokens/s", "median of steps")],
+        Table("Models", [*columns_of_models, ("tokens/s", "median of steps, mean over seeds")],
               [_model_line(mine) for mine in models.values()], [speeds]),
         published_table("training_loss"),
     ]  # fmt: skip
