@@ -21,7 +21,7 @@ from gecko.runtime import transfer
 from gecko.train import Run
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
-from gecko.train.step import Part, Precision, compute_gradients, train_step
+from gecko.train.step import Part, Precision, compute_gradients, start_step
 from gecko.train.throughput import flops_per_token
 
 CHECKPOINTING: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
@@ -128,7 +128,8 @@ class Steps:
 
     def __call__(self) -> None:
         """Make a whole step."""
-        train_step(self.model, self.optimizer, [self.part], learning_rate=1e-4, clip=1.0, precision=self.precision)
+        given = self.model, self.optimizer, [self.part]
+        start_step(*given, learning_rate=1e-4, clip=1.0, precision=self.precision).wait()
 
     def again(self) -> Steps:
         """Return the steps with a new optimizer, of the parameters that the model has now."""

@@ -41,7 +41,7 @@ from gecko.train.checkpoints.shards import CachedPlanner
 from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.optimizer import build_optimizer
-from gecko.train.step import compute_gradients, split_batch, train_step
+from gecko.train.step import compute_gradients, split_batch, start_step
 from gecko.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -181,7 +181,8 @@ def _exact_steps(run: Run, steps: int, ranks: Ranks) -> dict[str, Any]:
     curve = []
     for step in range(steps):
         parts = split_batch(mine(random_batch(run, step), ranks), run.gradient_accumulation_steps, CPU, ranks)
-        result = train_step(model, optimizer, parts, learning_rate=1e-2, clip=1.0, precision=run.precision, ranks=ranks)
+        given = {"learning_rate": 1e-2, "clip": 1.0, "precision": run.precision, "ranks": ranks}
+        result = start_step(model, optimizer, parts, **given).wait()
         curve.append((result.loss, result.grad_norm))
     return {"curve": curve, "parameters": {n: whole(p).detach().numpy() for n, p in model.named_parameters()}}
 
@@ -258,7 +259,8 @@ def bytes_in_cycles(run: Run) -> int:
 
         def step() -> None:
             parts = split_batch(mine(random_batch(run, 0), ranks), run.gradient_accumulation_steps, CPU, ranks)
-            train_step(model, optimizer, parts, learning_rate=1e-2, clip=1.0, precision=run.precision, ranks=ranks)
+            given = {"learning_rate": 1e-2, "clip": 1.0, "precision": run.precision, "ranks": ranks}
+            start_step(model, optimizer, parts, **given).wait()
 
         step()  # what is made once is not counted
         gc.collect()

@@ -207,13 +207,13 @@ def test_what_does_not_fit_is_estimated_from_one_row_and_told(
 ) -> None:
     """Steps may take minutes: if one step is already too long, none is measured."""
     rows: list[int] = []
-    step = budget.train_step
+    step = budget.start_step
 
     def recorded(model: Any, optimizer: Any, parts: Any, **more: Any) -> Any:
         rows.append(sum(len(part.tokens) for part in parts))
         return step(model, optimizer, parts, **more)
 
-    monkeypatch.setattr(budget, "train_step", recorded)
+    monkeypatch.setattr(budget, "start_step", recorded)
     assert train(replace(run_in("short"), steps=None, minutes=0.001), now=quick()).step == 1
     assert rows == [1, 1]
     assert "minutes=0.001 is too short for this run: a single step" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from gecko.data import IGNORED, Batch
 from gecko.models.gecko import Gecko
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
-from gecko.train.step import compute_gradients, split_batch, train_step
+from gecko.train.step import compute_gradients, split_batch, start_step
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_a_batch_without_targets_is_refused() -> None:
 def step_of(model: Gecko, **changes: Any) -> Any:
     optimizer = build_optimizer(model, OptimizerSettings())
     arguments = {"learning_rate": 1e-3, "clip": 1.0, "precision": "float32", **changes}
-    return train_step(model, optimizer, split_batch(random_batch(1), 1, CPU), **arguments)
+    return start_step(model, optimizer, split_batch(random_batch(1), 1, CPU), **arguments).wait()
 
 
 def test_gradients_are_clipped_to_the_norm() -> None:

@@ -21,7 +21,7 @@ from gecko.train.evaluate import evaluate, sample_text
 from gecko.train.optimizer import build_optimizer
 from gecko.train.prepare import Session, Start
 from gecko.train.run import Run
-from gecko.train.step import split_batch, train_step
+from gecko.train.step import split_batch, start_step
 
 
 @dataclass(frozen=True)
@@ -203,10 +203,10 @@ def _step_seconds(
     optimizer = build_optimizer(model, run.optimizer)
 
     def step_of(batch: Batch, parts: int) -> None:
-        train_step(
+        start_step(
             model, optimizer, split_batch(batch, parts, device, ranks), learning_rate=0.0, clip=run.optimizer.clip,
             precision=run.precision, ranks=ranks,
-        )  # fmt: skip
+        ).wait()  # fmt: skip
 
     def one_step(step: int) -> None:
         step_of(batches.batch(full + step), run.gradient_accumulation_steps)

@@ -82,11 +82,8 @@ def settings_help(settings: Any, prefix: str = "") -> Iterator[tuple[str, str, s
         if dataclasses.is_dataclass(value):
             yield from settings_help(value, f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name, shlex.quote(_as_text(value)), _first_line(meanings.get(field.name, ""))
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0].replace("``", "")
+            meaning = meanings.get(field.name, "").partition("\n")[0].replace("``", "")
+            yield prefix + field.name, shlex.quote(_as_text(value)), meaning
 
 
 def _as_text(value: Any) -> str:

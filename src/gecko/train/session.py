@@ -159,8 +159,13 @@ def _fit(
     optimizer = build_optimizer(model, run.optimizer)
     carried = carried_state(run, model, ranks)
     with ExitStack() as stack:
-        copies = None if run.checkpoint.memory_every is None else stack.enter_context(_copies(run, data, ranks))
-        recovered = None if copies is None else _recovered(run, model, optimizer, checkpoint, copies, ranks)
+        copies = recovered = None
+        if run.checkpoint.memory_every is not None:
+            identity = ranks.main(lambda: f"{fixed_settings(run)} {data.record.digest}")
+            copies = stack.enter_context(NodeCopies(run, ranks, identity))
+            # Newer than the checkpoint, and not without a record in the metrics: the curve would have a hole.
+            after = 0 if checkpoint is None else checkpoint_step(checkpoint)
+            recovered = copies.restore(model, optimizer, after, ranks.main(lambda: _last_step(run)))
         position = recovered or TrainerState()
         if recovered is None and checkpoint is not None:
             position = restore_snapshot(checkpoint, model, optimizer, carried)
@@ -172,7 +177,7 @@ def _fit(
         display = stack.enter_context(TrainingProgress(console, position.step, run.steps))
         # The checkpointer waits for the disk when it exits, also after an error; the watchdog covers this wait.
         watchdog = stack.enter_context(_watchdog(run, ranks))
-        beat = _nothing if watchdog is None else watchdog.beat
+        beat = (lambda: None) if watchdog is None else watchdog.beat
         saver = stack.enter_context(Checkpointer(run, ranks, beat, data.record, carried))
         if recovered is not None:  # a state that is in memory only would be lost with the next node
             saver.save(model, optimizer, position)
@@ -182,22 +187,6 @@ def _fit(
         if copies is not None:
             copies.clear()
     return trainer.run, trainer.position
-
-
-def _copies(run: Run, data: RunData, ranks: Ranks) -> NodeCopies:
-    return NodeCopies(run, ranks, ranks.broadcast(f"{fixed_settings(run)} {data.record.digest}"))
-
-
-def _recovered(
-    run: Run, model: LanguageModel, optimizer: torch.optim.Optimizer, checkpoint: Path | None, copies: NodeCopies,
-    ranks: Ranks,
-) -> TrainerState | None:  # fmt: skip
-    """Load the state from the nodes' memory if it is newer than the checkpoint. None: it is not, or incomplete.
-
-    A step without a record in the metrics is not taken: the curve would have a hole.
-    """
-    after = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    return copies.restore(model, optimizer, after, ranks.main(lambda: _last_step(run)))
 
 
 def _last_step(run: Run) -> int:
@@ -246,10 +235,6 @@ def _watchdog(run: Run, ranks: Ranks) -> Watchdog | nullcontext[None]:
     if ranks.world == 1 or run.hang_minutes is None:
         return nullcontext()
     return Watchdog(_stacks(run), ranks.rank, run.hang_minutes)
-
-
-def _nothing() -> None:
-    """Do nothing: the ``beat`` of a process without a watchdog."""
 
 
 def _stacks(run: Run) -> Path:

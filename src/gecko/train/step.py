@@ -257,14 +257,16 @@ def start_step(
     learning_rate: float,
     clip: float,
     precision: Precision,
-    rule: SpikeRule,
+    rule: SpikeRule | None = None,
     ranks: Ranks = _ALONE,
     carried: CarriedState | None = None,
 ) -> StartedStep:
     """Start one step of the optimizer on the batch; the host waits for nothing. All ranks call it together.
 
-    If ``rule`` skips the step, parameters and optimizer do not change.
+    If ``rule`` skips the step, parameters and optimizer do not change. None: it is skipped if loss or gradient norm is
+    not finite.
     """
+    rule = rule or SpikeRule(SkipSettings(deviations=None), device=parts[0].tokens.device)
     optimizer.zero_grad(set_to_none=True)
     loss = compute_gradients(model, parts, precision, ranks, carried)
     grad_norm = _clip(model, clip, ranks)
@@ -272,20 +274,3 @@ def start_step(
     set_learning_rate(optimizer, learning_rate)
     step_unless(optimizer, verdict != Verdict.TAKEN)
     return StartedStep(loss, grad_norm, verdict)
-
-
-def train_step(
-    model: LanguageModel,
-    optimizer: torch.optim.Optimizer,
-    parts: Sequence[Part],
-    *,
-    learning_rate: float,
-    clip: float,
-    precision: Precision,
-    ranks: Ranks = _ALONE,
-) -> StepResult:
-    """Run one step of the optimizer and wait for it. It is skipped if its loss or gradient norm is not finite."""
-    rule = SpikeRule(SkipSettings(deviations=None), device=parts[0].tokens.device)
-    return start_step(
-        model, optimizer, parts, learning_rate=learning_rate, clip=clip, precision=precision, rule=rule, ranks=ranks
-    ).wait()

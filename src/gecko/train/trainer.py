@@ -197,13 +197,10 @@ class Trainer:
             # The device has held the step that was started, because the one before it was skipped.
             pending = self._start(number)
         pending.seconds, self._pending = self._lap(), pending
-        if self._overdue or any(every is not None and self._due(every, number) for every in self._intervals):
+        # Evaluations, checkpoints and copies need the state after a step.
+        intervals = self.run.evaluation.every, self.run.checkpoint.every, self.run.checkpoint.memory_every
+        if self._overdue or any(every is not None and self._due(every, number) for every in intervals):
             self._settle()
-
-    @property
-    def _intervals(self) -> tuple[int | None, ...]:
-        """Steps between two evaluations, checkpoints and copies, which need the state after a step."""
-        return self.run.evaluation.every, self.run.checkpoint.every, self.run.checkpoint.memory_every
 
     def _start(self, number: int) -> _Pending:
         """Start a step, counted from 1. The host waits for nothing but the batch."""
@@ -335,14 +332,11 @@ class Trainer:
     def _save(self) -> None:
         self.sinks.beat()
         begin = self.clock.now()
-        self.ranks.run_or_abort_all(_nothing if self.sinks.metrics is None else self.sinks.metrics.flush)
+        metrics = self.sinks.metrics
+        self.ranks.run_or_abort_all((lambda: None) if metrics is None else metrics.flush)
         self.sinks.saver.save(self.model, self.optimizer, self.position)
         self.clock.took("checkpoint", self.clock.now() - begin)
         self._saved, self._overdue, self._unproven = self.position.step, False, True
-
-
-def _nothing() -> None:
-    """Do nothing: what ranks without metrics write."""
 
 
 class TrainingProgress:
