@@ -21,7 +21,7 @@ from gecko.runtime import transfer
 from gecko.train import Run
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
-from gecko.train.step import Part, Precision, compute_gradients, start_step
+from gecko.train.step import BatchPart, Precision, compute_gradients, start_step
 from gecko.train.throughput import flops_per_token
 
 CHECKPOINTING: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
@@ -109,7 +109,7 @@ class Steps:
 
     model: LanguageModel
     optimizer: torch.optim.Optimizer
-    part: Part
+    part: BatchPart
     precision: Precision
 
     @classmethod
@@ -122,7 +122,7 @@ class Steps:
         model.activation_checkpointing = checkpointing
         tokens = torch.randint(config.vocab_size, (rows, length + 1), device=bench.device)
         weight = torch.ones((), dtype=torch.float64, device=bench.device)
-        part = Part(tokens[:, :-1], tokens[:, 1:], torch.zeros((rows, length), dtype=torch.int64), weight)
+        part = BatchPart(tokens[:, :-1], tokens[:, 1:], torch.zeros((rows, length), dtype=torch.int64), weight)
         precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
         return cls(model, build_optimizer(model, OptimizerSettings()), part, precision)
 

@@ -253,7 +253,7 @@ FIRST_EPOCH = 3
 
 
 @dataclass(frozen=True)
-class Range:
+class ShardSlice:
     """Consecutive documents of a shard, ``begin`` to ``end`` − 1."""
 
     shard: Shard
@@ -286,15 +286,15 @@ class SplitShards:
 
     def __init__(self, folder: ShardFolder, validation_fraction: float, seed: int, layout: int = ROW_LAYOUT) -> None:
         self.seed, self.layout = seed, layout
-        self.held_out, self.training, self.divided = list[Range](), list[Range](), 0
+        self.held_out, self.training, self.divided = list[ShardSlice](), list[ShardSlice](), 0
         for run, tail in _held_out_runs(folder, validation_fraction, seed, layout):
             shard, end = run.shard, run.end
-            held_out, training = [run], [Range(shard, 0, run.begin)]
+            held_out, training = [run], [ShardSlice(shard, 0, run.begin)]
             if tail:
                 end, self.divided = end + 1, self.divided + 1
-                held_out.append(Range(shard, run.end, end, skip=Range(shard, run.end, end).tokens - tail))
-                training.append(Range(shard, run.end, end, cut=tail - 1))
-            training.append(Range(shard, end, shard.record.documents))
+                held_out.append(ShardSlice(shard, run.end, end, skip=ShardSlice(shard, run.end, end).tokens - tail))
+                training.append(ShardSlice(shard, run.end, end, cut=tail - 1))
+            training.append(ShardSlice(shard, end, shard.record.documents))
             self.held_out += [part for part in held_out if part.begin < part.end]
             self.training += [part for part in training if part.begin < part.end]
         self.documents = sum(part.end - part.begin for part in self.training)
@@ -385,7 +385,7 @@ def _read_shard(shard: Shard, begin: int, end: int) -> tuple[NDArray[np.int64], 
     return shard.tokens[begin:end].astype(np.int64), np.repeat(np.arange(first, last + 1), counts)
 
 
-def _held_out_runs(folder: ShardFolder, fraction: float, seed: int, layout: int) -> list[tuple[Range, int]]:
+def _held_out_runs(folder: ShardFolder, fraction: float, seed: int, layout: int) -> list[tuple[ShardSlice, int]]:
     """Return the held-out documents of every shard, possibly none, and the tokens held out of the next document's end.
 
     For every k, the first k shards of a random order together hold out the fraction of their tokens (up to layout 2: of
@@ -405,11 +405,11 @@ def _held_out_runs(folder: ShardFolder, fraction: float, seed: int, layout: int)
     runs = []
     for shard, place, count in zip(folder.shards, places, counts.tolist(), strict=True):
         if layout < 3:
-            runs.append((Range(shard, int(place), int(place) + count), 0))
+            runs.append((ShardSlice(shard, int(place), int(place) + count), 0))
             continue
         begin = int(shard.ends.searchsorted(place, side="right"))
         most = shard.document_start(begin) + count
         end = int(shard.ends.searchsorted(np.uint64(most), side="right"))
         left = most - shard.document_start(end)
-        runs.append((Range(shard, begin, end), left if 2 * left > count and left >= LEAST else 0))
+        runs.append((ShardSlice(shard, begin, end), left if 2 * left > count and left >= LEAST else 0))
     return runs

@@ -19,7 +19,7 @@ from gecko.parallel.mesh import Ranks
 from gecko.train.data import Prefetcher, RunData
 from gecko.train.evaluate import evaluate, sample_text
 from gecko.train.optimizer import build_optimizer
-from gecko.train.prepare import Session, Start
+from gecko.train.prepare import Beginning, Process
 from gecko.train.run import Run
 from gecko.train.step import split_batch, start_step
 
@@ -44,7 +44,7 @@ class Costs:
         return (steps - done) * self.step + parts + self.end
 
 
-class Clock:
+class RunClock:
     """Time of a run and of its parts.
 
     Args:
@@ -112,8 +112,8 @@ _SAMPLED = 8
 
 
 def measured(
-    start: Start, model: LanguageModel, batches: Prefetcher, data: RunData, session: Session, clock: Clock
-) -> Start:
+    start: Beginning, model: LanguageModel, batches: Prefetcher, data: RunData, process: Process, clock: RunClock
+) -> Beginning:
     """Measure what the run does for the clock, and return ``start`` with what the run has to fix before its first step.
 
     If the run follows the clock, these are the steps of its warm-up; else the steps, at least 1, for which the whole
@@ -123,7 +123,7 @@ def measured(
     All ranks measure together, and all use the first rank's times.
     The measured steps use a learning rate of 0 and a separate optimizer, so the model does not change.
     """
-    run, ranks, console = start.run, session.ranks, session.console
+    run, ranks, console = start.run, process.ranks, process.console
     console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
     assert run.minutes is not None
     if next(model.parameters()).device.type == "cpu":  # else GCC would build the kernels in a call that is timed
@@ -193,7 +193,7 @@ def _check_one_step_fits(run: Run, needed: float, left: float) -> None:
 
 
 def _step_seconds(
-    run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ranks, clock: Clock, limit: float
+    run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ranks, clock: RunClock, limit: float
 ) -> float:
     """Return the median time of a step after warm-up; the shortest time if ``limit`` seconds pass during warm-up.
 
@@ -231,7 +231,7 @@ def _fullest_row(batch: Batch) -> Batch:
     return Batch(*(x[at : at + 1] for x in (batch.tokens, batch.targets, batch.segment_ids)))
 
 
-def _token_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, clock: Clock) -> float:
+def _token_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, clock: RunClock) -> float:
     """Return the seconds per token of the sample; 0 with several ranks, which cannot generate from a sharded model."""
     count = min(_SAMPLED, run.sample.tokens)
     if not count or ranks.world > 1:
@@ -246,12 +246,12 @@ def most_steps(run: Run, costs: Costs, left: float) -> int:
     return max(1, bisect_right(numbers, left, key=lambda steps: costs.seconds(run, steps)))
 
 
-def _warm(work: Callable[[], object], clock: Clock) -> float:
+def _warm(work: Callable[[], object], clock: RunClock) -> float:
     """Return the time of the faster of two calls: in the first, kernels are built and memory is allocated."""
     return min(_timed(work, clock) for _ in range(2))
 
 
-def _timed(work: Callable[[], object], clock: Clock) -> float:
+def _timed(work: Callable[[], object], clock: RunClock) -> float:
     begin = clock.now()
     work()
     if torch.cuda.is_available():

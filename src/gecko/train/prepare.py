@@ -38,7 +38,7 @@ _LOCK = ".training"
 
 
 @dataclass(frozen=True)
-class Session:
+class Process:
     """The process that trains."""
 
     ranks: Ranks
@@ -48,7 +48,7 @@ class Session:
 
 
 @contextmanager
-def launch(run: Run) -> Iterator[Session]:
+def launch(run: Run) -> Iterator[Process]:
     """Context in which the processes that were started are connected as the ranks of ``run``."""
     _, world, local = launched()
     with only_first_rank_reports():
@@ -59,11 +59,11 @@ def launch(run: Run) -> Iterator[Session]:
     # The watchdog must act before a collective times out, because it writes the stacks.
     timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
     with lasting_output(), LauncherWatch(), flushed_denormals(), connected(sizes, device, timeout) as ranks:
-        yield Session(ranks, device, Terminal(soft_wrap=True, quiet=not ranks.is_main))
+        yield Process(ranks, device, Terminal(soft_wrap=True, quiet=not ranks.is_main))
 
 
 @dataclass(frozen=True)
-class Start:
+class Beginning:
     """What a session trains, as the first rank found it."""
 
     run: Run
@@ -77,16 +77,16 @@ class Start:
     """When the run started."""
 
 
-def begin(run: Run, resume: bool, session: Session, stack: ExitStack) -> Start:
+def begin(run: Run, resume: bool, process: Process, stack: ExitStack) -> Beginning:
     """Claim the run's folder until ``stack`` is closed, and return what to train. All ranks call it together.
 
     Only the first rank reads and writes files, but for the checksums of a checkpoint, which all ranks share. Ranks may
     differ in settings of their machines, such as ``checkpoint.memory_folder``: each gets its own run.
     """
-    ranks = session.ranks
+    ranks = process.ranks
     ranks.main(lambda: _claim(run, resume, stack))
     checkpoint = latest_checkpoint(checkpoints_folder(run), ranks)
-    first = ranks.main(lambda: _start(run, resume, checkpoint, session.device))
+    first = ranks.main(lambda: _start(run, resume, checkpoint, process.device))
     return ranks.run_or_abort_all(lambda: _on_this_rank(run, first))
 
 
@@ -101,15 +101,15 @@ def _claim(run: Run, resume: bool, stack: ExitStack) -> None:
         mend_lines(run.folder / SESSIONS)
 
 
-def _start(run: Run, resume: bool, checkpoint: Path | None, device: torch.device) -> Start:
+def _start(run: Run, resume: bool, checkpoint: Path | None, device: torch.device) -> Beginning:
     fixed = [] if not resume else _fixed_at_begin(run) if checkpoint is None else _fixed_until(run, checkpoint)
     if run.with_settings(*fixed).precision == "auto":
         fixed.append(f"precision={'bfloat16' if multiplies_bfloat16(device) else 'float32'}")
     run = run.with_settings(*fixed)
-    return Start(run, tuple(fixed), checkpoint, row_layout(checkpoint), run_start(checkpoint))
+    return Beginning(run, tuple(fixed), checkpoint, row_layout(checkpoint), run_start(checkpoint))
 
 
-def _on_this_rank(run: Run, first: Start) -> Start:
+def _on_this_rank(run: Run, first: Beginning) -> Beginning:
     run = run.with_settings(*first.fixed)
     if first.checkpoint is not None:
         _check_same_run(run, first.run, "the first rank has")

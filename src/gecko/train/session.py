@@ -23,7 +23,7 @@ from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import keep_freed_memory
 from gecko.train import prepare
-from gecko.train.budget import Clock, measured
+from gecko.train.budget import RunClock, measured
 from gecko.train.carried import carried_state
 from gecko.train.checkpoints.checkpointer import (
     Checkpointer,
@@ -50,7 +50,7 @@ from gecko.train.metrics import (
 )
 from gecko.train.model import starting_model
 from gecko.train.optimizer import build_optimizer
-from gecko.train.prepare import Session, Start, fixed_settings, launch
+from gecko.train.prepare import Beginning, Process, fixed_settings, launch
 from gecko.train.run import Run
 from gecko.train.throughput import describe_hardware
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress
@@ -92,24 +92,24 @@ def train(
         ranks. NonFiniteError: too many steps in a row were skipped.
         OSError: a checkpoint or the metrics cannot be written.
     """
-    clock = Clock(now, now() if begin is None else begin, run.minutes)
+    clock = RunClock(now, now() if begin is None else begin, run.minutes)
     with ExitStack() as stack:
-        session = stack.enter_context(launch(run))
-        ranks, console = session.ranks, session.console
-        start = prepare.begin(run, resume, session, stack)
-        ranks.run_or_abort_all(lambda: _set_up(start.run, session))
+        process = stack.enter_context(launch(run))
+        ranks, console = process.ranks, process.console
+        start = prepare.begin(run, resume, process, stack)
+        ranks.run_or_abort_all(lambda: _set_up(start.run, process))
         data = load_data(start.run, ranks, console, start.layout, start.started)
         ranks.main(lambda: _check_same_texts(start, data, console))
-        model = starting_model(start.run, ranks, session.device, fresh=start.checkpoint is None)
-        batches = Prefetcher(start.run, data.rows, ranks, pinned=session.device.type == "cuda")
+        model = starting_model(start.run, ranks, process.device, fresh=start.checkpoint is None)
+        batches = Prefetcher(start.run, data.rows, ranks, pinned=process.device.type == "cuda")
         notice = TrainingNotice()
         with StopSignal(notice if ranks.is_main else None) as stop:
             if start.run.steps is None:
                 notice.phase = "measuring"
-                start = measured(start, model, batches, data, session, clock)
+                start = measured(start, model, batches, data, process, clock)
                 data = replace(data, evaluation=start.run.evaluation)
             notice.phase = "training"
-            run, position = _fit(start, model, data, batches, stop, session, clock)
+            run, position = _fit(start, model, data, batches, stop, process, clock)
             newest = checkpoint_path(checkpoints_folder(run), position.step)
             if position.step == run.steps:
                 notice.phase = "finishing"
@@ -124,7 +124,7 @@ def train(
         return TrainResult(run, newest, position.step, None, None)
 
 
-def _check_same_texts(start: Start, data: RunData, console: Console) -> None:
+def _check_same_texts(start: Beginning, data: RunData, console: Console) -> None:
     """Raise ValueError if the texts are other ones than those that the run started with."""
     folder, checkpoint = start.run.folder, start.checkpoint
     if checkpoint is not None and not check_same_data(folder, checkpoint, data.record.digest):
@@ -134,9 +134,9 @@ def _check_same_texts(start: Start, data: RunData, console: Console) -> None:
         )
 
 
-def _set_up(run: Run, session: Session) -> None:
-    ranks, console = session.ranks, session.console
-    check_float8(run.precision, session.device)
+def _set_up(run: Run, process: Process) -> None:
+    ranks, console = process.ranks, process.console
+    check_float8(run.precision, process.device)
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
@@ -151,11 +151,11 @@ def _set_up(run: Run, session: Session) -> None:
 
 
 def _fit(
-    start: Start, model: LanguageModel, data: RunData, batches: Prefetcher, stop: StopSignal, session: Session,
-    clock: Clock,
+    start: Beginning, model: LanguageModel, data: RunData, batches: Prefetcher, stop: StopSignal, process: Process,
+    clock: RunClock,
 ) -> tuple[Run, TrainerState]:  # fmt: skip
     """Restore the state of the run and train. Return the run with its number of steps, and where it stands."""
-    run, checkpoint, ranks, console = start.run, start.checkpoint, session.ranks, session.console
+    run, checkpoint, ranks, console = start.run, start.checkpoint, process.ranks, process.console
     optimizer = build_optimizer(model, run.optimizer)
     carried = carried_state(run, model, ranks)
     with ExitStack() as stack:

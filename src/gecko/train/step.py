@@ -153,7 +153,7 @@ NO_TARGETS = f"a batch must have at least one target; all are {IGNORED}. Try a l
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """This rank's tokens of some rows of a batch."""
 
     tokens: Tensor
@@ -190,7 +190,7 @@ class StartedStep:
         return StepResult(loss, grad_norm, Verdict(int(verdict)))
 
 
-def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = _ALONE) -> list[Part]:
+def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = _ALONE) -> list[BatchPart]:
     """Split ``batch``, which holds this rank's rows in full, into ``parts`` equal parts with this rank's columns.
 
     Raises:
@@ -207,7 +207,7 @@ def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = _
     rows = batch.segment_ids.chunk(parts)
     contexts = [None if ranks.context is None else ranks.context.of_rows(ids) for ids in rows]
     columns = tokens, targets, (ids[:, here] for ids in rows), weights.unbind(), contexts
-    return [Part(*given) for given in zip(*columns, strict=True)]
+    return [BatchPart(*given) for given in zip(*columns, strict=True)]
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
@@ -216,7 +216,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 def compute_gradients(
     model: LanguageModel,
-    parts: Sequence[Part],
+    parts: Sequence[BatchPart],
     precision: Precision,
     ranks: Ranks = _ALONE,
     carried: CarriedState | None = None,
@@ -252,7 +252,7 @@ def _clip(model: nn.Module, clip: float, ranks: Ranks) -> Tensor:
 def start_step(
     model: LanguageModel,
     optimizer: torch.optim.Optimizer,
-    parts: Sequence[Part],
+    parts: Sequence[BatchPart],
     *,
     learning_rate: float,
     clip: float,

@@ -22,7 +22,7 @@ from gecko.models import LanguageModel
 from gecko.parallel.mesh import DelayedSum, Ranks
 from gecko.runtime.process import SteadyCollection
 from gecko.state import GeckoState
-from gecko.train.budget import Clock
+from gecko.train.budget import RunClock
 from gecko.train.carried import CarriedState
 from gecko.train.checkpoints.checkpointer import Checkpointer, TrainerState
 from gecko.train.checkpoints.folders import set_aside
@@ -34,7 +34,7 @@ from gecko.train.metrics import Kind, MetricsWriter
 from gecko.train.run import Run
 from gecko.train.step import (
     NO_TARGETS,
-    Part,
+    BatchPart,
     SpikeRule,
     StartedStep,
     StepResult,
@@ -62,13 +62,13 @@ class Sinks:
 
 
 @dataclass
-class _Pending:
+class _InFlight:
     """A step that was started and whose numbers the host has not read."""
 
     number: int
     """Counted from 1."""
     started: StartedStep
-    parts: list[Part]
+    parts: list[BatchPart]
     states: list[GeckoState] | None
     """States that were carried into the step."""
     rate: float
@@ -93,7 +93,7 @@ class Trainer:
         position: TrainerState,
         sinks: Sinks,
         ranks: Ranks,
-        clock: Clock,
+        clock: RunClock,
         carried: CarriedState | None = None,
     ) -> None:
         self.run, self.clock = run, clock
@@ -104,7 +104,7 @@ class Trainer:
         self.device = next(model.parameters()).device
         self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms, self.device)
         self._flags = DelayedSum(ranks)
-        self._pending: _Pending | None = None
+        self._pending: _InFlight | None = None
         self._mark: float | None = None
         """Time up to which steps have been timed; None if no step is being timed."""
         self._profile = ProfileWindow(run.profile, run.folder / "profile", ranks.rank)
@@ -202,7 +202,7 @@ class Trainer:
         if self._overdue or any(every is not None and self._due(every, number) for every in intervals):
             self._settle()
 
-    def _start(self, number: int) -> _Pending:
+    def _start(self, number: int) -> _InFlight:
         """Start a step, counted from 1. The host waits for nothing but the batch."""
         begin = self.clock.now()
         rate = self.run.optimizer.learning_rate * learning_rate_factor(self.run.schedule, number - 1, self.run.steps)
@@ -223,7 +223,7 @@ class Trainer:
         )
         if self.carried is not None:
             self.carried.advance()
-        return _Pending(number, started, parts, states, rate, waited)
+        return _InFlight(number, started, parts, states, rate, waited)
 
     def _lap(self) -> float:
         """Return the seconds since the last call."""
@@ -240,7 +240,7 @@ class Trainer:
             self._finish(pending)
         self._mark = None
 
-    def _finish(self, pending: _Pending) -> bool:
+    def _finish(self, pending: _InFlight) -> bool:
         """Read and report a step's numbers. Return whether it was taken."""
         result = pending.started.wait()
         taken = result.verdict is Verdict.TAKEN
@@ -274,7 +274,7 @@ class Trainer:
         self.ranks.main(lambda: skip_failure(self.position, limit, cause, set_aside(folder, taken)))
         raise AssertionError("skip_failure raises")
 
-    def _find_cause(self, pending: _Pending) -> str:
+    def _find_cause(self, pending: _InFlight) -> str:
         """Compute the step again, from the same weights and states, and return what was not finite."""
         if bool(pending.parts[0].weight.isnan()):
             raise ValueError(NO_TARGETS)
@@ -295,7 +295,7 @@ class Trainer:
             recent_grad_norms=tuple(self._spikes.grad_norms),
         )
 
-    def _report(self, result: StepResult, pending: _Pending, cause: str | None) -> None:
+    def _report(self, result: StepResult, pending: _InFlight, cause: str | None) -> None:
         step = self.position.step
         speed = (self.run.tokens_before(step) - self.run.tokens_before(step - 1)) / pending.seconds
         values = {
