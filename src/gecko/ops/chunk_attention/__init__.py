@@ -5,7 +5,6 @@ With context parallelism, the queries in the first chunk of a rank may see the l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from gecko.config import Attention
 from gecko.ops.backends.dispatch import choose_backend, kernels_of, products_are_rounded
-from gecko.ops.chunk_attention.chunked import Pattern, chunk_attention_chunked, chunk_attention_step
+from gecko.ops.chunk_attention.chunked import AttentionState, Pattern, chunk_attention_chunked, chunk_attention_step
 from gecko.ops.common import (
     check_segments,
     check_shape,
@@ -23,33 +22,9 @@ from gecko.ops.common import (
     run_by_chunk_offset,
     run_by_length,
 )
-from gecko.runtime.records import TensorRecord
 from gecko.segments import Segments
 
 __all__ = ["AttentionState", "Pattern", "chunk_attention", "chunk_attention_reference"]
-
-
-@dataclass(frozen=True)
-class AttentionState(TensorRecord):
-    """Keys and values of the last 2c tokens in a ring buffer: position j is in slot j mod 2c.
-
-    keys: (B, H, 2c, key_head_dim), rotated by their position inside their chunk; float32 or wider after a call.
-    values: (B, H, 2c, value_head_dim), in the dtype of the activations.
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    @classmethod
-    def empty(
-        cls, batch: int, heads: int, chunk_size: int, key_dim: int, value_dim: int,
-        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-    ) -> AttentionState:  # fmt: skip
-        slots = (batch, heads, 2 * chunk_size)
-        return cls(
-            torch.zeros(*slots, key_dim, dtype=dtype, device=device),
-            torch.zeros(*slots, value_dim, dtype=dtype, device=device),
-        )
 
 
 def chunk_attention(

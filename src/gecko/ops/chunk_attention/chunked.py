@@ -8,7 +8,7 @@ the values. The backward pass computes the weights again: keeping them would cos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,9 @@ from gecko.config import Attention
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.rotary import rotary_phases, rotate
 from gecko.runtime.private import softmax_gradient
+from gecko.runtime.records import TensorRecord
 from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
-
-if TYPE_CHECKING:
-    from gecko.ops.chunk_attention import AttentionState
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,29 @@ class Pattern:
     def phases(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the phases by which ``rotary.rotate`` rotates x (B, H, T, d)."""
         return rotary_phases(positions, x.shape[-1], self.rope_base, x.dtype, x.device)
+
+
+@dataclass(frozen=True)
+class AttentionState(TensorRecord):
+    """Keys and values of the last 2c tokens in a ring buffer: position j is in slot j mod 2c.
+
+    keys: (B, H, 2c, key_head_dim), rotated by their position inside their chunk; float32 or wider after a call.
+    values: (B, H, 2c, value_head_dim), in the dtype of the activations.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, heads: int, chunk_size: int, key_dim: int, value_dim: int,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    ) -> AttentionState:  # fmt: skip
+        slots = (batch, heads, 2 * chunk_size)
+        return cls(
+            torch.zeros(*slots, key_dim, dtype=dtype, device=device),
+            torch.zeros(*slots, value_dim, dtype=dtype, device=device),
+        )
 
 
 def in_order(ring: Tensor, start: int, size: int) -> Tensor:
@@ -228,10 +249,6 @@ def _value_grad(weights: Tensor, grad_out: Tensor, grad_v: Tensor, first: int) -
     for part in range(lookback):
         seen = weights[:, :, part * chunk : (part + 1) * chunk]
         grad_v[first + part : first + part + count].baddbmm_(seen.mT, grad_out)
-
-
-if TYPE_CHECKING:
-    from gecko.ops.chunk_attention import AttentionState
 
 
 def chunk_attention_step(

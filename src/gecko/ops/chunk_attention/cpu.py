@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,12 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import call, save, saved
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH
-from gecko.ops.chunk_attention.chunked import Pattern, in_order, ring_after
+from gecko.ops.chunk_attention.chunked import AttentionState, Pattern, in_order, ring_after
 from gecko.ops.rotary import rotate
 from gecko.segments import Segments
-
-if TYPE_CHECKING:
-    from gecko.ops.chunk_attention import AttentionState
 
 _SPAN = 512
 """Tokens per task if a chunk is shorter than that; else a task is one chunk."""

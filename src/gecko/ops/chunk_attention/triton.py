@@ -6,13 +6,12 @@ Rows may have different chunk offsets.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import custom_op
-from gecko.ops.chunk_attention.chunked import Pattern
+from gecko.ops.chunk_attention.chunked import AttentionState, Pattern
 from gecko.ops.chunk_attention.triton_layout import lay, rotary_table
 from gecko.ops.chunk_attention.triton_narrow import WIDEST, narrow_backward, narrow_forward
 from gecko.ops.chunk_attention.triton_wide import wide_backward, wide_forward
@@ -21,10 +20,6 @@ from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-
-if TYPE_CHECKING:
-    from gecko.ops.chunk_attention import AttentionState
 
 
 @dataclass(frozen=True)

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import choose_backend, kernels_of
 from gecko.ops.common import check_affine, check_segments, check_shape, compute_dtype, full_precision, run_by_length
-from gecko.ops.timestep_norm.chunked import cumulative_statistics, decayed_statistics, standardise, timestep_norm_step
-from gecko.runtime.records import TensorRecord
+from gecko.ops.timestep_norm.chunked import (
+    TimestepNormState,
+    cumulative_statistics,
+    decayed_statistics,
+    standardise,
+    timestep_norm_step,
+)
 from gecko.segments import Segments
 
 __all__ = ["TimestepNormState", "timestep_norm", "timestep_norm_reference"]
-
-
-@dataclass(frozen=True)
-class TimestepNormState(TensorRecord):
-    """Running statistics of the current document.
-
-    count: (B,) int64, steps of the document so far.
-    mean, variance: (B, G), float32 or wider. Decaying statistics are stored without bias correction.
-    """
-
-    count: Tensor
-    mean: Tensor
-    variance: Tensor
-
-    @classmethod
-    def empty(
-        cls, batch: int, groups: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> TimestepNormState:
-        zeros = torch.zeros(batch, groups, dtype=dtype, device=device)
-        return cls(torch.zeros(batch, dtype=torch.int64, device=device), zeros, zeros)
 
 
 def timestep_norm(

@@ -7,18 +7,37 @@ dominates, so that form has few operations.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.scan import ScanPlan, decayed_sum
+from gecko.runtime.records import TensorRecord
 from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
-if TYPE_CHECKING:
-    from gecko.ops.timestep_norm import TimestepNormState
+
+@dataclass(frozen=True)
+class TimestepNormState(TensorRecord):
+    """Running statistics of the current document.
+
+    count: (B,) int64, steps of the document so far.
+    mean, variance: (B, G), float32 or wider. Decaying statistics are stored without bias correction.
+    """
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, groups: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> TimestepNormState:
+        zeros = torch.zeros(batch, groups, dtype=dtype, device=device)
+        return cls(torch.zeros(batch, dtype=torch.int64, device=device), zeros, zeros)
 
 
 def decayed_statistics(
@@ -145,10 +164,6 @@ def _origin(mu: Tensor, state: TimestepNormState, segments: Segments) -> Tensor:
     begun = mu.detach().gather(1, first.unsqueeze(-1).expand_as(mu))
     known = segments.continues & (state.count > 0).unsqueeze(1)
     return torch.where(known.unsqueeze(-1), state.mean.unsqueeze(1), begun)
-
-
-if TYPE_CHECKING:
-    from gecko.ops.timestep_norm import TimestepNormState
 
 
 def timestep_norm_step(

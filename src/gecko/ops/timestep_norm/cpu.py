@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import call, save, saved
 from gecko.ops.common import check_shape
+from gecko.ops.timestep_norm.chunked import TimestepNormState
 from gecko.segments import Segments
-
-if TYPE_CHECKING:
-    from gecko.ops.timestep_norm import TimestepNormState
 
 
 def timestep_norm_cpu(

@@ -24,20 +24,18 @@ Cumulative statistics are combined as (count, mean, mean variance), which avoids
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
+from gecko.ops.timestep_norm.chunked import TimestepNormState
 from gecko.ops.timestep_norm.triton_backward import gradients
 from gecko.ops.timestep_norm.triton_forward import normalise_tiles
 from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
-
-if TYPE_CHECKING:
-    from gecko.ops.timestep_norm import TimestepNormState
 
 
 def timestep_norm_triton(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.dispatch import on_gpu
 from gecko.ops.common import common_chunk_offset, padded
-from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary, with_identity
+from gecko.ops.working_memory.rules import ChunkSummary, Rule, WorkingMemoryState, empty_summary, with_identity
 from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
 
@@ -147,10 +147,6 @@ def segmented_scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, first
     return x
 
 
-if TYPE_CHECKING:
-    from gecko.ops.working_memory import WorkingMemoryState
-
-
 def working_memory_chunked(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
@@ -247,10 +243,6 @@ def _entering(previous: Tensor, first: Tensor, chunks: Tensor) -> tuple[Tensor, 
 
 def _slice(summary: ChunkSummary, index: int | slice) -> ChunkSummary:
     return summary.map(lambda x: x[:, :, index])
-
-
-if TYPE_CHECKING:
-    from gecko.ops.working_memory import WorkingMemoryState
 
 
 def working_memory_step(

@@ -8,7 +8,7 @@ slot 0 is the chunk before the call, slot i + 1 is chunk i of the call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import call, save, saved
 from gecko.ops.working_memory.chunked import Grid
-from gecko.ops.working_memory.rules import ChunkSummary, Rule, empty_summary, with_identity
+from gecko.ops.working_memory.rules import ChunkSummary, Rule, WorkingMemoryState, empty_summary, with_identity
 from gecko.segments import Segments
-
-if TYPE_CHECKING:
-    from gecko.ops.working_memory import WorkingMemoryState
 
 
 def working_memory_cpu(

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.runtime.records import TensorRecord
-
-if TYPE_CHECKING:
-    from gecko.ops.working_memory import WorkingMemoryState
 
 EMPTY_LOG = -1e30
 """Logarithm of an empty sum. It is finite because the gradient of logaddexp(−∞, −∞) is NaN."""
@@ -206,3 +203,33 @@ def _normalised(features: Tensor, normaliser: Tensor) -> Tensor:
 
 
 RULES: dict[str, Rule] = {"adaptive": Adaptive(), "linear": Linear()}
+
+
+@dataclass(frozen=True)
+class WorkingMemoryState(TensorRecord):
+    """The memory, and summaries of the two chunks that have not entered it yet; float32 or wider.
+
+    A chunk enters the memory when it leaves the attention window, two chunks later. Until then the state holds its
+    summary. The state therefore does not depend on how the text was split into calls.
+    """
+
+    memory: Tensor
+    """(B, H, key_head_dim, value_head_dim): M after chunk u − 2, where chunk u is the chunk of the next token."""
+    normaliser: Tensor
+    """(B, H, key_head_dim): log z (adaptive rule) or τ (linear rule)."""
+    previous: ChunkSummary
+    """Summary of chunk u − 1."""
+    current: ChunkSummary
+    """Summary of the tokens read so far of chunk u, from the current document only."""
+    previous_resets: Tensor
+    """(B,) bool: a document started in chunk u − 1, so the memory is cleared before that chunk enters."""
+
+    @classmethod
+    def empty(
+        cls, rule: str, batch: int, heads: int, key_dim: int, value_dim: int,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    ) -> WorkingMemoryState:  # fmt: skip
+        nothing = empty_summary(RULES[rule], (batch, heads), key_dim, value_dim, dtype, torch.device(device))
+        memory = torch.zeros(batch, heads, key_dim, value_dim, dtype=dtype, device=device)
+        resets = torch.zeros(batch, dtype=torch.bool, device=device)
+        return cls(memory, nothing.weight, nothing, nothing, resets)

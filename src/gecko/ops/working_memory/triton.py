@@ -22,24 +22,26 @@ gecko-7b forward on an H200 (4.8 TB/s, 790 TFLOP/s), at least: 0.42 ms for memor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import custom_op
 from gecko.ops.working_memory.chunked import Grid, normalisers_of, product
-from gecko.ops.working_memory.rules import Adaptive, ChunkSummary, Rule, empty_summary, with_identity
+from gecko.ops.working_memory.rules import (
+    Adaptive,
+    ChunkSummary,
+    Rule,
+    WorkingMemoryState,
+    empty_summary,
+    with_identity,
+)
 from gecko.ops.working_memory.triton_chain import chain
 from gecko.ops.working_memory.triton_factors import factors
 from gecko.ops.working_memory.triton_features import features, features_backward, weigh_backward, weigh_forward
 from gecko.segments import Segments
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-
-if TYPE_CHECKING:
-    from gecko.ops.working_memory import WorkingMemoryState
 
 
 @dataclass(frozen=True)
