@@ -6,7 +6,7 @@ shared prefixes, and takes them back when it preempts a sequence.
 
 from __future__ import annotations
 
-ARCHITECTURE, CLASSIFIER = "GeckoForCausalLM", "GeckoForSequenceClassification"
+ARCHITECTURE = "GeckoForCausalLM"
 
 
 def register() -> None:
@@ -16,7 +16,7 @@ def register() -> None:
 
     import gecko.hf  # noqa: F401 (registers the config with transformers)
     from gecko.vllm.pages import register_pages
-    from gecko.vllm.settings import GeckoSettings
+    from gecko.vllm.settings import CLASSIFIER, GeckoSettings
 
     register_pages()
     for name in (ARCHITECTURE, CLASSIFIER):  # the settings refuse a classifier

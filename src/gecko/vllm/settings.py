@@ -8,7 +8,8 @@ from typing import Any
 from vllm.model_executor.models.config import MambaModelConfig
 
 from gecko.parallel.tensor import check_divisible
-from gecko.vllm import CLASSIFIER
+
+CLASSIFIER = "GeckoForSequenceClassification"
 
 
 class GeckoSettings(MambaModelConfig):
