@@ -120,9 +120,9 @@ class PackedRows:
     def ordered_row(self, epoch: int, place: int) -> Row:
         return self._epoch(epoch)[0].row(place * self.sequence_length, self.sequence_length)
 
-    def _build_epoch(self, epoch: int) -> tuple[_Layout, Shuffle]:
+    def _build_epoch(self, epoch: int) -> tuple[_RowLayout, Shuffle]:
         documents, rows = SPLIT_STREAM + 1 + 2 * epoch, SPLIT_STREAM + 2 + 2 * epoch
-        layout = _Layout.of(self._corpus, permutation(len(self._corpus), self._seed, documents))
+        layout = _RowLayout.of(self._corpus, permutation(len(self._corpus), self._seed, documents))
         return layout, Shuffle.of(self.rows_per_epoch, self._seed, rows)
 
 
@@ -155,7 +155,7 @@ def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length
         ValueError: a size is below 1.
     """
     check_sizes(batch_size=batch_size, sequence_length=sequence_length)
-    layout = _Layout.of(corpus, np.arange(len(corpus)))
+    layout = _RowLayout.of(corpus, np.arange(len(corpus)))
     begins = range(0, layout.num_tokens - 1, sequence_length)
     for first in range(0, len(begins), batch_size):
         yield _stack(
@@ -164,7 +164,7 @@ def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _RowLayout:
     """Concatenation of all documents of a corpus in one order."""
 
     tokens: NDArray[np.unsignedinteger]
@@ -174,7 +174,7 @@ class _Layout:
     """(documents + 1,) start of each document in the layout, and the layout's length."""
 
     @classmethod
-    def of(cls, corpus: TokenizedCorpus, order: NDArray[np.int64]) -> _Layout:
+    def of(cls, corpus: TokenizedCorpus, order: NDArray[np.int64]) -> _RowLayout:
         borders = np.concatenate([[0], np.cumsum(corpus.lengths[order])])
         return cls(corpus.tokens, corpus.offsets[order], borders)
 

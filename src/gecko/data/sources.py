@@ -142,7 +142,7 @@ def load_documents(source: str | os.PathLike[str] | Sequence[str], *, field: str
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """Unit of reading: one file, a data set, or a piece of a data set. All fields can be written as JSON."""
 
     kind: Literal["file", "stdlib", "dataset"]
@@ -173,7 +173,7 @@ class Source:
     """Parts of one source, without the files of earlier sources."""
 
     spec: str
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
 
 
 def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> list[Source]:
@@ -189,11 +189,11 @@ def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str =
     return [source for source in found if source.parts]
 
 
-def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[Part, ...]:
+def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[SourcePart, ...]:
     """Return the parts of a source without the files in ``seen``, and add its files to ``seen``."""
     if spec.startswith(HUGGING_FACE):
         name, config, split = _parse_dataset(spec)
-        return (Part("dataset", name, field, config=config, split=split),)
+        return (SourcePart("dataset", name, field, config=config, split=split),)
     files = stdlib_files() if spec == STDLIB else find_files(spec)
     # A document that is read twice, also through a link, could be in the training and in the validation part.
     fresh = []
@@ -204,10 +204,10 @@ def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[Part, ...]:
             format_of(path)
             fresh.append(path)
     kind: Literal["file", "stdlib"] = "stdlib" if spec == STDLIB else "file"
-    return tuple(Part(kind, str(path), field, path.stat().st_size) for path in fresh)
+    return tuple(SourcePart(kind, str(path), field, path.stat().st_size) for path in fresh)
 
 
-def sample_texts(parts: Sequence[Part], characters: int) -> Iterator[str]:
+def sample_texts(parts: Sequence[SourcePart], characters: int) -> Iterator[str]:
     """Yield up to ``characters`` of the texts of evenly spaced parts, of long texts pieces from all over."""
     chosen = parts[:: max(1, len(parts) // 64)]
     for part in chosen:
@@ -220,7 +220,7 @@ def sample_texts(parts: Sequence[Part], characters: int) -> Iterator[str]:
                 break
 
 
-def dataset_pieces(part: Part) -> tuple[Part, ...]:
+def dataset_pieces(part: SourcePart) -> tuple[SourcePart, ...]:
     """Divide a data set into pieces that can be read in parallel, in its order; a file is returned as it is."""
     if part.kind != "dataset":
         return (part,)
@@ -252,7 +252,7 @@ def _read_stdlib(path: Path) -> Iterator[str]:
         return
 
 
-def _read_dataset(part: Part) -> Iterator[str]:
+def _read_dataset(part: SourcePart) -> Iterator[str]:
     records = _open_dataset(part)
     if part.pieces > 1:
         records = records.shard(num_shards=part.pieces, index=part.piece)
@@ -261,7 +261,7 @@ def _read_dataset(part: Part) -> Iterator[str]:
         yield text_field(record, part.field, f"{where}, record {number},")
 
 
-def _open_dataset(part: Part) -> Any:
+def _open_dataset(part: SourcePart) -> Any:
     datasets = require("datasets", "data")
     try:
         with cached_data_sets_without_network("data"):

@@ -23,7 +23,7 @@ import numpy as np
 
 from gecko.data.packing import batches
 from gecko.data.shards import FORMAT, MANIFEST, SUFFIXES, Manifest, Shard, ShardRecord, TokenizerRecord
-from gecko.data.sources import Part, dataset_pieces, empty_source, find_sources
+from gecko.data.sources import SourcePart, dataset_pieces, empty_source, find_sources
 from gecko.data.token_bytes import TokenBytes, token_bytes
 from gecko.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
 from gecko.io.files import inner_name, parse_object, whole_file
@@ -43,7 +43,7 @@ class Task:
 
     name: str
     source: str
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
 
     @property
     def size(self) -> int:
@@ -82,7 +82,7 @@ class TokenizingPlan:
 
         def parse(content: dict[str, Any]) -> TokenizingPlan:
             tasks = tuple(
-                Task(inner_name(task["name"]), task["source"], tuple(Part(**part) for part in task["parts"]))
+                Task(inner_name(task["name"]), task["source"], tuple(SourcePart(**part) for part in task["parts"]))
                 for task in content["tasks"]
             )
             return cls(folder, TokenizerRecord(**content["tokenizer"]), tasks)
@@ -215,7 +215,7 @@ def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
     return record
 
 
-def _with_absolute_path(part: Part) -> Part:
+def _with_absolute_path(part: SourcePart) -> SourcePart:
     """Make a part's path absolute: on a cluster, tasks start in other working folders."""
     local = part.kind != "dataset" or Path(part.name).exists()
     return dataclasses.replace(part, name=os.path.abspath(part.name)) if local else part
@@ -231,11 +231,11 @@ def _check_outside(folder: Path, sources: list[str]) -> None:
             )
 
 
-def _groups(parts: list[tuple[str, Part]]) -> Iterator[list[tuple[str, Part]]]:
+def _groups(parts: list[tuple[str, SourcePart]]) -> Iterator[list[tuple[str, SourcePart]]]:
     """Group consecutive files of a source into shards; a piece of a data set is always a separate shard."""
     least, most = SHARD_BYTES
     target = min(max(sum(part.size for _, part in parts) // SHARDS, least), most)
-    group: list[tuple[str, Part]] = []
+    group: list[tuple[str, SourcePart]] = []
     size = 0
     for spec, part in parts:
         if group and (size + part.size > target or spec != group[0][0] or part.kind == "dataset"):
@@ -280,7 +280,7 @@ def _documents(task: Task) -> Iterator[str]:
             ) from error
 
 
-def _check_size(part: Part) -> None:
+def _check_size(part: SourcePart) -> None:
     size = Path(part.name).stat().st_size if part.size else 0
     if size != part.size:
         raise ValueError(

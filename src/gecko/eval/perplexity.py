@@ -25,7 +25,7 @@ _LARGEST_EXPONENT = 500
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _SegmentPlan:
     """Texts to score: the first tokens of each text, a multiple of the largest length."""
 
     lengths: tuple[int, ...]
@@ -70,7 +70,7 @@ def perplexity(
     return Results("perplexity", scores, settings, seed, plan.notes, {"bytes": total.bytes, "words": total.words})
 
 
-def _plan(model: ScoredModel[Any], texts: Sequence[Text], lengths: Sequence[int] | None) -> _Plan:
+def _plan(model: ScoredModel[Any], texts: Sequence[Text], lengths: Sequence[int] | None) -> _SegmentPlan:
     tokens = [sum(map(len, text.tokens(model.tokenizer))) for text in texts]
     chosen, notes = _fitting(tokens) if lengths is None else (_checked(lengths), [])
     largest, kept, sizes = chosen[-1], [], []
@@ -91,7 +91,7 @@ def _plan(model: ScoredModel[Any], texts: Sequence[Text], lengths: Sequence[int]
             f"{max(tokens):,}. Ask for shorter contexts (--lengths), or join the files to one text (--joined)."
         )
     block = _block(chosen, sum(size.tokens for size in sizes))
-    return _Plan(chosen, block, kept, sizes, notes)
+    return _SegmentPlan(chosen, block, kept, sizes, notes)
 
 
 def _fitting(tokens: Sequence[int]) -> tuple[tuple[int, ...], list[str]]:
@@ -126,7 +126,7 @@ def _block(lengths: tuple[int, ...], total: int) -> int:
     return block
 
 
-def _block_losses(model: ScoredModel[Any], plan: _Plan, length: int, report: Report) -> Values:
+def _block_losses(model: ScoredModel[Any], plan: _SegmentPlan, length: int, report: Report) -> Values:
     """Return the summed losses of every block of the scored tokens, (blocks,)."""
     sums = np.zeros(plan.total.tokens // plan.block)
     place = 0
@@ -165,7 +165,7 @@ def _scores(length: int, blocks: Values, size: TextSize, seed: int) -> list[Scor
     ]
 
 
-def _change(length: int, difference: Values, plan: _Plan, seed: int) -> Score:
+def _change(length: int, difference: Values, plan: _SegmentPlan, seed: int) -> Score:
     """Return the change of the loss from the next shorter context, paired by block; negative is better."""
     tokens = plan.total.tokens
     spread = bootstrap_mean(difference / plan.block, f"blocks of {plan.block:,} tokens", seed)
@@ -229,7 +229,12 @@ class Moments:
 
 
 def positions(
-    model: ScoredModel[Any], texts: Sequence[Text], grid: Grid, *, segments: int | None = None, report: Report = quiet
+    model: ScoredModel[Any],
+    texts: Sequence[Text],
+    grid: Grid,
+    *,
+    segments: int | None = None,
+    report: Report = quiet,
 ) -> Results:
     """Measure the loss by position in segments of ``grid.length`` tokens, and test for higher loss after borders.
 

@@ -39,7 +39,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class PaddedBatch:
     """Inputs of a call, which of them are text, and where documents start."""
 
     inputs: Tensor
@@ -53,7 +53,7 @@ class Batch:
     def build(
         cls, inputs: Tensor, mask: Tensor | None, positions: Tensor | None, *,
         read: Tensor | None = None, continued: bool = False,
-    ) -> Batch:  # fmt: skip
+    ) -> PaddedBatch:  # fmt: skip
         """Check the arguments that transformers passes, and build the batch.
 
         Args:

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from gecko.hf.batch import Batch, Layers, Memory, pick
+from gecko.hf.batch import Layers, Memory, PaddedBatch, pick
 from gecko.hf.cache import CACHE, GeckoCache, given_cache
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
@@ -100,7 +100,7 @@ class GeckoModel(GeckoPreTrainedModel):
         cache: GeckoCache | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Return hidden states (B, T, D). Arguments: see ``GeckoForCausalLM``; values at padding: ``Batch.read``."""
+        """Return hidden states (B, T, D). Arguments: see ``GeckoForCausalLM``; padding: ``PaddedBatch.read``."""
         past_key_values = given_cache(past_key_values, cache)
         if torch.compiler.is_exporting():
             use_cache = _exported_without_cache(attention_mask, position_ids, past_key_values, use_cache)
@@ -112,7 +112,7 @@ class GeckoModel(GeckoPreTrainedModel):
         cache = GeckoCache() if use_cache and past_key_values is None else past_key_values
         before = Memory() if cache is None else cache.memory(batch.inputs.device)
         wanted: Any = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        reader = _Reader(self.gecko, layers=wanted is not False)
+        reader = _GeckoReader(self.gecko, layers=wanted is not False)
         (hidden, *layers), state = batch.read(reader, before, keep_state=cache is not None)
         if cache is not None and state is not None:
             ids = batch.inputs if inputs_embeds is None else None
@@ -125,7 +125,7 @@ class GeckoModel(GeckoPreTrainedModel):
     def batch(
         self, input_ids: Tensor | None, mask: Tensor | None, positions: Tensor | None, cache: GeckoCache | None,
         embeds: Tensor | None = None,
-    ) -> Batch:  # fmt: skip
+    ) -> PaddedBatch:  # fmt: skip
         """Check the arguments of a call and return its batch."""
         if (input_ids is None) == (embeds is None):
             raise ValueError(
@@ -134,7 +134,7 @@ class GeckoModel(GeckoPreTrainedModel):
         inputs = embeds if input_ids is None else input_ids
         assert inputs is not None
         if cache is None:
-            return Batch.build(inputs, mask, positions)
+            return PaddedBatch.build(inputs, mask, positions)
         if not isinstance(cache, GeckoCache):
             raise TypeError(
                 f"past_key_values must be a GeckoCache; got {type(cache).__name__}. Leave it out to make one. "
@@ -144,10 +144,10 @@ class GeckoModel(GeckoPreTrainedModel):
             raise ValueError(
                 f"the cache must hold {len(inputs)} rows, as input_ids; it holds {cache.state.batch_size}."
             )
-        return Batch.build(inputs, mask, positions, read=cache.text, continued=True)
+        return PaddedBatch.build(inputs, mask, positions, read=cache.text, continued=True)
 
 
-class _Reader:
+class _GeckoReader:
     """Reader of a Gecko. Without gradients it reads in pieces, so that a long prompt takes little memory.
 
     Args:
@@ -308,7 +308,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
                 not a parameter, because ``Trainer`` takes every parameter with "label" in its name for a column.
 
         Raises:
-            ValueError, TypeError: attentions are requested; or see ``Batch``.
+            ValueError, TypeError: attentions are requested; or see ``PaddedBatch``.
         """
         past_key_values = given_cache(past_key_values, cache)
         targets, shift_labels = None, others.pop("shift_labels", None)

@@ -83,7 +83,7 @@ def document_record(segment_ids: Tensor, chunk_size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowsPart:
     """One rank's part of the rows of a call; tensors of shape (B,)."""
 
     clock: Clock
@@ -94,11 +94,11 @@ class Part:
     """Position at which the document started that is open just before the part's last chunk."""
 
 
-def parts_of_call(length: int, chunk_size: int, records: Tensor, clock: Clock | None) -> list[Part]:
+def parts_of_call(length: int, chunk_size: int, records: Tensor, clock: Clock | None) -> list[RowsPart]:
     """Return every rank's part, from the records (R, B, 4) of all ranks and the ``clock`` before the first rank's
     tokens, which is None if nothing was read."""
     now = Clock.start(records.shape[1]) if clock is None else clock
-    parts: list[Part] = []
+    parts: list[RowsPart] = []
     for first_id, last_id, last_start, early_start in (record.unbind(1) for record in records):
         fresh = clock is None and not parts
         begins = torch.zeros_like(first_id, dtype=torch.bool) if fresh else first_id != now.segment_id
@@ -106,7 +106,7 @@ def parts_of_call(length: int, chunk_size: int, records: Tensor, clock: Clock | 
         # The first token is before the last chunk only if there are at least two chunks.
         start_early = start if length > chunk_size else now.document_start
         before_last = torch.where(early_start >= 0, now.position + early_start, start_early)
-        parts.append(Part(now, begins, before_last))
+        parts.append(RowsPart(now, begins, before_last))
         start = torch.where(last_start >= 0, now.position + last_start, start)
         now = Clock(now.position + length, start, last_id)
     return parts
@@ -119,7 +119,7 @@ def no_documents(size: int, batch: int, clock: Clock | None) -> Tensor:
     return torch.stack([ids, ids, none, none], dim=1).expand(size, -1, -1)
 
 
-def reaching_counts(parts: list[Part], rank: int) -> Tensor:
+def reaching_counts(parts: list[RowsPart], rank: int) -> Tensor:
     """Return ``ContextExchange.counts`` of a rank."""
     start = parts[rank].clock.document_start
     counts = torch.zeros(len(parts) - 1, len(start), dtype=torch.int64, device="cpu")
@@ -131,7 +131,7 @@ def reaching_counts(parts: list[Part], rank: int) -> Tensor:
     return counts
 
 
-def reaching_chunks(parts: list[Part], rank: int, chunk_size: int) -> Tensor:
+def reaching_chunks(parts: list[RowsPart], rank: int, chunk_size: int) -> Tensor:
     """Return ``ContextExchange.chunks_reach`` of a rank."""
     reach = torch.zeros(len(parts) - 1, len(parts[0].begins), 2, dtype=torch.bool, device="cpu")
     for before in range(rank):
@@ -195,12 +195,12 @@ class ContextGroup:
             return Segments.build(batch, length, segment_ids=segment_ids, clock=clock, device=device)
         parts = parts_of_call(length, chunk_size, records, clock)
         counts, reach = reaching_counts(parts, self.rank), reaching_chunks(parts, self.rank, chunk_size)
-        exchange = _ContextExchange(self.line, self.rank == 0, to_device(counts, device), to_device(reach, device))
+        exchange = _RankExchange(self.line, self.rank == 0, to_device(counts, device), to_device(reach, device))
         own = clock if self.rank == 0 else parts[self.rank].clock
         segments = Segments.build(batch, length, segment_ids=segment_ids, clock=own, device=device)
         return replace(segments, exchange=exchange, next_begins=self._next_begins(parts))
 
-    def _next_begins(self, parts: list[Part]) -> Tensor:
+    def _next_begins(self, parts: list[RowsPart]) -> Tensor:
         last = self.rank == self.size - 1
         return torch.zeros_like(parts[0].begins) if last else parts[self.rank + 1].begins
 
@@ -284,7 +284,7 @@ class SharedRows:
 
 
 @dataclass(frozen=True)
-class _ContextExchange:
+class _RankExchange:
     line: P2PGroup
     first: bool
     counts: Tensor
@@ -293,14 +293,14 @@ class _ContextExchange:
     def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> Pending[list[Tensor]]:
         nearest, all_later = [1], range(1, self.line.size)
         distances = [*([nearest] * len(to_next)), *([all_later] * len(to_later))]
-        return _Pending(self.line.send([*to_next, *to_later], distances), len(to_next))
+        return _PendingFirst(self.line.send([*to_next, *to_later], distances), len(to_next))
 
     def keeping(self, contexts: Contexts) -> Contexts:
         return self.line.keeping(contexts)
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _PendingFirst:
     transfer: Transfer
     to_next: int
 

@@ -89,7 +89,7 @@ def chunk_tables(coefficients: CEMACoefficients, chunk: int) -> tuple[Tensor, ..
     gamma = torch.view_as_complex(coefficients.output)
     with torch.no_grad():
         powers = coefficients.powers(chunk + 1).transpose(1, 2).contiguous()
-    return _Tables.apply(coefficients.input, coefficients.decay(), gamma, powers)
+    return _TablesFunction.apply(coefficients.input, coefficients.decay(), gamma, powers)
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def _reversed(x: Tensor) -> Tensor:
     return x.index_select(1, torch.arange(x.shape[1] - 1, -1, -1, device=x.device))
 
 
-class _Tables(torch.autograd.Function):
+class _TablesFunction(torch.autograd.Function):
     """Compute the tables from p (D, N) real, q and γ (D, N) complex, and powers q^0 … q^C, (D, C + 1, N)."""
 
     @staticmethod

@@ -259,7 +259,7 @@ def chunk_attention_step(
     For keys of its own chunk, the query is rotated by its place in the chunk; for those of the other half, by c more.
     """
     q, k, v = inputs
-    token = segments.shared(("token", pattern, q.dtype, q.shape[-1]), lambda: _Token.of(pattern, segments, q))
+    token = segments.shared(("token", pattern, q.dtype, q.shape[-1]), lambda: _AttentionToken.of(pattern, segments, q))
     turned_key = rotate(k, token.key_phases, pattern.rope_heads)
     keys = state.keys.to(q.dtype).scatter(2, token.slot.expand_as(k), turned_key)
     values = state.values.to(v.dtype).scatter(2, token.slot.expand_as(v), v)
@@ -271,7 +271,7 @@ def chunk_attention_step(
 
 
 @dataclass(frozen=True)
-class _Token:
+class _AttentionToken:
     """Values that depend on the position of one token per row. They are the same in all layers."""
 
     slot: Tensor
@@ -284,7 +284,7 @@ class _Token:
     """(B, 1, 2c): 0 for slots of the ring that the query sees, else −∞."""
 
     @classmethod
-    def of(cls, pattern: Pattern, segments: Segments, q: Tensor) -> _Token:
+    def of(cls, pattern: Pattern, segments: Segments, q: Tensor) -> _AttentionToken:
         chunk, position = pattern.chunk_size, segments.clock.position.unsqueeze(1)
         place, own_half = position % chunk, position // chunk % 2
         turns = place + chunk * (torch.arange(2, device="cpu") != own_half)

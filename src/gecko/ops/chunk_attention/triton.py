@@ -23,7 +23,7 @@ from gecko.segments import Segments
 
 
 @dataclass(frozen=True)
-class Layout:
+class AttentionLayout:
     """Positions of the tokens of a call on a grid with n chunks of queries and n + ``before`` chunks of keys."""
 
     chunks: int
@@ -43,7 +43,7 @@ class Layout:
     """(B, n · c) int32: the first key that each query sees."""
 
     @classmethod
-    def build(cls, pattern: Pattern, segments: Segments) -> Layout:
+    def build(cls, pattern: Pattern, segments: Segments) -> AttentionLayout:
         chunk, position, length = pattern.chunk_size, segments.clock.position, segments.length
         phase = position % chunk
         chunks = -(-(max(phase.tolist()) + length) // chunk)
@@ -86,7 +86,7 @@ def chunk_attention_triton(
     """Compute ``chunk_attention`` for several tokens per row. Products are in the dtype of v, softmax in float32."""
     q, k, v = inputs
     chunk, dtype = pattern.chunk_size, v.dtype
-    layout = segments.shared(("layout", pattern), lambda: Layout.build(pattern, segments))
+    layout = segments.shared(("layout", pattern), lambda: AttentionLayout.build(pattern, segments))
     table = None
     if pattern.rope_heads:
         key = ("turns", chunk, q.shape[-1], pattern.rope_base)

@@ -203,27 +203,27 @@ class _Shape:
     def band(self) -> int:
         return max(_LEAST_BAND, self.chunk // 4)
 
-    def pieces(self, itemsize: int) -> Iterator[_Piece]:
+    def pieces(self, itemsize: int) -> Iterator[_WidePiece]:
         """Yield groups of blocks whose weights fit in the buffer. Those without a previous chunk come first."""
         alone = 0 if self.lookback and self.before else 1 if self.lookback else self.chunks
         yield from self._pieces(0, alone, False, itemsize)
         yield from self._pieces(alone, self.chunks, True, itemsize)
 
-    def _pieces(self, begin: int, end: int, previous: bool, itemsize: int) -> Iterator[_Piece]:
+    def _pieces(self, begin: int, end: int, previous: bool, itemsize: int) -> Iterator[_WidePiece]:
         # Blocks are the second axis of a grid, which is limited to 65,535.
         most = min(65_535, max(1, _SCRATCH // ((1 + previous) * self.chunk**2 * itemsize)))
         if end - begin > self.rows:
             for row in range(self.rows):
                 for chunk in range(begin, end, most):
-                    yield _Piece(row, chunk, min(most, end - chunk), False, previous)
+                    yield _WidePiece(row, chunk, min(most, end - chunk), False, previous)
         else:
             for chunk in range(begin, end):
                 for row in range(0, self.rows, most):
-                    yield _Piece(row, chunk, min(most, self.rows - row), True, previous)
+                    yield _WidePiece(row, chunk, min(most, self.rows - row), True, previous)
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _WidePiece:
     """``count`` blocks starting at (row, chunk): one chunk of consecutive rows (``across``), or chunks of one row."""
 
     row: int
@@ -262,7 +262,7 @@ def _log_sums(near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, shape:
 
 
 def _piece_arguments(
-    near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, log_sum: Tensor, shape: _Shape, piece: _Piece
+    near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, log_sum: Tensor, shape: _Shape, piece: _WidePiece
 ) -> dict[str, object]:  # fmt: skip
     return dict(
         p_near=near, p_far=far, p_k=k, p_first=first, p_log_sum=log_sum, chunks=shape.chunks, heads=shape.heads,
@@ -272,7 +272,7 @@ def _piece_arguments(
     )  # fmt: skip
 
 
-def _tiles_of(piece: _Piece, shape: _Shape, arguments: dict[str, object]) -> tuple[int, int]:
+def _tiles_of(piece: _WidePiece, shape: _Shape, arguments: dict[str, object]) -> tuple[int, int]:
     """Return the grid of a kernel that computes the weights of a piece."""
     queries, keys = (blocks(shape.chunk, int(str(arguments[name]))) for name in ("block_q", "block_k"))
     return queries * keys * (1 + piece.previous), piece.count
@@ -284,7 +284,7 @@ def _scratch(like: Tensor, shape: _Shape) -> Tensor:
     return like.new_empty(max(piece.count * (1 + piece.previous) for piece in pieces) * shape.chunk**2)
 
 
-def _room(scratch: Tensor, piece: _Piece, chunk: int) -> Tensor:
+def _room(scratch: Tensor, piece: _WidePiece, chunk: int) -> Tensor:
     """Return the part of the buffer for a piece, (blocks, c, window)."""
     window = (1 + piece.previous) * chunk
     return scratch[: piece.count * chunk * window].view(piece.count, chunk, window)
@@ -310,7 +310,7 @@ def wide_forward(
     return out, log_sum
 
 
-def _windows(v: Tensor, shape: _Shape, piece: _Piece) -> Tensor:
+def _windows(v: Tensor, shape: _Shape, piece: _WidePiece) -> Tensor:
     """Return the windows of v, (R, windows, w, d). They are overlapping views if windows have two chunks."""
     rows, length, width = v.shape
     step = shape.chunk * width
@@ -353,7 +353,7 @@ def _empty_grads(near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, shape: 
 
 
 def _own_chunk(
-    p: Tensor, ds: Tensor, given: tuple[Tensor, Tensor, Tensor], grads: _Grads, piece: _Piece, shape: _Shape
+    p: Tensor, ds: Tensor, given: tuple[Tensor, Tensor, Tensor], grads: _Grads, piece: _WidePiece, shape: _Shape
 ) -> None:  # fmt: skip
     """Compute gradients of attention within a chunk, from the weights p and score gradients ds (blocks, c, c)."""
     grad, near, grad_near = (piece.of(shape.blocked(x)) for x in (*given[:2], grads[0]))
@@ -366,7 +366,7 @@ def _own_chunk(
 
 
 def _previous_chunk(
-    p: Tensor, ds: Tensor, given: tuple[Tensor, Tensor | None, Tensor], grads: _Grads, piece: _Piece, shape: _Shape
+    p: Tensor, ds: Tensor, given: tuple[Tensor, Tensor | None, Tensor], grads: _Grads, piece: _WidePiece, shape: _Shape
 ) -> None:  # fmt: skip
     """Compute gradients of attention to the previous chunk. Those of keys and values are added to the stored ones."""
     assert given[1] is not None and grads[1] is not None, "windows reach back"

@@ -1,7 +1,7 @@
 """One token of several sequences through a whole network, as one call into C.
 
 The structures mirror ``cpu_network.h`` and ``cpu_products.h``: every field is 8 bytes wide. A structure holds addresses
-only; ``Network`` keeps the tensors that they belong to.
+only; ``CpuNetwork`` keeps the tensors that they belong to.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _RunningNorm(ctypes.Structure):
     _fields_ = [(name, c_void_p) for name in ("scale", "shift", "count", "mean", "variance")]
 
 
-class _ChunkSummary(ctypes.Structure):
+class _ChunkSummaryStruct(ctypes.Structure):
     _fields_ = [(name, c_void_p) for name in ("weight", "key_sum", "value_sum")]
 
 
@@ -50,14 +50,14 @@ class _Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("cema_tables", "cema_skip", "cema", "cema_norm")),
         *((name, _Matrix) for name in _MIXER_MATRICES),
         *((name, c_void_p) for name in ("qk_scale", "qk_shift", "keys", "values", "memory", "normaliser")),
-        ("previous", _ChunkSummary),
-        ("current", _ChunkSummary),
+        ("previous", _ChunkSummaryStruct),
+        ("current", _ChunkSummaryStruct),
         *((name, c_void_p) for name in ("previous_resets", "ffn_norm_scale", "ffn_norm_shift", "ffn_scale")),
         *((name, _Matrix) for name in _FEED_FORWARD_MATRICES),
     ]
 
 
-class _Network(ctypes.Structure):
+class _NetworkStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in (
             "rows", "slots", "layers", "features", "heads", "key", "value", "hidden", "modes", "chunk", "groups",
@@ -72,7 +72,7 @@ class _Network(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Batch(ctypes.Structure):
+class _BatchStruct(ctypes.Structure):
     _fields_ = [
         ("rows", c_int64),
         *((name, c_void_p) for name in ("token", "slot", "position", "document_start", "logits", "hidden")),
@@ -104,7 +104,7 @@ def _sizes(record: Record) -> dict[str, int]:
     }  # fmt: skip
 
 
-class Network:
+class CpuNetwork:
     """A network with the states of its sequences, ready to be called.
 
     Args:
@@ -125,7 +125,7 @@ class Network:
         self._absent = {"ffn_scale", "layer", *memory, *(() if record["swiglu"] else ("fc3",))}
         layers = [self._filled(_Layer, layer) for layer in record.pop("layer")]
         self._layers = (_Layer * len(layers))(*layers)
-        self._network = self._filled(_Network, record | {"slots": self._sizes["slots"]})
+        self._network = self._filled(_NetworkStruct, record | {"slots": self._sizes["slots"]})
         self._network.layer = self._layers
         self._room: dict[int, Tensor] = {}
         self._vocabulary = record["vocabulary"]
@@ -134,7 +134,7 @@ class Network:
         self._logits = torch.empty(self._rows, self._vocabulary, dtype=torch.float32, device="cpu")
         self._tokens, self._slots = (c_int64 * self._rows)(), (c_int64 * self._rows)(*range(self._rows))
         self._clocked = min(self._rows, clock[0].numel())
-        self._batch = _Batch(
+        self._batch = _BatchStruct(
             0, ctypes.addressof(self._tokens), ctypes.addressof(self._slots),
             *(self._address("the clock", x, torch.int64, (clock[0].numel(),)) for x in clock),
             self._logits.data_ptr(), None,
@@ -159,7 +159,7 @@ class Network:
         self._check(tokens, self._clocked)
         rows = len(tokens)
         hidden = torch.empty(rows, self._features, dtype=torch.float32, device="cpu")
-        batch = _Batch.from_buffer_copy(self._batch)
+        batch = _BatchStruct.from_buffer_copy(self._batch)
         batch.rows, batch.logits, batch.hidden = rows, None, hidden.data_ptr()
         self._tokens[:rows] = tokens
         self._run(batch)
@@ -180,7 +180,7 @@ class Network:
         rows = len(tokens)
         hidden = torch.empty(rows, self._features, dtype=torch.float32, device="cpu")
         lists = [(c_int64 * rows)(*numbers) for numbers in (tokens, slots, positions, [0] * rows)]
-        self._run(_Batch(rows, *(ctypes.addressof(one) for one in lists), None, hidden.data_ptr()))
+        self._run(_BatchStruct(rows, *(ctypes.addressof(one) for one in lists), None, hidden.data_ptr()))
         return hidden
 
     def _check(self, tokens: Sequence[int], most: int) -> None:
@@ -189,7 +189,7 @@ class Network:
         if min(tokens) < 0 or max(tokens) >= self._vocabulary:
             raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
 
-    def _run(self, batch: _Batch) -> None:
+    def _run(self, batch: _BatchStruct) -> None:
         threads = max(1, min(torch.get_num_threads(), batch.rows * self._products // WEIGHTS_PER_THREAD))
         if _step(ctypes.byref(self._network), ctypes.byref(batch), self._room_of(threads), threads):
             raise ValueError(

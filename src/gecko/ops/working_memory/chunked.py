@@ -250,7 +250,7 @@ def working_memory_step(
 ) -> tuple[Tensor, WorkingMemoryState]:
     """Compute ``working_memory`` for one token per row. If the token completes its chunk, the previous chunk enters."""
     q, k, v = inputs
-    token = segments.shared(("memory", chunk_size), lambda: _Token.of(segments, chunk_size))
+    token = segments.shared(("memory", chunk_size), lambda: _MemoryToken.of(segments, chunk_size))
     out = rule.read(q, token.allowed, state.memory, state.normaliser)
 
     current = state.current
@@ -269,7 +269,7 @@ def working_memory_step(
 
 
 @dataclass(frozen=True)
-class _Token:
+class _MemoryToken:
     """Flags of one token per row, which follow from its position. They are the same in all layers."""
 
     began_here: Tensor
@@ -280,7 +280,7 @@ class _Token:
     """Indices of the rows in which the token completes its chunk; None if there are none."""
 
     @classmethod
-    def of(cls, segments: Segments, chunk_size: int) -> _Token:
+    def of(cls, segments: Segments, chunk_size: int) -> _MemoryToken:
         position, start = segments.clock.position, segments.document_starts[:, 0]
         chunk_start = position - position % chunk_size
         began_here, allowed = (start >= chunk_start), (start < chunk_start - chunk_size)
@@ -293,7 +293,7 @@ class _Token:
         )  # fmt: skip
 
 
-def _complete_chunk(rule: Rule, state: WorkingMemoryState, token: _Token) -> WorkingMemoryState:
+def _complete_chunk(rule: Rule, state: WorkingMemoryState, token: _MemoryToken) -> WorkingMemoryState:
     """In rows with a complete chunk, enter the previous chunk into the memory and start an empty current chunk."""
     rows = token.completes
     assert rows is not None, "there must be such rows"
@@ -313,7 +313,9 @@ def _with_complete_chunk(rule: Rule, done: WorkingMemoryState, began_here: Tenso
     return type(done)(_enter_previous(rule, done, normaliser), normaliser, done.current, nothing, began_here)
 
 
-def _complete_chunk_if(rule: Rule, state: WorkingMemoryState, token: _Token, wanted: Tensor) -> WorkingMemoryState:
+def _complete_chunk_if(
+    rule: Rule, state: WorkingMemoryState, token: _MemoryToken, wanted: Tensor
+) -> WorkingMemoryState:
     """Complete the chunk of the only row if ``wanted`` (1,), by an operation that ``torch.export`` can trace."""
 
     def filled(tensors: Iterable[Tensor]) -> WorkingMemoryState:
