@@ -1,7 +1,7 @@
 """One token of several sequences through a whole network, as one call into C.
 
 The structures mirror ``cpu_network.h`` and ``cpu_products.h``: every field is 8 bytes wide. A structure holds addresses
-only; ``CpuNetwork`` keeps the tensors that they belong to.
+only; ``Network`` keeps the tensors that they belong to.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _sizes(record: Record) -> dict[str, int]:
     }  # fmt: skip
 
 
-class CpuNetwork:
+class Network:
     """A network with the states of its sequences, ready to be called.
 
     Args:

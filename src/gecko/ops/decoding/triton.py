@@ -19,7 +19,7 @@ from gecko.ops.decoding.triton_step import Buffers, Launches
 from gecko.ops.decoding.weights import Record, Weights
 
 
-class TritonNetwork:
+class Network:
     """A network with the states of its sequences on one GPU.
 
     Args:
