@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from gecko.config import GeckoConfig
 from gecko.models import LanguageModel, LlamaConfig, ModelConfig, build_model, meta_model
 from gecko.models.gecko import ActivationCheckpointing
-from gecko.plan.memory import Share, step_memory
+from gecko.parallel.mesh import MeshSizes
+from gecko.plan.memory import step_memory
 from gecko.runtime import transfer
 from gecko.train import Run
 from gecko.train.optimizer import build_optimizer
@@ -96,11 +97,13 @@ def train(name: str, config: ModelConfig, length: int, bench: Bench, rows: int =
 
 
 def planned(config: ModelConfig, length: int, checkpointing: ActivationCheckpointing, bench: Bench, rows: int) -> int:
-    """Return the bytes on one card that ``gecko plan`` computes."""
+    """Return the bytes on one card that ``gecko plan`` measures."""
+    precision: Precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
     run = Run(
-        config, "runs/planned", batch_size=rows, sequence_length=length, steps=1, activation_checkpointing=checkpointing
-    )
-    return sum(step_memory(run, Share(rows, 1, length, 1, bench.dtype == torch.bfloat16)).values())
+        config, "runs/planned", batch_size=rows, sequence_length=length, steps=1, precision=precision,
+        activation_checkpointing=checkpointing,
+    )  # fmt: skip
+    return sum(step_memory(run, MeshSizes())[0].values())
 
 
 @dataclass

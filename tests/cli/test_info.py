@@ -15,6 +15,7 @@ from gecko.cli.plan import readable
 from gecko.config import PRESETS
 from gecko.models.gecko import Block
 from gecko.plan.counts import counts_of
+from gecko.plan.dry_run.depth import block_memory
 from gecko.plan.memory import inference_memory, parameters_by_component, training_memory
 from gecko.segments import Segments
 
@@ -56,15 +57,23 @@ def test_a_state_is_as_large_as_it_says(name: str, dtype: torch.dtype, length: i
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.usefixtures("eager_forms")
-def test_activations_are_estimated_well(changes: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("eager_forms", "no_kernels")
+def test_activations_of_a_block_are_those_that_it_saves(changes: dict[str, Any]) -> None:
     config = gecko.GeckoConfig(**{**BASE, **changes})
-    measured = (kept_for_backward(config, 512) - kept_for_backward(config, 256)) / 256
-    assert counts_of(config).activations(4) == pytest.approx(measured, rel=0.15)
+    kept = [block_memory(config, torch.float32, length).kept for length in (256, 512)]
+    assert kept[1] - kept[0] == pytest.approx(kept_for_backward(config, 512) - kept_for_backward(config, 256), rel=0.02)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make operators use no Triton kernels."""
+    monkeypatch.setattr("gecko.ops.backends.dispatch.triton_kernels_installed", lambda: False)
+    block_memory.cache_clear()
+    monkeypatch.setattr("gecko.plan.memory.block_memory", block_memory.__wrapped__)
 
 
 @pytest.mark.parametrize("length", [256, 1024])
-@pytest.mark.usefixtures("eager_forms")
+@pytest.mark.usefixtures("eager_forms", "no_kernels")
 def test_activations_of_a_model_are_estimated_well(length: int) -> None:
     """Including the tables, which are half of the total for a short text."""
     config = gecko.GeckoConfig.preset("tiny")

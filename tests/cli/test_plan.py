@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 Command = Callable[..., Any]
 
 
@@ -17,7 +19,7 @@ def test_the_paper_run_fits_and_every_line_is_explained(command: Command) -> Non
         assert text in result.stdout
     cells = [line.split("│")[1:4] for line in result.stdout.splitlines() if line.startswith("│")]
     lines = {name.strip(): explained.strip() for name, _, explained in cells if name.strip() not in ("", "total")}
-    assert len(lines) == 8 + 7 + 4
+    assert len(lines) == 9 + 7 + 4
     assert all(lines.values())
 
 
@@ -36,6 +38,15 @@ def test_what_does_not_fit_says_so(command: Command) -> None:
                      "--gpus", 1, "--gpu", "a100")  # fmt: skip
     assert result.exit_code == 0
     assert "does not fit; try" in result.stdout
+
+
+def test_without_kernels_only_what_is_exact_is_shown(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gecko.plan.triton_kernels_installed", lambda: False)
+    result = command("plan", "gecko_7b")
+    assert "exact, but without activations" in result.stdout.replace("\n", " ")
+    facts = json.loads(command("plan", "gecko_7b", "--json").stdout)
+    assert facts["fits"] is None and not facts["measured"]
+    assert set(facts["memory_bytes"]) == {"parameters", "gradients", "optimizer", "total"}
 
 
 def test_mistakes(command: Command) -> None:

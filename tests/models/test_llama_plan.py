@@ -17,7 +17,7 @@ from gecko.models import PRESETS, LlamaConfig, build_model
 from gecko.models.common import ActivationCheckpointing
 from gecko.plan import Assumptions, find_gpu, make_plan
 from gecko.plan.counts import counts_of
-from gecko.plan.memory import group_sizes, inference_memory, kept_by_model, parameters_by_component, state_memory
+from gecko.plan.memory import group_sizes, inference_memory, parameters_by_component, state_memory
 from gecko.recipes import get_recipe
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
@@ -70,48 +70,6 @@ def test_flops_of_recomputation(config: LlamaConfig, mode: ActivationCheckpointi
     plan = make_plan(run, 1, find_gpu("h100"), Assumptions())
     planned = plan.recomputed + sum(part.total for part in plan.flops.values())
     assert planned == pytest.approx(counted_flops(config, 256, mode) / 256, rel=1e-4)
-
-
-@pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16"])
-def test_activations_are_good_to_five_per_cent(config: LlamaConfig, bfloat16: bool) -> None:
-    """Measure what all blocks keep by the difference of two depths."""
-    shallow, deep = (kept_bytes(replace(config, num_layers=layers), bfloat16) for layers in (1, 3))
-    weights = sum(parameter.numel() for parameter in build_model(config).blocks[0].parameters())
-    # Autocast keeps its copies of the matrices.
-    copies = 2 * weights if bfloat16 else 0
-    measured = ((deep - shallow) / 2 - copies) / 512
-    assert counts_of(config).activations(2 if bfloat16 else 4) == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputed_activations(config: LlamaConfig, mode: ActivationCheckpointing) -> None:
-    shallow, deep = (kept_bytes(replace(config, num_layers=layers), False, mode) for layers in (1, 3))
-    # The hooks see the inputs of the blocks, but not what selective recomputation keeps.
-    planned = kept_by_model(config, 4, mode) / config.num_layers
-    if mode == "selective":
-        planned -= 4 * counts_of(config).projections()
-    assert planned == pytest.approx((deep - shallow) / 2 / 512, rel=0.05)
-
-
-def kept_bytes(config: LlamaConfig, bfloat16: bool, mode: ActivationCheckpointing = "none") -> int:
-    """Return the number of bytes that reading 512 tokens saves for the backward pass, without the parameters."""
-    model = build_model(config)
-    model.activation_checkpointing = mode
-    storages = {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
-    alive = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        alive.append(tensor)
-        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16),
-    ):
-        hidden = model.hidden(torch.zeros(1, 512, dtype=torch.int64))
-    del hidden
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize("tied", [False, True])

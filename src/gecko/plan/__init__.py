@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from gecko.models import ModelConfig
+from gecko.ops.backends.dispatch import triton_kernels_installed
 from gecko.parallel.mesh import MeshSizes
-from gecko.plan.counts import Flops, counts_of
-from gecko.plan.memory import GroupSizes, Share, group_sizes, step_memory
+from gecko.plan.counts import FLOAT, HALF, Flops, counts_of
+from gecko.plan.memory import GroupSizes, group_sizes, state_memory, step_memory
 from gecko.records import unknown_name
 from gecko.train.run import Run
 from gecko.train.throughput import flops_per_token
@@ -111,13 +113,14 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimate of a run: sizes in bytes and times in seconds, for one GPU and one step unless stated otherwise."""
+    """Estimate of a run: sizes in bytes and times in seconds, for one GPU and one step unless stated otherwise.
+
+    Memory is measured when it is first asked for, by a dry run, which takes seconds.
+    """
 
     run: Run
     gpu: GPU
     sizes: MeshSizes
-    share: Share
-    memory: dict[str, int]
     flops: dict[str, Flops]
     """FLOPs per token, by part."""
     recomputed: float
@@ -130,8 +133,47 @@ class Plan:
         return self.sizes.replicate * self.sizes.shard * self.sizes.context
 
     @property
-    def fits(self) -> bool:
-        return sum(self.memory.values()) <= self.gpu.memory
+    def divided(self) -> int:
+        """GPUs among which parameters, gradients and optimizer state are divided."""
+        return self.sizes.shard * self.sizes.context
+
+    @property
+    def rows(self) -> int:
+        """Rows of a GPU's forward pass."""
+        return self.run.rows_per_rank(self.sizes.data_ranks) // self.run.gradient_accumulation_steps
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per number of matrix products."""
+        return FLOAT if self.run.precision == "float32" else HALF
+
+    @cached_property
+    def _peak(self) -> tuple[dict[str, int], str]:
+        if self.measured:
+            return step_memory(self.run, self.sizes)
+        muon = self.run.optimizer.name == "muon"
+        return state_memory(self.run.model, self.divided, muon=muon), "the optimizer"
+
+    @property
+    def measured(self) -> bool:
+        """Whether ``memory`` is that of a whole step. Without Triton it is that of the weights and their optimizer."""
+        return triton_kernels_installed()
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes at the peak, by kind."""
+        return self._peak[0]
+
+    @property
+    def moment(self) -> str:
+        """Part of the step in which the peak is."""
+        return self._peak[1]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the GPU has this memory; None if what is known fits, but not all is."""
+        fits = sum(self.memory.values()) <= self.gpu.memory
+        return fits if self.measured or not fits else None
 
     @property
     def tokens(self) -> float:
@@ -177,21 +219,14 @@ def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")
     mesh, remedy = run.parallel, "--gpus: with parallel.replicate=1 parallel.shard=none a multiple of context"
     sizes = MeshSizes.of(gpus, mesh.replicate, mesh.shard, mesh.context, remedy)
-    rows = run.rows_per_rank(sizes.replicate * sizes.shard)
+    rows = run.rows_per_rank(sizes.data_ranks)
     half = run.precision != "float32"
-    share = Share(
-        sizes.shard * sizes.context, rows // run.gradient_accumulation_steps, run.sequence_length // sizes.context,
-        sizes.context, half,
+    sent = traffic(
+        run.model, group_sizes(run.model, bfloat16=half), sizes, gpu,
+        parts=run.gradient_accumulation_steps, rows=rows, itemsize=HALF if half else FLOAT,
     )  # fmt: skip
     parts = counts_of(run.model).flops(run.sequence_length)
-    return Plan(
-        run, gpu, sizes, share, step_memory(run, share), parts, _recomputed(run, parts),
-        traffic(
-            run.model, group_sizes(run.model, bfloat16=half), sizes, gpu,
-            parts=run.gradient_accumulation_steps, rows=rows, itemsize=share.itemsize,
-        ),
-        assumptions,
-    )  # fmt: skip
+    return Plan(run, gpu, sizes, parts, _recomputed(run, parts), sent, assumptions)
 
 
 def _recomputed(run: Run, parts: dict[str, Flops]) -> float:

@@ -1,4 +1,4 @@
-"""FLOPs, activations, state and exchanged bytes of a Gecko and of a Llama, counted on the code.
+"""FLOPs, state and exchanged bytes of a Gecko and of a Llama, counted on the code.
 
 ``counts_of(config)`` returns a ``Counts``: ``GeckoCounts``, also for relatives such as Megalodon, or ``LlamaCounts``.
 """
@@ -80,54 +80,6 @@ class GeckoCounts:
 
     def keys(self, length: int) -> str:
         return f"whole windows of {self._windows * self.config.chunk_size:,} keys"
-
-    def activations(self, itemsize: int) -> float:
-        """Return the bytes per token that a block keeps for backward.
-
-        The residual stream, norms, CEMA, queries, keys and the memory are always float32.
-        """
-        config, key_dim = self.config, self.config.key_dim
-        kept = float((4 * FLOAT + 3 * itemsize) * config.model_dim + 5 * itemsize * config.value_dim)
-        kept += FLOAT * ((2 + self._windows) * key_dim + 9 * config.timestep_groups)
-        kept += (4 if config.swiglu else 2) * itemsize * config.ffn_dim
-        kept += 2 * FLOAT * config.model_dim * config.cema_modes / SCAN_CHUNK
-        return kept if config.memory == "none" else kept + self._memory_activations(itemsize)
-
-    def kernel_activations(self, itemsize: int, *, continues: bool) -> float:
-        """Return the bytes per token that a block keeps for backward if Triton kernels compute it.
-
-        The residual stream, statistics and the memory's sums are float32, everything else has ``itemsize``. If
-        documents continue from before the call, attention keeps a copy of the values behind those of the chunk before,
-        and the memory the sums and memories of its affine map.
-        """
-        config = self.config
-        kept = float((2 * FLOAT + 4 * itemsize) * config.model_dim)
-        kept += (6 if continues else 5) * itemsize * config.value_dim + 3 * itemsize * config.ffn_dim
-        kept += (6 if config.memory != "none" else 4) * itemsize * config.key_dim + FLOAT * (2 * config.num_heads + 3)
-        if config.memory != "none":
-            sums = 2 * FLOAT * config.key_head_dim + (FLOAT + itemsize) * config.value_head_dim
-            sums += (FLOAT + itemsize) * (config.key_head_dim + config.value_head_dim) if continues else 0
-            kept += config.key_dim * sums / config.chunk_size
-        return kept
-
-    def gradients_in_hand(self, itemsize: int) -> float:
-        """Return the bytes per token of the gradients that exist at once while a block is differentiated."""
-        return float(2 * FLOAT * self.config.model_dim + itemsize * self.config.ffn_dim)
-
-    def _memory_activations(self, itemsize: int) -> float:
-        config, adaptive = self.config, self.config.memory == "adaptive"
-        # In float32 the memory and attention share the tensors of queries and keys; other dtypes need a copy.
-        rows = (5 if adaptive else 7) + (0 if itemsize < FLOAT else 3 if adaptive else 2)
-        products = (3 if adaptive else 1) * (config.key_head_dim + config.value_head_dim)
-        return FLOAT * (rows * config.key_dim + config.value_dim + config.key_dim * products / config.chunk_size)
-
-    def tables(self) -> int:
-        """Return the bytes of the CEMA tables: powers, maps into and out of the state, and Toeplitz matrices."""
-        return self.config.model_dim * SCAN_CHUNK * (6 * FLOAT * self.config.cema_modes + FLOAT * SCAN_CHUNK)
-
-    def projections(self) -> int:
-        config, branches = self.config, 2 if self.config.swiglu else 1
-        return config.key_dim + 2 * config.value_dim + 3 * config.model_dim + branches * config.ffn_dim
 
     def state(self, length: int, itemsize: int) -> dict[str, int]:
         """Return the bytes of the state, which do not depend on ``length``.
@@ -223,28 +175,6 @@ class LlamaCounts:
     def keys(self, length: int) -> str:
         return f"{length // 2:,} keys on average"
 
-    def activations(self, itemsize: int) -> float:
-        """Return the bytes per token that a block keeps for backward; the residual stream and norms are float32."""
-        config = self.config
-        # Other tensors: queries, the output of attention, and the inputs of the other projections. In float32 an input
-        # is kept once for all projections; autocast makes one copy for each.
-        others = 4 if itemsize == FLOAT else 7
-        kept = (4 * FLOAT + others * itemsize) * config.model_dim
-        kept += 2 * itemsize * config.key_value_dim + 4 * itemsize * config.ffn_dim
-        return float(kept + FLOAT * (config.num_heads + 2))
-
-    def kernel_activations(self, itemsize: int, *, continues: bool) -> float:
-        return self.activations(itemsize)
-
-    def gradients_in_hand(self, itemsize: int) -> float:
-        return self.activations(itemsize)
-
-    def tables(self) -> int:
-        return 0
-
-    def projections(self) -> int:
-        return 3 * self.config.model_dim + 2 * self.config.key_value_dim + 2 * self.config.ffn_dim
-
     def state(self, length: int, itemsize: int) -> dict[str, int]:
         one = self.config.num_layers * self.config.key_value_dim * length * itemsize
         return {"keys": one, "values": one}
@@ -265,25 +195,6 @@ class Counts(Protocol):
 
     def keys(self, length: int) -> str:
         """Describe the number of keys that attention computes per token of such a row."""
-
-    def activations(self, itemsize: int) -> float:
-        """Return the bytes per token that one block keeps for backward, without ``tables``.
-
-        ``itemsize`` is that of the dtype of matrix products.
-        """
-
-    def kernel_activations(self, itemsize: int, *, continues: bool) -> float:
-        """Return what ``activations`` returns, without tables, for a block on a GPU; ``continues``: documents may
-        start before the call."""
-
-    def gradients_in_hand(self, itemsize: int) -> float:
-        """Return the bytes per token of the gradients that exist at once while a block on a GPU is differentiated."""
-
-    def tables(self) -> int:
-        """Return the bytes per call that one block keeps for backward, which do not depend on the tokens."""
-
-    def projections(self) -> int:
-        """Return the numbers per token that the linear layers of a block output."""
 
     def state(self, length: int, itemsize: int) -> dict[str, int]:
         """Return the bytes of the state after one row of ``length`` tokens, by part.

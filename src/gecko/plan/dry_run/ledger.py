@@ -20,7 +20,8 @@ UNIT = 512
 """Bytes that PyTorch's allocator for CUDA rounds a size up to."""
 
 PARAMETERS, GRADIENTS, OPTIMIZER = OWNED = "parameters", "gradients", "optimizer"
-COMMUNICATION = "communication buffers"
+KEPT, WORK, LOSS = "activations kept", "block in hand", "logits and loss"
+COMMUNICATION, CARRIED, OTHER = "communication buffers", "carried states", "other"
 _COMMUNICATION = "c10d", "_c10d_functional", "fsdp"
 """Namespaces of the operations on communication buffers."""
 
@@ -43,7 +44,7 @@ class MemoryLedger:
     """
 
     def __init__(self) -> None:
-        self.use = ""
+        self.use = OTHER
         """Use of memory that is allocated from now on; ``mark`` changes it."""
         self.moment = ""
         """Name of the present part of the step."""
@@ -88,6 +89,11 @@ class MemoryLedger:
     def restart(self) -> None:
         """Begin a measurement: ``peak`` is that of later moments."""
         self._begin = len(self._changes)
+
+    @property
+    def in_use(self) -> int:
+        """Bytes in use now."""
+        return sum(size for _, size, _ in self._alive.values())
 
     def peak(self, moment: str | None = None) -> Peak:
         """Return the peak since ``restart``, or since the ledger was made; with ``moment``, that of this part."""

@@ -21,11 +21,22 @@ from gecko.parallel.context import ContextGroup
 from gecko.parallel.fsdp import empty_sharded_model, whole
 from gecko.parallel.mesh import MeshSizes, Ranks
 from gecko.plan.dry_run.device import DEVICE, FakeGPU
-from gecko.plan.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryLedger, Peak
+from gecko.plan.dry_run.ledger import (
+    CARRIED,
+    GRADIENTS,
+    KEPT,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    WORK,
+    MemoryLedger,
+    Peak,
+)
 from gecko.plan.dry_run.trace import Trace
 from gecko.runtime.private import backward_pass, fake_store, forget_meshes
 from gecko.train import Run
-from gecko.train.carried import carried_state
+from gecko.train.carried import CarriedState, carried_state
 from gecko.train.model import configured
 from gecko.train.optimizer import build_optimizer
 from gecko.train.step import SpikeRule, split_batch, start_step
@@ -34,7 +45,12 @@ T = TypeVar("T")
 
 MEAN_DOCUMENT = 1024
 """Tokens of a document, on average."""
-KEPT, WORK, LOSS = "activations kept", "block in hand", "logits and loss"
+FORWARD, LOSS_MOMENT, UPDATE = "the forward pass", "the loss", "the optimizer"
+
+
+def backward_of(block: int) -> str:
+    """Return the name of the moment in which a block is differentiated."""
+    return f"the backward pass of block {block}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +140,8 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     _prepare(model, optimizer)
     _watch_parts(model, optimizer, ledger)
     rule = SpikeRule(run.skip, device=DEVICE)
-    ledger.use, ledger.moment = WORK, "the forward pass"
+    _mark_carried(carried, ledger)
+    ledger.use, ledger.moment = WORK, FORWARD
     ledger.restart()
     trace.restart()
     start_step(
@@ -133,6 +150,14 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
         ranks=ranks, carried=carried,
     )  # fmt: skip
     ledger.mark(_local(parameter.grad for parameter in model.parameters()), GRADIENTS)
+    if carried is not None:
+        carried.advance()
+        _mark_carried(carried, ledger)
+
+
+def _mark_carried(carried: CarriedState | None, ledger: MemoryLedger) -> None:
+    if carried is not None:
+        ledger.mark((x for state in carried.before for x in state.tensors().values()), CARRIED)
 
 
 def _prepare(model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
@@ -159,21 +184,21 @@ def _watch_parts(model: LanguageModel, optimizer: torch.optim.Optimizer, ledger:
 
     def start(*_: Any) -> None:
         if backward_pass() < 0:  # else the block is computed again
-            enter("the forward pass", WORK)
+            enter(FORWARD, WORK)
 
     def differentiate(number: int, _: Any) -> None:
         if number == last:
             ledger.relabel(WORK, KEPT)
-        enter(f"the backward pass of block {number}", WORK)
+        enter(backward_of(number), WORK)
 
     def end(number: int, _: Any, __: Any, output: Any) -> None:
         if backward_pass() < 0:
             x = output[0] if isinstance(output, tuple) else output
             x.register_hook(partial(differentiate, number))
             if number == last:
-                enter("the loss", LOSS)
+                enter(LOSS_MOMENT, LOSS)
 
     model.blocks[0].register_forward_pre_hook(start)
     for number, block in enumerate(model.blocks):
         block.register_forward_hook(partial(end, number))
-    optimizer.register_step_pre_hook(lambda *_: enter("the optimizer", "update"))
+    optimizer.register_step_pre_hook(lambda *_: enter(UPDATE, OTHER))
