@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 Command = Callable[..., Any]
+ALONE = "parallel.replicate=1", "parallel.shard=1", "parallel.context=1"
 
 
 def test_the_paper_run_fits_and_every_line_is_explained(command: Command) -> None:
@@ -34,8 +35,7 @@ def test_json_adds_up(command: Command) -> None:
 
 
 def test_what_does_not_fit_says_so(command: Command) -> None:
-    result = command("plan", "gecko_7b", "parallel.replicate=1", "parallel.shard=1", "parallel.context=1",
-                     "--gpus", 1, "--gpu", "a100")  # fmt: skip
+    result = command("plan", "gecko_7b", *ALONE, "batch_size=1", "--gpus", 1, "--gpu", "a100")
     assert result.exit_code == 0
     assert "does not fit; try" in result.stdout
 
@@ -63,6 +63,6 @@ def test_mistakes(command: Command) -> None:
 def test_a_plan_speaks_of_its_own_options_and_of_what_is_not_on(command: Command) -> None:
     result = command("plan", "gecko_7b", "--gpus", 8)
     assert result.exit_code == 2 and "torchrun" not in result.stderr and "--gpus" in result.stderr
-    advised = command("plan", "gecko_7b", "--gpus", 8, "parallel.replicate=1", "parallel.shard=none")
+    advised = command("plan", "gecko_7b", "--gpus", 1, *ALONE, "batch_size=2")
     assert "does not fit; try more GPUs or a larger" in advised.stdout
     assert "try activation_checkpointing=full" not in advised.stdout.replace("\n", " ")

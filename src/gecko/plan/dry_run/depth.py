@@ -1,14 +1,14 @@
-"""Memory of models of any depth, from dry runs of a few blocks.
+"""Memory of a step of many blocks and rows, from dry runs of a few.
 
 All blocks are alike. A model of one more block changes the bytes in use at each moment of a step by the same number: in
 the forward pass, in the loss, in the backward pass of the first and the last blocks, and in the update. The bytes in
 the backward pass of the blocks between these lie on a line, so the most are at one of its ends.
-``tests/plan/test_depth.py`` compares with whole models: the bytes are equal.
+``tests/plan/test_depth.py`` compares with whole models: the bytes are equal. Rows differ by their documents alone, so
+one more row changes the bytes by nearly the same number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from gecko.train import Run
 
 DEPTHS = SHALLOW, DEEP = 3, 4
 """The fewest blocks of which two at each end, which may be the same, are unlike those between."""
+ROWS = FEW, MORE = 2, 4
 
 
 def check_kernels() -> None:
@@ -34,43 +35,49 @@ def check_kernels() -> None:
 
 
 def step_peak(run: Run, sizes: MeshSizes, rank: int) -> Peak:
-    """Return ``dry_step(run, sizes, rank).peak`` from steps of at most four blocks.
+    """Return ``dry_step(run, sizes, rank).peak`` from steps of at most four blocks and rows.
 
     Raises:
         ImportError: Triton is missing.
     """
     check_kernels()
-    layers = run.model.num_layers
-    if layers <= DEEP:
-        return dry_step(run, sizes, rank).peak
-    shallow, deep = (_peaks(run, sizes, rank, depth) for depth in DEPTHS)
-    return max((_extended(shallow[moment], deep[moment], layers) for moment in deep), key=lambda peak: peak.total)
+    return max(_peaks(run, sizes, rank).values(), key=lambda peak: peak.total)
 
 
-def _peaks(run: Run, sizes: MeshSizes, rank: int, depth: int) -> dict[str, Peak]:
-    """Return the peak of each moment of a step of ``depth`` blocks, by the moment's name in the whole model."""
-    memory = dry_step(replace(run, model=replace(run.model, num_layers=depth)), sizes, rank).memory
-    names = _names(depth, run.model.num_layers)
-    return {whole: replace(memory.peak(moment), moment=whole) for moment, whole in names}
+def _peaks(run: Run, sizes: MeshSizes, rank: int) -> dict[str, Peak]:
+    """Return the peak of each moment of a step, by its name."""
+    parts = sizes.data_ranks * run.gradient_accumulation_steps
+    if (rows := run.batch_size // parts) > MORE:
+        few, more = (_peaks(replace(run, batch_size=parts * number), sizes, rank) for number in ROWS)
+        return {moment: _on_line(few[moment], more[moment], (rows - MORE) / (MORE - FEW), moment) for moment in more}
+    if (layers := run.model.num_layers) > DEEP:
+        shallow, deep = (_peaks(_of_depth(run, depth), sizes, rank) for depth in DEPTHS)
+        ends = (0, 1, layers - 2, layers - 1)
+        names = {name: (name, name) for name in (FORWARD, LOSS_MOMENT, UPDATE)} | {
+            backward_of(block): tuple(backward_of(block if block < 2 else block - layers + depth) for depth in DEPTHS)
+            for block in ends
+        }
+        return {
+            whole: _on_line(shallow[before], deep[after], layers - DEEP, whole)
+            for whole, (before, after) in names.items()
+        }
+    memory = dry_step(run, sizes, rank).memory
+    moments = FORWARD, LOSS_MOMENT, UPDATE, *map(backward_of, range(layers))
+    return {moment: memory.peak(moment) for moment in moments}
 
 
-def _names(depth: int, layers: int) -> Iterator[tuple[str, str]]:
-    """Yield the names of each moment with ``depth`` and with ``layers`` blocks."""
-    for moment in (FORWARD, LOSS_MOMENT, UPDATE):
-        yield moment, moment
-    for block in range(2):
-        yield backward_of(block), backward_of(block)
-        yield backward_of(depth - 1 - block), backward_of(layers - 1 - block)
+def _of_depth(run: Run, depth: int) -> Run:
+    return replace(run, model=replace(run.model, num_layers=depth))
 
 
-def _extended(shallow: Peak, deep: Peak, layers: int) -> Peak:
-    """Return the peak of ``layers`` blocks from those of ``DEPTHS`` at the same moment."""
+def _on_line(before: Peak, after: Peak, steps: float, moment: str) -> Peak:
+    """Return the peak that lies ``steps`` times further than ``after`` on the line from ``before`` to it."""
 
-    def line(before: int, after: int) -> int:
-        return after + (layers - DEEP) * (after - before)
+    def line(first: int, second: int) -> int:
+        return second + round(steps * (second - first))
 
-    uses = {use: line(shallow.uses.get(use, 0), deep.uses.get(use, 0)) for use in {**shallow.uses, **deep.uses}}
-    return Peak(line(shallow.total, deep.total), uses, deep.moment)
+    uses = {use: line(before.uses.get(use, 0), after.uses.get(use, 0)) for use in {**before.uses, **after.uses}}
+    return Peak(line(before.total, after.total), uses, moment)
 
 
 class BlockMemory(NamedTuple):
