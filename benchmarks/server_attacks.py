@@ -43,7 +43,7 @@ PATIENCE = 12.0
 """Seconds after which a client that waits for a response disconnects."""
 MEGABYTE = 1 << 20
 BOUND = Limits().memory_bytes + 20 * Limits().body_bytes
-"""Limit of added memory in bytes, by docs/serving.md: all requests, and one large body in preparation."""
+"""Limit of added memory in bytes, by docs/server_operations.md: all requests, and one large body in preparation."""
 Attack = Callable[[int], "Counter[str]"]
 
 
