@@ -54,6 +54,9 @@ class GeckoState(TensorRecord):
     def batch_size(self) -> int:
         return len(self.clock.position)
 
+    def __repr__(self) -> str:
+        return f"GeckoState(position={self.position}, {self.num_bytes:,} bytes, model={self.model[:12]!r})"
+
     @property
     def position(self) -> list[int]:
         """Number of tokens read, per row."""

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gecko
+from gecko.data import document_ids, load_tokenizer
 from gecko.inference import NewToken, stream
 from gecko.inference.decoder import Decoder
 
@@ -245,8 +246,12 @@ def test_weights_that_are_not_finite_are_named(model: gecko.Gecko) -> None:
         ({"prompt_tokens": [[1], []]}, ValueError, "at least one token"),
         ({"prompt_tokens": [1, 264]}, ValueError, "0..263; got 264"),
         ({"prompt_tokens": [1.5]}, TypeError, "integers"),
-        ({"prompt_tokens": "text"}, TypeError, "token ids; got text"),
-        ({"prompt_tokens": ["text"]}, TypeError, "token ids; got text"),
+        (
+            {"prompt_tokens": "text"},
+            ValueError,
+            "gecko.load read from a folder with its tokenizer; this model has none",
+        ),
+        ({"prompt_tokens": ["text", [1]]}, TypeError, "all texts or all token ids"),
         ({"prompt_tokens": torch.zeros(1, 1, 1, dtype=torch.int64)}, ValueError, "1-D"),
     ],
 )
@@ -272,3 +277,21 @@ def test_states_of_others_are_refused(model: gecko.Gecko) -> None:
         gecko.generate(model, [[1], [2], [3]], state=model.empty_state(2))
     with pytest.raises(ValueError, match="weights"):
         gecko.generate(model, [1], state=gecko.Gecko(model.config).empty_state())
+
+
+def test_a_text_is_its_ids_and_the_result_is_text() -> None:
+    """Texts begin with the document start, or continue a state, and end at the document end."""
+    model, tokenizer = gecko.load("books"), load_tokenizer("bytes")
+    options: dict[str, Any] = {"seed": 3, "max_new_tokens": 12, "temperature": 0.7}
+    texts = gecko.generate(model, ["It was ", "She"], **options)
+    ids = [document_ids(tokenizer, text) for text in ("It was ", "She")]
+    expected = gecko.generate(model, ids, stop_tokens={tokenizer.document_end}, **options)
+    assert texts.tokens == expected.tokens and texts.texts == [tokenizer.decode(row) for row in texts.tokens]
+    assert str(texts) == "\n".join(texts.texts) and expected.texts == []
+    for record in (texts, expected, texts.state):
+        assert len(repr(record)) < 300
+    after = gecko.generate(model, [" Then", " So"], state=texts.state, **options)
+    ids = [tokenizer.encode(text) for text in (" Then", " So")]
+    assert after.tokens == gecko.generate(model, ids, state=texts.state, **options).tokens
+    ending = gecko.generate(model, "It was ", logit_bias={tokenizer.document_end: 100.0}, **options)
+    assert ending.tokens == [[]] and ending.finish_reasons == ["stop"]

@@ -1,4 +1,4 @@
-"""Under each attack of one client, /health answers in time and memory stays below the bound in docs/server_operations.md.
+"""Under each attack of one client, /health answers in time and memory stays below docs/server_operations.md's bound.
 
 Run them alone (``make test-attacks``): an attack uses all processors, and answers are timed.
 """

@@ -66,7 +66,7 @@ def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenize
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer:
-    from gecko.train.tokenizer import known_tokenizer
+    from gecko.data.tokenizers import known_tokenizer
 
     known = known_tokenizer(folder)
     if known is None:

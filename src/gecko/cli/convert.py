@@ -252,9 +252,8 @@ def _write_for_transformers(network: Gecko, source: Path, target: Path, given: s
 
 
 def _write_onnx(network: Gecko, source: Path, target: Path, given: str | None) -> None:
-    from gecko.data.tokenizers import copy_tokenizer
+    from gecko.data.tokenizers import copy_tokenizer, known_tokenizer
     from gecko.models.onnx import save_onnx
-    from gecko.train.tokenizer import known_tokenizer
 
     save_onnx(network, target)
     spec = known_tokenizer(source) if given is None else given

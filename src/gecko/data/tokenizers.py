@@ -19,6 +19,9 @@ from gecko.runtime.process import require
 
 TokenIds = NDArray[np.int64]
 
+RECIPE = "recipe.json"
+"""File with the settings of the run that made a model."""
+
 START_TOKENS = ("<s>", "<bos>", "<|begin_of_text|>")
 END_TOKENS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 """Names of the document borders in tokenizers without a configuration, the most specific first."""
@@ -242,6 +245,20 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if path.is_absolute() or path.suffix in (".json", ".model") or spec.startswith((".", "~")) or len(path.parts) > 2:
         raise FileNotFoundError(f"{_choices()}; got {spec!r}, which does not exist.")
     return _from_hub(spec)
+
+
+def known_tokenizer(folder: Path) -> str | None:
+    """Return the tokenizer of a model folder: its tokenizer files, else the name in its recipe, else None.
+
+    The files take precedence, because the recipe may name a path on another machine.
+    """
+    if holds_tokenizer(folder):
+        return ByteTokenizer.name if holds_byte_tokenizer(folder) else str(folder)
+    if not (folder / RECIPE).is_file():
+        return None
+    data = read_object(folder / RECIPE, "a recipe").get("data")
+    name = data.get("tokenizer") if isinstance(data, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

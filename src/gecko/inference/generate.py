@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gecko.data.text_stream import document_ids
+from gecko.data.tokenizers import Tokenizer, known_tokenizer, load_tokenizer
 from gecko.inference.prefill import read
 from gecko.inference.request import check_new_tokens
 from gecko.inference.sampling import Sampling, check_seed
@@ -18,16 +20,22 @@ from gecko.inference.stream import FinishReason, TokenStream
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
 
-Prompt = Tensor | Sequence[int]
-"""Token ids of one sequence: 1-D tensor, array or list."""
+Prompt = Tensor | Sequence[int] | str
+"""Token ids of one sequence (1-D tensor, array or list), or a text."""
 
 
-def as_rows(prompts: Prompt | Sequence[Prompt]) -> list[Tensor]:
+def as_rows(model: Gecko, prompts: Prompt | Sequence[Prompt], state: GeckoState | None) -> list[Tensor]:
     """Convert prompts to one 1-D integer tensor each; each row of a 2-D tensor is a prompt.
 
+    Texts begin with the document start, unless they continue ``state``.
+
     Raises:
-        TypeError, ValueError: the prompts are not integers, or have more than two dimensions.
+        TypeError, ValueError: the prompts are neither texts nor integers, or have more than two dimensions.
     """
+    if is_text(prompts):
+        tokenizer = own_tokenizer(model)
+        texts = [prompts] if isinstance(prompts, str) else [str(prompt) for prompt in prompts]
+        return [document_ids(tokenizer, text, state=state) for text in texts]
     if isinstance(prompts, list | tuple) and prompts and not _is_id(prompts[0]):
         return [_as_ids(prompt) for prompt in prompts]
     ids = _as_ids(prompts)
@@ -62,6 +70,28 @@ def _as_seed(seed: SupportsIndex) -> int:
     return number
 
 
+def is_text(prompts: object) -> bool:
+    """Return whether prompts are a text, or a list of texts only."""
+    if isinstance(prompts, list | tuple):
+        return bool(prompts) and all(isinstance(prompt, str) for prompt in prompts)
+    return isinstance(prompts, str)
+
+
+def own_tokenizer(model: Gecko) -> Tokenizer:
+    """Return the tokenizer in the folder from which ``gecko.load`` read a model.
+
+    Raises:
+        ValueError: the model was made in memory, or its folder names no tokenizer.
+    """
+    name = None if model.folder is None else known_tokenizer(model.folder)
+    if name is None:
+        raise ValueError(
+            "a prompt may be a text only for a model that gecko.load read from a folder with its tokenizer; this model "
+            "has none. Try token ids: gecko.data.document_ids(gecko.data.load_tokenizer(...), text)."
+        )
+    return load_tokenizer(name)
+
+
 def _is_id(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0
@@ -70,7 +100,7 @@ def _is_id(value: object) -> bool:
 
 def _as_ids(prompt: object) -> Tensor:
     if isinstance(prompt, str):
-        raise TypeError("a prompt must be token ids; got text. Try gecko.data.document_ids(tokenizer, text).")
+        raise TypeError("prompts must be all texts or all token ids; got both.")
     if isinstance(prompt, list | tuple) and not prompt:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     try:
@@ -86,7 +116,7 @@ def _as_ids(prompt: object) -> Tensor:
 
 @dataclass(frozen=True)
 class Generation:
-    """Result of ``generate``, with one entry per prompt."""
+    """Result of ``generate``, with one entry per prompt. It is printed as its texts."""
 
     tokens: list[list[int]]
     """Generated tokens, without the prompt and the stop token."""
@@ -94,6 +124,16 @@ class Generation:
     """``length``: ``max_new_tokens`` were generated. ``stop``: a stop token was drawn."""
     state: GeckoState
     """State after the prompts and all of ``tokens``, one row per prompt; pass it with the text that follows."""
+    texts: list[str] = field(default_factory=list)
+    """Texts of ``tokens``; empty if the prompts were token ids."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.texts) if self.texts else repr(self)
+
+    def __repr__(self) -> str:
+        ends = zip(map(len, self.tokens), self.finish_reasons, strict=True)
+        rows = ", ".join(f"{count:,} tokens ended by {reason!r}" for count, reason in ends)
+        return f"Generation({rows}; {self.state!r})"
 
 
 def generate(
@@ -119,7 +159,9 @@ def generate(
     length of prompt and continuation.
 
     Args:
-        prompt_tokens: 1-D ids of one prompt, or a list of such; each of any length of at least 1.
+        prompt_tokens: a text, 1-D ids, or a list of texts or of ids; each of at least one token. Texts are for a model
+            that ``load`` read, whose tokenizer is in its folder: they begin with the document start, unless they
+            continue ``state``, end at the document end, and make the result's ``texts``.
         temperature: 0 is greedy; otherwise logits are divided by it, then cut by top_k, then by top_p, then by min_p.
         top_k: draw from the k most likely tokens.
         top_p: draw from the fewest most likely tokens that have this probability together.
@@ -147,7 +189,9 @@ def generate(
     for row, token in tokens:
         generated.setdefault(row, []).append(token)
     reasons = [reason for reason in tokens.finish_reasons if reason is not None]
-    return Generation([generated.get(row, []) for row in range(len(reasons))], reasons, tokens.state)
+    ids = [generated.get(row, []) for row in range(len(reasons))]
+    texts = [own_tokenizer(model).decode(row) for row in ids] if is_text(prompt_tokens) else []
+    return Generation(ids, reasons, tokens.state, texts)
 
 
 def stream(
@@ -174,7 +218,9 @@ def stream(
     sampling = Sampling(
         temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, presence_penalty, frequency_penalty
     )
-    rows = as_rows(prompt_tokens)
+    rows = as_rows(model, prompt_tokens, state)
+    if is_text(prompt_tokens):
+        stop_tokens = {*stop_tokens, own_tokenizer(model).document_end}
     states, seeds = _states(state, len(rows)), as_seeds(seed, len(rows))
     check_new_tokens(max_new_tokens, sampling, model.config)
     prefills = [read(model, [row], before) for row, before in zip(rows, states, strict=True)]

@@ -54,6 +54,7 @@ class Gecko(nn.Module):
         z_loss: coefficient of the squared log-sum-exp of the logits, whose mean is added to ``loss``.
         float32_layers: classes of layers that stay float32 when the rest of a block computes in bfloat16.
         block_class: class of the blocks.
+        folder: where ``load`` found the model, and its tokenizer; None for a model that was made in memory.
     """
 
     float32_layers: tuple[type[nn.Module], ...] = (CEMA, LayerNorm, RMSNorm, TimestepNorm)
@@ -64,6 +65,7 @@ class Gecko(nn.Module):
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = "none"
         self.sharded = False
+        self.folder: Path | None = None
         self.z_loss = 0.0
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         embedding_(self.embedding.weight)
@@ -311,7 +313,9 @@ def load(folder: str | Path) -> Gecko:
         ValueError: a file is damaged, or weights and config do not fit.
     """
     folder = model_folder(folder)
-    return from_weights(*read_folder(folder, GeckoConfig, GECKO), source=folder)
+    model = from_weights(*read_folder(folder, GeckoConfig, GECKO), source=folder)
+    model.folder = folder
+    return model
 
 
 def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor], source: object = "the weights") -> Gecko:

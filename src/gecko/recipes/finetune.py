@@ -11,6 +11,7 @@ from gecko.data import check_vocabulary, load_tokenizer
 from gecko.data.chat import Turn, tuning_format
 from gecko.data.chats import ChatCorpus, ChatRows, read_chats
 from gecko.data.sources import empty_source
+from gecko.data.tokenizers import known_tokenizer
 from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import CONFIG
 from gecko.models import ModelConfig, load_config
@@ -22,7 +23,6 @@ from gecko.train import (
     SampleSettings,
     ScheduleSettings,
 )
-from gecko.train.tokenizer import known_tokenizer
 
 SHORTEST, LONGEST = 256, 4096
 """Bounds of the default length of a row in tokens."""

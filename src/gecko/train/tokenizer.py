@@ -1,4 +1,4 @@
-"""The tokenizer of a model: which one it is, and whether a run that starts from the model uses the same one."""
+"""Whether a run that starts from a model uses the tokenizer of that model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import warnings
 from pathlib import Path
 
 from gecko.data import ByteTokenizer, Tokenizer, load_tokenizer
-from gecko.data.byte_files import holds_byte_tokenizer
-from gecko.data.tokenizers import holds_tokenizer
-from gecko.train.run import RECIPE, Run
+from gecko.data.tokenizers import known_tokenizer
 
 _PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'\nÀ là niña, Straße, Привет, 你好, 🙂"
 
@@ -36,16 +34,6 @@ def check_same_tokenizer(folder: Path, given: str) -> None:
             f"data.tokenizer must be that of the model in init_from, for which other ids mean other text; {folder} was "
             f"trained with {known!r}, got {given!r}. Set data.tokenizer={known}"
         )
-
-
-def known_tokenizer(folder: Path) -> str | None:
-    """Return the tokenizer of a model folder: its tokenizer files, else the name in its recipe, else None.
-
-    The files take precedence, because the recipe may name a path on another machine.
-    """
-    if holds_tokenizer(folder):
-        return ByteTokenizer.name if holds_byte_tokenizer(folder) else str(folder)
-    return Run.load(folder / RECIPE).data.tokenizer if (folder / RECIPE).is_file() else None
 
 
 def _ids(tokenizer: Tokenizer) -> list[int]:
