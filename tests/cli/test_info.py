@@ -128,13 +128,6 @@ def test_tables_of_a_run(command: Callable[..., Any], run_folder: Path) -> None:
     assert command("info", run_folder / "checkpoints" / "step-00000001").exit_code == 0
 
 
-def test_an_unknown_preset_suggests_the_nearest(command: Callable[..., Any]) -> None:
-    result = command("info", "gecko-7B")
-    assert result.exit_code == 2
-    assert "Did you mean 'gecko-7b'?" in result.stderr
-    assert command("info", "tiny", "--dtype", "int4").exit_code == 2
-
-
 def test_a_mistyped_folder_is_told_of_folders_and_presets(command: Callable[..., Any], run_folder: Path) -> None:
     result = command("info", run_folder.with_name("dmeo"))
     assert result.exit_code == 2
