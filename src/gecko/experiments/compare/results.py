@@ -168,7 +168,8 @@ def comparison_tables(comparison: Mapping[str, Any], name: str = "") -> list[Tab
     recipes, tuning = comparison["recipes"], comparison["tuning"]
     tables = [] if not recipes else [
         Table(f"{of}Held-out loss, nats per byte", ["recipe", "mean", "95 % interval", "difference", "95 % interval"],
-              [_loss_line(recipe) for recipe in recipes], [_loss_note(comparison)]),
+              [_loss_line(recipe) for recipe in recipes],
+              [*_verdicts(recipes, comparison["first"]), _loss_note(comparison)]),
         Table(f"{of}Training", ["recipe", "parameters", "learning rate", "seeds", "tokens/s", "training time"],
               [_cost_line(recipe) for recipe in recipes],
               ["Training time and tokens/s: mean over seeds, of training steps alone."]),
@@ -181,6 +182,22 @@ def _loss_line(recipe: Values) -> list[Cell]:
     if recipe["difference"] is None:
         return [*line, "", ""]
     return [*line, f"{recipe['difference']:+.4f}", _ends(recipe["difference_interval"], "+.4f")]
+
+
+def _verdicts(recipes: Sequence[Values], first: str) -> Iterator[str]:
+    """Yield in a sentence each what the differences of the other recipes to the first one show."""
+    for recipe in recipes:
+        name, interval = recipe["recipe"], recipe["difference_interval"]
+        if name == first:
+            continue
+        if interval is None:
+            yield f"{name} and {first} have no common seed with an interval, so nothing is said of their difference."
+            continue
+        low, high = sorted((abs(interval["low"]), abs(interval["high"])))
+        found = f"{name} is {'worse' if interval['low'] > 0 else 'better'} than {first}, by {low:.4f} to {high:.4f}."
+        if interval["low"] <= 0 <= interval["high"]:
+            found = f"No difference between {name} and {first} is shown; more seeds or longer runs may show one."
+        yield found if len(recipe["difference_seeds"]) > 1 else f"{found} It is one seed; others may differ more."
 
 
 def _ends(interval: Values | None, form: str) -> str:
@@ -250,7 +267,7 @@ def print_tables(comparison: Mapping[str, Any], console: Console) -> None:
         for line in table.rows:
             shown.add_row(*map(str, line))
         console.print(shown)
-        console.print(*table.notes, "\n", sep="")
+        console.print(*table.notes, "", sep="\n")
     for label, state in comparison["unfinished"].items():
         console.print(f"not finished: {label} ({state})")
     for note in comparison["notes"]:
