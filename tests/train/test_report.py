@@ -29,7 +29,7 @@ def page(small_run: Run) -> str:
             metrics.write("train", step, {"loss": loss, **speeds, **skipped})
         metrics.write("validation", 12, {"loss": float("nan")})
     evaluation = Evaluation(2.5, 1.25, [None, *([2.5] * 23)], 1, 100)
-    facts = RunFacts(1234, evaluation, "</pre><img src=x>&", {"Processor": "<b>fast</b>"})
+    facts = RunFacts(1234, evaluation, "red ", "</pre><img src=x>&", {"Processor": "<b>fast</b>"})
     return write_report(run, facts).read_text(encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ from support.whole_runs import curve
 
 from gecko.models.gecko import load
 from gecko.parallel.mesh import Ranks
-from gecko.train import Run, train
+from gecko.train import Run, SampleSettings, train
 from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.data import load_data
 
@@ -34,6 +34,14 @@ def test_what_a_run_leaves_behind(small_run: Run) -> None:
     losses = [record["loss"] for record in curve(small_run) if record["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.5
     assert [record["step"] for record in curve(small_run) if record["kind"] == "validation"] == [0, 5, 10, 12]
+
+
+def test_a_sample_without_a_prompt_begins_with_words_of_the_held_out_text(small_run: Run, tmp_path: Path) -> None:
+    texts = tmp_path / "held_out.txt"
+    texts.write_text("\nWho goes there, he asked. " * 40, encoding="utf-8")
+    data = replace(small_run.data, validation=str(texts))
+    train(replace(small_run, data=data, steps=2, sample=SampleSettings(tokens=4)))
+    assert (small_run.folder / "sample.txt").read_text(encoding="utf-8").startswith("Who goes there, ")
 
 
 def test_the_disk_has_the_numbers_of_all_steps_before_their_checkpoint(

@@ -53,7 +53,7 @@ def tiny() -> Run:
         schedule=ScheduleSettings(warmup=0.03),
         evaluation=EvaluationSettings(every=100),
         checkpoint=CheckpointSettings(every=200),
-        sample=SampleSettings(prompt="def ", tokens=800),
+        sample=SampleSettings(tokens=800),
     )
 
 
@@ -81,7 +81,7 @@ def gecko_15m() -> Run:
         schedule=ScheduleSettings(kind="cosine", warmup=0.02, final=0.1),
         evaluation=EvaluationSettings(every=250),
         checkpoint=CheckpointSettings(every=500),
-        sample=SampleSettings(prompt="def ", tokens=1000),
+        sample=SampleSettings(tokens=1000),
     )
 
 

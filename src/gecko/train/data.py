@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -163,10 +164,18 @@ def _run_data(run: Run, given: _Given, corpora: dict[str, Any], ranks: Ranks, co
         return HeldOut.of(data.held_out(rows * run.sequence_length + 1), rows, run.sequence_length, at_once, tokenizer)
 
     record = DataRecord(data.digest, layout)
-    ids = document_ids(tokenizer, run.sample.prompt)
-    prompt = SamplePrompt(ids, frozenset({tokenizer.document_end}))
+    text = run.sample.prompt
+    if text is None:
+        text = _first_words(tokenizer.decode(final_of(1).rows.tokens[0, :100].tolist()))
+    prompt = SamplePrompt(text, document_ids(tokenizer, text), frozenset({tokenizer.document_end}))
     training = partial(batch_of, loader.rows)
     return RunData(tokenizer, training, final_of, run.evaluation, record, prompt)
+
+
+def _first_words(text: str) -> str:
+    """Return the first one to three words of a text, with the space after them."""
+    words = re.match(r"\s*((?:\S{1,30}\s+){1,3})", text)
+    return "The " if words is None else words[1]
 
 
 def _load_chats(run: Run, ranks: Ranks, console: Console, layout: int, started: datetime | None) -> RunData:
@@ -193,11 +202,12 @@ def _load_chats(run: Run, ranks: Ranks, console: Console, layout: int, started: 
     def final_of(rows: int) -> HeldOut:
         return HeldOut.of_chats(held_out, rows, run.sequence_length, at_once, tokenizer)
 
-    ids = torch.tensor(chat_format.encode([Turn("user", run.sample.prompt)]), device="cpu")
+    text = run.sample.prompt or "Hello."
+    ids = torch.tensor(chat_format.encode([Turn("user", text)]), device="cpu")
     return RunData(
         tokenizer, partial(batch_of, rows), final_of, run.evaluation,
         DataRecord(digest, layout, None if started is None else started.isoformat()),
-        SamplePrompt(ids, chat_format.stop_ids), chat_format.text,
+        SamplePrompt(text, ids, chat_format.stop_ids), chat_format.text,
     )  # fmt: skip
 
 

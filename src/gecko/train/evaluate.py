@@ -162,8 +162,9 @@ def _binned(values: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SamplePrompt:
-    """Tokens of the sample's prompt, and those that end the sample."""
+    """The sample's prompt, its tokens, and those that end the sample."""
 
+    text: str
     ids: Tensor
     stops: frozenset[int]
 

@@ -126,8 +126,9 @@ class RunFacts:
     parameters: int
     evaluation: Evaluation
     """Held-out loss of the finished model."""
+    prompt: str
     sample: str
-    """The model's continuation of ``run.sample.prompt``."""
+    """The model's continuation of ``prompt``."""
     hardware: Mapping[str, str]
 
 
@@ -142,13 +143,13 @@ def write_report(run: Run, facts: RunFacts) -> Path:
     ]  # fmt: skip
     note = "Gradient norm: before clipping. Speed: without evaluations and checkpoints."
     prompt = f"Prompt in bold, then up to {run.sample.tokens} tokens at temperature {run.sample.temperature:g}."
-    commands, generate = [Listing(run.command(), "Train the same run again:")], _generate_command(run)
+    commands, generate = [Listing(run.command(), "Train the same run again:")], _generate_command(run, facts.prompt)
     if generate is not None:
         commands.append(Listing(generate, "Write with the trained model:"))
     sections = [
         *_losses(run, facts, training, validation),
         *([Section("Learning rate, gradient norm and speed", note, steps)] if steps else []),
-        Section("A sample", prompt, texts=[Listing(facts.sample, bold=run.sample.prompt)]),
+        Section("A sample", prompt, texts=[Listing(facts.sample, bold=facts.prompt)]),
         Section("Numbers", tables=[pairs("", _numbers(run, facts, training))]),
         Section("Hardware and code", tables=[pairs("", {**facts.hardware, "Gecko": code_name(code_version())})]),
         Section("Settings", tables=settings_tables(_settings(run))),
@@ -158,13 +159,13 @@ def write_report(run: Run, facts: RunFacts) -> Path:
     return run.folder / REPORT
 
 
-def _generate_command(run: Run) -> str | None:
+def _generate_command(run: Run, prompt: str) -> str | None:
     """Return the command that uses the model; None for a Llama, which ``gecko generate`` does not accept."""
     if isinstance(run.model, LlamaConfig):
         return None
     if run.data.format == "chat":
         return shlex.join(["gecko", "chat", str(run.folder)])
-    return shlex.join(["gecko", "generate", str(run.folder), "--prompt", run.sample.prompt])
+    return shlex.join(["gecko", "generate", str(run.folder), "--prompt", prompt])
 
 
 def _summary(run: Run, facts: RunFacts) -> str:
@@ -263,7 +264,7 @@ def finish_run(
             model = load_any(checkpoint).to(device)
         sample = _sample(run, model, data, result, console)
         with whole_file(run.folder / SAMPLE) as temporary:
-            temporary.write_text(run.sample.prompt + sample, encoding="utf-8")
+            temporary.write_text(data.prompt.text + sample, encoding="utf-8")
     console.print(
         f"final held-out loss over {result.tokens:,} tokens: "
         f"{result.nats_per_byte:.4f} nats per byte, {result.loss:.4f} nats per token{result.note}"
@@ -271,6 +272,7 @@ def finish_run(
     facts = RunFacts(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         evaluation=result,
+        prompt=data.prompt.text,
         sample=sample,
         hardware=describe_hardware(device, ranks.world),
     )

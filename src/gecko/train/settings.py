@@ -206,8 +206,8 @@ class SkipSettings:
 class SampleSettings:
     """Text that the finished model generates at the end of a run."""
 
-    prompt: str = "The "
-    """Prompt of the generated text."""
+    prompt: str | None = None
+    """Prompt of the generated text. None: the first words of the held-out text."""
     tokens: CountFromZero = 600
     """Maximum number of tokens generated after the prompt."""
     temperature: NotNegative = 0.7
