@@ -11,7 +11,7 @@ from gecko.pages.figures import chunk_borders
 from gecko.runtime.process import code_name, code_version
 from gecko.train import Run, SampleSettings
 from gecko.train.evaluate import Evaluation
-from gecko.train.finish import RunFacts, loss_curve, step_curve, write_report
+from gecko.train.finish import MARKS, RunFacts, loss_curve, step_curve, write_report
 from gecko.train.metrics import MetricsWriter
 from gecko.train.overrides import flatten
 
@@ -66,13 +66,14 @@ def test_settings_are_grouped_and_folded(page: str, small_run: Run) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 8, 300])
 def test_axes_fit_the_run(steps: int) -> None:
     training = [{"step": step, "loss": 5 / step} for step in range(1, steps + 1)]
-    axes = loss_curve(training, [{"step": 0, "loss": 6.0}, {"step": steps, "loss": 1.0}]).axes[0]
+    axes = loss_curve(training, [{"step": 0, "loss": 6.0}, {"step": steps, "loss": 1.0}], MARKS).axes[0]
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     assert left == 0 and steps < right <= 1.1 * steps
     assert all(tick == int(tick) for tick in axes.get_xticks())
     shown = [loss for record in training if low <= (loss := record["loss"]) <= high]
     assert len(shown) == steps if steps < 50 else len(shown) >= 0.9 * steps
     assert (low <= 6.0 <= high) == (steps < 50)
+    assert [text.get_text() for text in axes.texts] == [words for loss, words in MARKS.items() if low < loss < high]
 
 
 def test_a_spike_of_the_gradient_norm_does_not_hide_the_rest() -> None:

@@ -35,8 +35,12 @@ _FEW = 50
 _STEP_FIELDS = {"learning_rate": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 
 
-def loss_curve(training: Sequence[Record], validation: Sequence[Record]) -> Any:
-    """Plot training loss (each step and smoothed) and held-out loss (dots) over steps."""
+MARKS = {5.545: "guessing bytes", 2.4: "letters, few words", 1.6: "words, short phrases", 1.0: "looks like the text"}
+"""What texts look like at some losses in nats per byte (docs/troubleshooting.md)."""
+
+
+def loss_curve(training: Sequence[Record], validation: Sequence[Record], marks: Mapping[float, str]) -> Any:
+    """Plot training loss (each step and smoothed) and held-out loss (dots) over steps, and ``marks`` in the frame."""
     figure, axes = new_figure("optimizer step", "loss, nats per token")
     points = _points(training, "loss")
     if len(points) < _FEW:
@@ -51,6 +55,11 @@ def loss_curve(training: Sequence[Record], validation: Sequence[Record]) -> Any:
     shown = [*points, *held_out] if len(points) < _FEW else [*points[len(points) // 20 :], *held_out[-1:]]
     fit(axes, [loss for _, loss in shown], 0.1)
     _fit_steps(axes, [*points, *held_out])
+    low, high = axes.get_ylim()
+    for loss, words in marks.items():
+        if low < loss < high:
+            axes.axhline(loss, color=MIDDLE, linewidth=0.8, linestyle=":")
+            axes.annotate(words, (0.99, loss), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
     axes.legend(frameon=False)
     return figure
 
@@ -186,8 +195,9 @@ def _losses(run: Run, facts: RunFacts, training: Sequence[Record], validation: S
         f"positions. {_borders(result, chunk)}The first positions, without context, may leave the frame."
     )
     places = loss_by_position(result.loss_by_position, result.bin_width, chunk)
+    marks = MARKS if run.data.tokenizer == "bytes" and run.data.format == "text" else {}
     return [
-        Section("Loss", pictures=[Picture(loss_curve(training, validation), by_step)]),
+        Section("Loss", pictures=[Picture(loss_curve(training, validation, marks), by_step)]),
         Section("Loss by position", pictures=[Picture(places, by_position)]),
     ]
 
