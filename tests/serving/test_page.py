@@ -75,6 +75,7 @@ def test_a_conversation(page: Any, site: Site, model: gecko.Gecko) -> None:
     assert page.text_content(".assistant") == expected
     assert page.text_content(".user") == "Hello <b>you</b>"
     assert position(page) == (len(prompt) + 40)
+    assert re.fullmatch(r"[\d,]+", page.text_content("#speed")), "a short answer has a speed too"
     state = page.text_content("#state-bytes")
     assert state.startswith(f"{model.empty_state().num_bytes / 1000:.1f}")
     say(page, "More")
