@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-QUESTIONS = ("What does a frog do?", "And the lion?", "How does a wolf sound?")
+QUESTIONS = ("What does a frog do?", "And the lion?", "Which sound has a cow?")
 PORT = 8765
 
 
@@ -32,7 +32,7 @@ def chat_page(page: Any, model: Path) -> None:
             for question in QUESTIONS:
                 page.fill("#prompt", question)
                 page.click("#send")
-                page.wait_for_function("document.getElementById('send').textContent === 'Send'")
+                page.wait_for_selector("#send:text-is('Send')")
             page.screenshot(path=PICTURES / "chat.png")
         finally:
             server.terminate()
