@@ -54,6 +54,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: Path) -> Iterat
 def _forget() -> None:
     for cached in (native._loaded, native._warn, cpu_library._folder, _cpu_kernels_installed):
         cached.cache_clear()
+    native._functions.clear()  # or other tests would go on with functions that were not optimised
 
 
 def _average() -> torch.Tensor:
