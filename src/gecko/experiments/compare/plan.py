@@ -227,7 +227,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 PLANNED, LOG, LOCK = "planned.json", "log.txt", ".lock"
 """Files in the folders of a comparison and its runs. Training has another lock in a run's folder."""
-_MOVABLE = ("output", "recipe", "overrides")
+_MOVABLE = ("output", "recipe", "overrides", "sample.prompt")
 """Fields that may change between calls for the same comparison."""
 
 
