@@ -68,7 +68,7 @@ def gated() -> Row:
     if found is None:
         return claim, "no run of the ladder has ended yet", "open"
     text = (
-        f"nats per byte above Gecko, {found[3]} of 3 seeds, four test novels, 1 M parameters, 10 MB: {_shown(*found[:3], 4)}"
+        f"nats per byte above Gecko, {found[3]} of 3 seeds, four novels, 1 M parameters, 10 MB: {_shown(*found[:3], 4)}"
     )
     if found[3] < 3:
         return claim, text, "open: fewer than three seeds"
