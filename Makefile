@@ -76,7 +76,7 @@ test-vllm-newest: build/vllm-newest/ready  ## Run Gecko in the Python code of th
 
 docs: .venv-docs/docs  ## Build the documentation site into build/site; broken links and anchors are errors
 	rm -rf build/site_source && mkdir -p build/site_source/benchmarks
-	cp -r docs/. CONTRIBUTING.md CHANGELOG.md build/site_source
+	cp -r docs/. CONTRIBUTING.md CODE_OF_CONDUCT.md CHANGELOG.md build/site_source
 	cp -r benchmarks/results build/site_source/benchmarks
 	cp examples/README.md build/site_source/examples.md
 	sed -i.original 's|](\.\./|](|; s|](docs/|](|' build/site_source/*.md && rm build/site_source/*.original
