@@ -24,16 +24,18 @@ Prompt = Tensor | Sequence[int] | str
 """Token ids of one sequence (1-D tensor, array or list), or a text."""
 
 
-def as_rows(model: Gecko, prompts: Prompt | Sequence[Prompt], state: GeckoState | None) -> list[Tensor]:
+def as_rows(tokenizer: Tokenizer | None, prompts: Prompt | Sequence[Prompt], state: GeckoState | None) -> list[Tensor]:
     """Convert prompts to one 1-D integer tensor each; each row of a 2-D tensor is a prompt.
 
     Texts begin with the document start, unless they continue ``state``.
 
+    Args:
+        tokenizer: that of texts; None: the prompts are ids.
+
     Raises:
         TypeError, ValueError: the prompts are neither texts nor integers, or have more than two dimensions.
     """
-    if is_text(prompts):
-        tokenizer = own_tokenizer(model)
+    if tokenizer is not None:
         texts = [prompts] if isinstance(prompts, str) else [str(prompt) for prompt in prompts]
         return [document_ids(tokenizer, text, state=state) for text in texts]
     if isinstance(prompts, list | tuple) and prompts and not _is_id(prompts[0]):
@@ -70,19 +72,15 @@ def _as_seed(seed: SupportsIndex) -> int:
     return number
 
 
-def is_text(prompts: object) -> bool:
-    """Return whether prompts are a text, or a list of texts only."""
-    if isinstance(prompts, list | tuple):
-        return bool(prompts) and all(isinstance(prompt, str) for prompt in prompts)
-    return isinstance(prompts, str)
-
-
-def own_tokenizer(model: Gecko) -> Tokenizer:
-    """Return the tokenizer in the folder from which ``gecko.load`` read a model.
+def own_tokenizer(model: Gecko, prompts: Prompt | Sequence[Prompt]) -> Tokenizer | None:
+    """Return the tokenizer in the folder from which ``gecko.load`` read a model; None if the prompts are no texts.
 
     Raises:
         ValueError: the model was made in memory, or its folder names no tokenizer.
     """
+    several = isinstance(prompts, list | tuple) and prompts
+    if not all(isinstance(prompt, str) for prompt in (prompts if several else [prompts])):
+        return None
     name = None if model.folder is None else known_tokenizer(model.folder)
     if name is None:
         raise ValueError(
@@ -180,6 +178,9 @@ def generate(
         TypeError, ValueError: a prompt is empty or has ids outside the vocabulary, a number is out of range, the state
             belongs to another model or has the wrong number of rows, or logits are not finite.
     """
+    tokenizer = own_tokenizer(model, prompt_tokens)
+    if tokenizer is not None:
+        prompt_tokens, stop_tokens = as_rows(tokenizer, prompt_tokens, state), {*stop_tokens, tokenizer.document_end}
     tokens = stream(
         model, prompt_tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
@@ -190,7 +191,7 @@ def generate(
         generated.setdefault(row, []).append(token)
     reasons = [reason for reason in tokens.finish_reasons if reason is not None]
     ids = [generated.get(row, []) for row in range(len(reasons))]
-    texts = [own_tokenizer(model).decode(row) for row in ids] if is_text(prompt_tokens) else []
+    texts = [] if tokenizer is None else [tokenizer.decode(row) for row in ids]
     return Generation(ids, reasons, tokens.state, texts)
 
 
@@ -218,9 +219,10 @@ def stream(
     sampling = Sampling(
         temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, presence_penalty, frequency_penalty
     )
-    rows = as_rows(model, prompt_tokens, state)
-    if is_text(prompt_tokens):
-        stop_tokens = {*stop_tokens, own_tokenizer(model).document_end}
+    tokenizer = own_tokenizer(model, prompt_tokens)
+    rows = as_rows(tokenizer, prompt_tokens, state)
+    if tokenizer is not None:
+        stop_tokens = {*stop_tokens, tokenizer.document_end}
     states, seeds = _states(state, len(rows)), as_seeds(seed, len(rows))
     check_new_tokens(max_new_tokens, sampling, model.config)
     prefills = [read(model, [row], before) for row, before in zip(rows, states, strict=True)]
