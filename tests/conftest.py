@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 from hypothesis import settings
+
+from gecko.runtime.process import keep_existing_objects
+
+gc.disable()  # until the tests are collected
 
 TOGETHER = (
     "tests/kernels/compiled/", "tests/kernels/interpreted/test_context.py",
@@ -31,6 +36,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((place for place in TOGETHER if nodeid.startswith(place)), nodeid)
 
     return Together(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+def pytest_collection_finish() -> None:
+    """Keep thousands of tests out of the collections of garbage, which would take longer than most of them."""
+    keep_existing_objects()
+    gc.enable()
 
 
 settings.register_profile("gecko", deadline=None, derandomize=True)

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from gecko.runtime.process import keep_existing_objects
+
 Exact = Callable[[Any], dict[str, Any]]
 """Function from a run to its steps on one rank; see ``tests/parallel/conftest.py``."""
 LIMIT = 300.0
@@ -114,6 +116,7 @@ def _work(end: Connection) -> None:
             RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
         output = io.StringIO()
+        keep_existing_objects()
         try:
             with contextlib.redirect_stdout(output):
                 value = function(*arguments)

@@ -125,7 +125,7 @@ def test_a_measured_peak_counts_all_products(monkeypatch: pytest.MonkeyPatch) ->
     clock = iter(range(100))
     monkeypatch.setattr(utilisation.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(utilisation, "_measured_work", lambda _: (16, 3))
-    assert utilisation._measured_flops(torch.device("cpu"), torch.float32) == 3 * 2 * 16**3
+    assert utilisation._measured_flops.__wrapped__(torch.device("cpu"), torch.float32, 1) == 3 * 2 * 16**3
 
 
 @pytest.mark.parametrize(("platform", "reported"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])

@@ -130,19 +130,29 @@ def _set(options: dict[int, int]) -> bool:
 
 COLLECT_EVERY = 50
 """Steps between two collections of ``SteadyCollection``."""
+_kept = False
+
+
+def keep_existing_objects() -> None:
+    """Collect reference cycles, and exempt all other objects of this process, such as modules, from collections."""
+    global _kept
+    gc.collect()
+    gc.freeze()
+    _kept = True
 
 
 class SteadyCollection:
     """Context in which Python collects reference cycles at set steps only.
 
     Otherwise each rank collects in another step, and in each of them all other ranks wait for it. Objects that exist
-    when the context is entered are not examined.
+    when the context is entered are not examined; after ``keep_existing_objects``, those that existed then.
     """
 
     def __enter__(self) -> SteadyCollection:
         self._was_enabled = gc.isenabled()
         gc.collect()
-        gc.freeze()
+        if not _kept:
+            gc.freeze()
         gc.disable()
         return self
 
@@ -152,7 +162,8 @@ class SteadyCollection:
             gc.collect()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        gc.unfreeze()
+        if not _kept:
+            gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import logging
 import resource
 import signal
@@ -24,6 +23,7 @@ from gecko.data.chat import find_format
 from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.scheduler import Engine
 from gecko.models.gecko import Gecko
+from gecko.runtime.process import keep_existing_objects
 from gecko.serving.app import Service, create_app
 from gecko.serving.connection import Hosts, connection_class
 from gecko.serving.limits import Limits
@@ -167,8 +167,7 @@ def _limit_gil_waits() -> None:
     objects, here all imported modules, are skipped by the garbage collector, which holds the GIL.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()
+    keep_existing_objects()
 
 
 def _allow_many_connections() -> None:

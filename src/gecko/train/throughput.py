@@ -6,6 +6,7 @@ by activation checkpointing does not count as work, so it lowers the MFU.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -117,7 +118,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         known = next((flops for words, flops in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
         if known is not None:
             return known
-    return _measured_flops(device, dtype)
+    return _measured_flops(device, dtype, torch.get_num_threads())
 
 
 def memory_gib(device: torch.device) -> float:
@@ -139,7 +140,8 @@ class ThroughputMeter:
         return tokens_per_second * self._per_token
 
 
-def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+@functools.cache
+def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """Return the best FLOP/s of a few measurements. They take some hundredths of a second, on a slow GPU seconds."""
     size, products = _measured_work(device)
     matrix = torch.ones(size, size, device=device, dtype=dtype)
