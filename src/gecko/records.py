@@ -27,9 +27,9 @@ import inspect
 import math
 import re
 import reprlib
-import textwrap
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -240,15 +240,27 @@ def _noun(kind: type) -> str:
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings of a dataclass's fields by name: the strings below them in the source."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in pairwise(definition.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }
+    """Return the docstrings of a dataclass's fields, also of its bases, by name: the strings below the fields."""
+    bases = [base for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)]
+    return {name: text for base in bases for name, text in _docstrings_in(base.__module__)[base.__name__].items()}
+
+
+_CLASS = re.compile(r"^class (?P<name>\w+).*\n(?:(?:    (?!def |@).*|\).*)?\n)*", re.MULTILINE)
+"""A class of a module up to its first method."""
+
+
+@lru_cache(maxsize=64)
+def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
+    """Return the docstrings of fields by class. Methods are left out, as to parse them takes most of the time."""
+    heads = _CLASS.finditer(inspect.getsource(sys.modules[module]))
+    return {head["name"]: dict(_docstrings_of(ast.parse(f"{head[0]}    ...").body[0])) for head in heads}
+
+
+def _docstrings_of(definition: Any) -> Iterator[tuple[str, str]]:
+    for field_and_next in pairwise(definition.body):
+        match field_and_next:
+            case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
+                yield name, inspect.cleandoc(text)
 
 
 def unknown_name(kind: str, name: object, known: Any) -> str:

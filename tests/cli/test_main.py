@@ -138,7 +138,7 @@ def test_the_command_has_no_options_that_change_nothing() -> None:
         "convert": {"source", "out"},
         "export": {"model", "out", "format", "tokenizer"},
         "consolidate": {"source", "out"},
-        "average": {"run", "out", "last"},
+        "average": {"source", "out", "last"},
         "info": {"model", "length", "batch", "dtype", "as_json"},
         "doctor": set(),
     }  # fmt: skip

@@ -10,14 +10,46 @@ from typing import Annotated
 
 import typer
 
-from gecko.cli import chat, convert, doctor, finetune, generate, plan, serve, states, tokenize, train
-from gecko.cli import eval as evaluations
+from gecko.cli.chat import Chat
+from gecko.cli.command import Command, function_of
 from gecko.cli.common import ErrorReportingGroup, echo
+from gecko.cli.convert import Average, Consolidate, Convert, Export, Quantize
+from gecko.cli.doctor import Doctor
+from gecko.cli.eval import Academic, Diagnose, Perplexity, Positions, Retrieval, Scrolls
+from gecko.cli.finetune import Finetune
+from gecko.cli.generate import Generate
+from gecko.cli.plan import Info, PlanTraining
+from gecko.cli.serve import Serve
+from gecko.cli.states import Diff, Read, Show
+from gecko.cli.tokenize import Tokenize
+from gecko.cli.train import Compare, Report, Train
 from gecko.runtime.process import __version__
 
 __all__ = ["app", "main"]
 
-_TRAIN, _USE, _FILES, _INSPECT = "Train", "Use and evaluate", "Model files", "Inspect"
+_COMMANDS: dict[str, dict[str, type[Command]]] = {
+    "Train": {
+        "tokenize": Tokenize, "plan": PlanTraining, "train": Train, "finetune": Finetune, "compare": Compare,
+        "report": Report,
+    },
+    "Use and evaluate": {"read": Read, "generate": Generate, "chat": Chat, "serve": Serve},
+    "Model files": {
+        "quantize": Quantize, "convert": Convert, "export": Export, "consolidate": Consolidate, "average": Average,
+    },
+    "Inspect": {"info": Info, "doctor": Doctor},
+}  # fmt: skip
+"""Commands by name, in the panels of the help."""
+_EVALUATIONS: dict[str, type[Command]] = {
+    "perplexity": Perplexity, "positions": Positions, "retrieval": Retrieval, "diagnose": Diagnose,
+    "academic": Academic, "scrolls": Scrolls,
+}  # fmt: skip
+_STATES: dict[str, type[Command]] = {"show": Show, "diff": Diff}
+
+
+def _add(group: typer.Typer, commands: dict[str, type[Command]], panel: str | None = None) -> None:
+    for name, kind in commands.items():
+        group.command(rich_help_panel=panel)(function_of(kind, name))
+
 
 app = typer.Typer(
     cls=ErrorReportingGroup,
@@ -26,28 +58,16 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for panel, command in (
-    (_TRAIN, tokenize.tokenize),
-    (_TRAIN, plan.plan),
-    (_TRAIN, train.train),
-    (_TRAIN, finetune.finetune),
-    (_TRAIN, train.compare),
-    (_TRAIN, train.report),
-    (_USE, states.read),
-    (_USE, generate.generate),
-    (_USE, chat.chat),
-    (_USE, serve.serve),
-    (_FILES, convert.quantize),
-    (_FILES, convert.convert),
-    (_FILES, convert.export),
-    (_FILES, convert.consolidate),
-    (_FILES, convert.average),
-    (_INSPECT, plan.info),
-    (_INSPECT, doctor.doctor),
-):
-    app.command(rich_help_panel=panel)(command)
-app.add_typer(evaluations.app, name="eval", rich_help_panel=_USE)
-app.add_typer(states.app, name="state", rich_help_panel=_INSPECT)
+evaluations = typer.Typer(
+    no_args_is_help=True, help="Evaluate a model. Every number is reported with its sample size and a 95 % interval."
+)
+states = typer.Typer(no_args_is_help=True, help="Show and compare reading states.")
+for panel, commands in _COMMANDS.items():
+    _add(app, commands, panel)
+_add(evaluations, _EVALUATIONS)
+_add(states, _STATES)
+app.add_typer(evaluations, name="eval", rich_help_panel="Use and evaluate")
+app.add_typer(states, name="state", rich_help_panel="Inspect")
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,27 +7,12 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from gecko.cli.common import (
-    STATE,
-    Device,
-    Dtype,
-    MaxNewTokens,
-    MinP,
-    Model,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    TokenizerSpec,
-    TopK,
-    TopP,
-    echo,
-    output_file,
-)
-from gecko.ops.backends.cpu_library import start_building
+from gecko.cli.command import Writer, option
+from gecko.cli.common import STATE, echo, output_file
 from gecko.runtime.terminal import visible
 
 if TYPE_CHECKING:
@@ -42,26 +27,7 @@ _HELP = """\
 /quit       end, as Ctrl-D does; Ctrl-C ends an answer"""
 
 
-def chat(
-    model: Model,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="System message, read before the first question.")
-    ] = None,
-    state: Annotated[
-        str | None,
-        typer.Option("--state", metavar="S", help="Reading state of a text to talk about, written by `gecko read`."),
-    ] = None,
-    max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.8,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    tokenizer: TokenizerSpec = None,
-    device: Device = "auto",
-    dtype: Dtype = None,
-) -> None:
+class Chat(Writer):
     """Talk with a model in the terminal.
 
     Type a message and read the answer as it is generated. The whole conversation is a state of constant size: no turn
@@ -76,33 +42,35 @@ def chat(
 
         echo "Who are you?" | gecko chat runs/chat --temperature 0
     """
-    if not device.startswith("cuda"):
-        start_building("decoding")  # while PyTorch is imported
-    from gecko.cli.arguments import check_state, find_model, load_model
-    from gecko.data.chat import find_format
-    from gecko.inference import Sampling
-    from gecko.inference.chat import Conversation
-    from gecko.inference.generate import as_seeds
-    from gecko.runtime.process import keep_freed_memory
-    from gecko.state import GeckoState
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    before = None if state is None else GeckoState.load(Path(state).expanduser())
-    folder = find_model(model)
-    network, vocabulary = load_model(str(folder), tokenizer, device, dtype)
-    if state is not None and before is not None:
-        check_state(network, before, state, model)
-    keep_freed_memory()
-    chat_format = find_format(vocabulary, folder)
-    conversation = Conversation(network, vocabulary, chat_format, system=system, before=before)
-    _introduce(model, chat_format)
-    seeds = itertools.count(as_seeds(seed, 1)[0])
-    while (line := _read_line()) is not None:
-        if line.startswith("/"):
-            if not _obey(line, conversation, [model, state, tokenizer]):
-                return
-        elif _is_message(line):
-            _write(conversation.ask(line.strip(), sampling=sampling, seed=next(seeds), max_new_tokens=max_new_tokens))
+    system: str | None = option(metavar="TEXT")
+    """System message, read before the first question."""
+    state: str | None = option(metavar="S", reads=True)
+    """Reading state of a text to talk about, written by `gecko read`."""
+    max_new_tokens: int = option(512, "--max-new-tokens", "-n", min=0)
+
+    def run(self) -> None:
+        self.build_kernels()
+        from gecko.cli.arguments import find_model
+        from gecko.data.chat import find_format
+        from gecko.inference.chat import Conversation
+        from gecko.inference.generate import as_seeds
+
+        sampling, before = self.sampling(), self.load_state()
+        model, tokenizer = self.load_for(before)
+        chat_format = find_format(tokenizer, find_model(self.model))
+        conversation = Conversation(model, tokenizer, chat_format, system=self.system, before=before)
+        _introduce(self.model, chat_format)
+        seeds = itertools.count(as_seeds(self.seed, 1)[0])
+        while (line := _read_line()) is not None:
+            if line.startswith("/"):
+                if not _obey(line, conversation, self.inputs):
+                    return
+            elif _is_message(line):
+                answer = conversation.ask(
+                    line.strip(), sampling=sampling, seed=next(seeds), max_new_tokens=self.max_new_tokens
+                )
+                _write(answer)
 
 
 def _is_message(line: str) -> bool:
@@ -174,7 +142,7 @@ def _write(answer: Answer) -> None:
         _say(f"(stopped after {answer.num_tokens} tokens; --max-new-tokens allows more)")
 
 
-def _obey(line: str, conversation: Conversation, inputs: list[str | None]) -> bool:
+def _obey(line: str, conversation: Conversation, inputs: list[str]) -> bool:
     """Run a command; return False if it ends the program. Errors are printed, and the conversation continues."""
     name, _, file = line.partition(" ")
     file = file.strip()
@@ -197,7 +165,7 @@ def _obey(line: str, conversation: Conversation, inputs: list[str | None]) -> bo
     return True
 
 
-def _save(conversation: Conversation, file: str, inputs: list[str | None]) -> None:
+def _save(conversation: Conversation, file: str, inputs: list[str]) -> None:
     path = output_file(_named(file, "/save"), STATE, inputs=inputs, option="/save")
     conversation.save(path)
     _say(f"saved to {path} ({path.stat().st_size:,} bytes)")

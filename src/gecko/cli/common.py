@@ -1,4 +1,4 @@
-"""Shared by the commands: types of arguments and options, errors, exit codes, and the rule for files they write.
+"""Shared by the commands: errors, exit codes, and the rule for files they write.
 
 A command that fails prints one message without a traceback; the exit code says which kind of failure it was.
 
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -27,38 +28,14 @@ FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes: an error with a message, Ctrl-C, and an output pipe that was closed by its reader."""
 
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Model folder, training run (its newest checkpoint is used), or books.")
-]
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe, or path of a run's recipe.json.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Changes to the recipe's fields.")]
-TokenizerSpec = Annotated[
-    str | None,
-    typer.Option(
-        "--tokenizer", metavar="SPEC", help="bytes, or the path of a tokenizer.", show_default="the model's own"
-    ),
-]
-Device = Annotated[str, typer.Option("--device", help="Device: auto (CUDA if it is available), cpu, cuda, or cuda:N.")]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="Dtype of the weights: float32 or bfloat16.", show_default="as stored")
-]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Largest number of new tokens.")]
-Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")]
-TopK = Annotated[int | None, typer.Option(help="Sample from the K most likely tokens.")]
-TopP = Annotated[float | None, typer.Option(help="Sample from the most likely tokens whose probabilities sum to P.")]
-MinP = Annotated[float | None, typer.Option(help="Sample from tokens with at least P times the highest probability.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Values above 1 make tokens of the preceding text less likely.")]
-Seed = Annotated[int | None, typer.Option(help="Seed; the same seed gives the same text.", show_default="random")]
-Force = Annotated[
-    bool,
-    typer.Option("--force", help="Replace a file of another kind. Files that the command reads are never replaced."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-
-
 def echo(text: str = "", *, err: bool = False) -> None:
     """Print a text of any origin, which cannot control the terminal."""
     typer.echo(visible(text), err=err)
+
+
+def command_line() -> str:
+    """Return this command as a shell takes it."""
+    return shlex.join(["gecko", *sys.argv[1:]])
 
 
 class ErrorReportingGroup(TyperGroup):

@@ -5,26 +5,17 @@ from __future__ import annotations
 import functools
 import shutil
 from contextlib import nullcontext
+from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from gecko.cli.common import Model, TokenizerSpec, echo, new_model_folder, outside_of_runs
+from gecko.cli.command import Command, OnModel, OnModelAndTokenizer, argument, option
+from gecko.cli.common import echo, new_model_folder, outside_of_runs
 from gecko.io.files import whole_folder
-
-if TYPE_CHECKING:
-    from gecko.models.gecko import Gecko
 
 TRANSFORMERS, ONNX = "transformers", "onnx"
 
 
-def convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="Folder of the release, with config.json and consolidated.pth.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must be new or empty.")],
-) -> None:
+class Convert(Command):
     """Convert a checkpoint of the reference release of Gecko or Megalodon to a model folder of this package.
 
     The folder can be opened with `gecko.load`, with every command, and with transformers. Weights keep their values,
@@ -36,35 +27,37 @@ def convert(
 
         gecko generate models/gecko-7b --prompt "Once upon"
     """
-    import torch
 
-    from gecko.convert import from_reference, read_release
-    from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
-    from gecko.io.tensors import fitted
-    from gecko.models import meta_model
-    from gecko.models.gecko import save_model
+    source: Path = argument("SOURCE")
+    """Folder of the release, with config.json and consolidated.pth."""
+    out: Path = argument("OUT")
+    """Folder to write; it must be new or empty."""
 
-    source, out = source.expanduser(), new_model_folder(out)
-    config, weights = from_reference(*read_release(source))
-    widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in weights.values()))
-    weights = fitted(source, weights, meta_model(config).to(widest).state_dict())
-    beside = source.parent if source.is_file() else source
-    with whole_folder(out) as folder:
-        save_model(folder, config, weights)
-        if holds_tokenizer(beside):
-            copy_tokenizer(str(beside), folder)
-    count = sum(tensor.numel() for name, tensor in weights.items() if not (config.tie_embedding and "head" in name))
-    kind = "Megalodon" if config.memory == "none" else "Gecko"
-    dtype = str(weights["embedding.weight"].dtype).removeprefix("torch.")
-    echo(f"{out}: {kind}, {config.num_layers} layers, {count:,} parameters in {dtype}")
+    def run(self) -> None:
+        import torch
+
+        from gecko.convert import from_reference, read_release
+        from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
+        from gecko.io.tensors import fitted
+        from gecko.models import meta_model
+        from gecko.models.gecko import save_model
+
+        source, out = self.source.expanduser(), new_model_folder(self.out)
+        config, weights = from_reference(*read_release(source))
+        widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in weights.values()))
+        weights = fitted(source, weights, meta_model(config).to(widest).state_dict())
+        beside = source.parent if source.is_file() else source
+        with whole_folder(out) as folder:
+            save_model(folder, config, weights)
+            if holds_tokenizer(beside):
+                copy_tokenizer(str(beside), folder)
+        count = sum(tensor.numel() for name, tensor in weights.items() if not (config.tie_embedding and "head" in name))
+        kind = "Megalodon" if config.memory == "none" else "Gecko"
+        dtype = str(weights["embedding.weight"].dtype).removeprefix("torch.")
+        echo(f"{out}: {kind}, {config.num_layers} layers, {count:,} parameters in {dtype}")
 
 
-def consolidate(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a run, or one of its checkpoints.")],
-    out: Annotated[
-        str | None, typer.Option("--out", metavar="FOLDER", help="Folder to write.", show_default="the checkpoint")
-    ] = None,
-) -> None:
+class Consolidate(Command):
     """Join the parts of a checkpoint that several ranks wrote into one model file, which every command reads.
 
     Training does this at the end of a run. It needs memory for the model once, and no GPU.
@@ -75,62 +68,39 @@ def consolidate(
 
         gecko consolidate runs/1b/checkpoints/step-00010000 --out models/1b
     """
-    from gecko.io.model_folder import CONFIG
-    from gecko.train.checkpoints.checkpointer import write_model
 
-    checkpoint = _find_checkpoint(Path(source).expanduser())
-    target = _consolidation_target(out, checkpoint)
-    with nullcontext(target) if (target / CONFIG).is_file() else whole_folder(target) as folder:
-        write_model(checkpoint, folder)
-        if target != checkpoint:
-            _copy_beside(checkpoint, folder)
-    echo(f"{target}: the model of {checkpoint.name}")
+    source: Path = argument("SOURCE")
+    """Folder of a run, or one of its checkpoints."""
+    out: Path | None = option(metavar="FOLDER", show_default="the checkpoint")
+    """Folder to write."""
 
+    def run(self) -> None:
+        from gecko.io.model_folder import CONFIG
+        from gecko.train.checkpoints.checkpointer import write_model
 
-def average(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training run.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write; it must be new or empty.")],
-    last: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints.")] = 5,
-) -> None:
-    """Average the weights of a run's last checkpoints, and write the model.
+        checkpoint = _find_checkpoint(self.source.expanduser())
+        target = self.target(checkpoint)
+        with nullcontext(target) if (target / CONFIG).is_file() else whole_folder(target) as folder:
+            write_model(checkpoint, folder)
+            if target != checkpoint:
+                _copy_beside(checkpoint, folder)
+        echo(f"{target}: the model of {checkpoint.name}")
 
-    The mean of weights from the end of a run at a constant learning rate is often better than the last ones, as after
-    a decay of the rate. `checkpoint.keep` must be at least the number of checkpoints.
+    def target(self, checkpoint: Path) -> Path:
+        """Return the folder to write: the checkpoint, or one that is new, empty, or has a model of the same config."""
+        from gecko.io.model_folder import CONFIG
 
-    **Examples**
-
-        gecko average runs/1b --last 5 --out models/1b-average
-    """
-    from gecko.io.checkpoints import list_checkpoints
-    from gecko.train.checkpoints.checkpointer import check_consecutive, write_average
-    from gecko.train.checkpoints.folders import verify_checkpoint
-
-    found = list_checkpoints(run.expanduser() / "checkpoints")
-    if len(found) < last:
-        raise ValueError(
-            f"--last must be at most the checkpoints of the run; {run} has {len(found)}, got {last}. A run keeps more "
-            "with checkpoint.keep=N, and saves more often with checkpoint.every=N."
-        )
-    checkpoints, target = found[:last], new_model_folder(out, "--out")
-    for checkpoint in checkpoints:
-        verify_checkpoint(checkpoint)
-    check_consecutive(checkpoints)
-    with whole_folder(target) as folder:
-        write_average(checkpoints, folder)
-        _copy_beside(checkpoints[0], folder)
-    echo(f"{target}: the mean of {', '.join(path.name for path in reversed(checkpoints))}")
-
-
-def _copy_beside(source: Path, target: Path) -> None:
-    """Copy the recipe and the tokenizer of a model, if they lie beside it, and remove another tokenizer."""
-    from gecko.cli.arguments import RECIPE
-    from gecko.data.tokenizers import SETTINGS, TOKENIZERS
-
-    for name in (RECIPE, *TOKENIZERS, *SETTINGS):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-        elif name != RECIPE:
-            (target / name).unlink(missing_ok=True)
+        if self.out is None or self.out.expanduser().resolve() == checkpoint.resolve():
+            return checkpoint
+        target = outside_of_runs(self.out, "--out")
+        if not (target / CONFIG).is_file():
+            return new_model_folder(target, "--out")
+        if _has_another_config(target, checkpoint):
+            raise FileExistsError(
+                f"--out must be a new folder, or have a model of the same configuration; {target} holds another model. "
+                "Name another folder."
+            )
+        return target
 
 
 def _find_checkpoint(folder: Path) -> Path:
@@ -149,23 +119,6 @@ def _find_checkpoint(folder: Path) -> Path:
     return newest
 
 
-def _consolidation_target(out: str | None, checkpoint: Path) -> Path:
-    """Return the folder to write: the checkpoint, or a folder that is new, empty, or has a model of the same config."""
-    from gecko.io.model_folder import CONFIG
-
-    if out is None or Path(out).expanduser().resolve() == checkpoint.resolve():
-        return checkpoint
-    target = outside_of_runs(Path(out), "--out")
-    if not (target / CONFIG).is_file():
-        return new_model_folder(target, "--out")
-    if _has_another_config(target, checkpoint):
-        raise FileExistsError(
-            f"--out must be a new folder, or have a model of the same configuration; {target} holds another model. "
-            "Name another folder."
-        )
-    return target
-
-
 def _has_another_config(target: Path, checkpoint: Path) -> bool:
     from gecko.io.model_folder import CONFIG
     from gecko.models import load_config
@@ -177,11 +130,46 @@ def _has_another_config(target: Path, checkpoint: Path) -> bool:
         return True
 
 
-def quantize(
-    model: Model,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; it must be new or empty.")],
-    bits: Annotated[int, typer.Option(help="Bits per weight: 8 or 4.")] = 8,
-) -> None:
+class Average(Command):
+    """Average the weights of a run's last checkpoints, and write the model.
+
+    The mean of weights from the end of a run at a constant learning rate is often better than the last ones, as after
+    a decay of the rate. `checkpoint.keep` must be at least the number of checkpoints.
+
+    **Examples**
+
+        gecko average runs/1b --last 5 --out models/1b-average
+    """
+
+    source: Path = argument("RUN")
+    """Folder of a training run."""
+    out: Path = option(MISSING, metavar="FOLDER")
+    """Folder to write; it must be new or empty."""
+    last: int = option(5, min=1)
+    """Number of newest checkpoints."""
+
+    def run(self) -> None:
+        from gecko.io.checkpoints import CHECKPOINTS, list_checkpoints
+        from gecko.train.checkpoints.checkpointer import check_consecutive, write_average
+        from gecko.train.checkpoints.folders import verify_checkpoint
+
+        found = list_checkpoints(self.source.expanduser() / CHECKPOINTS)
+        if len(found) < self.last:
+            raise ValueError(
+                f"--last must be at most the checkpoints of the run; {self.source} has {len(found)}, got {self.last}. "
+                "A run keeps more with checkpoint.keep=N, and saves more often with checkpoint.every=N."
+            )
+        checkpoints, target = found[: self.last], new_model_folder(self.out, "--out")
+        for checkpoint in checkpoints:
+            verify_checkpoint(checkpoint)
+        check_consecutive(checkpoints)
+        with whole_folder(target) as folder:
+            write_average(checkpoints, folder)
+            _copy_beside(checkpoints[0], folder)
+        echo(f"{target}: the mean of {', '.join(path.name for path in reversed(checkpoints))}")
+
+
+class Quantize(OnModel):
     """Write a smaller copy of a model, with the matrices of its blocks in 8 or 4 bits.
 
     The copy is for inference; every command accepts it. It counts as another model: it does not continue reading
@@ -193,29 +181,41 @@ def quantize(
 
         gecko generate runs/demo-int8 --prompt "def main("
     """
-    from gecko.cli.arguments import find_gecko
-    from gecko.io.model_folder import weight_files
-    from gecko.io.quantization import quantize as quantize_model
-    from gecko.models.gecko import load
 
-    source, target = find_gecko(model), new_model_folder(Path(out))
-    network = load(source)
-    quantize_model(network, bits)
-    with whole_folder(target) as folder:
-        network.save(folder)
-        _copy_beside(source, folder)
-    before, after = (sum(path.stat().st_size for path in weight_files(folder)) for folder in (source, target))
-    echo(f"{target}: {after:,} bytes of weights, {after / before:.1%} of the {before:,} in {source}")
+    out: Path = argument("OUT")
+    """Folder to write; it must be new or empty."""
+    bits: int = 8
+    """Bits per weight: 8 or 4."""
+
+    def run(self) -> None:
+        from gecko.cli.arguments import find_gecko
+        from gecko.io.model_folder import weight_files
+        from gecko.io.quantization import quantize
+        from gecko.models.gecko import load
+
+        source, target = find_gecko(self.model), new_model_folder(self.out)
+        model = load(source)
+        quantize(model, self.bits)
+        with whole_folder(target) as folder:
+            model.save(folder)
+            _copy_beside(source, folder)
+        before, after = (sum(path.stat().st_size for path in weight_files(folder)) for folder in (source, target))
+        echo(f"{target}: {after:,} bytes of weights, {after / before:.1%} of the {before:,} in {source}")
 
 
-def export(
-    model: Model,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must be new or empty.")],
-    format: Annotated[
-        str, typer.Option(help="transformers: weights and code; onnx: the graph of one decoding step.")
-    ] = TRANSFORMERS,
-    tokenizer: TokenizerSpec = None,
-) -> None:
+def _copy_beside(source: Path, target: Path) -> None:
+    """Copy the recipe and the tokenizer of a model, if they lie beside it, and remove another tokenizer."""
+    from gecko.cli.arguments import RECIPE
+    from gecko.data.tokenizers import SETTINGS, TOKENIZERS
+
+    for name in (RECIPE, *TOKENIZERS, *SETTINGS):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+        elif name != RECIPE:
+            (target / name).unlink(missing_ok=True)
+
+
+class Export(OnModelAndTokenizer):
     """Write a model for programs that do not have this package.
 
     The folder for transformers opens with `trust_remote_code=True`, and in vLLM beside this package. The ONNX graph
@@ -227,35 +227,42 @@ def export(
 
         gecko export runs/demo models/demo-onnx --format onnx
     """
-    from gecko.cli.arguments import find_gecko
-    from gecko.models.gecko import load
 
-    if format not in (TRANSFORMERS, ONNX):
-        raise ValueError(f"--format must be {TRANSFORMERS} or {ONNX}; got {format!r}.")
-    source, target = find_gecko(model), new_model_folder(out)
-    write = _write_for_transformers if format == TRANSFORMERS else _write_onnx
-    with whole_folder(target) as folder:
-        write(load(source), source, folder, tokenizer)
-    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    echo(f"{target}: {source.name} for {format}, {size:,} bytes")
+    out: Path = argument("OUT")
+    """Folder to write; it must be new or empty."""
+    format: str = TRANSFORMERS
+    """transformers: weights and code; onnx: the graph of one decoding step."""
 
+    def run(self) -> None:
+        from gecko.cli.arguments import find_gecko
 
-def _write_for_transformers(network: Gecko, source: Path, target: Path, given: str | None) -> None:
-    from gecko import hf
-    from gecko.cli.arguments import find_tokenizer
-    from gecko.data.chat import find_template
-    from gecko.hf.tokenizer import transformers_tokenizer
+        if self.format not in (TRANSFORMERS, ONNX):
+            raise ValueError(f"--format must be {TRANSFORMERS} or {ONNX}; got {self.format!r}.")
+        source, target = find_gecko(self.model), new_model_folder(self.out)
+        write = self.write_for_transformers if self.format == TRANSFORMERS else self.write_onnx
+        with whole_folder(target) as folder:
+            write(source, folder)
+        size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+        echo(f"{target}: {source.name} for {self.format}, {size:,} bytes")
 
-    tokenizer = find_tokenizer(source, given, network.config.vocab_size)
-    template = find_template(tokenizer, source)
-    hf.export(network, target, transformers_tokenizer(tokenizer, None if template is None else template.text))
+    def write_for_transformers(self, source: Path, target: Path) -> None:
+        from gecko import hf
+        from gecko.cli.arguments import find_tokenizer
+        from gecko.data.chat import find_template
+        from gecko.hf.tokenizer import transformers_tokenizer
+        from gecko.models.gecko import load
 
+        model = load(source)
+        tokenizer = find_tokenizer(source, self.tokenizer, model.config.vocab_size)
+        template = find_template(tokenizer, source)
+        hf.export(model, target, transformers_tokenizer(tokenizer, None if template is None else template.text))
 
-def _write_onnx(network: Gecko, source: Path, target: Path, given: str | None) -> None:
-    from gecko.data.tokenizers import copy_tokenizer, known_tokenizer
-    from gecko.models.onnx import save_onnx
+    def write_onnx(self, source: Path, target: Path) -> None:
+        from gecko.data.tokenizers import copy_tokenizer, known_tokenizer
+        from gecko.models.gecko import load
+        from gecko.models.onnx import save_onnx
 
-    save_onnx(network, target)
-    spec = known_tokenizer(source) if given is None else given
-    if spec is not None:
-        copy_tokenizer(spec, target)
+        save_onnx(load(source), target)
+        tokenizer = known_tokenizer(source) if self.tokenizer is None else self.tokenizer
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, target)

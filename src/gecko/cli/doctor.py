@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from gecko.cli.command import Command
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -143,7 +145,7 @@ def _version(distribution: str) -> str | None:
 UNHEALTHY = 1
 
 
-def doctor() -> None:
+class Doctor(Command):
     """Describe this machine, and test that the operators compute correctly on it.
 
     The self-test runs on the CPU and, if there is one, on the GPU. It takes seconds. The exit code is 1 if a check
@@ -153,19 +155,23 @@ def doctor() -> None:
 
         gecko doctor
     """
-    from gecko.runtime.terminal import Terminal
 
-    console = Terminal(markup=True)
-    facts = {**software(), **processor(), **resources(Path.cwd()), **graphics()}
-    _print_facts(console, "This machine", facts)
-    _print_facts(console, "Used for training and inference", paths())
-    _print_packages(console)
-    findings = [finding for device in _devices() for finding in _examine(console, device)]
-    failed = sum(not finding.passed for finding in findings)
-    if failed:
-        console.print(f"[bold red]{failed} of {len(findings)} checks failed.[/] Do not trust results on this machine.")
-        raise typer.Exit(UNHEALTHY)
-    console.print(f"[bold green]All {len(findings)} checks passed.[/]")
+    def run(self) -> None:
+        from gecko.runtime.terminal import Terminal
+
+        console = Terminal(markup=True)
+        facts = {**software(), **processor(), **resources(Path.cwd()), **graphics()}
+        _print_facts(console, "This machine", facts)
+        _print_facts(console, "Used for training and inference", paths())
+        _print_packages(console)
+        findings = [finding for device in _devices() for finding in _examine(console, device)]
+        failed = sum(not finding.passed for finding in findings)
+        if failed:
+            console.print(
+                f"[bold red]{failed} of {len(findings)} checks failed.[/] Do not trust results on this machine."
+            )
+            raise typer.Exit(UNHEALTHY)
+        console.print(f"[bold green]All {len(findings)} checks passed.[/]")
 
 
 def _devices() -> list[torch.device]:

@@ -7,11 +7,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gecko.cli.common import FAILED, Json, Overrides, Recipe, echo
+from gecko.cli.command import Command, argument, option
+from gecko.cli.common import FAILED, echo
 
 if TYPE_CHECKING:
     import torch
@@ -52,21 +53,7 @@ TRAFFIC_WORDS = {
 }
 
 
-def plan(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of GPUs, 8 per node.", show_default="as the recipe"),
-    ] = None,
-    gpu: Annotated[str, typer.Option(help="Kind of GPU: a100, h100, h200 or b200.")] = "h100",
-    efficiency: Annotated[float, typer.Option(help="Assumed fraction of peak FLOP/s.")] = 0.5,
-    overlap: Annotated[float, typer.Option(help="Assumed fraction of compute time that hides communication.")] = 0.8,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Also run one step of some ranks without GPUs, and compare the memory.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
+class PlanTraining(Command):
     """Estimate the memory, FLOPs, communication and time of a training run without starting it.
 
     Memory is measured: the step's code runs on tensors without numbers, with a few blocks, which takes seconds. It
@@ -84,25 +71,45 @@ def plan(
 
         gecko plan gecko_1b parallel.replicate=1 parallel.shard=none batch_size=8 --gpus 8
     """
-    from gecko.plan import Assumptions, find_gpu, make_plan
-    from gecko.plan.verify import verify as verify_plan
-    from gecko.recipes import apply_overrides, get_recipe
-    from gecko.runtime.terminal import Terminal
 
-    run = apply_overrides(get_recipe(recipe), overrides or [])
-    estimate = make_plan(run, gpus or _gpus_of(run), find_gpu(gpu), Assumptions(efficiency, overlap))
-    with Terminal(stderr=True).status("Running a step of a few blocks without numbers …"):
-        estimate.memory  # noqa: B018 - measured here
-    dry_run = verify_plan(estimate) if verify else None
-    if as_json:
-        checked = {} if dry_run is None else {"dry_run": dry_run_facts(dry_run)}
-        echo(json.dumps({**facts(estimate), **checked}, indent=2))
-    else:
-        _print(recipe, estimate)
-        if dry_run is not None:
-            _print_dry_run(dry_run)
-    if dry_run is not None and not dry_run.passed:
-        raise typer.Exit(FAILED)
+    recipe: str = argument("RECIPE")
+    """Name of a recipe, or path of a run's recipe.json."""
+    overrides: list[str] = argument("KEY=VALUE...", [])
+    """Changes to the recipe's fields."""
+    gpus: int | None = option(min=1, show_default="as the recipe")
+    """Number of GPUs, 8 per node."""
+    gpu: str = "h100"
+    """Kind of GPU: a100, h100, h200 or b200."""
+    efficiency: float = 0.5
+    """Assumed fraction of peak FLOP/s."""
+    overlap: float = 0.8
+    """Assumed fraction of compute time that hides communication."""
+    verify: bool = False
+    """Also run one step of some ranks without GPUs, and compare the memory."""
+    as_json: bool = option(False, "--json")
+    """Print JSON instead of tables."""
+
+    def run(self) -> None:
+        from gecko.plan import Assumptions, find_gpu, make_plan
+        from gecko.plan.verify import verify
+        from gecko.recipes import apply_overrides, get_recipe
+        from gecko.runtime.terminal import Terminal
+
+        run = apply_overrides(get_recipe(self.recipe), self.overrides)
+        assumed = Assumptions(self.efficiency, self.overlap)
+        plan = make_plan(run, self.gpus or _gpus_of(run), find_gpu(self.gpu), assumed)
+        with Terminal(stderr=True).status("Running a step of a few blocks without numbers …"):
+            plan.memory  # noqa: B018 - measured here
+        dry_run = verify(plan) if self.verify else None
+        if self.as_json:
+            checked = {} if dry_run is None else {"dry_run": dry_run_facts(dry_run)}
+            echo(json.dumps({**facts(plan), **checked}, indent=2))
+        else:
+            _print(self.recipe, plan)
+            if dry_run is not None:
+                _print_dry_run(dry_run)
+        if dry_run is not None and not dry_run.passed:
+            raise typer.Exit(FAILED)
 
 
 def _gpus_of(run: Run) -> int:
@@ -245,13 +252,7 @@ def _table(console: Console, title: str, parts: dict[str, Any], write: Any, word
     console.print(table)
 
 
-def info(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, training run, or name of a preset.")],
-    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 4096,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Dtype of the weights in inference: float32 or bfloat16.")] = "float32",
-    as_json: Json = False,
-) -> None:
+class Info(Command):
     """Show a model's parameters by component, the size of its state, and the memory it needs.
 
     Presets are counted without allocating their weights. Numbers of parameters and bytes of the state are exact; bytes
@@ -263,13 +264,27 @@ def info(
 
         gecko info runs/demo --json
     """
-    from gecko.cli.arguments import named_dtype
 
-    facts = describe(_find_config(model), named_dtype(dtype), batch, length)
-    if as_json:
-        echo(json.dumps({"model": model, "dtype": dtype, "batch": batch, "length": length, **facts}, indent=2))
-        return
-    _print_sizes(model, facts, batch, length, dtype)
+    model: str = argument("MODEL")
+    """Model folder, training run, or name of a preset."""
+    length: int = option(4096, min=1)
+    """Tokens per sequence."""
+    batch: int = option(1, min=1)
+    """Sequences per batch."""
+    dtype: str = "float32"
+    """Dtype of the weights in inference: float32 or bfloat16."""
+    as_json: bool = option(False, "--json")
+    """Print JSON instead of tables."""
+
+    def run(self) -> None:
+        from gecko.cli.arguments import named_dtype
+
+        facts = describe(_find_config(self.model), named_dtype(self.dtype), self.batch, self.length)
+        if self.as_json:
+            asked = {name: getattr(self, name) for name in ("model", "dtype", "batch", "length")}
+            echo(json.dumps({**asked, **facts}, indent=2))
+        else:
+            _print_sizes(self.model, facts, self.batch, self.length, self.dtype)
 
 
 def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from gecko.cli.common import INTERRUPTED, STATE, Device, Dtype, Force, Model, TokenizerSpec, echo, output_file
+from gecko.cli.command import Command, Continuing, Writing, argument, option
+from gecko.cli.common import INTERRUPTED, STATE, echo
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,26 +24,7 @@ if TYPE_CHECKING:
     from gecko.state import GeckoState
 
 
-def read(
-    model: Model,
-    books: Annotated[
-        list[str],
-        typer.Argument(metavar="BOOK...", help="Files of any length, .gz and .zst too; - is standard input."),
-    ],
-    out: Annotated[str | None, typer.Option("--out", "-o", metavar="S", help="File for the reading state.")] = None,
-    state: Annotated[
-        str | None,
-        typer.Option("--state", metavar="S", help="Reading state to continue from; may be the file of --out."),
-    ] = None,
-    loss: Annotated[bool, typer.Option("--loss", help="Also print the model's loss on the text.")] = False,
-    compact: Annotated[
-        bool, typer.Option("--compact", help="Round most of the state to bfloat16, for half the file size.")
-    ] = False,
-    tokenizer: TokenizerSpec = None,
-    device: Device = "auto",
-    dtype: Dtype = None,
-    force: Force = False,
-) -> None:
+class Read(Continuing, Writing):
     """Read texts and save the model's state after them.
 
     The size of the state does not depend on the length of the texts. `gecko generate --state` continues from it any
@@ -57,39 +39,49 @@ def read(
 
         gecko read runs/demo second.txt.gz --state book.state --out both.state --loss
     """
-    from gecko.cli.arguments import TextPrefill, check_state, load_model, named_text
-    from gecko.data.token_bytes import token_bytes
-    from gecko.runtime.process import keep_freed_memory
-    from gecko.state import GeckoState
-    from gecko.train.health import StopSignal
 
-    if out is None and not loss:
-        raise ValueError("--out must name the file for the reading state, for example --out book.state; got none.")
-    inputs = [model, *books, tokenizer]
-    target = None if out is None else output_file(out, STATE, inputs=inputs, force=force)
-    texts = [named_text(book) for book in books]
-    before = None if state is None else GeckoState.load(Path(state).expanduser())
-    network, vocabulary = load_model(model, tokenizer, device, dtype)
-    if state is not None and before is not None:
-        check_state(network, before, state, model)
-    keep_freed_memory()
-    with (
-        StopSignal(_notice) as stop,
-        TextPrefill(texts, vocabulary, stopped=lambda: stop.requested is not None) as reading,
-    ):
-        done = _read(network, reading, before, token_bytes(vocabulary) if loss else None)
-    if target is not None:
-        done.state.save(target, compact=compact)
-    echo(_summary(done, target), err=True)
-    if reading.unfinished is not None:
-        named_device = None if device == "auto" else device
-        options = {"--state": out, "--out": out, "--tokenizer": tokenizer, "--device": named_device, "--dtype": dtype}
+    books: list[str] = argument("BOOK...", reads=True)
+    """Files of any length, .gz and .zst too; - is standard input."""
+    out: str | None = option(None, "--out", "-o", metavar="S")
+    """File for the reading state."""
+    state: str | None = option(metavar="S")
+    """Reading state to continue from; may be the file of --out."""
+    loss: bool = False
+    """Also print the model's loss on the text."""
+    compact: bool = False
+    """Round most of the state to bfloat16, for half the file size."""
+
+    def run(self) -> None:
+        from gecko.cli.arguments import TextPrefill, named_text
+        from gecko.data.token_bytes import token_bytes
+        from gecko.train.health import StopSignal
+
+        if self.out is None and not self.loss:
+            raise ValueError("--out must name the file for the reading state, for example --out book.state; got none.")
+        target = None if self.out is None else self.output_file(self.out, STATE)
+        texts, before = [named_text(book) for book in self.books], self.load_state()
+        model, tokenizer = self.load_for(before)
+        with (
+            StopSignal(_notice) as stop,
+            TextPrefill(texts, tokenizer, stopped=lambda: stop.requested is not None) as reading,
+        ):
+            done = _read(model, reading, before, token_bytes(tokenizer) if self.loss else None)
+        if target is not None:
+            done.state.save(target, compact=self.compact)
+        echo(_summary(done, target), err=True)
+        if reading.unfinished is not None:
+            echo(_continuation_hint(self.books, reading.unfinished, self.continuation()), err=True)
+            raise typer.Exit(INTERRUPTED)
+
+    def continuation(self) -> list[str] | None:
+        """Return the command that goes on from the saved state, without its texts; None if the state is not saved."""
+        if self.out is None:
+            return None
+        device = None if self.device == "auto" else self.device
+        options = {"--tokenizer": self.tokenizer, "--device": device, "--dtype": self.dtype}
         given = [part for name, value in options.items() if value is not None for part in (name, value)]
-        flags = ["--compact"] * compact + ["--loss"] * loss
-        # Without a saved state, the rest cannot be read as a continuation.
-        command = None if out is None else ["gecko", "read", model, *given, *flags]
-        echo(_continuation_hint(books, reading.unfinished, command), err=True)
-        raise typer.Exit(INTERRUPTED)
+        flags = ["--compact"] * self.compact + ["--loss"] * self.loss
+        return ["gecko", "read", self.model, "--state", self.out, "--out", self.out, *given, *flags]
 
 
 def _notice(signal: str, again: bool) -> None:
@@ -184,13 +176,8 @@ def _continuation_hint(books: Sequence[str], unfinished: tuple[int, int], comman
 DIFFERENT = 1
 """Exit code of ``gecko state diff`` for different states, as that of ``diff``."""
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Show and compare reading states.")
 
-StateFile = Annotated[str, typer.Argument(metavar="FILE", help="Reading state written by `gecko read`.")]
-
-
-@app.command()
-def show(file: StateFile) -> None:
+class Show(Command):
     """Show a reading state: its model, its position, and the size of its parts.
 
     The whole file is read and its checksum is verified.
@@ -199,24 +186,28 @@ def show(file: StateFile) -> None:
 
         gecko state show book.state
     """
-    from rich.table import Table
 
-    from gecko.io.model_folder import load_tensors
-    from gecko.runtime.terminal import Terminal
-    from gecko.state import GeckoState
+    file: str = argument("FILE")
+    """Reading state written by `gecko read`."""
 
-    path = Path(file).expanduser()
-    state, stored = GeckoState.load(path), load_tensors(path)[0]
-    console = Terminal(soft_wrap=True)
-    facts = Table(show_header=False, box=None, title=file, title_justify="left", title_style="bold")
-    for name, value in _facts(state, path.stat().st_size).items():
-        facts.add_row(name, value)
-    console.print(facts)
-    console.print(_parts_table(state, stored))
+    def run(self) -> None:
+        from rich.table import Table
+
+        from gecko.io.model_folder import load_tensors
+        from gecko.runtime.terminal import Terminal
+        from gecko.state import GeckoState
+
+        path = Path(self.file).expanduser()
+        state, stored = GeckoState.load(path), load_tensors(path)[0]
+        console = Terminal(soft_wrap=True)
+        facts = Table(show_header=False, box=None, title=self.file, title_justify="left", title_style="bold")
+        for name, value in _facts(state, path.stat().st_size).items():
+            facts.add_row(name, value)
+        console.print(facts)
+        console.print(_parts_table(state, stored))
 
 
-@app.command()
-def diff(first: StateFile, second: StateFile) -> None:
+class Diff(Command):
     """Compare two reading states: their models, their positions, and every part.
 
     The difference of a part is ‖a − b‖ / ‖a‖. The exit code is 0 if the states are equal, and 1 if they differ.
@@ -225,20 +216,27 @@ def diff(first: StateFile, second: StateFile) -> None:
 
         gecko state diff first.state second.state
     """
-    from gecko.runtime.terminal import Terminal
-    from gecko.state import GeckoState
 
-    a, b = (GeckoState.load(Path(file).expanduser()) for file in (first, second))
-    console = Terminal(soft_wrap=True)
-    console.print(_model_difference(a, b))
-    console.print(f"position: {_positions(a)} and {_positions(b)}")
-    comparable = a.config == b.config and a.batch_size == b.batch_size
-    if comparable:
-        console.print(_difference_table(a, b))
-    same = comparable and a.model == b.model and _equal(a, b)
-    console.print("equal" if same else "not equal")
-    if not same:
-        raise typer.Exit(DIFFERENT)
+    first: str = argument("FILE")
+    """Reading state written by `gecko read`."""
+    second: str = argument("FILE")
+    """Reading state written by `gecko read`."""
+
+    def run(self) -> None:
+        from gecko.runtime.terminal import Terminal
+        from gecko.state import GeckoState
+
+        a, b = (GeckoState.load(Path(file).expanduser()) for file in (self.first, self.second))
+        console = Terminal(soft_wrap=True)
+        console.print(_model_difference(a, b))
+        console.print(f"position: {_positions(a)} and {_positions(b)}")
+        comparable = a.config == b.config and a.batch_size == b.batch_size
+        if comparable:
+            console.print(_difference_table(a, b))
+        same = comparable and a.model == b.model and _equal(a, b)
+        console.print("equal" if same else "not equal")
+        if not same:
+            raise typer.Exit(DIFFERENT)
 
 
 def _facts(state: GeckoState, size: int) -> dict[str, str]:

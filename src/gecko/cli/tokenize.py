@@ -6,11 +6,12 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from gecko.cli.command import Command, argument, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,27 +24,7 @@ EXECUTORS = ("local", "slurm", "ray")
 REFRESH_SECONDS = 0.5
 
 
-def tokenize(
-    sources: Annotated[
-        list[str],
-        typer.Argument(metavar="SOURCE...", help="Files, folders, globs or hf:NAME, as for data.source."),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FOLDER", help="Folder for the shards; it must be new or empty.")
-    ],
-    tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizer's file or folder, or its name on the hub.")],
-    field: Annotated[str, typer.Option(help="Name of the text field in JSON Lines, Parquet and data sets.")] = "text",
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Shards encoded at the same time.", show_default="all cores")
-    ] = None,
-    executor: Annotated[str, typer.Option(help="Where to run: local, slurm or ray.")] = "local",
-    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
-    hours: Annotated[int, typer.Option(min=1, help="Slurm time limit per shard, in hours.")] = 12,
-    allow_loss: Annotated[
-        bool, typer.Option("--allow-loss", help="Allow a tokenizer that loses more than 0.1 % of the characters.")
-    ] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read all shards back and verify their checksums.")] = False,
-) -> None:
+class Tokenize(Command):
     """Tokenize a corpus into shards, which training maps from disk.
 
     After an interruption the same command continues; finished shards are kept. Train on the shards with
@@ -55,72 +36,88 @@ def tokenize(
 
         gecko tokenize dolma --tokenizer olmo.json --out shards/dolma --executor slurm --partition cpu --workers 500
     """
-    from gecko.data import ShardFolder, load_tokenizer
-    from gecko.data.sources import sample_texts
-    from gecko.data.token_bytes import SAMPLE, check_loss
-    from gecko.data.tokenize import TokenizingPlan
-    from gecko.runtime.terminal import Terminal
 
-    if executor not in EXECUTORS:
-        raise ValueError(f"--executor must be one of {', '.join(EXECUTORS)}; got {executor!r}.")
-    if executor == "slurm" and partition is None:
-        raise ValueError("--executor slurm needs the partition to submit to: add --partition NAME.")
-    console = Terminal(soft_wrap=True)
-    out = out.expanduser()
-    loaded = load_tokenizer(tokenizer)
-    plan = TokenizingPlan.make(sources, loaded, out, field=field)
-    plan.start()
-    try:
-        if len(plan.done()) < len(plan.tasks):
-            parts = [part for task in plan.tasks for part in task.parts]
-            if told := check_loss(loaded, sample_texts(parts, SAMPLE), allowed=allow_loss):
-                console.print(told)
-        _run(plan, loaded, executor, workers, partition or "", hours, console)
-        manifest = plan.finish()
-    except (OSError, ValueError):
-        plan.withdraw()
-        raise
-    if manifest is None:
-        console.print(
-            f"{len(plan.done())} of {len(plan.tasks)} shards are there. The same command shows the progress, and "
-            "submits missing shards after the job has ended."
-        )
-        return
-    if verify:
-        ShardFolder.open(out).verify()
-        console.print("every byte is as it was written")
-    _report(manifest, plan, console)
+    sources: list[str] = argument("SOURCE...")
+    """Files, folders, globs or hf:NAME, as for data.source."""
+    out: Path = option(MISSING, metavar="FOLDER")
+    """Folder for the shards; it must be new or empty."""
+    tokenizer: str = option(MISSING)
+    """bytes, a tokenizer's file or folder, or its name on the hub."""
+    field: str = "text"
+    """Name of the text field in JSON Lines, Parquet and data sets."""
+    workers: int | None = option(min=1, show_default="all cores")
+    """Shards encoded at the same time."""
+    executor: str = "local"
+    """Where to run: local, slurm or ray."""
+    partition: str | None = None
+    """Slurm partition."""
+    hours: int = option(12, min=1)
+    """Slurm time limit per shard, in hours."""
+    allow_loss: bool = False
+    """Allow a tokenizer that loses more than 0.1 % of the characters."""
+    verify: bool = False
+    """Read all shards back and verify their checksums."""
 
+    def run(self) -> None:
+        from gecko.data import ShardFolder, load_tokenizer
+        from gecko.data.tokenize import TokenizingPlan
+        from gecko.runtime.terminal import Terminal
 
-def _run(
-    plan: TokenizingPlan, tokenizer: Tokenizer, executor: str, workers: int | None, partition: str, hours: int,
-    console: Console,
-) -> None:  # fmt: skip
-    from gecko.data.executors import run_here, run_on_ray
+        if self.executor not in EXECUTORS:
+            raise ValueError(f"--executor must be one of {', '.join(EXECUTORS)}; got {self.executor!r}.")
+        if self.executor == "slurm" and self.partition is None:
+            raise ValueError("--executor slurm needs the partition to submit to: add --partition NAME.")
+        console = Terminal(soft_wrap=True)
+        tokenizer = load_tokenizer(self.tokenizer)
+        plan = TokenizingPlan.make(self.sources, tokenizer, self.out.expanduser(), field=self.field)
+        plan.start()
+        try:
+            self.write(plan, tokenizer, console)
+            manifest = plan.finish()
+        except (OSError, ValueError):
+            plan.withdraw()
+            raise
+        if manifest is None:
+            console.print(
+                f"{len(plan.done())} of {len(plan.tasks)} shards are there. The same command shows the progress, and "
+                "submits missing shards after the job has ended."
+            )
+            return
+        if self.verify:
+            ShardFolder.open(plan.folder).verify()
+            console.print("every byte is as it was written")
+        _report(manifest, plan, console)
 
-    if len(plan.done()) == len(plan.tasks):
-        return
-    if executor == "slurm":
-        _submit(plan, workers or len(plan.tasks), partition, hours, console)
-        return
-    with _progress(plan, console):
-        if executor == "ray":
-            run_on_ray(plan, workers or len(plan.tasks))
-        else:
-            for _ in run_here(plan, tokenizer, workers or os.cpu_count() or 1):
-                pass
+    def write(self, plan: TokenizingPlan, tokenizer: Tokenizer, console: Console) -> None:
+        """Write the missing shards, or submit a job that does."""
+        from gecko.data.executors import run_here, run_on_ray
+        from gecko.data.sources import sample_texts
+        from gecko.data.token_bytes import SAMPLE, check_loss
 
+        if len(plan.done()) == len(plan.tasks):
+            return
+        parts = [part for task in plan.tasks for part in task.parts]
+        if told := check_loss(tokenizer, sample_texts(parts, SAMPLE), allowed=self.allow_loss):
+            console.print(told)
+        if self.executor == "slurm":
+            self.submit(plan, console)
+            return
+        with _progress(plan, console):
+            if self.executor == "ray":
+                run_on_ray(plan, self.workers or len(plan.tasks))
+            else:
+                for _ in run_here(plan, tokenizer, self.workers or os.cpu_count() or 1):
+                    pass
 
-def _submit(plan: TokenizingPlan, workers: int, partition: str, hours: int, console: Console) -> None:
-    """Submit the missing shards to Slurm, unless an earlier job is still running: two would write the same files."""
-    from gecko.data.executors import RUN_FOLDER, run_on_slurm, unfinished_slurm_job
+    def submit(self, plan: TokenizingPlan, console: Console) -> None:
+        """Submit the missing shards to Slurm, unless an earlier job still runs: two would write the same files."""
+        from gecko.data.executors import RUN_FOLDER, run_on_slurm, unfinished_slurm_job
 
-    job = unfinished_slurm_job(plan)
-    if job is not None:
-        status = f"Slurm job {job} has not ended"
-    else:
-        status = f"submitted as Slurm job {run_on_slurm(plan, workers, partition=partition, hours=hours)}"
-    console.print(f"{status}; its logs are in {plan.folder / RUN_FOLDER}")
+        status = f"Slurm job {(job := unfinished_slurm_job(plan))} has not ended"
+        if job is None:
+            workers, partition = self.workers or len(plan.tasks), self.partition or ""
+            status = f"submitted as Slurm job {run_on_slurm(plan, workers, partition=partition, hours=self.hours)}"
+        console.print(f"{status}; its logs are in {plan.folder / RUN_FOLDER}")
 
 
 def _report(manifest: Manifest, plan: TokenizingPlan, console: Console) -> None:

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import typer
 
-from gecko.cli.common import PAGE, Force, Overrides, echo, output_file
+from gecko.cli.command import Command, Writing, argument, option
+from gecko.cli.common import PAGE, command_line, echo
 
 
-def train(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="Name of a recipe, or path of a run's recipe.json.")
-    ] = None,
-    overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint; start from scratch if there is none.")
-    ] = False,
-    out: Annotated[
-        str | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run; short for output=FOLDER.")
-    ] = None,
-    replay: Annotated[
-        int | None,
-        typer.Option("--replay", metavar="STEP", help="Print the text that the model reads in this step, and exit."),
-    ] = None,
-    show: Annotated[
-        bool, typer.Option("--show", help="Print every setting with its value and meaning, and exit.")
-    ] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
-) -> None:
+class Train(Command):
     """Train a model by a recipe.
 
     The run's folder receives checkpoints, metrics and a report. Ctrl-C and SIGTERM save a checkpoint before they stop
@@ -58,26 +40,42 @@ def train(
 
         gecko train runs/demo/recipe.json --replay 117
     """
-    begin = time.perf_counter()
-    if show_list:
-        _list_recipes()
-        return
-    from gecko.parallel.mesh import only_first_rank_reports
-    from gecko.recipes import apply_overrides, get_recipe, shown
-    from gecko.train import replayed
-    from gecko.train import train as run_training
 
-    with only_first_rank_reports():
-        if recipe is None:
-            raise ValueError("RECIPE must be named, for example: gecko train tiny. `gecko train --list` shows all.")
-        changes = [*(overrides or []), *([] if out is None else [f"output={out}"])]
-        run = apply_overrides(get_recipe(recipe), changes)
-    if show:
-        _print_aligned(shown(run), 35)
-    elif replay is not None:
-        _print(replayed(run, replay))
-    else:
-        run_training(run, resume=resume, begin=begin)
+    recipe: str | None = argument("RECIPE", None)
+    """Name of a recipe, or path of a run's recipe.json."""
+    overrides: list[str] = argument("KEY=VALUE...", [])
+    """Changes to the recipe's fields."""
+    resume: bool = False
+    """Continue from the newest checkpoint; start from scratch if there is none."""
+    out: str | None = option(metavar="FOLDER")
+    """Folder of the run; short for output=FOLDER."""
+    replay: int | None = option(metavar="STEP")
+    """Print the text that the model reads in this step, and exit."""
+    show: bool = False
+    """Print every setting with its value and meaning, and exit."""
+    show_list: bool = option(False, "--list")
+    """List the recipes and exit."""
+
+    def run(self) -> None:
+        begin = time.perf_counter()
+        if self.show_list:
+            _list_recipes()
+            return
+        from gecko.parallel.mesh import only_first_rank_reports
+        from gecko.recipes import apply_overrides, get_recipe, shown
+        from gecko.train import replayed, train
+
+        with only_first_rank_reports():
+            if self.recipe is None:
+                raise ValueError("RECIPE must be named, for example: gecko train tiny. `gecko train --list` shows all.")
+            output = [] if self.out is None else [f"output={self.out}"]
+            run = apply_overrides(get_recipe(self.recipe), [*self.overrides, *output])
+        if self.show:
+            _print_aligned(shown(run), 35)
+        elif self.replay is not None:
+            _print(replayed(run, self.replay))
+        else:
+            train(run, resume=self.resume, begin=begin)
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -111,31 +109,7 @@ T = TypeVar("T")
 _OVERRIDE = re.compile(r"[a-z_][a-z0-9_.]*=")
 
 
-def compare(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RECIPE... KEY=VALUE...",
-            help="Recipes, by name or recipe.json (the others are compared with the first), and changes to all of "
-            "their fields.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for the runs and the results.")],
-    seeds: Annotated[str, typer.Option("--seeds", help="Seeds; each recipe is trained once per seed.")] = "0",
-    learning_rates: Annotated[
-        str | None,
-        typer.Option(
-            "--learning-rates", metavar="A,B,C", help="Learning rates to try first, in short runs of each recipe."
-        ),
-    ] = None,
-    tuning_steps: Annotated[
-        int | None, typer.Option("--tuning-steps", metavar="N", help="Steps of each short run.")
-    ] = None,
-    tolerance: Annotated[
-        float, typer.Option("--tolerance", help="Largest relative difference between numbers of parameters.")
-    ] = 0.02,
-    jobs: Annotated[int, typer.Option("--jobs", help="Runs trained at the same time, each in its own process.")] = 1,
-) -> None:
+class Compare(Command):
     """Train several recipes on the same data and compare their losses.
 
     All runs read the same texts in the same order, with the same schedule; only models, optimizers and learning rates
@@ -149,31 +123,48 @@ def compare(
 
         gecko compare compare_gecko compare_llama --learning-rates 2e-3,4e-3,8e-3 --tuning-steps 244 --out runs/tuned
     """
-    from gecko.experiments.compare import Plan, Tuning, check_packages
-    from gecko.experiments.compare import compare as run_comparison
-    from gecko.runtime.terminal import Terminal
 
-    check_packages()
-    overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
-    recipes = [argument for argument in arguments if not _OVERRIDE.match(argument)]
-    if (learning_rates is None) != (tuning_steps is None):
-        raise ValueError(
-            "--learning-rates and --tuning-steps go together, such as --learning-rates 2e-3,4e-3 --tuning-steps 244."
-        )
-    tuning = None
-    if learning_rates is not None and tuning_steps is not None:
-        tuning = Tuning(_listed(learning_rates, float, "--learning-rates"), tuning_steps)
-    folder, drawn = out.expanduser(), _listed(seeds, int, "--seeds")
-    plan = Plan.of(recipes, overrides, folder, seeds=drawn, tuning=tuning, tolerance=tolerance)
-    console = Terminal(soft_wrap=True)
-    command = shlex.join(["gecko", *sys.argv[1:]])
-    outcome = run_comparison(plan, jobs=jobs, command=command, console=console)
-    if outcome.page is not None:
-        console.print(f"page: {outcome.page}")
-    if outcome.stopped:
-        console.print(f"{outcome.stopped}: saved. Continue with:\n  {command}")
-    if outcome.failed:
-        raise typer.Exit(1)
+    arguments: list[str] = argument("RECIPE... KEY=VALUE...")
+    """Recipes, by name or recipe.json (the others are compared with the first), and changes to all of their fields."""
+    out: Path = option(MISSING, metavar="FOLDER")
+    """Folder for the runs and the results."""
+    seeds: str = "0"
+    """Seeds; each recipe is trained once per seed."""
+    learning_rates: str | None = option(metavar="A,B,C")
+    """Learning rates to try first, in short runs of each recipe."""
+    tuning_steps: int | None = option(metavar="N")
+    """Steps of each short run."""
+    tolerance: float = 0.02
+    """Largest relative difference between numbers of parameters."""
+    jobs: int = 1
+    """Runs trained at the same time, each in its own process."""
+
+    def run(self) -> None:
+        from gecko.experiments.compare import Plan, Tuning, check_packages, compare
+        from gecko.runtime.terminal import Terminal
+
+        check_packages()
+        overrides = [argument for argument in self.arguments if _OVERRIDE.match(argument)]
+        recipes = [argument for argument in self.arguments if not _OVERRIDE.match(argument)]
+        if (self.learning_rates is None) != (self.tuning_steps is None):
+            raise ValueError(
+                "--learning-rates and --tuning-steps go together, such as --learning-rates 2e-3,4e-3 --tuning-steps "
+                "244."
+            )
+        tuning = None
+        if self.learning_rates is not None and self.tuning_steps is not None:
+            tuning = Tuning(_listed(self.learning_rates, float, "--learning-rates"), self.tuning_steps)
+        folder, seeds = self.out.expanduser(), _listed(self.seeds, int, "--seeds")
+        plan = Plan.of(recipes, overrides, folder, seeds=seeds, tuning=tuning, tolerance=self.tolerance)
+        console = Terminal(soft_wrap=True)
+        command = command_line()
+        outcome = compare(plan, jobs=self.jobs, command=command, console=console)
+        if outcome.page is not None:
+            console.print(f"page: {outcome.page}")
+        if outcome.stopped:
+            console.print(f"{outcome.stopped}: saved. Continue with:\n  {command}")
+        if outcome.failed:
+            raise typer.Exit(1)
 
 
 def _listed(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
@@ -183,18 +174,7 @@ def _listed(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
         raise ValueError(f"{option} takes numbers separated by commas; got {text!r}.") from error
 
 
-def report(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN...", help="Folders of runs and of `gecko compare`, and files of `gecko eval --out`."
-        ),
-    ],
-    out: Annotated[
-        str, typer.Option("--out", "-o", metavar="F", help="File for the page; an earlier page is replaced.")
-    ] = "report.html",
-    force: Force = False,
-) -> None:
+class Report(Writing):
     """Write an HTML page of runs and evaluations: the paper's figures and tables, with its published numbers.
 
     Runs that differ only in their seed are shown as one model, with mean and interval. The results in the `eval/`
@@ -204,10 +184,17 @@ def report(
 
         gecko report runs/gecko runs/llama perplexity.json --out report.html
     """
-    from gecko.experiments.report import write_page
 
-    path = output_file(out, PAGE, inputs=runs, force=force)
-    material = write_page([Path(run).expanduser() for run in runs], path, shlex.join(["gecko", *sys.argv[1:]]))
-    for what, why in material.left_out:
-        echo(f"left out: {what}: {why}", err=True)
-    echo(f"written to {path}: {len(material.runs)} runs, {len(material.evaluations)} evaluations")
+    runs: list[str] = argument("RUN...", reads=True)
+    """Folders of runs and of `gecko compare`, and files of `gecko eval --out`."""
+    out: str = option("report.html", "--out", "-o", metavar="F")
+    """File for the page; an earlier page is replaced."""
+
+    def run(self) -> None:
+        from gecko.experiments.report import write_page
+
+        path = self.output_file(self.out, PAGE)
+        material = write_page([Path(run).expanduser() for run in self.runs], path, command_line())
+        for what, why in material.left_out:
+            echo(f"left out: {what}: {why}", err=True)
+        echo(f"written to {path}: {len(material.runs)} runs, {len(material.evaluations)} evaluations")

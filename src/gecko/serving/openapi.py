@@ -82,7 +82,7 @@ class Schemas:
     def _record(self, kind: Any) -> dict[str, Any]:
         name = kind.__name__
         if name not in self.found:
-            texts = {name: text for base in kind.__mro__[:-1] for name, text in docstrings(base).items()}
+            texts = docstrings(kind)
             self.found[name] = {
                 "type": "object", "title": name, "description": inspect.getdoc(kind), "additionalProperties": False,
                 "properties": {

@@ -1,0 +1,219 @@
+"""A command is a dataclass: its fields are arguments and options, and the docstrings below them are their help::
+
+    class Average(Command):
+        \"""Average the weights of a run's last checkpoints, and write the model.\"""
+
+        source: Path = argument("RUN")
+        \"""Folder of a training run.\"""
+        last: int = option(5, min=1)
+        \"""Number of newest checkpoints.\"""
+
+        def run(self) -> None: ...
+
+What several commands share is a base class: fields, and the work on them. Modules of commands import PyTorch, and the
+parts of the package that need it, inside of functions only: help is printed without them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, dataclass_transform
+
+import typer
+
+from gecko.cli.common import Kind, output_file
+from gecko.records import docstrings, field_types
+
+if TYPE_CHECKING:
+    from gecko.data import Tokenizer
+    from gecko.inference import Sampling
+    from gecko.models.gecko import Gecko
+    from gecko.state import GeckoState
+
+
+def argument(metavar: str, default: Any = MISSING, *, reads: bool = False, **settings: Any) -> Any:
+    """Return a field that is an argument, which is required unless it has a default.
+
+    Args:
+        reads: whether it names files that the command reads, which no output may replace.
+        settings: further arguments of ``typer.Argument``.
+    """
+    return _field(default, partial(typer.Argument, metavar=metavar, **settings), reads)
+
+
+def option(default: Any = None, *flags: str, reads: bool = False, **settings: Any) -> Any:
+    """Return a field that is an option about which more is said than its type and default.
+
+    Args:
+        default: MISSING if the option is required.
+        flags: names of the option; without them it has that of the field.
+        reads: as for ``argument``.
+        settings: further arguments of ``typer.Option``, such as ``metavar``, ``min`` and ``show_default``.
+    """
+    return _field(default, partial(typer.Option, *flags, **settings), reads)
+
+
+def _field(default: Any, info: partial[Any], reads: bool) -> Any:
+    given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**given, metadata={"info": info, "reads": reads})
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+@dataclass_transform(kw_only_default=True, field_specifiers=(argument, option))
+class Command:
+    """A command: its values, and its work. Subclasses are dataclasses by themselves."""
+
+    def __init_subclass__(cls) -> None:
+        # All commands are made before one is run, and the other methods of a dataclass take long to make.
+        dataclass(kw_only=True, repr=False, eq=False)(cls)
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the files and folders that the command reads."""
+        named = [getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata.get("reads")]
+        return [str(name) for names in named for name in (names if isinstance(names, list) else [names]) if name]
+
+
+def function_of(kind: Any, name: str) -> Callable[..., None]:
+    """Return the function of which typer makes the command ``name``."""
+
+    def run(**values: Any) -> None:
+        # Typer gives None for what the user leaves out.
+        kind(**{field: value for field, value in values.items() if value is not None}).run()
+
+    hints, texts = field_types(kind), docstrings(kind)
+    parameters = [_parameter(field, hints[field.name], texts.get(field.name, "")) for field in _in_order(kind)]
+    run.__name__, run.__doc__ = name, kind.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _in_order(kind: Any) -> Iterator[Field[Any]]:
+    """Yield the arguments, those of bases first; then the options, those of bases last."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    arguments = [name for name, field in fields.items() if _info(field).func is typer.Argument]
+    names = [name for base in kind.__mro__ for name in vars(base).get("__annotations__", ()) if name in fields]
+    return (fields[name] for name in dict.fromkeys([*arguments, *names]))
+
+
+def _info(field: Field[Any]) -> partial[Any]:
+    """Return the function that makes typer's description of a field from its help."""
+    info = field.metadata.get("info", partial(typer.Option))
+    named = info.args or info.func is typer.Argument
+    return info if named else partial(info, f"--{field.name.replace('_', '-')}")
+
+
+def _parameter(field: Field[Any], hint: Any, text: str) -> inspect.Parameter:
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default if field.default_factory is MISSING else None,
+        annotation=Annotated[hint, _info(field)(help=" ".join(text.split()))],
+    )  # fmt: skip
+
+
+class OnModel(Command):
+    """A command on a model."""
+
+    model: str = argument("MODEL", reads=True)
+    """Model folder, training run (its newest checkpoint is used), or books."""
+
+
+class OnModelAndTokenizer(OnModel):
+    """A command on a model and its tokenizer."""
+
+    tokenizer: str | None = option(metavar="SPEC", show_default="the model's own", reads=True)
+    """bytes, or the path of a tokenizer."""
+
+
+class OnDevice(Command):
+    """A command that computes on a device."""
+
+    device: str = "auto"
+    """Device: auto (CUDA if it is available), cpu, cuda, or cuda:N."""
+
+
+class OnLoadedModel(OnModelAndTokenizer, OnDevice):
+    """A command that loads a model for inference."""
+
+    dtype: str | None = option(show_default="as stored")
+    """Dtype of the weights: float32 or bfloat16."""
+
+    def load(self) -> tuple[Gecko, Tokenizer]:
+        """Load a Gecko and its tokenizer for inference."""
+        from gecko.cli.arguments import load_model
+
+        return load_model(self.model, self.tokenizer, self.device, self.dtype)
+
+
+class Writing(Command):
+    """A command that writes a file, for which it may replace another."""
+
+    force: bool = False
+    """Replace a file of another kind. Files that the command reads are never replaced."""
+
+    def output_file(self, out: str, kind: Kind, option: str = "--out") -> Path:
+        """Return the path that an option names, checked as by ``common.output_file``."""
+        return output_file(out, kind, inputs=self.inputs, force=self.force, option=option)
+
+
+class Continuing(OnLoadedModel):
+    """A command that may continue from a reading state."""
+
+    state: str | None = option(metavar="S")
+    """Reading state to continue from."""
+
+    def load_state(self) -> GeckoState | None:
+        from gecko.state import GeckoState
+
+        return None if self.state is None else GeckoState.load(Path(self.state).expanduser())
+
+    def load_for(self, before: GeckoState | None) -> tuple[Gecko, Tokenizer]:
+        """Load a Gecko and its tokenizer, which can continue from the state."""
+        from gecko.cli.arguments import check_state
+        from gecko.runtime.process import keep_freed_memory
+
+        model, tokenizer = self.load()
+        if self.state is not None and before is not None:
+            check_state(model, before, self.state, self.model)
+        keep_freed_memory()
+        return model, tokenizer
+
+
+class Writer(Continuing):
+    """A command whose model writes a text."""
+
+    max_new_tokens: int = option(256, "--max-new-tokens", "-n", min=0)
+    """Largest number of new tokens."""
+    temperature: float = 0.8
+    """Sampling temperature; 0 takes the most likely token."""
+    top_k: int | None = None
+    """Sample from the K most likely tokens."""
+    top_p: float | None = None
+    """Sample from the most likely tokens whose probabilities sum to P."""
+    min_p: float | None = None
+    """Sample from tokens with at least P times the highest probability."""
+    repetition_penalty: float = 1.0
+    """Values above 1 make tokens of the preceding text less likely."""
+    seed: int | None = option(show_default="random")
+    """Seed; the same seed gives the same text."""
+
+    def build_kernels(self) -> None:
+        """Start to build the kernels of decoding, while PyTorch is imported."""
+        from gecko.ops.backends.cpu_library import start_building
+
+        if not self.device.startswith("cuda"):
+            start_building("decoding")
+
+    def sampling(self) -> Sampling:
+        from gecko.inference import Sampling
+
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
