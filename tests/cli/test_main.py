@@ -16,7 +16,6 @@ import torch
 from support.interrupts import take_interrupts
 
 import gecko
-from gecko.cli import app
 
 
 def test_help_shows_every_command(command: Callable[..., Any]) -> None:
@@ -107,42 +106,3 @@ def test_interrupt_ends_at_once_and_quietly(run_folder: Path, environment: dict[
         assert running.stderr.read() == b""
         assert running.wait(timeout=60) == 130
         assert time.monotonic() - begin < 20
-
-
-def test_the_command_has_no_options_that_change_nothing() -> None:
-    """The lists must be updated when an option is added or removed."""
-    known = {
-        "tokenize": {
-            "sources", "tokenizer", "out", "field", "workers", "verify", "executor", "partition", "hours", "allow_loss",
-        },
-        "plan": {"recipe", "overrides", "gpus", "gpu", "efficiency", "overlap", "verify", "as_json"},
-        "train": {"recipe", "overrides", "resume", "out", "show", "show_list", "replay"},
-        "compare": {"arguments", "out", "seeds", "learning_rates", "tuning_steps", "tolerance", "jobs"},
-        "report": {"runs", "out", "force"},
-        "read": {"model", "books", "out", "state", "loss", "compact", "tokenizer", "device", "dtype", "force"},
-        "generate": {
-            "model", "source", "prompt", "file", "state", "save_state", "max_new_tokens", "temperature", "top_k",
-            "top_p", "min_p", "repetition_penalty", "seed", "stop", "tokenizer", "device", "dtype", "force",
-        },
-        "finetune": {"model", "chats", "overrides", "out", "lora", "epochs", "resume", "tokenizer"},
-        "chat": {
-            "model", "system", "state", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-            "repetition_penalty", "seed", "tokenizer", "device", "dtype",
-        },
-        "serve": {
-            "model", "host", "port", "allowed_host", "request_memory", "name", "rows", "queue", "prefix_cache",
-            "states", "states_disk", "response_memory", "api_key_file", "max_body", "window_dtype",
-            "max_prompt_tokens", "max_new_tokens", "max_seconds", "grace", "tokenizer", "device", "dtype",
-        },
-        "quantize": {"model", "out", "bits"},
-        "convert": {"source", "out"},
-        "export": {"model", "out", "format", "tokenizer"},
-        "consolidate": {"source", "out"},
-        "average": {"source", "out", "last"},
-        "info": {"model", "length", "batch", "dtype", "as_json"},
-        "doctor": set(),
-    }  # fmt: skip
-    found = {
-        info.callback.__name__: set(info.callback.__annotations__) - {"return"} for info in app.registered_commands
-    }
-    assert found == known

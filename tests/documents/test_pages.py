@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from documents import cli_page
 from documents.blocks import indented_commands
 from documents.plan import PAGES, ROOT, Step, name_of, notes, steps
 
@@ -34,6 +35,11 @@ def test_most_of_what_the_pages_show_is_run() -> None:
     shown = [step for path in PAGES if path.parent != ROOT / "examples" for step in steps(path)]
     run = [step for step in shown if not step.note.not_run]
     assert len(run) > 80 and {step.kind for step in run} == {"command", "python", "file"}
+
+
+def test_the_reference_of_the_command_line_is_what_the_commands_say() -> None:
+    """An option that is added or removed appears on the page."""
+    assert cli_page.PAGE.read_text(encoding="utf-8") == cli_page.whole_page(), "run: python tests/documents/cli_page.py"
 
 
 QUESTIONS = {
