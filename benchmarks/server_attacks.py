@@ -44,6 +44,9 @@ PATIENCE = 12.0
 MEGABYTE = 1 << 20
 BOUND = Limits().memory_bytes + 20 * Limits().body_bytes
 """Limit of added memory in bytes, by docs/server_operations.md: all requests, and one large body in preparation."""
+TEMPLATE = "{% if 'loop' in messages[0].content %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+TEMPLATE += "{% endfor %}{% endif %}{{ messages[0].content }}"
+"""Chat template of the server, which does not end for one kind of message."""
 Attack = Callable[[int], "Counter[str]"]
 
 
@@ -160,6 +163,18 @@ def attacks() -> Iterator[tuple[str, Attack]]:
             b"Transfer-Encoding: chunked\r\n\r\n" + (b"100\r\n" + b"a" * 256 + b"\r\n") * 60_000 + b"0\r\n\r\n", 10,
         ),
     )  # fmt: skip
+    yield (
+        "10 bodies of 1,000 chunks with names of 15 KB",
+        raw(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+            + (b"100;" + b"a" * 15_000 + b"\r\n" + b" " * 256 + b"\r\n") * 1000 + b"0\r\n\r\n", 10,
+        ),
+    )  # fmt: skip
+    yield (
+        "20 chats of a template that loops",
+        complete({"messages": [{"role": "user", "content": "loop"}]}, 20, path=chat),
+    )
     yield "10,000 requests in one connection", raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000)
 
 
@@ -202,6 +217,7 @@ def settle(port: int) -> None:
 @contextmanager
 def server(folder: Path, threads: int = 1) -> Iterator[tuple[psutil.Process, int]]:
     """Start a server of the model in ``folder``; yield its process and its port."""
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     command = [sys.executable, "-m", "gecko", "serve", str(folder), "--tokenizer", "bytes", "--name", "attacked",
                "--port", "0", "--prefix-cache", "0"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}

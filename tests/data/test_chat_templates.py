@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gecko.data import load_tokenizer
-from gecko.data.chat import DEFAULT_TEMPLATE, TemplateChat, Turn
+from gecko.data import Tokenizer, load_tokenizer
+from gecko.data.chat import DEFAULT_TEMPLATE, TemplateChat, Turn, encode_text
 from gecko.data.chats import load_chats
 
 CHATML = """\
@@ -78,8 +79,8 @@ SPECIALS = {"<|endoftext|>": 256, **{name: 300 + index for index, name in enumer
 ENDS = {name: index for name, index in SPECIALS.items() if re.search("end|eot|return", name)}
 
 
-def chat_of(template: str) -> TemplateChat:
-    return TemplateChat(load_tokenizer("bytes"), template, SPECIALS, "the template in x.jinja")
+def chat_of(template: str, tokenizer: Tokenizer | None = None) -> TemplateChat:
+    return TemplateChat(tokenizer or load_tokenizer("bytes"), template, SPECIALS, "the template in x.jinja")
 
 
 def spell(ids: list[int]) -> str:
@@ -244,3 +245,10 @@ def test_weights_and_empty_fields(tmp_path: Path) -> None:
     corpus = load_chats(str(tmp_path / "chats.jsonl"), chat_of(CHATML))
     learned = corpus.tokens[0][corpus.trained[0]]
     assert spell(learned.tolist()) == "a¦<|im_end|>¦"
+
+
+def test_half_a_surrogate_pair_is_named(tokenizer: Tokenizer) -> None:
+    """Whatever the library of the tokenizer says about it."""
+    for read in (partial(encode_text, tokenizer), lambda text: chat_of(CHATML, tokenizer).encode(talk(text))):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            read("a\ud800")

@@ -40,6 +40,8 @@ ANSWERS = {
     "100 answers": {"not read"},
     "10 bodies of 240,000 chunks": {"400", "closed"},
     "10 bodies of 60,000 chunks": {"400", "503", "left"},
+    "10 bodies of 1,000 chunks with names": {"400", "503", "left"},
+    "20 chats of a template that loops": {"400"},
 }
 """Allowed responses, by the beginning of an attack's name."""
 

@@ -233,6 +233,13 @@ def test_templates_that_fail(template: str, told: str) -> None:
         chat.encode(messages(("user", "a")))
 
 
+def test_a_template_says_no_more_than_a_line() -> None:
+    chat = TemplateChat(load_tokenizer("bytes"), "{{ raise_exception(messages[0].content) }}", {}, "a test")
+    with pytest.raises(ValueError, match="refuses") as caught:
+        chat.encode(messages(*[("user", "a" * 1000), ("assistant", "b")] * 1000))
+    assert len(str(caught.value)) < 1000
+
+
 def test_what_templates_may_use() -> None:
     template = (
         "{{ strftime_now('%Y') | length }}{{ {'a': 'é<'} | tojson }}"

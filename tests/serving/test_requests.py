@@ -37,6 +37,7 @@ COMPLETIONS_AND_CHATS: list[dict[str, Any]] = [
     {"response_format": {"type": "text"}}, {"return_token_ids": False}, {"skip_special_tokens": True},
     {"include_stop_str_in_output": False}, {"use_beam_search": False}, {"length_penalty": 1.0}, {"bad_words": []},
     {"add_special_tokens": True}, {"allowed_token_ids": None}, {"prompt_logprobs": None}, {"priority": 0},
+    {"detokenize": True}, {"include_reasoning": True},
 ]  # fmt: skip
 CACHED = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
 NEUTRAL: list[tuple[str, dict[str, Any]]] = [
@@ -50,6 +51,7 @@ NEUTRAL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"chat_template_kwargs": {}, "add_generation_prompt": True, "continue_final_message": False}),
     (RESPONSE, {"top_logprobs": 0}),
     (RESPONSE, {"reasoning": {"effort": "none"}}),
+    (RESPONSE, {"reasoning": {"effort": None, "summary": None}, "text": {"format": None}}),
     (RESPONSE, {"include": [], "truncation": "disabled", "background": False}),
 ]
 

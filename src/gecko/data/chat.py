@@ -27,13 +27,22 @@ _ITSELF, _BREAK, _STAND_INS = _MARK + "\ue001", _MARK + "\ue002", 0xF0000
 """Replacement of the mark itself; what divides special tokens; first of the characters that, after a mark, replace
 special tokens of one character, which cannot be divided."""
 
+_LONGEST = 300
+"""Characters of a template's message that an error quotes."""
 _PART = 1 << 16
 """Characters of a message that are processed in one call, which holds the GIL until it returns."""
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> TokenIds:
     """Encode one text with ``encode_batch``: ``encode`` of the library holds the GIL, for seconds with long texts."""
-    return tokenizer.encode_batch([text])[0]
+    return _encode_texts(tokenizer, [text])[0]
+
+
+def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenIds]:
+    try:
+        return tokenizer.encode_batch(texts)
+    except (TypeError, UnicodeEncodeError) as error:  # libraries of tokenizers say that it is no text
+        raise ValueError("a text must be Unicode; got half of a surrogate pair, which UTF-8 cannot write") from error
 
 
 class Message(Protocol):
@@ -287,15 +296,15 @@ class TemplateChat:
         except Exception as error:  # a template is a program and may raise anything
             roles = ", ".join(message.role for message in messages) or "none"
             raise ValueError(
-                f"the model's chat template refuses these messages: {error} (roles of the messages: {roles}). "
-                "It may need other roles, or another order."
+                f"the model's chat template refuses these messages: {str(error)[:_LONGEST]} (roles of the messages: "
+                f"{roles[:_LONGEST]}). It may need other roles, or another order."
             ) from error
 
     def _encode(self, parts: Iterable[str | int]) -> list[int]:
         # Neighbouring texts are encoded together, as one text.
         groups = [(kind, list(group)) for kind, group in groupby(parts, key=type)]
         texts = ["".join(map(str, group)) for kind, group in groups if kind is str]
-        encoded = iter(self._tokenizer.encode_batch(texts))
+        encoded = iter(_encode_texts(self._tokenizer, texts))
         ids: list[int] = []
         for kind, group in groups:
             ids += next(encoded).tolist() if kind is str else map(int, group)

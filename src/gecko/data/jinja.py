@@ -26,8 +26,10 @@ _WORK, _WORK_OF_MESSAGE, _SIZE = 1 << 18, 1000, 1 << 20
 _MOST_BITS = 1 << 12
 _CHEAP = ("count", "d", "default", "first", "last", "length")
 """Filters that do not look at the elements."""
-_REFUSED = ("pprint", "random", "striptags", "sum", "urlize")
+_REFUSED = ("pprint", "random", "striptags", "sum", "urlize", "wordwrap")
 """Filters that are random, or slow in another way than the sizes of values tell."""
+_BY_CHARACTER = ("dictsort", "groupby", "map", "reject", "rejectattr", "select", "selectattr", "sort", "unique")
+"""Filters that take each character of a text as an element."""
 _CHARGED = {nodes.Compare: "expr", nodes.Operand: "expr", nodes.Test: "node", nodes.Pair: "key"}
 """Expressions that take time in proportion to the value in this field."""
 
@@ -149,7 +151,7 @@ def _charged(name: str) -> Any:
     @pass_context
     def run(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if name not in _CHEAP:
-            value = _read(value)
+            value = list(value) if name in _BY_CHARACTER and isinstance(value, str) else _read(value)
             _work.weigh_product(value, (*args, *kwargs.values()))
         return _PLAIN.call_filter(name, _narrow(value) and value if name == "format" else value, args, kwargs, context)
 

@@ -73,6 +73,8 @@ _UNSUPPORTED: Unsupported = {
     "spaces_between_special_tokens": ((True, False), "special tokens have no text"),
     "include_stop_str_in_output": ((False,), "a text ends before its stop string"),
     "chat_template_kwargs": (({},), "the chat template takes no options"),
+    "detokenize": ((True,), "the answer is text"),
+    "include_reasoning": ((True, False), "the model does not reason apart from its text"),
     "use_beam_search": ((False,), "request n choices with logprobs and select one"),
     "length_penalty": ((1,), "there is no beam search"),
     "bad_words": (([],), "exclude tokens with logit_bias: -100"),
@@ -91,7 +93,7 @@ _UNSUPPORTED_IN_RESPONSES: Unsupported = {
     "background": ((False,), "the server answers while the client waits"),
     "conversation": ((), "continue a response with previous_response_id"),
     "prompt": ((), "give the text in input"),
-    "reasoning": (({}, {"effort": None}, {"effort": "none"}), "the model does not reason apart from its text"),
+    "reasoning": (({}, {"effort": "none"}), "the model does not reason apart from its text"),
     "include": (([],), "the output is text only"),
     "top_logprobs": ((0,), "use /v1/chat/completions"),
 }
@@ -173,7 +175,10 @@ class Generation(EngineRequest):
             raise ValueError(f"a request must have at most {_MAX_FIELDS} fields; got {len(values):,}")
         unused = {name for name, choice in _CHOICES.items() if values.get(choice) == "none"}
         for name, (harmless, instead) in cls.unsupported.items():
-            if name not in unused and (value := values.get(name)) is not None and value not in harmless:
+            value = values.get(name)
+            if isinstance(value, dict):
+                value = {key: part for key, part in value.items() if part is not None}
+            if name not in unused and value is not None and value not in harmless:
                 raise FieldError(f"{name} is not supported: {instead}", name)
         dropped, known = {*cls.ignored, *cls.unsupported}, cls.__dataclass_fields__
         kept = super().clean({name: value for name, value in values.items() if name not in dropped})
