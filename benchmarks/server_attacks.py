@@ -33,7 +33,7 @@ import psutil
 import torch
 
 import gecko
-from gecko.serving.limits import Limits
+from gecko.serving.options import Limits
 from gecko.train.throughput import describe_hardware
 
 RESULTS = Path(__file__).parent / "results" / "server_attacks.md"

@@ -308,8 +308,9 @@ def walk_request() -> Walk:
     import gecko
     from gecko.data import ByteTokenizer
     from gecko.inference.request import Request
+    from gecko.serving.options import Options
     from gecko.serving.protocol import CompletionRequest
-    from gecko.serving.server import Options, Server, build_service, open_socket
+    from gecko.serving.server import Server, build_service, open_socket
 
     walk = Walk(lambda value: isinstance(value, CompletionRequest | Request))
     model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=1))

@@ -239,6 +239,29 @@ def _noun(kind: type) -> str:
     return re.findall("[A-Z][a-z0-9]*", kind.__name__)[-1].lower()
 
 
+def option(default: Any = None, *flags: str, unit: int = 1, reads: bool = False, **shown: Any) -> Any:
+    """Return a field that a command takes as an option; its help is the docstring below it.
+
+    Args:
+        default: MISSING if the option is required.
+        flags: names of the option; without them it has that of the field.
+        unit: what the option counts, such as ``1 << 20`` for a number of bytes that is given in megabytes.
+        reads: whether it names files that the command reads, which no output may replace.
+        shown: further arguments of ``typer.Option``, such as ``metavar``, ``min`` and ``show_default``.
+    """
+    return _command_field(default, flags=flags, unit=unit, reads=reads, shown=shown)
+
+
+def argument(metavar: str, default: Any = dataclasses.MISSING, *, reads: bool = False) -> Any:
+    """Return a field that a command takes as an argument, which is required unless it has a default. See ``option``."""
+    return _command_field(default, flags=None, unit=1, reads=reads, shown={"metavar": metavar})
+
+
+def _command_field(default: Any, **metadata: Any) -> Any:
+    given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**given, metadata=metadata)
+
+
 def docstrings(kind: type) -> dict[str, str]:
     """Return the docstrings of a dataclass's fields, also of its bases, by name: the strings below the fields."""
     bases = [base for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)]

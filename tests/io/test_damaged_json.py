@@ -112,4 +112,4 @@ def test_a_damaged_chat_template_is_named(tmp_path: Path, name: str, content: by
 def test_a_key_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=f"{tmp_path}/key must hold the key"):
-        _read_key(str(tmp_path / "key"))
+        _read_key(tmp_path / "key")

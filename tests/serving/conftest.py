@@ -14,7 +14,7 @@ from serving.sites import Site, serving
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.inference.decoder import Decoder
-from gecko.serving.limits import Limits
+from gecko.serving.options import Limits
 
 CONFIG = gecko.GeckoConfig(
     vocab_size=264, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,

@@ -17,7 +17,8 @@ from serving.waiting import until
 import gecko
 from gecko.data import Tokenizer
 from gecko.serving.app import Service
-from gecko.serving.server import Options, Server, build_service, open_socket
+from gecko.serving.options import Options
+from gecko.serving.server import Server, build_service, open_socket
 
 OK = {"prompt": "abc", "max_tokens": 3}
 """A valid request."""
@@ -67,7 +68,7 @@ class Site:
 
 @contextmanager
 def serving(model: gecko.Gecko, tokenizer: Tokenizer, folder: Path, **options: Any) -> Iterator[Site]:
-    settings = Options(**{"name": "small", "grace_seconds": 5, **options})
+    settings = Options(**{"name": "small", "prefix_cache_bytes": 0, "grace_seconds": 5, **options})
     service = build_service(model, tokenizer, folder, settings)
     server = Server(service, settings)
     with open_socket("127.0.0.1", 0) as listening:

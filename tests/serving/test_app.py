@@ -18,7 +18,7 @@ from serving.waiting import until
 import gecko
 from gecko.data import Tokenizer
 from gecko.serving.fields import is_required
-from gecko.serving.limits import Limits
+from gecko.serving.options import Limits
 from gecko.serving.protocol import ChatRequest, CompletionRequest, ResponseRequest, SaveState
 from gecko.serving.stores import SavedStates
 from gecko.serving.tokens import DetokenizeRequest, TokenizeRequest

@@ -25,8 +25,8 @@ from starlette.types import ASGIApp, Send
 import gecko
 from gecko.data import Tokenizer
 from gecko.serving.app import create_app
-from gecko.serving.limits import Limits
-from gecko.serving.server import Options, build_service
+from gecko.serving.options import Limits, Options
+from gecko.serving.server import build_service
 
 LONG: dict[str, Any] = {"prompt": "abc", "max_tokens": 4000, "temperature": 0}
 
@@ -113,7 +113,7 @@ async def call(app: ASGIApp, send: Send, **asked: Any) -> None:
 def test_ten_thousand_requests_at_once(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """As many as there are places are served; all others are refused for now."""
     limits = Limits(rows=8, queue=92)
-    service = build_service(model, tokenizer, tmp_path, Options("small", limits))
+    service = build_service(model, tokenizer, tmp_path, Options(limits=limits))
     app = create_app(service)
 
     async def ask() -> tuple[int, bytes | None]:
@@ -154,7 +154,7 @@ def test_a_client_that_stops_reading_has_its_place_no_longer_than_others(
 ) -> None:
     """It stays connected, and its full buffer accepts no more of the stream."""
     monkeypatch.setattr("gecko.serving.answer._SENDING_SECONDS", 0.1)
-    service = build_service(model, tokenizer, tmp_path, Options("small", Limits(rows=1, queue=0, seconds=0.5)))
+    service = build_service(model, tokenizer, tmp_path, Options(limits=Limits(rows=1, queue=0, seconds=0.5)))
     told: list[Any] = []
 
     async def send(message: Any) -> None:

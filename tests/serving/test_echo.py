@@ -12,7 +12,7 @@ from serving.sites import OK, Site, alone, check_error, distributions, document,
 
 import gecko
 from gecko.data import Tokenizer
-from gecko.serving.limits import Limits
+from gecko.serving.options import Limits
 
 TEXTS = ["abc", "xyz ü, and more", "a" * 90]
 

@@ -16,7 +16,8 @@ from serving.waiting import until
 
 from gecko.serving.bodies import Body, RequestMemory
 from gecko.serving.connection import Hosts
-from gecko.serving.limits import ApiError, Limits
+from gecko.serving.limits import ApiError
+from gecko.serving.options import Limits
 
 BODY = json.dumps(OK).encode()
 

@@ -13,7 +13,8 @@ from serving.conftest import StartServer
 from serving.sites import OK, Site, check_error
 
 from gecko.serving.fields import is_required
-from gecko.serving.limits import ApiError, Limits
+from gecko.serving.limits import ApiError
+from gecko.serving.options import Limits
 from gecko.serving.protocol import ChatRequest, CompletionRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}

@@ -14,7 +14,7 @@ from serving.conftest import StartServer
 from serving.sites import OK, Site, alone, document
 
 import gecko
-from gecko.serving.limits import Limits
+from gecko.serving.options import Limits
 
 COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 GOOD: dict[str, dict[str, Any]] = {

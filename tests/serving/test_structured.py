@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from serving.conftest import StartServer
 from serving.sites import OK, Site, check_error
 
-from gecko.serving.limits import Limits
+from gecko.serving.options import Limits
 
 CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1.0}
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}

@@ -15,7 +15,7 @@ from serving.waiting import until
 import gecko
 from gecko.data import Tokenizer
 from gecko.runtime.process import __version__
-from gecko.serving.limits import Limits
+from gecko.serving.options import Limits
 
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from gecko.cli.command import Writer, option
+from gecko.cli.command import Writer
 from gecko.cli.common import STATE, echo, output_file
+from gecko.records import option
 from gecko.runtime.terminal import visible
 
 if TYPE_CHECKING:

@@ -18,49 +18,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, dataclass_transform
 
 import typer
 
 from gecko.cli.common import Kind, output_file
-from gecko.records import docstrings, field_types
+from gecko.records import argument, docstrings, field_types, option
 
 if TYPE_CHECKING:
     from gecko.data import Tokenizer
     from gecko.inference import Sampling
     from gecko.models.gecko import Gecko
     from gecko.state import GeckoState
-
-
-def argument(metavar: str, default: Any = MISSING, *, reads: bool = False, **settings: Any) -> Any:
-    """Return a field that is an argument, which is required unless it has a default.
-
-    Args:
-        reads: whether it names files that the command reads, which no output may replace.
-        settings: further arguments of ``typer.Argument``.
-    """
-    return _field(default, partial(typer.Argument, metavar=metavar, **settings), reads)
-
-
-def option(default: Any = None, *flags: str, reads: bool = False, **settings: Any) -> Any:
-    """Return a field that is an option about which more is said than its type and default.
-
-    Args:
-        default: MISSING if the option is required.
-        flags: names of the option; without them it has that of the field.
-        reads: as for ``argument``.
-        settings: further arguments of ``typer.Option``, such as ``metavar``, ``min`` and ``show_default``.
-    """
-    return _field(default, partial(typer.Option, *flags, **settings), reads)
-
-
-def _field(default: Any, info: partial[Any], reads: bool) -> Any:
-    given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return dataclasses.field(**given, metadata={"info": info, "reads": reads})
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -82,42 +54,63 @@ class Command:
         return [str(name) for names in named for name in (names if isinstance(names, list) else [names]) if name]
 
 
-def function_of(kind: Any, name: str) -> Callable[..., None]:
+def function_of(kind: type[Command], name: str) -> Callable[..., None]:
     """Return the function of which typer makes the command ``name``."""
 
     def run(**values: Any) -> None:
-        # Typer gives None for what the user leaves out.
-        kind(**{field: value for field, value in values.items() if value is not None}).run()
+        _made(kind, values).run()
 
-    hints, texts = field_types(kind), docstrings(kind)
-    parameters = [_parameter(field, hints[field.name], texts.get(field.name, "")) for field in _in_order(kind)]
+    parameters = list(_parameters(kind))
     run.__name__, run.__doc__ = name, kind.__doc__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
-def _in_order(kind: Any) -> Iterator[Field[Any]]:
-    """Yield the arguments, those of bases first; then the options, those of bases last."""
+def _made(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Return a command, or a record in it, from the values of its options. None is what the user left out.
+
+    The ``~`` of paths is expanded.
+    """
+    made = {}
+    for field in dataclasses.fields(kind):
+        hint, value, unit = field_types(kind)[field.name], values.get(field.name), field.metadata.get("unit", 1)
+        if dataclasses.is_dataclass(hint):
+            made[field.name] = _made(hint, values)
+        elif value is not None and _is_option(kind, field):
+            made[field.name] = value.expanduser() if isinstance(value, Path) else value * unit if unit > 1 else value
+    return kind(**made)
+
+
+def _is_option(kind: Any, field: Field[Any]) -> bool:
+    """Return whether the command line has a field: all of commands, and those of records in them that say so."""
+    return issubclass(kind, Command) or "flags" in field.metadata
+
+
+def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
+    """Yield the arguments, those of bases first; then the options, those of bases last, with those of records."""
+    hints, texts = field_types(kind), docstrings(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    arguments = [name for name, field in fields.items() if _info(field).func is typer.Argument]
+    arguments = [name for name, field in fields.items() if field.metadata.get("flags", ()) is None]
     names = [name for base in kind.__mro__ for name in vars(base).get("__annotations__", ()) if name in fields]
-    return (fields[name] for name in dict.fromkeys([*arguments, *names]))
-
-
-def _info(field: Field[Any]) -> partial[Any]:
-    """Return the function that makes typer's description of a field from its help."""
-    info = field.metadata.get("info", partial(typer.Option))
-    named = info.args or info.func is typer.Argument
-    return info if named else partial(info, f"--{field.name.replace('_', '-')}")
+    for name in dict.fromkeys([*arguments, *names]):
+        if dataclasses.is_dataclass(hints[name]):
+            yield from _parameters(hints[name])
+        elif _is_option(kind, fields[name]):
+            yield _parameter(fields[name], hints[name], texts.get(name, ""))
 
 
 def _parameter(field: Field[Any], hint: Any, text: str) -> inspect.Parameter:
-    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    flags, unit = field.metadata.get("flags", ()), field.metadata.get("unit", 1)
+    shown = {**field.metadata.get("shown", {}), "help": " ".join(text.split())}
+    named = flags or (f"--{field.name.replace('_', '-')}",)
+    info = typer.Argument(**shown) if flags is None else typer.Option(*named, **shown)
+    default = field.default if unit == 1 else field.default // unit
+    if default is MISSING:
+        default = inspect.Parameter.empty if field.default_factory is MISSING else None
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default if field.default_factory is MISSING else None,
-        annotation=Annotated[hint, _info(field)(help=" ".join(text.split()))],
-    )  # fmt: skip
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info]
+    )
 
 
 class OnModel(Command):

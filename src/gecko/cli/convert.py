@@ -8,9 +8,10 @@ from contextlib import nullcontext
 from dataclasses import MISSING
 from pathlib import Path
 
-from gecko.cli.command import Command, OnModel, OnModelAndTokenizer, argument, option
+from gecko.cli.command import Command, OnModel, OnModelAndTokenizer
 from gecko.cli.common import echo, new_model_folder, outside_of_runs
 from gecko.io.files import whole_folder
+from gecko.records import argument, option
 
 TRANSFORMERS, ONNX = "transformers", "onnx"
 
@@ -42,7 +43,7 @@ class Convert(Command):
         from gecko.models import meta_model
         from gecko.models.gecko import save_model
 
-        source, out = self.source.expanduser(), new_model_folder(self.out)
+        source, out = self.source, new_model_folder(self.out)
         config, weights = from_reference(*read_release(source))
         widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in weights.values()))
         weights = fitted(source, weights, meta_model(config).to(widest).state_dict())
@@ -78,7 +79,7 @@ class Consolidate(Command):
         from gecko.io.model_folder import CONFIG
         from gecko.train.checkpoints.checkpointer import write_model
 
-        checkpoint = _find_checkpoint(self.source.expanduser())
+        checkpoint = _find_checkpoint(self.source)
         target = self.target(checkpoint)
         with nullcontext(target) if (target / CONFIG).is_file() else whole_folder(target) as folder:
             write_model(checkpoint, folder)
@@ -90,7 +91,7 @@ class Consolidate(Command):
         """Return the folder to write: the checkpoint, or one that is new, empty, or has a model of the same config."""
         from gecko.io.model_folder import CONFIG
 
-        if self.out is None or self.out.expanduser().resolve() == checkpoint.resolve():
+        if self.out is None or self.out.resolve() == checkpoint.resolve():
             return checkpoint
         target = outside_of_runs(self.out, "--out")
         if not (target / CONFIG).is_file():
@@ -153,7 +154,7 @@ class Average(Command):
         from gecko.train.checkpoints.checkpointer import check_consecutive, write_average
         from gecko.train.checkpoints.folders import verify_checkpoint
 
-        found = list_checkpoints(self.source.expanduser() / CHECKPOINTS)
+        found = list_checkpoints(self.source / CHECKPOINTS)
         if len(found) < self.last:
             raise ValueError(
                 f"--last must be at most the checkpoints of the run; {self.source} has {len(found)}, got {self.last}. "

@@ -8,8 +8,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gecko.cli.command import OnDevice, OnLoadedModel, Writing, argument, option
+from gecko.cli.command import OnDevice, OnLoadedModel, Writing
 from gecko.cli.common import EVALUATION, command_line, echo
+from gecko.records import argument, option
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gecko.cli.command import OnModelAndTokenizer, argument, option
+from gecko.cli.command import OnModelAndTokenizer
 from gecko.cli.common import echo
+from gecko.records import argument, option
 
 if TYPE_CHECKING:
     from gecko.train import Run

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from gecko.cli.command import Writer, Writing, argument, option
+from gecko.cli.command import Writer, Writing
 from gecko.cli.common import STATE, echo
+from gecko.records import argument, option
 from gecko.runtime.terminal import visible
 
 if TYPE_CHECKING:

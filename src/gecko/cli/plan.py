@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gecko.cli.command import Command, argument, option
+from gecko.cli.command import Command
 from gecko.cli.common import FAILED, echo
+from gecko.records import argument, option
 
 if TYPE_CHECKING:
     import torch

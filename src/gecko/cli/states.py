@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from gecko.cli.command import Command, Continuing, Writing, argument, option
+from gecko.cli.command import Command, Continuing, Writing
 from gecko.cli.common import INTERRUPTED, STATE, echo
+from gecko.records import argument, option
 
 if TYPE_CHECKING:
     from rich.table import Table

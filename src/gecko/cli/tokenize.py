@@ -11,7 +11,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
-from gecko.cli.command import Command, argument, option
+from gecko.cli.command import Command
+from gecko.records import argument, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +70,7 @@ class Tokenize(Command):
             raise ValueError("--executor slurm needs the partition to submit to: add --partition NAME.")
         console = Terminal(soft_wrap=True)
         tokenizer = load_tokenizer(self.tokenizer)
-        plan = TokenizingPlan.make(self.sources, tokenizer, self.out.expanduser(), field=self.field)
+        plan = TokenizingPlan.make(self.sources, tokenizer, self.out, field=self.field)
         plan.start()
         try:
             self.write(plan, tokenizer, console)

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 import typer
 
-from gecko.cli.command import Command, Writing, argument, option
+from gecko.cli.command import Command, Writing
 from gecko.cli.common import PAGE, command_line, echo
+from gecko.records import argument, option
 
 
 class Train(Command):
@@ -154,8 +155,8 @@ class Compare(Command):
         tuning = None
         if self.learning_rates is not None and self.tuning_steps is not None:
             tuning = Tuning(_listed(self.learning_rates, float, "--learning-rates"), self.tuning_steps)
-        folder, seeds = self.out.expanduser(), _listed(self.seeds, int, "--seeds")
-        plan = Plan.of(recipes, overrides, folder, seeds=seeds, tuning=tuning, tolerance=self.tolerance)
+        seeds = _listed(self.seeds, int, "--seeds")
+        plan = Plan.of(recipes, overrides, self.out, seeds=seeds, tuning=tuning, tolerance=self.tolerance)
         console = Terminal(soft_wrap=True)
         command = command_line()
         outcome = compare(plan, jobs=self.jobs, command=command, console=console)

@@ -19,7 +19,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gecko.serving.limits import ApiError, Limits
+from gecko.serving.limits import ApiError
+from gecko.serving.options import Limits
 
 MAX_VALUES = 100_000
 """Maximum number of strings, lists, objects and fields of one body; numbers in a list do not count."""

@@ -23,7 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gecko.serving.limits import ApiError, Limits
+from gecko.serving.limits import ApiError
+from gecko.serving.options import Limits
 
 _SLICE = 1 << 14
 """Bytes of a header given to h11 at once; h11 refuses longer headers, but only after it has buffered the data."""

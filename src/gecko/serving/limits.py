@@ -1,15 +1,14 @@
-"""Limits of the server, and errors in the format of OpenAI's API."""
+"""Errors in the format of OpenAI's API, and the limit for requests in progress."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from gecko.records import Positive, Range, check
+from gecko.serving.options import Limits
 
 RETRY_AFTER = "2"
 """Seconds after which a refused client should retry."""
@@ -74,56 +73,6 @@ def answer_error(request: Request, error: Exception) -> JSONResponse:
 
 HANDLERS = dict.fromkeys((ApiError, ClientGoneError, HTTPException, Exception), answer_error)
 """Exception handlers of the application."""
-
-
-DEFAULT_ROWS = 16
-MOST_ROWS, FEWEST_ROWS = 64, 4
-ROWS_BYTES = 2 << 30
-"""Memory that the states of all rows may take where their number is not given."""
-
-
-def rows_in_memory(state_bytes: int) -> int:
-    """Return the number of rows for a model whose state of one sequence has ``state_bytes``."""
-    return max(FEWEST_ROWS, min(MOST_ROWS, ROWS_BYTES // state_bytes))
-
-
-AboveZero = Annotated[int, Range("must be above 0 and finite", above=0)]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits beyond which the server refuses requests.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-
-    rows: AboveZero = DEFAULT_ROWS
-    """Maximum number of requests in prefill or decoding."""
-    queue: Annotated[int, Range("must be at least 0 (no request waits)", least=0)] = 256
-    """Maximum number of requests that wait for a row; 429 beyond it."""
-    body_bytes: AboveZero = 16 << 20
-    """Maximum size of the body of one request; 413 beyond it."""
-    memory_bytes: AboveZero = 256 << 20
-    """Maximum memory of all requests: their bodies, then their tokens and answers; 503 beyond it."""
-    header_seconds: Positive = 10
-    """Seconds for the header of a request to arrive; 408 after that."""
-    body_seconds: Positive = 30
-    """Seconds for the body to arrive after the header; 408 after that."""
-    prompt_tokens: AboveZero = 4_000_000
-    """Maximum length of a prompt; 400 beyond it."""
-    new_tokens: AboveZero = 4096
-    """Maximum of ``max_tokens``, and its default in chats; 400 beyond it."""
-    seconds: Positive = 600
-    """Seconds for one request; then its answer ends, with 504 if it has no token."""
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.memory_bytes < self.body_bytes:
-            raise ValueError(
-                f"memory_bytes must be at least body_bytes, {self.body_bytes}; got {self.memory_bytes}. "
-                "Raise --request-memory, or lower --max-body."
-            )
 
 
 class Admission:

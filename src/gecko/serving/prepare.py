@@ -19,7 +19,8 @@ from gecko.inference.grammar import Constraint, ConstraintError, GrammarCompiler
 from gecko.inference.request import KeptStates, Request
 from gecko.inference.text import ChoiceText, Piece, TokenNames
 from gecko.serving.fields import Ids, parse_body
-from gecko.serving.limits import ApiError, Limits, invalid
+from gecko.serving.limits import ApiError, invalid
+from gecko.serving.options import Limits
 from gecko.serving.protocol import (
     MAX_CHOICES,
     ChatRequest,

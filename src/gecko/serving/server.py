@@ -10,8 +10,6 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -26,8 +24,8 @@ from gecko.models.gecko import Gecko
 from gecko.runtime.process import keep_existing_objects
 from gecko.serving.app import Service, create_app
 from gecko.serving.connection import Hosts, connection_class
-from gecko.serving.limits import Limits
 from gecko.serving.metrics import Metrics
+from gecko.serving.options import Options
 from gecko.serving.prepare import ServedModel
 from gecko.serving.stores import ResponseStore, SavedStates
 from gecko.serving.worker import Worker
@@ -39,31 +37,6 @@ _FILES = 1 << 16
 _SWITCH_SECONDS = 0.0005
 """Interval in seconds after which a thread must release the GIL; the default of Python is 0.005."""
 _LOG = logging.getLogger("gecko.serving")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the server."""
-
-    name: str
-    limits: Limits = field(default_factory=Limits)
-    prefix_cache_bytes: int = 0
-    """Memory of the prefix cache; 0: no cache."""
-    window_dtype: torch.dtype | None = None
-    """Dtype of the attention windows of decoding sequences; None: that of their states."""
-    response_bytes: int = 1 << 30
-    """Memory of stored responses and the states of their conversations."""
-    states: Path | None = None
-    """Folder of saved states that requests may name."""
-    states_bytes: int = 0
-    """Limit for all files of that folder, up to which clients may save states; 0: they may not save or delete any."""
-    api_key: str | None = None
-    host: str = "127.0.0.1"
-    """Address or name that the server listens on."""
-    allowed_hosts: Sequence[str] = ()
-    """Additional names that clients and pages may use for the server."""
-    grace_seconds: float = 30
-    """Seconds for running requests to finish after the stop signal."""
 
 
 def build_service(model: Gecko, tokenizer: Tokenizer, folder: Path, options: Options) -> Service:
@@ -78,12 +51,13 @@ def build_service(model: Gecko, tokenizer: Tokenizer, folder: Path, options: Opt
     # submissions, so the queue of the engine has room for all admitted requests.
     engine = Engine(
         model, rows=limits.rows, max_queued=limits.rows + limits.queue, prefix_cache=cache,
-        window_dtype=options.window_dtype,
+        window_dtype=None if options.window_dtype is None else getattr(torch, options.window_dtype),
     )  # fmt: skip
     metrics = Metrics(engine, cache)
     served = ServedModel(
-        options.name, model.config.vocab_size, model.empty_state().num_bytes, tokenizer, find_format(tokenizer, folder)
-    )
+        options.name or folder.name, model.config.vocab_size, model.empty_state().num_bytes, tokenizer,
+        find_format(tokenizer, folder),
+    )  # fmt: skip
     return Service(
         served,
         Worker(engine, metrics),

@@ -13,7 +13,8 @@ from gecko.data.tokenizers import TokenIds
 from gecko.inference.text import TokenNames
 from gecko.records import FieldError
 from gecko.serving.fields import Ids, JsonPart, conversation, parse_body
-from gecko.serving.limits import ApiError, Limits, invalid
+from gecko.serving.limits import ApiError, invalid
+from gecko.serving.options import Limits
 from gecko.serving.prepare import MAX_ECHO_IDS, ServedModel
 from gecko.serving.protocol import Message
 from gecko.serving.replies import encode_json
