@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
+from torch import Tensor
 
 from gecko.data import Tokenizer, check_vocabulary, load_tokenizer
 from gecko.data.readers import COMPRESSED_SUFFIXES, check_plain_text, read_pieces
@@ -26,7 +26,7 @@ from gecko.io.model_folder import CONFIG
 from gecko.io.quantization import is_quantized
 from gecko.io.shipped import shipped_folder, shipped_models
 from gecko.models import PRESETS, LanguageModel, LlamaConfig, load_any, load_config
-from gecko.models.gecko import Gecko, load
+from gecko.models.gecko import Gecko
 from gecko.runtime.terminal import Terminal, visible
 from gecko.state import GeckoState
 
@@ -81,27 +81,6 @@ def _own_tokenizer(folder: Path) -> Tokenizer:
         raise FileNotFoundError(f"the tokenizer that {recipe} names is not here: {error} {_NAME_IT}") from error
 
 
-def load_model(name: str, tokenizer: str | None, device: str, dtype: str | None) -> tuple[Gecko, Tokenizer]:
-    """Load a Gecko and its tokenizer for inference.
-
-    The model is in evaluation mode: switching the mode for every token would take time.
-
-    Args:
-        name: model folder or training run.
-        tokenizer: ``bytes`` or a path; None for the model's own.
-        device: as for ``select_device``.
-        dtype: dtype of the weights; None keeps the stored one.
-
-    Raises:
-        FileNotFoundError, ValueError: as for ``find_gecko``, ``find_tokenizer`` and ``named_dtype``.
-    """
-    wanted = None if dtype is None else named_dtype(dtype)
-    folder = find_gecko(name)
-    model = load(folder)
-    _prepare(model, device, wanted)
-    return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
-
-
 def check_state(model: Gecko, state: GeckoState, path: str, name: str) -> None:
     """Check that the model ``name`` can continue one text from the state in the file ``path``.
 
@@ -133,13 +112,38 @@ def find_gecko(name: str) -> Path:
     return folder
 
 
-def load_any_model(name: str, tokenizer: str | None, device: str, dtype: str | None) -> tuple[LanguageModel, Tokenizer]:
-    """Load a Gecko or a Llama as ``load_model`` does."""
+def load_any_model(
+    name: str, tokenizer: str | None, device: str, dtype: str | None, find: Callable[[str], Path] = find_model
+) -> tuple[LanguageModel, Tokenizer]:
+    """Load a Gecko or a Llama and its tokenizer for inference.
+
+    The model is in evaluation mode: switching the mode for every token would take time.
+
+    Args:
+        name: model folder or training run.
+        tokenizer: ``bytes`` or a path; None for the model's own.
+        device: as for ``select_device``.
+        dtype: dtype of the weights; None keeps the stored one.
+
+    Raises:
+        FileNotFoundError, ValueError: as for ``find``, ``find_tokenizer`` and ``named_dtype``.
+    """
+    from gecko.train.throughput import select_device
+
     wanted = None if dtype is None else named_dtype(dtype)
-    folder = find_model(name)
+    folder = find(name)
     model = load_any(folder)
-    _prepare(model, device, wanted)
+    if wanted is not None and any(map(is_quantized, model.parameters())):
+        raise ValueError("--dtype is for models that are not quantised; this one is. Leave it out.")
+    model.to(device=select_device(device), dtype=wanted)
     return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
+
+
+def load_model(name: str, tokenizer: str | None, device: str, dtype: str | None) -> tuple[Gecko, Tokenizer]:
+    """Load a Gecko as ``load_any_model`` does."""
+    model, vocabulary = load_any_model(name, tokenizer, device, dtype, find_gecko)
+    assert isinstance(model, Gecko)
+    return model, vocabulary
 
 
 def named_dtype(name: str, option: str = "--dtype") -> torch.dtype:
@@ -151,15 +155,6 @@ def named_dtype(name: str, option: str = "--dtype") -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"{option} must be one of {', '.join(DTYPES)}; got {name!r}.")
     return DTYPES[name]
-
-
-def _prepare(model: nn.Module, device: str, dtype: torch.dtype | None) -> None:
-    """Move the model to the device, and convert it to the dtype unless that is None."""
-    from gecko.train.throughput import select_device
-
-    if dtype is not None and any(map(is_quantized, model.parameters())):
-        raise ValueError("--dtype is for models that are not quantised; this one is. Leave it out.")
-    model.to(device=select_device(device), dtype=dtype)
 
 
 def trained_length(name: str) -> int | None:

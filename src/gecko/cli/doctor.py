@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from gecko.cli.command import Command
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
     from gecko.cli.self_test import Finding
 
@@ -77,16 +77,12 @@ def graphics() -> dict[str, str]:
     """Describe each GPU, by device name."""
     import torch
 
-    if not torch.cuda.is_available():
-        return {"GPU": "none that this PyTorch can use"}
-    found = {}
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = (
-            f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, "
-            f"compute capability {properties.major}.{properties.minor}"
-        )
-    return found
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    found = {
+        f"cuda:{index}": f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB, compute capability {gpu.major}.{gpu.minor}"
+        for index, gpu in enumerate(gpus)
+    }
+    return found or {"GPU": "none that this PyTorch can use"}
 
 
 def paths() -> dict[str, str]:
@@ -161,9 +157,13 @@ class Doctor(Command):
 
         console = Terminal(markup=True)
         facts = {**software(), **processor(), **resources(Path.cwd()), **graphics()}
-        _print_facts(console, "This machine", facts)
-        _print_facts(console, "Used for training and inference", paths())
-        _print_packages(console)
+        _print_table(console, "This machine", facts.items())
+        _print_table(console, "Used for training and inference", paths().items())
+        if packages := optional_packages():
+            rows = ((it.name, it.version or f"missing; {it.remedy}") for it in packages)
+            _print_table(console, "Optional packages", rows)
+        else:
+            console.print(f"Optional packages: unknown, as {DISTRIBUTION} is not installed. Run: pip install -e .\n")
         findings = [finding for device in _devices() for finding in _examine(console, device)]
         failed = sum(not finding.passed for finding in findings)
         if failed:
@@ -181,45 +181,26 @@ def _devices() -> list[torch.device]:
 
 
 def _examine(console: Console, device: torch.device) -> list[Finding]:
-    from rich.markup import escape
+    from rich.text import Text
 
     from gecko.cli.self_test import self_test
 
     with console.status(f"testing on {device}"):
         findings = self_test(device)
-    table = _table(f"Self-test on {device}")
-    for finding in findings:
-        verdict = "[green]pass[/]" if finding.passed else "[bold red]FAIL[/]"
-        table.add_row(finding.name, verdict, escape(finding.detail))
-    console.print(table, "")
+    verdicts = {True: Text("pass", "green"), False: Text("FAIL", "bold red")}
+    rows = ((finding.name, verdicts[finding.passed], finding.detail) for finding in findings)
+    _print_table(console, f"Self-test on {device}", rows)
     return findings
 
 
-def _print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
-    from rich.markup import escape
-
-    table = _table(title)
-    for name, value in facts.items():
-        table.add_row(name, escape(value))
-    console.print(table, "")
-
-
-def _print_packages(console: Console) -> None:
-    from rich.markup import escape
-
-    packages = optional_packages()
-    if not packages:
-        console.print(f"Optional packages: unknown, as {DISTRIBUTION} is not installed. Run: pip install -e .\n")
-        return
-    table = _table("Optional packages")
-    for package in packages:
-        table.add_row(package.name, package.version or f"missing; {escape(package.remedy)}")
-    console.print(table, "")
-
-
-def _table(title: str) -> Table:
+def _print_table(console: Console, title: str, rows: Iterable[Iterable[str | Text]]) -> None:
+    """Print rows of texts, which are shown as they are."""
     from rich.table import Table
+    from rich.text import Text
 
-    return Table(
+    table = Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
     )
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    console.print(table, "")

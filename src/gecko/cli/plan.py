@@ -18,7 +18,6 @@ from gecko.records import argument, option
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
-    from rich.table import Table
 
     from gecko.models import ModelConfig
     from gecko.plan import Plan
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from gecko.train import Run
 
 
-MEMORY_WORDS = {
+WORDS = {
     "parameters": "float32, divided among {divided} GPUs",
     "gradients": "float32, divided in the same way; those that exist at the peak",
     "optimizer": "two moments of AdamW in float32 (Muon: one), divided in the same way",
@@ -37,21 +36,19 @@ MEMORY_WORDS = {
     "other": "work of the optimizer, counters",
     "carried states": "float32, of all rows of this GPU, before and after a step",
     "reserve": "assumed: 4 GB for CUDA and NCCL, and 5 % lost to fragmentation",
-}
-FLOPS_WORDS = {
     "linear": "projections and feed-forward: 6 per parameter",
     "attention": "{keys}; scores are recomputed in backward",
     "memory": "chunk summaries, their recurrence, one read",
     "CEMA": "Toeplitz products within 64 tokens, the modes across",
     "norms": "running statistics of groups",
     "head": "logits and their gradients",
-}
-TRAFFIC_WORDS = {
+    "recomputed": "forward once more, with activation_checkpointing={checkpointing}",
     "gather weights": "blocks twice, embedding and head once; for each of {accumulation} accumulated parts",
     "reduce gradients": "float32, once per part, over {divided} GPUs",
     "sum over replicas": "float32, over {replicate} copies",
     "context exchange": "{layer} per layer and row forward, the same backward",
 }
+"""What each part of memory, FLOPs and traffic is, with numbers of the plan."""
 
 
 class PlanTraining(Command):
@@ -125,7 +122,7 @@ def facts(plan: Plan) -> dict[str, Any]:
     """Return all numbers of the plan: bytes, seconds, and FLOPs per token."""
     return {
         "gpus": plan.gpus, "gpu": plan.gpu.name, "parallel": dataclasses.asdict(plan.sizes),
-        "memory_bytes": {**plan.memory, "total": sum(plan.memory.values())},
+        "memory_bytes": _with_total(plan.memory),
         "peak_in": plan.moment, "measured": plan.measured, "fits": plan.fits,
         "flops_per_token": {name: part.total for name, part in plan.flops.items()} | {"recomputed": plan.recomputed},
         "bytes_sent_per_step": {name: kind.size for name, kind in plan.traffic.items()},
@@ -142,25 +139,24 @@ def _print(recipe: str, plan: Plan) -> None:
     from gecko.runtime.terminal import Terminal
 
     console = Terminal(markup=True)
-    run, sizes = plan.run, plan.sizes
+    sizes, known = plan.sizes, facts(plan)
     console.print(
         f"[bold]{escape(recipe)}[/bold] on {plan.gpus} × {plan.gpu.name}: {sizes.replicate} × {sizes.shard} groups of "
-        f"rows (replicate × shard), {sizes.context} GPUs per row (context); {run.tokens_per_step:,} tokens per step, "
-        f"{plan.tokens:,.0f} on each GPU\n"
+        f"rows (replicate × shard), {sizes.context} GPUs per row (context); {plan.run.tokens_per_step:,} tokens per "
+        f"step, {plan.tokens:,.0f} on each GPU\n"
     )
-    title = f"Memory of one GPU at the peak, in {plan.moment}"
-    _table(console, title, plan.memory, readable, _words(MEMORY_WORDS, plan.memory, plan))
+    _print_parts(
+        console, f"Memory of one GPU at the peak, in {plan.moment}", known["memory_bytes"], readable,
+        _words(plan.memory, plan),
+    )  # fmt: skip
     console.print(
         f"{readable(sum(plan.memory.values()))} of {readable(plan.gpu.memory)}: [bold]{_verdict(plan)}[/bold]\n"
     )
-    work = {name: part.total for name, part in plan.flops.items()} | {"recomputed": plan.recomputed}
-    words = [
-        *_words(FLOPS_WORDS, plan.flops, plan),
-        f"forward once more, with activation_checkpointing={run.activation_checkpointing}",
-    ]
-    _table(console, "Compute, GFLOPs per token", work, lambda flops: f"{flops / 1e9:,.3f}", words)
-    sent = {name: kind.size for name, kind in plan.traffic.items()}
-    _table(console, "Bytes that one GPU sends per step", sent, readable, _words(TRAFFIC_WORDS, sent, plan))
+    for title, name, write in (
+        ("Compute, GFLOPs per token", "flops_per_token", lambda flops: f"{flops / 1e9:,.3f}"),
+        ("Bytes that one GPU sends per step", "bytes_sent_per_step", readable),
+    ):
+        _print_parts(console, title, _with_total(known[name]), write, _words(known[name], plan))
     _print_time(console, plan)
 
 
@@ -195,7 +191,7 @@ def _print_time(console: Console, plan: Plan) -> None:
 def dry_run_facts(dry_run: Verification) -> dict[str, Any]:
     """Return the results of a dry run."""
     return {
-        "ranks": dry_run.ranks, "memory_bytes": {**dry_run.peak.uses, "total": dry_run.peak.total},
+        "ranks": dry_run.ranks, "memory_bytes": _with_total(dry_run.peak.uses),
         "peak_in": dry_run.peak.moment, "planned_bytes": dry_run.planned, "difference": dry_run.difference,
         "agreement": dataclasses.asdict(dry_run.agreement), "graphs_by_depth": dry_run.graphs,
         "passed": dry_run.passed, "seconds": dry_run.seconds, "host_bytes": dry_run.host_bytes,
@@ -210,7 +206,7 @@ def _print_dry_run(dry_run: Verification) -> None:
     words = ["" if name not in dry_run.plan.memory else f"planned {readable(dry_run.plan.memory[name])}"
              for name in peak.uses]  # fmt: skip
     title = f"Dry run of {len(dry_run.ranks)} of {dry_run.plan.gpus} ranks: memory at the peak, in {peak.moment}"
-    _table(console, title, peak.uses, readable, words)
+    _print_parts(console, title, _with_total(peak.uses), readable, words)
     console.print(
         f"The plan, {readable(dry_run.planned)} without the reserve, is off by {dry_run.difference:+.1%}.\n"
         f"Collectives: {agreement.collectives:,} per rank, equal in the {agreement.groups} process groups of which "
@@ -225,7 +221,7 @@ def _print_dry_run(dry_run: Verification) -> None:
     )
 
 
-def _words(words: dict[str, str], parts: Iterable[str], plan: Plan) -> list[str]:
+def _words(parts: Iterable[str], plan: Plan) -> list[str]:
     """Return the explanation of each part, with the plan's numbers filled in."""
     from gecko.plan.counts import counts_of
 
@@ -236,20 +232,29 @@ def _words(words: dict[str, str], parts: Iterable[str], plan: Plan) -> list[str]
         "keys": counts.keys(run.sequence_length), "replicate": plan.sizes.replicate,
         "layer": readable(counts.context_bytes(plan.itemsize, plan.sizes.context)),
     }  # fmt: skip
-    return [words[part].format(**values) for part in parts]
+    return [WORDS[part].format(**values) for part in parts]
 
 
-def _table(console: Console, title: str, parts: dict[str, Any], write: Any, words: list[str]) -> None:
+def _with_total(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {**parts, "total": sum(parts.values())}
+
+
+def _print_parts(
+    console: Console, title: str, parts: Mapping[str, Any], write: Callable[[Any], str], notes: list[str] | None = None
+) -> None:
+    """Print the parts and their total, each with a note, or without notes with its share."""
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    total = parts["total"]
+    shares = [f"{value / total:.1%}" if total else "" for value in parts.values()]
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, min_width=52)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    for (name, value), line in zip(parts.items(), words, strict=True):
-        table.add_row(name, write(value), line)
-    table.add_section()
-    table.add_row("total", write(sum(parts.values())), "")
+    table.add_column(justify="right" if notes is None else "left", style="dim")
+    for (name, value), note in zip(parts.items(), shares if notes is None else [*notes, ""], strict=True):
+        if name == "total":
+            table.add_section()
+        table.add_row(name, write(value), note)
     console.print(table)
 
 
@@ -285,7 +290,23 @@ class Info(Command):
             asked = {name: getattr(self, name) for name in ("model", "dtype", "batch", "length")}
             echo(json.dumps({**asked, **facts}, indent=2))
         else:
-            _print_sizes(self.model, facts, self.batch, self.length, self.dtype)
+            self.print(facts)
+
+    def print(self, facts: Mapping[str, Any]) -> None:
+        from rich.markup import escape
+
+        from gecko.runtime.terminal import Terminal
+
+        console, state = Terminal(markup=True), facts["state_bytes_per_row"]
+        architecture = ", ".join(f"{name} {value}" for name, value in facts["config"].items())
+        console.print(f"[bold]{escape(self.model)}[/bold]: {escape(architecture)}\n", soft_wrap=False)
+        _print_parts(console, "Parameters", facts["parameters"], "{:,}".format)
+        of_a_row = f"Keys and values of one sequence of {self.length:,} tokens" if "keys" in state else None
+        _print_parts(console, of_a_row or "State of one sequence, at any position", state, readable)
+        for name, parts in facts["memory_bytes"].items():
+            dtype = self.dtype if name == "inference" else "float32, AdamW"
+            title = f"Memory for {name}: {self.batch} × {self.length:,} tokens, {dtype}"
+            _print_parts(console, title, parts, readable)
 
 
 def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
@@ -293,7 +314,6 @@ def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -
     from gecko.plan.counts import counts_of
     from gecko.plan.memory import inference_memory, parameters_by_component, training_memory
 
-    parameters, state = parameters_by_component(config), counts_of(config).state(length, dtype.itemsize)
     memory = {
         "inference": inference_memory(config, dtype, batch, length),
         "training": training_memory(config, batch, length, recompute=False),
@@ -301,9 +321,9 @@ def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -
     }
     return {
         "config": config.to_dict(),
-        "parameters": {**parameters, "total": sum(parameters.values())},
-        "state_bytes_per_row": {**state, "total": sum(state.values())},
-        "memory_bytes": {name: {**parts, "total": sum(parts.values())} for name, parts in memory.items()},
+        "parameters": _with_total(parameters_by_component(config)),
+        "state_bytes_per_row": _with_total(counts_of(config).state(length, dtype.itemsize)),
+        "memory_bytes": {name: _with_total(parts) for name, parts in memory.items()},
     }
 
 
@@ -323,42 +343,6 @@ def _find_config(model: str) -> ModelConfig:
             f"MODEL must be a model folder, a training run, or a preset; there is no {folder}.{nearest_hint(folder)} "
             f"For a preset: {error}"
         ) from error
-
-
-def _print_sizes(model: str, facts: Mapping[str, Any], batch: int, length: int, dtype: str) -> None:
-    from rich.markup import escape
-
-    from gecko.runtime.terminal import Terminal
-
-    console = Terminal(markup=True)
-    architecture = ", ".join(f"{name} {value}" for name, value in facts["config"].items())
-    console.print(f"[bold]{escape(model)}[/bold]: {escape(architecture)}\n", soft_wrap=False)
-    console.print(_size_table("Parameters", facts["parameters"], "{:,}".format))
-    console.print(_size_table(_state_title(facts, length), facts["state_bytes_per_row"], readable))
-    for name, parts in facts["memory_bytes"].items():
-        kind = dtype if name == "inference" else "float32, AdamW"
-        console.print(_size_table(f"Memory for {name}: {batch} × {length:,} tokens, {kind}", parts, readable))
-
-
-def _state_title(facts: Mapping[str, Any], length: int) -> str:
-    if "keys" in facts["state_bytes_per_row"]:
-        return f"Keys and values of one sequence of {length:,} tokens"
-    return "State of one sequence, at any position"
-
-
-def _size_table(title: str, parts: Mapping[str, int], write: Callable[[int], str]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, min_width=52)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(justify="right", style="dim")
-    total = parts["total"]
-    for name, value in parts.items():
-        if name == "total":
-            table.add_section()
-        table.add_row(name, write(value), f"{value / total:.1%}" if total else "")
-    return table
 
 
 def readable(size: int) -> str:
