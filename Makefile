@@ -12,22 +12,27 @@ INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 # processor.
 STAGES := test-vllm test-compiled test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-hf-newest test-upstream docs
 
-.PHONY: demo test ci test-attacks test-compiled test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-tutorial test-docs release-check docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-style test-package test-attacks test-compiled test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-tutorial test-docs release-check docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
 
 test: .venv/test  ## Check style, types and import directions, and run the tests of the package
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations 20 --ignore tests/serving/test_attacks.py --ignore tests/kernels/compiled
+	$(MAKE) --no-print-directory --jobs 2 test-style test-package
 	$(MAKE) --no-print-directory test-attacks
 	$(BIN)/python tests/faults/plant.py --check
 
 ci: test  ## Run everything that continuous integration runs
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(STAGES)
+
+test-style: .venv/test  ## Check style, types and import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-package: .venv/test  ## Run the tests of the package, except attacks and compiled kernels
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations 20 --ignore tests/serving/test_attacks.py --ignore tests/kernels/compiled
 
 test-attacks: .venv/test  ## Attack a running server; its answers are timed, so no other test runs meanwhile
 	$(BIN)/pytest tests/serving/test_attacks.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from hypothesis import settings
 from gecko.runtime.process import keep_existing_objects
 
 gc.disable()  # until the tests are collected
+_modules = 0
+"""Modules that were imported when existing objects were last kept."""
 
 TOGETHER = (
     "tests/kernels/compiled/", "tests/kernels/interpreted/test_context.py",
@@ -39,9 +42,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Keep thousands of tests out of the collections of garbage, which would take longer than most of them."""
-    keep_existing_objects()
     gc.enable()
+
+
+def pytest_runtest_setup() -> None:
+    """Keep thousands of tests and modules out of the collections of garbage, which would take longer than tests."""
+    global _modules
+    if len(sys.modules) > _modules + 50:
+        keep_existing_objects()
+        _modules = len(sys.modules)
 
 
 settings.register_profile("gecko", deadline=None, derandomize=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,16 @@ import pytest
 from support.corpora import BYTE_MODEL, write_corpus
 from support.whole_runs import plain_report
 
-from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
+from gecko.train import (
+    CheckpointSettings,
+    DataSettings,
+    EvaluationSettings,
+    OptimizerSettings,
+    Run,
+    SampleSettings,
+    TrainResult,
+    train,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +34,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
-@pytest.fixture
-def small_run(corpus: Path, tmp_path: Path) -> Run:
-    """Return a run of twelve steps, which takes about a quarter of a second."""
+def small(corpus: Path, output: Path) -> Run:
     return Run(
         model=BYTE_MODEL,
-        output=str(tmp_path / "run"),
+        output=str(output),
         data=DataSettings(source=str(corpus), validation_fraction=0.2),
         batch_size=2,
         sequence_length=24,
@@ -40,6 +48,27 @@ def small_run(corpus: Path, tmp_path: Path) -> Run:
         sample=SampleSettings(prompt="red ", tokens=8),
         threads=1,
     )
+
+
+@pytest.fixture(scope="session")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """Return the result of the small run, trained once and undisturbed; tests must not change its folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gecko.train.finish.write_report", plain_report)
+        return train(small(corpus, tmp_path_factory.mktemp("whole") / "run"))
+
+
+@pytest.fixture
+def small_run(corpus: Path, tmp_path: Path) -> Run:
+    """Return a run of twelve steps, which takes about a quarter of a second."""
+    return small(corpus, tmp_path / "run")
+
+
+@pytest.fixture
+def finished(small_run: Run, whole: TrainResult) -> Run:
+    """Return the small run with a copy of the files that it leaves at its end."""
+    shutil.copytree(whole.run.folder, small_run.folder)
+    return small_run
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.whole_runs import curve, same_end
 
-from gecko.train import Run, train
+from gecko.train import Run, TrainResult, train
 from gecko.train.trainer import Trainer
 
 
@@ -35,8 +35,7 @@ ERRORS = [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.ENOSPC, "No
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("names", [["stdout"], ["stderr", "stdout"]])
-@pytest.mark.parametrize("writes", [0, 3])
+@pytest.mark.parametrize(("names", "writes"), [(["stdout"], 3), (["stderr", "stdout"], 0)])
 def test_a_run_ends_as_without_output_that_cannot_be_written(
     run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, error: Exception, names: list[str], writes: int
 ) -> None:
@@ -64,10 +63,9 @@ def change(step: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object
 @pytest.mark.parametrize("step", [3, 5, 12])
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 def test_metrics_that_are_deleted_or_replaced_keep_all_steps(
-    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, step: int, how: str
+    small_run: Run, whole: TrainResult, monkeypatch: pytest.MonkeyPatch, step: int, how: str
 ) -> None:
-    whole, run = train(run_in("whole")), run_in("changed")
-    path = run.folder / "metrics.jsonl"
+    path = small_run.folder / "metrics.jsonl"
 
     def replaced() -> None:
         shutil.copy(path, path.with_name("copy"))
@@ -75,15 +73,16 @@ def test_metrics_that_are_deleted_or_replaced_keep_all_steps(
 
     change(step, monkeypatch, path.unlink if how == "deleted" else replaced)
     with pytest.warns(UserWarning, match="deleted while the run trains") if how == "deleted" else monkeypatch.context():
-        result = train(run)
-    assert curve(run) == curve(whole.run) and same_end(result, whole)
+        result = train(small_run)
+    assert curve(small_run) == curve(whole.run) and same_end(result, whole)
 
 
 @pytest.mark.parametrize("step", [1, 3, 5, 12])
 @pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
 def test_a_run_whose_folder_is_moved_ends_and_begins_no_second_one(
-    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: int, how: str
-) -> None:
+    run_in: Callable[[str], Run], whole: TrainResult, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: int,
+    how: str,
+) -> None:  # fmt: skip
     run = run_in("moved")
 
     def moved() -> None:
@@ -100,7 +99,7 @@ def test_a_run_whose_folder_is_moved_ends_and_begins_no_second_one(
     if how == "moved":
         monkeypatch.undo()
         (tmp_path / "elsewhere").rename(run.folder)
-        assert same_end(train(run, resume=True), train(run_in("whole")))
+        assert same_end(train(run, resume=True), whole)
 
 
 def test_a_folder_that_is_moved_during_the_last_evaluation_gets_no_results(

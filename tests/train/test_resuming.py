@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,30 +15,12 @@ from support.whole_runs import curve, die, everything, same_end, stop_after
 from gecko.train import CheckpointSettings, Run, TrainResult, train
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], TrainResult]:
-    """Return a function that trains the same run in another folder, once, and returns its result."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    results: list[TrainResult] = []
-
-    def result(run: Run) -> TrainResult:
-        if not results:
-            results.append(train(replace(run, output=str(folder / "run"))))
-        return results[0]
-
-    return result
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-@pytest.mark.parametrize("step", [1, 4, 5, 11])
+@pytest.mark.parametrize(
+    ("step", "number"), [(1, signal.SIGTERM), (4, signal.SIGINT), (5, signal.SIGTERM), (11, signal.SIGINT)]
+)
 def test_stopped_and_resumed_is_uninterrupted(
-    small_run: Run,
-    uninterrupted: Callable[[Run], TrainResult],
-    monkeypatch: pytest.MonkeyPatch,
-    step: int,
-    number: signal.Signals,
+    small_run: Run, whole: TrainResult, monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals
 ) -> None:
-    whole = uninterrupted(small_run)
     stop_after(step, monkeypatch, lambda: signal.raise_signal(number))
     stopped = train(small_run)
     assert (stopped.step, stopped.finished) == (step, False)
@@ -53,10 +33,9 @@ def test_stopped_and_resumed_is_uninterrupted(
 
 @pytest.mark.parametrize("step", [2, 7, 12])
 def test_killed_and_resumed_is_uninterrupted(
-    small_run: Run, uninterrupted: Callable[[Run], TrainResult], monkeypatch: pytest.MonkeyPatch, step: int
+    small_run: Run, whole: TrainResult, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], step: int
 ) -> None:
     """An error inside a step replaces a kill: nothing is saved, and the steps are repeated."""
-    whole = uninterrupted(small_run)
     stop_after(step, monkeypatch, die)
     with pytest.raises(KeyboardInterrupt):
         train(small_run)
@@ -65,6 +44,7 @@ def test_killed_and_resumed_is_uninterrupted(
     resumed = train(small_run, resume=True)
     assert same_end(whole, resumed)
     assert curve(resumed.run) == curve(whole.run)
+    assert "the run is complete" not in capsys.readouterr().out
 
 
 _CHILD = """
@@ -97,11 +77,12 @@ def test_sigterm_from_outside_exits_clean_and_says_how_to_resume(small_run: Run,
     assert train(longer, resume=True).step == len(records) + 3
 
 
-def test_resuming_a_finished_run_trains_no_more(small_run: Run) -> None:
-    first = train(small_run)
-    before = curve(small_run)
-    again = train(small_run, resume=True)
-    assert (again.step, again.evaluation, curve(small_run)) == (12, first.evaluation, before)
+def test_resuming_a_finished_run_trains_no_more(
+    finished: Run, whole: TrainResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = train(finished, resume=True)
+    assert (again.step, again.evaluation, curve(finished)) == (12, whole.evaluation, curve(whole.run))
+    assert "the run is complete" in capsys.readouterr().out
 
 
 def test_fewer_steps_than_are_done_are_refused(small_run: Run) -> None:
@@ -126,25 +107,22 @@ def test_a_longer_run_does_not_keep_the_results_of_the_shorter_one(
     assert all(path.is_file() for path in results)
 
 
-def test_a_damaged_checkpoint_is_passed_over(small_run: Run, uninterrupted: Callable[[Run], TrainResult]) -> None:
-    whole = uninterrupted(small_run)
-    shutil.copytree(whole.run.folder, small_run.folder)
-    weights = small_run.folder / "checkpoints" / "step-00000012" / "model.safetensors"
+def test_a_damaged_checkpoint_is_passed_over(finished: Run, whole: TrainResult) -> None:
+    weights = finished.folder / "checkpoints" / "step-00000012" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.warns(UserWarning, match=r"step-00000012.*model\.safetensors"):
-        resumed = train(small_run, resume=True)
+        resumed = train(finished, resume=True)
     assert same_end(whole, resumed)
 
 
-def test_a_damaged_checkpoint_is_neither_the_result_nor_kept(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_checkpoint_is_neither_the_result_nor_kept(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the run is stopped again before the damaged step, its own checkpoint is the newest."""
-    train(small_run)
-    (small_run.folder / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
+    (finished.folder / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
     with pytest.warns(UserWarning, match="skipping the checkpoint step-00000012"):
-        assert train(replace(small_run, steps=8), resume=True).checkpoint.name == "step-00000008"
-    run = replace(small_run, checkpoint=CheckpointSettings(every=100, keep=1))
+        assert train(replace(finished, steps=8), resume=True).checkpoint.name == "step-00000008"
+    run = replace(finished, checkpoint=CheckpointSettings(every=100, keep=1))
     stop_after(10, monkeypatch, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.warns(UserWarning, match="skipping the checkpoint step-00000012"):
         stopped = train(run, resume=True)
@@ -154,10 +132,3 @@ def test_a_damaged_checkpoint_is_neither_the_result_nor_kept(small_run: Run, mon
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert train(run, resume=True).checkpoint.name == "step-00000012"
-
-
-def test_a_complete_run_says_so(small_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    train(small_run)
-    assert "the run is complete" not in capsys.readouterr().out
-    train(small_run, resume=True)
-    assert "the run is complete" in capsys.readouterr().out
