@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -96,3 +97,12 @@ def test_one_text_is_trained_on_and_its_end_held_out(
     assert "training: 1 documents, 813 tokens" in written
     ends = "; 1 of them the end of a document that is trained on"
     assert f"held out: 1 documents, 90 tokens, 9.97% of all{ends}" in written
+
+
+def test_a_package_that_the_report_lacks_is_named_before_training(
+    small_run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    train(small_run)
+    out = capsys.readouterr().out
+    assert 0 <= out.find("no report will be written: it needs jinja2") < out.find("held-out loss")

@@ -33,6 +33,12 @@ _GUESSING = LineStyle(DARK, (0, (2, 2)), "")
 Points = list[tuple[float, float]]
 
 
+def check_packages() -> None:
+    """Raise ImportError if a package for pictures, the page or intervals is not installed."""
+    for module, extra in (("scipy.stats", "eval"), ("matplotlib.figure", "train"), ("jinja2", "train")):
+        require(module, extra)
+
+
 def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
     return list(grouped(rows, lambda row: row.seed).values())
 

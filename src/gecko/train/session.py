@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -141,6 +142,9 @@ def _set_up(run: Run, process: Process) -> None:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
     keep_freed_memory()
+    if missing := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]:
+        lacking = " and ".join(missing)
+        console.print(f"no report will be written: it needs {lacking}. Run: pip install 'gecko-lm[train]'")
     if ranks.world > 1:
         sizes = ranks.sizes
         console.print(

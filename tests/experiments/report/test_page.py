@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,12 @@ def test_the_paper_says_itself_which_is_best() -> None:
             top = max(row["values"][i] or 0 for row in table["rows"])
             models = {row["model"] for row in table["rows"] if row["values"][i] == top}
             assert models == (winner if isinstance(winner, set) else {winner})
+
+
+@pytest.mark.parametrize("missing", ["scipy.stats", "matplotlib.figure", "jinja2"])
+def test_missing_packages_are_named_before_anything_is_read(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=missing):
+        write_page([tmp_path / "gone"], tmp_path / "page.html", "gecko report gone")

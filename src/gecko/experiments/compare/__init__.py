@@ -25,10 +25,11 @@ from gecko.experiments.compare.runs import (
     trial_of,
     tuned_rates,
 )
+from gecko.experiments.figures import check_packages
 from gecko.experiments.inputs import COMPARISON_FORMAT
 from gecko.io.files import locked
 from gecko.runtime.output import lasting_output
-from gecko.runtime.process import code_version, require
+from gecko.runtime.process import code_version
 from gecko.train.health import StopSignal
 from gecko.train.throughput import describe_hardware, select_device
 
@@ -49,12 +50,6 @@ class Outcome:
     """Whether a run failed, or no learning rate was found for a recipe."""
     page: Path | None
     """HTML page; None if no run is finished."""
-
-
-def check_packages() -> None:
-    """Raise ImportError if a package for pictures, the page or intervals is not installed."""
-    for module, extra in (("scipy.stats", "eval"), ("matplotlib.figure", "train"), ("jinja2", "train")):
-        require(module, extra)
 
 
 def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Outcome:

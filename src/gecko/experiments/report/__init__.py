@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gecko.experiments.figures import check_packages
 from gecko.experiments.inputs import Inputs, gather
 from gecko.experiments.report.sections import build_sections
 from gecko.experiments.table import grouped
@@ -34,6 +35,7 @@ def write_page(paths: Sequence[Path], out: Path, command: str) -> Inputs:
         FileNotFoundError, ValueError: as for ``gather``.
         ImportError: matplotlib, Jinja or SciPy is not installed.
     """
+    check_packages()
     inputs = gather(paths)
     sections = build_sections(inputs)
     made = Listing(command, title=f"This page, by Gecko {code_name(code_version())}")
