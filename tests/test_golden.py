@@ -17,9 +17,9 @@ import gecko
 from gecko.layers.gated_attention import MixerState
 from gecko.models.gecko import from_weights
 from gecko.ops.cema import CEMACoefficients, cema
-from gecko.ops.chunk_attention import AttentionState, chunk_attention
+from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
 from gecko.ops.norms import group_layer_norm, group_rms_norm
-from gecko.ops.rotary import rotary_phases, rotate
+from gecko.ops.rotary import rotary_frequencies, rotary_phases, rotate
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
 from gecko.ops.working_memory import WorkingMemoryState, working_memory
 from gecko.segments import Clock, Segments
@@ -192,7 +192,7 @@ def from_ring(state: AttentionState, positions: range, chunk: int) -> tuple[Tens
 def turn(keys: Tensor, angles: Tensor, heads: int, base: float) -> Tensor:
     """Rotate keys (B, H, T, d) by the positions ``angles``. The reference's cache holds keys rotated by absolute
     position, ours by the position in the chunk."""
-    return rotate(keys, rotary_phases(angles, keys.shape[-1], base, keys.dtype, keys.device), heads)
+    return rotate(keys, rotary_phases(angles, rotary_frequencies(keys.shape[-1], base), keys.dtype, keys.device), heads)
 
 
 # Operators
@@ -321,7 +321,9 @@ def test_sliding_chunk_attention(case):
         state = window_before(t, case)
         clock = clock_before(t, start, batch)
     segments = Segments.build(batch, length, segment_ids=t.get("input/segment_idx"), clock=clock)
-    y, state = chunk_attention(q, k, v, chunk, rope_heads=rope[0], rope_base=rope[1], state=state, segments=segments)
+    y, state = chunk_attention(
+        q, k, v, Pattern(chunk, rope_base=rope[1], rope_heads=rope[0]), state=state, segments=segments
+    )
 
     end, kept = start + length, t["out/new_prev_k"].shape[1]
     keys, values = from_ring(state, range(end - kept, end), chunk)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gecko.ops.backends import dispatch
 from gecko.ops.cema import CEMACoefficients, cema
-from gecko.ops.chunk_attention import chunk_attention
+from gecko.ops.chunk_attention import Pattern, chunk_attention
 from gecko.ops.feed_forward import swiglu
 from gecko.ops.gates import gated
 from gecko.ops.loss import linear_cross_entropy
@@ -133,7 +133,7 @@ def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
     mixed = [*(factor * bench.random(*keys) for factor in factors), bench.random(*values)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return chunk_attention(q, k, v, config.chunk_size, attention=config.attention, segments=segments)[0]
+        return chunk_attention(q, k, v, Pattern(config.chunk_size, config.attention), segments=segments)[0]
 
     def remember(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert config.memory != "none"

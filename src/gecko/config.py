@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,6 +16,8 @@ from gecko.records import Range, build, check, unknown_name
 Attention = Literal["sliding_chunk", "chunk", "sliding_window"]
 Memory = Literal["adaptive", "linear", "none"]
 CEMASkip = Literal["identity", "learned"]
+QueriesAndKeys = Literal["shared", "separate"]
+Gate = Literal["attention", "sum", "none"]
 Config = TypeVar("Config")
 
 LARGEST = 1 << 24
@@ -104,10 +106,35 @@ class GeckoConfig:
     """Whether the head shares the embedding's weight."""
     two_hop_residual: bool = False
     """Add the block's input, not the mixer's output, to the feed-forward's output."""
+    queries_and_keys: QueriesAndKeys = "shared"
+    """``shared``: scaled and shifted copies of one vector per head, of length 1 (the paper). ``separate``: projections
+    of their own, and scores divided by √key_head_dim; the memory takes them as projected."""
+    query_key_norm: bool = False
+    """With separate queries and keys: an RMS norm per head, with a weight, before attention."""
+    key_value_heads: Size | None = None
+    """Heads of keys and values, each of which equally many heads of queries share. None: ``num_heads``."""
+    value_activation: Literal["silu", "none"] = "silu"
+    """Activation of the values."""
+    norm: Literal["timestep", "rms"] = "timestep"
+    """Norms of a block and the final norm: the timestep norm, and the layer norm before the feed-forward; or RMS norms
+    of single steps."""
+    local_mixing: Literal["cema", "none"] = "cema"
+    """What mixes neighbours before queries, keys and gate are projected: CEMA with its RMS norm, or nothing."""
+    gate: Gate = "attention"
+    """What the gate multiplies: the attention (the release), attention plus memory (the paper's text), or nothing."""
+    hidden_branch: bool = True
+    """Whether the mixer has the linear branch W_h1."""
+    sinks: Annotated[int, whole(0, LARGEST)] = 0
+    """First tokens of a document that stay visible to attention after they have left the window."""
+    rope_frequencies: tuple[float, ...] | None = None
+    """Angle of one step for every pair of features, in radians, in place of those of ``rope_base``."""
+    bfloat16_window: bool = False
+    """Store the keys and values of the attention window in bfloat16: half the state, rounded by 2⁻⁹."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.timestep_betas, list):
-            object.__setattr__(self, "timestep_betas", tuple(self.timestep_betas))
+        for name in ("timestep_betas", "rope_frequencies"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.timestep_groups == 0 and isinstance(self.model_dim, int) and self.model_dim > 0:
             groups = max((n for n in range(1, 65) if self.model_dim % n == 0 and 2 * n <= self.model_dim), default=1)
             object.__setattr__(self, "timestep_groups", groups)
@@ -116,6 +143,7 @@ class GeckoConfig:
         self._check_divisible()
         self._check_groups()
         self._check_rotary()
+        self._check_shared_heads()
 
     @property
     def key_head_dim(self) -> int:
@@ -128,6 +156,20 @@ class GeckoConfig:
     @property
     def num_rope_heads(self) -> int:
         return self.num_heads if self.rope_heads is None else self.rope_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.num_heads if self.key_value_heads is None else self.key_value_heads
+
+    def refuse(self, fields: Iterable[str], of: str) -> None:
+        """Raise ValueError, which names the field, if one of ``fields`` has another value than its default.
+
+        ``of`` says what knows only the default.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in fields:
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(f"{of} must have {name}={defaults[name]}; this model has {getattr(self, name)}.")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GeckoConfig:
@@ -192,12 +234,43 @@ class GeckoConfig:
             raise ValueError(f"rotary embedding turns pairs of features, so key_dim / num_heads must be even; "
                              f"got {self.key_head_dim}. Change key_dim, or set rope_heads=0.")  # fmt: skip
 
+        given = self.rope_frequencies
+        if given is not None and (
+            2 * len(given) != self.key_head_dim or not all(_is_real(x) and 0 <= x < math.inf for x in given)
+        ):
+            raise ValueError(f"rope_frequencies must be {self.key_head_dim // 2} angles, one for a pair of features; "
+                             f"got {len(given)}: {given[:3]!r} …")  # fmt: skip
+
+    def _check_shared_heads(self) -> None:
+        """Check the fields that other fields must permit."""
+        heads, own = self.num_heads, self.num_key_value_heads
+        if heads % own:
+            raise ValueError(f"key_value_heads must divide num_heads; got {own} and {heads}. Try {heads}.")
+        if self.queries_and_keys == "shared":
+            self.refuse(("query_key_norm", "key_value_heads"), "queries_and_keys=shared")
+        else:
+            self.refuse(("memory_key_length",), "queries_and_keys=separate")
+        if own != heads and (self.memory != "none" or self.num_rope_heads not in (0, heads)):
+            raise ValueError(
+                f"key_value_heads={own} of {heads} heads must have memory=none, and rope_heads None or 0; got memory="
+                f"{self.memory} and rope_heads={self.rope_heads}."
+            )
+        if self.sinks > self.chunk_size:
+            raise ValueError(f"sinks must be at most chunk_size={self.chunk_size}; got {self.sinks}.")
+
     def _check_betas(self) -> None:
         betas = self.timestep_betas
         if betas is None:
             return
         if not isinstance(betas, tuple) or len(betas) != 2 or not all(_is_real(x) and 0 <= x < 1 for x in betas):
             raise ValueError(f"timestep_betas must be two decays in [0, 1), or None; got {betas!r}.")
+
+
+_FIELDS = dataclasses.fields(GeckoConfig)
+PAPER: dict[str, Any] = {
+    field.name: field.default for field in _FIELDS[[field.name for field in _FIELDS].index("queries_and_keys") :]
+}
+"""Fields of Llamas and of later designs, with the values that make the paper's model."""
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class GeckoState(TensorRecord):
     model: str
     clock: Clock
     mixers: tuple[MixerState, ...]
-    final_norm: TimestepNormState
+    final_norm: TimestepNormState | None
 
     @classmethod
     def empty(
@@ -47,12 +47,19 @@ class GeckoState(TensorRecord):
     ) -> GeckoState:  # fmt: skip
         """Return the initial state. The values in the attention window have ``value_dtype``, by default ``dtype``."""
         mixer = _empty_mixer(config, batch, dtype, value_dtype or dtype, device)
-        norm = TimestepNormState.empty(batch, config.timestep_groups, dtype, device)
+        norm = _empty_norm(config, batch, dtype, device)
         return cls(config, model, Clock.start(batch), (mixer,) * config.num_layers, norm)
 
     @property
     def batch_size(self) -> int:
         return len(self.clock.position)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype in which the model computed the state; None if the state does not tell."""
+        if self.final_norm is not None:
+            return self.final_norm.mean.dtype
+        return None if self.config.bfloat16_window else self.mixers[0].attention.keys.dtype
 
     def __repr__(self) -> str:
         return f"GeckoState(position={self.position}, {self.num_bytes:,} bytes, model={self.model[:12]!r})"
@@ -123,8 +130,8 @@ class GeckoState(TensorRecord):
         Decoders find slots of the attention window by them.
         """
         position, start = self.clock.position, self.clock.document_start
-        norms = [self.final_norm, *(mixer.norm for mixer in self.mixers)]
-        counts = torch.stack([norm.count.to(position.device) for norm in norms])
+        norms = [norm for norm in (self.final_norm, *(mixer.norm for mixer in self.mixers)) if norm is not None]
+        counts = torch.stack([position - start, *(norm.count.to(position.device) for norm in norms)])
         if bool(((start < 0) | (start > position) | (position > _LONGEST) | (counts != position - start)).any()):
             raise ValueError(
                 f"{source} must hold counts of tokens: 0 ≤ document start ≤ position ≤ {_LONGEST:,}, and in every norm "
@@ -153,11 +160,13 @@ def _blank_like(config: GeckoConfig, tensors: Mapping[str, Tensor], model: str) 
     All layers have the dtypes of the first one.
     """
     rows = tensors.get("clock.position", torch.empty(1, dtype=torch.int64, device="cpu")).numel()
-    wide = torch.promote_types(float_dtype(tensors.get("final_norm.mean")), torch.float32)
-    blank = GeckoState.empty(config, max(1, rows), model=model, dtype=wide, device="meta")
     first = {name: float_dtype(tensors.get(f"mixers.0.attention.{name}")) for name in ("keys", "values")}
+    wide = first["keys"] if config.norm == "rms" else float_dtype(tensors.get("final_norm.mean"))
+    wide = torch.promote_types(wide, torch.float32)
+    blank = GeckoState.empty(config, max(1, rows), model=model, dtype=wide, device="meta")
     window = blank.mixers[0].attention
-    window = AttentionState(window.keys.to(first["keys"]), window.values.to(first["values"]))
+    if not config.bfloat16_window:
+        window = window.to(**first)
     return replace(blank, mixers=tuple(replace(mixer, attention=window) for mixer in blank.mixers))
 
 
@@ -172,14 +181,19 @@ def _may_round(name: str) -> bool:
 def _empty_mixer(
     config: GeckoConfig, batch: int, dtype: torch.dtype, value_dtype: torch.dtype, device: torch.device | str
 ) -> MixerState:
-    heads, key_dim, value_dim = config.num_heads, config.key_head_dim, config.value_head_dim
-    window = AttentionState.empty(batch, heads, config.chunk_size, key_dim, value_dim, dtype, device)
-    memory = None
+    heads, key_dim, value_dim = config.num_key_value_heads, config.key_head_dim, config.value_head_dim
+    sizes = heads, config.chunk_size, key_dim, value_dim
+    window = AttentionState.empty(batch, *sizes, dtype, device, sinks=config.sinks)
+    window = window.to(*(torch.bfloat16, torch.bfloat16) if config.bfloat16_window else (dtype, value_dtype))
+    average = memory = None
+    if config.local_mixing == "cema":
+        average = torch.zeros(batch, config.model_dim, config.cema_modes, 2, dtype=dtype, device=device)
     if config.memory != "none":
         memory = WorkingMemoryState.empty(config.memory, batch, heads, key_dim, value_dim, dtype, device)
-    return MixerState(
-        TimestepNormState.empty(batch, config.timestep_groups, dtype, device),
-        torch.zeros(batch, config.model_dim, config.cema_modes, 2, dtype=dtype, device=device),
-        replace(window, values=window.values.to(value_dtype)),
-        memory,
-    )
+    return MixerState(_empty_norm(config, batch, dtype, device), average, window, memory)
+
+
+def _empty_norm(
+    config: GeckoConfig, batch: int, dtype: torch.dtype, device: torch.device | str
+) -> TimestepNormState | None:
+    return TimestepNormState.empty(batch, config.timestep_groups, dtype, device) if config.norm == "timestep" else None

@@ -148,7 +148,7 @@ def test_states_in_pages_in_any_order(variant: str) -> None:
     for slot in order:
         found = pages.map(lambda x, slot=slot: x[slot : slot + 1])
         assert_same_states(dataclasses.replace(found, clock=decoder.state(slot).clock), decoder.state(slot), 0)
-    assert torch.equal(pages.mixers[0].cema[1], prefills[1].state.mixers[0].cema[0])
+    assert torch.equal(pages.mixers[0].attention.keys[1], prefills[1].state.mixers[0].attention.keys[0])
 
 
 FORGED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -273,7 +273,8 @@ def test_a_window_in_bfloat16_is_a_state_whose_window_is_rounded_at_every_step(v
         for decoder in (narrow, wide):
             decoder.add(prefill.state, prefill.seen)
     assert narrow.backend == "cpu"
-    torch.testing.assert_close(run(narrow, tokens), run(wide, tokens), rtol=0.05, atol=0.05)
+    tolerance = 0.3 if variant.startswith("llama") else 0.05  # whose scores have no bound
+    torch.testing.assert_close(run(narrow, tokens), run(wide, tokens), rtol=tolerance, atol=tolerance)
     found, expected = narrow.state(0), wide.state(0)
     for name, tensor in expected.mixers[0].attention.tensors().items():
         assert torch.equal(found.mixers[0].attention.tensors()[name], tensor.bfloat16().float()), name

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from gecko.config import GeckoConfig
 from gecko.models import Llama, LlamaConfig, load_any, meta_model
-from gecko.ops.chunk_attention import chunk_attention
+from gecko.ops.chunk_attention import Pattern, chunk_attention
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.recipes.recipes import COMPARISON
 from gecko.train import ParallelSettings, Run, TrainResult, train
@@ -158,6 +158,6 @@ def test_attention_sees_at_most_as_many_keys_in_each() -> None:
     for name, least in fewest.items():
         config = get_recipe(name).model
         assert isinstance(config, GeckoConfig)
-        weights, _ = chunk_attention(queries, queries, values, config.chunk_size, attention=config.attention)
+        weights, _ = chunk_attention(queries, queries, values, Pattern(config.chunk_size, config.attention))
         seen = (weights[0, 0, 128:] > 0).sum(dim=1)
         assert (int(seen.min()), int(seen.max())) == (least, 128), name

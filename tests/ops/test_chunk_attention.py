@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import cases, laws
 
-from gecko.ops.chunk_attention import AttentionState, chunk_attention
+from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
 from gecko.segments import Segments
 
 C = cases.CHUNK
@@ -62,7 +62,7 @@ def test_window_is_exactly_the_pattern(attention):
     """A query's output has a gradient by a key's value if and only if the pattern lets the query see the key."""
     q, k, v = _inputs(37)
     v.requires_grad_()
-    out, _ = chunk_attention(q, k, v, C, attention=attention)
+    out, _ = chunk_attention(q, k, v, Pattern(C, attention))
     for query in range(37):
         (grad,) = torch.autograd.grad(out[:, :, query].sum(), v, retain_graph=True)
         seen = (grad != 0).any(-1).all(1)[0].tolist()
@@ -71,7 +71,7 @@ def test_window_is_exactly_the_pattern(attention):
 
 def test_one_token_sees_itself():
     q, k, v = _inputs(1)
-    torch.testing.assert_close(chunk_attention(q, k, v, C)[0], v)
+    torch.testing.assert_close(chunk_attention(q, k, v, Pattern(C))[0], v)
 
 
 @pytest.mark.parametrize("attention", ["sliding_chunk", "chunk", "sliding_window"])
@@ -86,7 +86,7 @@ def test_chunk_attention_is_dense_attention_with_absolute_rotation(attention):
 
     mask = torch.tensor([[_sees(attention, query, key) for key in range(37)] for query in range(37)])
     scores = (rotated(q) @ rotated(k).mT).masked_fill(~mask, -torch.inf)
-    out, _ = chunk_attention(q, k, v, C, attention=attention)
+    out, _ = chunk_attention(q, k, v, Pattern(C, attention))
     torch.testing.assert_close(out, scores.softmax(-1) @ v)
 
 
@@ -98,7 +98,7 @@ def test_chunks_as_large_as_in_practice(attention):
     q, k, v = (torch.randn(2, 1, length, 2, generator=generator).double().requires_grad_() for _ in range(3))
     ids = (torch.arange(length) >= torch.tensor([[0], [700]])).long()
     segments = Segments.build(2, length, segment_ids=ids)
-    out, _ = chunk_attention(q, k, v, chunk, attention=attention, rope_heads=0, segments=segments)
+    out, _ = chunk_attention(q, k, v, Pattern(chunk, attention, rope_heads=0), segments=segments)
 
     query, key = torch.arange(length)[:, None], torch.arange(length)
     lag = query // chunk - key // chunk
@@ -114,7 +114,7 @@ def test_chunks_as_large_as_in_practice(attention):
 
 def test_attention_gives_finite_gradients_for_huge_scores():
     q, k, v = (x.float().requires_grad_() for x in _inputs(20))
-    out, _ = chunk_attention(1e3 * q, 1e3 * k, v, C)
+    out, _ = chunk_attention(1e3 * q, 1e3 * k, v, Pattern(C))
     out.sum().backward()
     assert out.isfinite().all()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
@@ -123,8 +123,8 @@ def test_attention_gives_finite_gradients_for_huge_scores():
 @pytest.mark.parametrize("length", [1, 5])
 def test_sixteen_bit_values_use_float32_scores(length):
     q, k, v = _inputs(length)
-    out, state = chunk_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), C)
-    exact, _ = chunk_attention(q.bfloat16().double(), k.bfloat16().double(), v.bfloat16().double(), C)
+    out, state = chunk_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), Pattern(C))
+    exact, _ = chunk_attention(q.bfloat16().double(), k.bfloat16().double(), v.bfloat16().double(), Pattern(C))
     assert out.dtype == state.values.dtype == torch.bfloat16
     assert (out.double() - exact).abs().max() < 0.05
 
@@ -132,9 +132,9 @@ def test_sixteen_bit_values_use_float32_scores(length):
 def test_chunk_attention_refuses_shapes_that_do_not_fit():
     q, k, v = _inputs(5)
     with pytest.raises(ValueError, match=r"k must have shape \(1, 2, 5, 4\); got \(1, 2, 4, 4\)"):
-        chunk_attention(q, k[:, :, 1:], v, C)
+        chunk_attention(q, k[:, :, 1:], v, Pattern(C))
     with pytest.raises(ValueError, match=r"v must have shape \(1, 2, 5, 3\); got \(1, 1, 5, 3\)"):
-        chunk_attention(q, k, v[:, :1], C)
+        chunk_attention(q, k, v[:, :1], Pattern(C))
     with pytest.raises(ValueError, match=r"state.keys must have shape \(1, 2, 16, 4\)"):
         state = AttentionState.empty(1, 2, C + 1, 4, 3, torch.float64)
-        chunk_attention(q, k, v, C, state=state, segments=Segments.build(1, 5))
+        chunk_attention(q, k, v, Pattern(C), state=state, segments=Segments.build(1, 5))

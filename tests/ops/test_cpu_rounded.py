@@ -16,7 +16,7 @@ from gecko.layers.linear import project
 from gecko.ops.backends import cpu as native
 from gecko.ops.backends import cpu as panels
 from gecko.ops.backends import dispatch as kernels
-from gecko.ops.chunk_attention import AttentionState, chunk_attention
+from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
 from gecko.ops.chunk_attention import cpu as attention_file
 from gecko.ops.common import linear_dtype
 from gecko.ops.feed_forward import cpu as feed_forward_file
@@ -144,8 +144,8 @@ def test_attention_of_scores_far_below_zero(length):
     q, k = (4 * ones).requires_grad_(), (-8 * ones).requires_grad_()
     v = normal(1, 1, length + 1, 32).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = chunk_attention(q, k, v, 8, rope_heads=0)
-    exact, _ = chunk_attention(q, k, v, 8, rope_heads=0)
+        out, _ = chunk_attention(q, k, v, Pattern(8, rope_heads=0))
+    exact, _ = chunk_attention(q, k, v, Pattern(8, rope_heads=0))
     for found, wanted in zip(*(torch.autograd.grad(y.sum(), (q, k, v)) for y in (out, exact)), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0.01 * max(1.0, wanted.abs().max().item()))
 
@@ -173,12 +173,12 @@ def test_attention(monkeypatch, chunk, length, value, attention):
     ids = (torch.arange(length) >= begins).long()
     empty = AttentionState.empty(2, 2, chunk, 16, value)
     before = [normal(2, 2, 2 * chunk, size, seed=5) for size in (16, 16, value)]
-    _, state = chunk_attention(*before, chunk, attention=attention, state=empty)
+    _, state = chunk_attention(*before, Pattern(chunk, attention), state=empty)
 
     def operator(*inputs: Tensor) -> Tensor:
         given = AttentionState(state.keys.to(inputs[0].dtype), state.values.to(inputs[0].dtype))
         segments = Segments.build(2, length, segment_ids=ids, clock=Clock(read, 0 * read, 0 * read))
-        return chunk_attention(*inputs, chunk, attention=attention, state=given, segments=segments)[0]
+        return chunk_attention(*inputs, Pattern(chunk, attention), state=given, segments=segments)[0]
 
     leaves = [normal(2, 2, length, 16), normal(2, 2, length, 16, seed=1), normal(2, 2, length, value)]
     names = calls(monkeypatch, attention_file)

@@ -17,7 +17,7 @@ from gecko.layers.feed_forward import FeedForward
 from gecko.ops.backends import dispatch as kernels
 from gecko.ops.backends.dispatch import cpu_kernels_run_on
 from gecko.ops.cema import CEMACoefficients, cema
-from gecko.ops.chunk_attention import AttentionState, chunk_attention
+from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
 from gecko.ops.feed_forward import swiglu
 from gecko.ops.gates import silu_by_head
 from gecko.ops.loss import linear_cross_entropy
@@ -85,7 +85,7 @@ def test_states_of_inference_mode_go_on_with_gradients() -> None:
 
 def _attention(segments: Segments | None = None, **changed: Tensor) -> None:
     state = replace(AttentionState.empty(2, 2, 8, 16, 16), **changed)
-    chunk_attention(*(normal(2, 2, 20, 16) for _ in range(3)), 8, state=state, segments=segments)
+    chunk_attention(*(normal(2, 2, 20, 16) for _ in range(3)), Pattern(8), state=state, segments=segments)
 
 
 def _memory(segments: Segments | None = None, **changed: object) -> None:
@@ -127,7 +127,7 @@ def test_attention_of_large_scores_is_as_exact_as_the_eager_form(monkeypatch: py
         gradients = []
         for dtype in (torch.float32, torch.float64):
             leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-            out, _ = chunk_attention(*leaves, 32)
+            out, _ = chunk_attention(*leaves, Pattern(32))
             gradients.append(torch.autograd.grad(out, leaves, weights.to(dtype)))
         return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*gradients, strict=True))
 

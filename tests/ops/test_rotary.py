@@ -6,13 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gecko.ops.rotary import rotary_phases, rotate
+from gecko.ops.rotary import rotary_frequencies, rotary_phases, rotate
 
 DIM, BASE = 6, 10_000.0
+FREQUENCIES = rotary_frequencies(DIM, BASE)
 
 
 def _turned(x: torch.Tensor, position: int, heads: int = 2) -> torch.Tensor:
-    return rotate(x, rotary_phases(torch.tensor([position]), DIM, BASE, x.dtype, x.device), heads)
+    return rotate(x, rotary_phases(torch.tensor([position]), FREQUENCIES, x.dtype, x.device), heads)
 
 
 def _pair() -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +47,7 @@ def test_only_the_first_heads_turn():
 def test_float32_tables_are_rounded_once():
     """Angles are computed in float64: at position 4 M, a float32 angle would be off by a quarter radian."""
     position = torch.tensor([4_000_000])
-    exact = rotary_phases(position, DIM, BASE, torch.float64, torch.device("cpu"))
-    single = rotary_phases(position, DIM, BASE, torch.float32, torch.device("cpu"))
+    exact = rotary_phases(position, FREQUENCIES, torch.float64, torch.device("cpu"))
+    single = rotary_phases(position, FREQUENCIES, torch.float32, torch.device("cpu"))
     for got, wanted in zip(single, exact, strict=True):
         assert (got - wanted).abs().max() < 1e-7

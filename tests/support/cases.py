@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gecko
+from gecko.config import PAPER
 from gecko.ops.cema import CEMACoefficients, cema, cema_reference, empty_cema_state
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, chunk_attention_reference
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_reference
 from gecko.ops.working_memory import WorkingMemoryState, working_memory, working_memory_reference
-from gecko.runtime.records import TensorRecord
+from gecko.runtime.records import TensorRecord, map_tensors, tensors_of
 from gecko.segments import Clock, Segments
 
 CHUNK = 8
@@ -223,21 +224,21 @@ def _timestep_norm(betas: tuple[float, float] | None) -> Operator:
 TIMESTEP_NORMS = [_timestep_norm((0.999, 0.9999)), _timestep_norm((0.7, 0.9)), _timestep_norm(None)]
 
 
-def _attention(pattern: Pattern, key: int = 4, value: int = 3) -> Operator:
+def _attention(pattern: Pattern, key: int = 4, value: int = 3, shared: int = 1) -> Operator:
+    """Attention of two heads of keys and values, each of which ``shared`` heads of queries use."""
+
     def fast(p: list[Tensor], x: list[Tensor], state: Any, segments: Segments) -> tuple[Tensor, Any]:
-        return chunk_attention(
-            *x, pattern.chunk_size, attention=pattern.attention, rope_base=pattern.rope_base,
-            rope_heads=pattern.rope_heads, state=state, segments=segments,
-        )  # fmt: skip
+        return chunk_attention(x[0], x[1], x[2], pattern, state=state, segments=segments)
 
     def reference(p: list[Tensor], x: list[Tensor], state: Any, segments: Segments) -> tuple[Tensor, Any]:
         return chunk_attention_reference((x[0], x[1], x[2]), pattern, state, segments)
 
     return Operator(
-        f"{pattern.attention}{pattern.chunk_size}-{key}x{value}-rope{pattern.rope_heads}", 2,
+        f"{pattern.attention}{pattern.chunk_size}-{key}x{value}-rope{pattern.rope_heads}"
+        + (f"-sinks{pattern.sinks}" if pattern.sinks else "") + (f"-shared{shared}" if shared > 1 else ""), 2,
         lambda g: [],
-        lambda b, t, g: [_normal(g, b, 2, t, key), _normal(g, b, 2, t, key), _normal(g, b, 2, t, value)],
-        lambda b, dtype: AttentionState.empty(b, 2, pattern.chunk_size, key, value, dtype),
+        lambda b, t, g: [_normal(g, b, 2 * shared, t, key), _normal(g, b, 2, t, key), _normal(g, b, 2, t, value)],
+        lambda b, dtype: AttentionState.empty(b, 2, pattern.chunk_size, key, value, dtype, sinks=pattern.sinks),
         fast, reference,
     )  # fmt: skip
 
@@ -246,6 +247,11 @@ ATTENTIONS = [
     _attention(Pattern(CHUNK, attention, 100.0, heads))
     for attention in ("sliding_chunk", "chunk", "sliding_window")
     for heads in (2, 1, 0)
+] + [
+    _attention(Pattern(CHUNK, sinks=1), shared=3),
+    _attention(Pattern(CHUNK, "chunk", rope_base=100.0, sinks=3)),
+    _attention(Pattern(CHUNK, "sliding_window", rope_frequencies=(1.0, 0.3), sinks=2), shared=2),
+    _attention(Pattern(CHUNK), shared=2),
 ]
 
 
@@ -266,6 +272,7 @@ WIDE = [
     _cema(37, 5),
     _cema(16, 16),
     *(_attention(Pattern(CHUNK, attention, 100.0, 1), 16, 32) for attention in ("sliding_chunk", "sliding_window")),
+    *(_attention(Pattern(CHUNK, attention, sinks=2), 16, 32, 3) for attention in ("sliding_chunk", "chunk")),
     *(
         _attention(Pattern(LONG_CHUNK, attention, 100.0, 2), 32, 48)
         for attention in ("sliding_chunk", "chunk", "sliding_window")
@@ -282,6 +289,12 @@ SMALL = gecko.GeckoConfig(
     chunk_size=CHUNK, timestep_groups=4,
 )  # fmt: skip
 
+LLAMA = {
+    "queries_and_keys": "separate", "value_activation": "none", "norm": "rms", "local_mixing": "none", "gate": "none",
+    "hidden_branch": False, "memory": "none",
+}  # fmt: skip
+"""A Llama, whose attention is that of the window."""
+
 VARIANTS = {
     "gecko": {},
     "chunk": {"attention": "chunk", "rope_heads": 1, "scale_embedding": True},
@@ -296,7 +309,21 @@ VARIANTS = {
         "attention": "chunk", "memory": "none", "timestep_betas": None, "cema_skip": "learned",
         "two_hop_residual": True, "swiglu": False, "rope_base": 100_000.0,
     },
+    "llama": {**LLAMA, "key_value_heads": 1, "sinks": 1},
+    "llama-without-sinks": {**LLAMA, "key_value_heads": 1, "query_key_norm": True},
+    "llama-window": {
+        **LLAMA, "attention": "sliding_window", "query_key_norm": True, "sinks": 3, "norm_affine": False,
+        "rope_frequencies": (1.0, 0.5, 0.2, 0.01),
+    },
+    "separate": {
+        "queries_and_keys": "separate", "query_key_norm": True, "gate": "sum", "sinks": 2, "hidden_branch": False,
+    },
+    "separate-linear": {"queries_and_keys": "separate", "memory": "linear", "gate": "none", "value_activation": "none"},
+    "shared-rms": {"norm": "rms", "local_mixing": "none", "gate": "sum"},
 }  # fmt: skip
+
+PAPER_VARIANTS = [name for name, changes in VARIANTS.items() if not changes.keys() & PAPER.keys()]
+WITHOUT_SINKS = [name for name, changes in VARIANTS.items() if not changes.get("sinks")]
 
 
 def model(variant: str, dtype: torch.dtype = torch.float64, **changes: Any) -> gecko.Gecko:
@@ -360,7 +387,7 @@ anything = st.builds(
 
 def in_pages(state: gecko.GeckoState) -> gecko.GeckoState:
     """Return the state with its tensors as views of one page per row, as they lie in a cache of pages."""
-    tensors = [x for part in (*state.mixers, state.final_norm) for x in part.tensors().values()]
+    tensors = tensors_of((*state.mixers, state.final_norm))
     sizes = [-(-x[0].nbytes // 64) * 64 for x in tensors]
     pages, begin = torch.zeros(state.batch_size, sum(sizes), dtype=torch.uint8), 0
     for index, (x, size) in enumerate(zip(tensors, sizes, strict=True)):
@@ -369,4 +396,4 @@ def in_pages(state: gecko.GeckoState) -> gecko.GeckoState:
         begin += size
     views = iter(tensors)
     mixers = tuple(mixer.map(lambda _: next(views)) for mixer in state.mixers)
-    return dataclasses.replace(state, mixers=mixers, final_norm=state.final_norm.map(lambda _: next(views)))
+    return dataclasses.replace(state, mixers=mixers, final_norm=map_tensors(state.final_norm, lambda _: next(views)))

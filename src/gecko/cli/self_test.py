@@ -98,8 +98,8 @@ def _timestep_norm(device: torch.device) -> str:
 def _chunk_attention(device: torch.device) -> str:
     inputs, segments = _heads(device), _two_documents(device)
     state = AttentionState.empty(_BATCH, 2, _CHUNK, 4, 6, torch.float64, device)
-    pattern = Pattern(_CHUNK, "sliding_chunk", 500_000.0, 2)
-    fast = chunk_attention(*inputs, _CHUNK, state=state, segments=segments)
+    pattern = Pattern(_CHUNK)
+    fast = chunk_attention(*inputs, pattern, state=state, segments=segments)
     return _agree(fast[:1], chunk_attention_reference(inputs, pattern, state, segments)[:1])
 
 

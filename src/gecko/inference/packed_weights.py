@@ -10,16 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gecko.config import GeckoConfig
+from gecko.config import PAPER, GeckoConfig
 from gecko.io.quantization import is_quantized, plain_tensors
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.layers.linear import is_bare
-from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
+from gecko.layers.norms import LayerNorm, RMSNorm, StepRMSNorm, TimestepNorm
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends import dispatch
 from gecko.ops.backends.cpu import library
+from gecko.ops.chunk_attention import Pattern
 from gecko.ops.common import content
 from gecko.ops.decoding.weights import GROUP, REGISTER, Record, Weights
 from gecko.ops.rotary import rotary_phases
@@ -29,13 +30,14 @@ from gecko.state import GeckoState
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MODULES = (
-    Gecko, Block, GatedAttention, FeedForward, CEMA, TimestepNorm, RMSNorm, LayerNorm, nn.Linear, nn.Embedding,
-    nn.ModuleList,
+    Gecko, Block, GatedAttention, FeedForward, CEMA, TimestepNorm, StepRMSNorm, RMSNorm, LayerNorm, nn.Linear,
+    nn.Embedding, nn.ModuleList,
 )  # fmt: skip
 """Classes whose computation the kernels know. A subclass may compute something else, so it must say in ``computes``
 which of these it computes."""
 _ATTENTIONS = {"sliding_chunk": 0, "chunk": 1, "sliding_window": 2}
 _MEMORIES = {"none": 0, "adaptive": 1, "linear": 2}
+_GATES = {"none": 0, "attention": 1, "sum": 2}
 
 
 class Network(Protocol):
@@ -78,7 +80,9 @@ def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | No
 
 
 def _triton_decodes(model: Gecko) -> bool:
-    """Return whether the Triton decoder supports memory rule and weights: one device, and one kind in every block."""
+    """Return whether the Triton decoder supports config and weights: one device, and one kind in every block."""
+    if any(getattr(model.config, name) != default for name, default in PAPER.items()):
+        return False
     matrices = [module.weight for module in model.blocks.modules() if isinstance(module, nn.Linear)]
     kinds = {_kind(weight) for weight in matrices}
     floats = {parameter.dtype for parameter in (model.embedding.weight, model.head.weight)}
@@ -116,13 +120,10 @@ class PackedWeights:
         embedding = matrix(model.embedding.weight)
         head = embedding if model.config.tie_embedding else matrix(model.head.weight)
         self._ends = {"embedding": embedding, "head": head}
-        self._final_norm = _running_norm(model.final_norm)
-        self._layers = [
-            {**_mixer(block.mixer), **_feed_forward(block.feed_forward, model.config)}
-            for block in model.blocks
-            if isinstance(block, Block)
-        ]
-        self._phases = _phases(model.config)
+        self._final_norm = _running_norm(model.final_norm, model.config.model_dim)
+        blocks = [block for block in model.blocks if isinstance(block, Block)]
+        self._layers = [{**_mixer(x.mixer), **_feed_forward(x.feed_forward, model.config)} for x in blocks]
+        self._turns = _turns(blocks[0].mixer.pattern, model.config)
 
     def with_states(self, state: GeckoState, rows: int | None = None) -> Network:
         """Return the network that changes the rows of ``state`` in place.
@@ -138,7 +139,7 @@ class PackedWeights:
         }
         network: Network = dispatch.kernels_of("decoding", self._backend).Network({
             **_numbers(self._config), **self._ends, "final_norm": {**self._final_norm, **_norm_state(state.final_norm)},
-            "rows": rows or state.batch_size, "page_bytes": _page_bytes(state), "phases": self._phases, **rounded,
+            "rows": rows or state.batch_size, "page_bytes": _page_bytes(state), **self._turns, **rounded,
             "layer": layers,
         }, (state.clock.position, state.clock.document_start))  # fmt: skip
         return network
@@ -146,8 +147,8 @@ class PackedWeights:
 
 def _page_bytes(state: GeckoState) -> int:
     """Return the bytes from row to row of tensors that are views of pages; 0 if each tensor is contiguous."""
-    count = state.final_norm.count
-    return 0 if count.is_contiguous() else count.stride(0) * count.itemsize
+    keys = state.mixers[0].attention.keys
+    return 0 if keys.is_contiguous() else keys.stride(0) * keys.itemsize
 
 
 def matrix(weight: Tensor, bias: Tensor | None = None) -> Weights:
@@ -192,23 +193,41 @@ def _or_zeros(bias: Tensor | None, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.float32, device="cpu") if bias is None else _vector(bias)
 
 
-def _running_norm(norm: TimestepNorm) -> dict[str, Tensor]:
-    assert norm.weight is not None
-    return {"scale": 1 + _vector(norm.weight), "shift": _or_zeros(norm.bias, len(norm.weight))}
+def _running_norm(norm: TimestepNorm | StepRMSNorm, features: int) -> Record:
+    scale = _plus_one(norm.weight, features)
+    return {"scale": scale} if isinstance(norm, RMSNorm) else {"scale": scale, "shift": _or_zeros(norm.bias, features)}
 
 
 def _mixer(mixer: GatedAttention) -> Record:
     config = mixer.config
-    layers = {name: getattr(mixer, name) for name in ("to_shared", "to_value", "to_gate", "to_hidden", "to_output")}
+    names = ("to_shared", "to_query", "to_key", "to_value", "to_gate", "to_hidden", "to_output")
+    layers = {name: layer for name in names if (layer := getattr(mixer, name)) is not None}
     return {
-        "norm": _running_norm(mixer.norm),
-        "cema_tables": _cema_tables(mixer.cema),
-        "cema_skip": _plus_one(None, config.model_dim) if mixer.cema.omega is None else _vector(mixer.cema.omega),
-        "cema_norm": _plus_one(mixer.cema_norm.weight, config.model_dim),
+        "norm": _running_norm(mixer.norm, config.model_dim), **_average(mixer), **_scales(mixer),
         **{name: matrix(layer.weight, layer.bias) for name, layer in layers.items()},
-        "qk_scale": (1 + _vector(mixer.scale)) / config.key_head_dim**0.5,
-        "qk_shift": _vector(mixer.offset),
+    }  # fmt: skip
+
+
+def _average(mixer: GatedAttention) -> Record:
+    if mixer.cema is None or mixer.cema_norm is None:
+        return {}
+    features, omega = mixer.config.model_dim, mixer.cema.omega
+    return {
+        "cema_tables": _cema_tables(mixer.cema),
+        "cema_skip": _plus_one(None, features) if omega is None else _vector(omega),
+        "cema_norm": _plus_one(mixer.cema_norm.weight, features),
     }
+
+
+def _scales(mixer: GatedAttention) -> Record:
+    """Return the factors of queries and keys, with that of the scores."""
+    config = mixer.config
+    size = config.key_head_dim
+    if mixer.scale is not None and mixer.offset is not None:
+        return {"qk_scale": (1 + _vector(mixer.scale)) / size**0.5, "qk_shift": _vector(mixer.offset)}
+    query, key = (None if norm is None else norm.weight for norm in (mixer.query_norm, mixer.key_norm))
+    heads = config.num_heads, config.num_key_value_heads
+    return {"query_scale": _plus_one(query, heads[0] * size) / size**0.5, "key_scale": _plus_one(key, heads[1] * size)}
 
 
 def _feed_forward(layer: FeedForward, config: GeckoConfig) -> Record:
@@ -217,7 +236,7 @@ def _feed_forward(layer: FeedForward, config: GeckoConfig) -> Record:
         matrices["fc3"] = matrix(layer.fc3.weight)
     return {
         "ffn_norm_scale": _plus_one(layer.norm.weight, config.model_dim),
-        "ffn_norm_shift": _or_zeros(layer.norm.bias, config.model_dim),
+        "ffn_norm_shift": None if isinstance(layer.norm, RMSNorm) else _or_zeros(layer.norm.bias, config.model_dim),
         "ffn_scale": None if layer.scale is None else _vector(layer.scale),
         **matrices,
     }
@@ -240,11 +259,12 @@ def _cema_tables(cema: CEMA) -> Tensor:
     return _padded(tables.detach(), 16)
 
 
-def _phases(config: GeckoConfig) -> Tensor:
-    """Return the cosine and sine of the angles of positions 0 … 2c − 1, (2c, key / 2, 2)."""
+def _turns(pattern: Pattern, config: GeckoConfig) -> Record:
+    """Return the angles of one step, and cosine and sine of those of positions 0 … 2c − 1, (2c, key / 2, 2)."""
     positions = torch.arange(2 * config.chunk_size, device="cpu")
-    phases = rotary_phases(positions, config.key_head_dim, config.rope_base, torch.float32, torch.device("cpu"))
-    return torch.view_as_real(phases).contiguous()
+    frequencies = pattern.frequencies(config.key_head_dim)
+    phases = rotary_phases(positions, frequencies, torch.float32, torch.device("cpu"))
+    return {"frequencies": frequencies, "phases": torch.view_as_real(phases).contiguous()}
 
 
 def _numbers(config: GeckoConfig) -> dict[str, int | float]:
@@ -258,6 +278,11 @@ def _numbers(config: GeckoConfig) -> dict[str, int | float]:
         "rope_heads": config.num_rope_heads, "swiglu": int(config.swiglu), "two_hop": int(config.two_hop_residual),
         "cumulative": int(config.timestep_betas is None), "beta_mean": beta_mean, "beta_variance": beta_variance,
         "eps": config.norm_eps, "embedding_scale": config.model_dim**0.5 if config.scale_embedding else 1.0,
+        "key_heads": config.num_key_value_heads, "sinks": config.sinks,
+        "separate": int(config.queries_and_keys == "separate"), "unit_queries": int(config.query_key_norm),
+        "steps_only": int(config.norm == "rms"), "averages": int(config.local_mixing == "cema"),
+        "gate": _GATES[config.gate], "hidden_branch": int(config.hidden_branch),
+        "silu_values": int(config.value_activation == "silu"),
     }  # fmt: skip
 
 
@@ -266,6 +291,8 @@ def _with_state(layer: Record, state: MixerState) -> Record:
         **layer, "norm": {**layer["norm"], **_norm_state(state.norm)}, "cema": state.cema,
         "keys": state.attention.keys, "values": state.attention.values,
     }  # fmt: skip
+    if state.attention.sinks is not None:
+        found |= {"sink_keys": state.attention.sinks.keys, "sink_values": state.attention.sinks.values}
     if state.memory is not None:
         memory = state.memory
         found |= {
@@ -275,8 +302,8 @@ def _with_state(layer: Record, state: MixerState) -> Record:
     return found
 
 
-def _norm_state(state: TimestepNormState) -> dict[str, Tensor]:
-    return {"count": state.count, "mean": state.mean, "variance": state.variance}
+def _norm_state(state: TimestepNormState | None) -> dict[str, Tensor]:
+    return {} if state is None else {"count": state.count, "mean": state.mean, "variance": state.variance}
 
 
 def _summary(summary: ChunkSummary) -> dict[str, Tensor]:

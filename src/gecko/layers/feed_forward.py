@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.layers.linear import is_bare, linear
-from gecko.layers.norms import LayerNorm
+from gecko.layers.norms import LayerNorm, RMSNorm
 from gecko.ops.feed_forward import feed_forward, swiglu
 
 
 class FeedForward(nn.Module):
-    """onto + fc2(silu(fc1 u) · fc3 u) with u = LayerNorm(x).
+    """onto + fc2(silu(fc1 u) · fc3 u) with u = LayerNorm(x), or RMSNorm(x) with ``norm="rms"``.
 
     There is no fc3 without ``swiglu``. With ``ffn_scale``, a learned vector multiplies the output of fc2. ``onto`` is
     the residual of the block.
@@ -21,7 +21,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: GeckoConfig, layer: int) -> None:
         super().__init__()
-        self.norm = LayerNorm(config)
+        self.norm = LayerNorm(config) if config.norm == "timestep" else RMSNorm(config)
         self.fc1 = linear(config.model_dim, config.ffn_dim, bias=False)
         self.fc2 = linear(config.ffn_dim, config.model_dim, bias=False)
         self.fc3 = linear(config.model_dim, config.ffn_dim, bias=False) if config.swiglu else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from gecko.config import GeckoConfig
 from gecko.layers.cema import CEMA
 from gecko.layers.linear import linear, project
-from gecko.layers.norms import RMSNorm, TimestepNorm
+from gecko.layers.norms import RMSNorm, block_norm
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, state_before
 from gecko.ops.common import compute_dtype
-from gecko.ops.gates import gated, silu_by_head
+from gecko.ops.gates import by_head, gated, silu_by_head
 from gecko.ops.qk_scale_shift import qk_scale_shift
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory import WorkingMemoryState
@@ -25,10 +26,10 @@ from gecko.segments import Arriving, Pending, Ready, Segments
 
 @dataclass(frozen=True)
 class MixerState(TensorRecord):
-    """State of one mixer. ``memory`` is None in architectures without a working memory."""
+    """State of one mixer. What an architecture does not have is None."""
 
-    norm: TimestepNormState
-    cema: Tensor
+    norm: TimestepNormState | None
+    cema: Tensor | None
     attention: AttentionState
     memory: WorkingMemoryState | None
 
@@ -44,26 +45,37 @@ class GatedAttention(nn.Module):
     """x + (W_h1 mx + b) + W_h2 (attention(q, k, v) · r + memory(qm, km, v)).
 
     xn = TimestepNorm(x), mx = RMSNorm(CEMA(xn)), v = silu(W_v xn + b), r = silu(W_r mx + b). q, k, qm and km are scaled
-    and shifted copies of one normalised vector per head, W_z mx + b.
+    and shifted copies of one normalised vector per head, W_z mx + b. Fields of the config change or remove parts.
     """
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
         self.config = config
         model_dim, key_dim, value_dim = config.model_dim, config.key_dim, config.value_dim
-        self.pattern = Pattern(config.chunk_size, config.attention, config.rope_base, config.num_rope_heads)
-        self.norm = TimestepNorm(config)
-        self.cema = CEMA(model_dim, config.cema_modes, config.cema_skip)
-        self.cema_norm = RMSNorm(config)
-        self.to_shared = linear(model_dim, key_dim, bias=True)
-        self.to_value = linear(model_dim, value_dim, bias=True)
-        self.to_gate = linear(model_dim, value_dim, bias=True)
-        self.to_hidden = linear(model_dim, model_dim, bias=True)
+        self.pattern = Pattern(
+            config.chunk_size, config.attention, config.rope_base, config.rope_heads, config.rope_frequencies,
+            config.sinks, config.bfloat16_window,
+        )  # fmt: skip
+        averages, separate = config.local_mixing == "cema", config.queries_and_keys == "separate"
+        own_keys, own_values = (config.num_key_value_heads * x for x in (config.key_head_dim, config.value_head_dim))
+        self.norm = block_norm(config)
+        self.cema = CEMA(model_dim, config.cema_modes, config.cema_skip) if averages else None
+        self.cema_norm = RMSNorm(config) if averages else None
+        self.to_shared = None if separate else linear(model_dim, key_dim, bias=True)
+        self.to_query = linear(model_dim, key_dim, bias=True) if separate else None
+        self.to_key = linear(model_dim, own_keys, bias=True) if separate else None
+        self.to_value = linear(model_dim, own_values, bias=True)
+        self.to_gate = None if config.gate == "none" else linear(model_dim, value_dim, bias=True)
+        self.to_hidden = linear(model_dim, model_dim, bias=True) if config.hidden_branch else None
         self.to_output = linear(value_dim, model_dim, bias=False)
+        normalised = config.query_key_norm
+        self.query_norm = RMSNorm(config, key_dim, config.num_heads) if normalised else None
+        self.key_norm = RMSNorm(config, own_keys, config.num_key_value_heads) if normalised else None
         rows = 2 if config.memory == "none" else 4
-        self.scale = nn.Parameter(torch.zeros(rows, key_dim))
-        nn.init.constant_(self.scale[2:], config.memory_key_length - 1)
-        self.offset = nn.Parameter(torch.zeros(rows, key_dim))
+        self.scale = None if separate else nn.Parameter(torch.zeros(rows, key_dim))
+        if self.scale is not None:
+            nn.init.constant_(self.scale[2:], config.memory_key_length - 1)
+        self.offset = None if separate else nn.Parameter(torch.zeros(rows, key_dim))
 
     def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
         """Return y of the shape of x, (B, T, D), and the state after the last token.
@@ -72,27 +84,53 @@ class GatedAttention(nn.Module):
         overlaps with the values, with gate and hidden projection, and with attention.
         """
         xn, norm = self.norm(x, None if state is None else state.norm, segments)
-        moving_before = self.cema.before(xn, None if state is None else state.cema, segments)
+        before_average = (
+            None if self.cema is None else self.cema.before(xn, None if state is None else state.cema, segments)
+        )
         v = self.values(xn)
-        averaged, moving = self.cema(xn, moving_before, segments)
-        mx = self.cema_norm(averaged)
-        (z,) = project(mx, self.to_shared)
-        projections = self.queries_and_keys(z)
-        before = self.before(projections, z, v, state, segments)
-        gate, y = project(mx, self.to_gate, self.to_hidden, onto=x)
+        mx, moving = xn, None
+        if self.cema is not None and self.cema_norm is not None and before_average is not None:
+            averaged, moving = self.cema(xn, before_average, segments)
+            mx = self.cema_norm(averaged)
+        shared = project(mx, *(layer for layer in (self.to_shared, self.to_query, self.to_key) if layer is not None))
+        projections = self.queries_and_keys(shared)
+        before = self.before(projections, shared[-1], v, state, segments)
+        gate, y = self.gate_and_residual(mx, x)
         out, attention, memory = self.mix(projections, v, gate, before, segments)
         (y,) = project(out, self.to_output, onto=y)
         return y, MixerState(norm, moving, attention, memory)
 
     def values(self, xn: Tensor) -> Tensor:
-        """Return v, (B, H, T, value_head_dim)."""
+        """Return v, (B, K, T, value_head_dim)."""
         (value,) = project(xn, self.to_value)
-        return silu_by_head(value, self.config.num_heads)
+        heads, linear_values = self.config.num_key_value_heads, self.config.value_activation == "none"
+        return by_head(value, heads).contiguous() if linear_values else silu_by_head(value, heads)
 
-    def queries_and_keys(self, z: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k (and qm, km), (B, H, T, key_head_dim) each: (1 + γ_i) / √d · n + β_i, n = z / RMS(z) per head."""
+    def queries_and_keys(self, shared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return q, k (and qm, km), (B, H or K, T, key_head_dim) each, of z, or of projected queries and keys.
+
+        With n = z / RMS(z) per head, they are (1 + γ_i) / √d · n + β_i.
+        """
         config = self.config
-        return qk_scale_shift(z, self.scale, self.offset, config.num_heads, config.norm_eps)
+        if self.scale is not None and self.offset is not None:
+            return qk_scale_shift(shared[0], self.scale, self.offset, config.num_heads, config.norm_eps)
+        query, key = shared
+        q = by_head(query if self.query_norm is None else self.query_norm(query), config.num_heads)
+        heads = q / math.sqrt(config.key_head_dim), self.key(key)
+        if config.memory == "none":
+            return heads
+        return (*heads, *(by_head(x, config.num_heads) for x in shared))
+
+    def key(self, projected: Tensor) -> Tensor:
+        """Return separate keys, (B, K, T, key_head_dim)."""
+        normal = projected if self.key_norm is None else self.key_norm(projected)
+        return by_head(normal, self.config.num_key_value_heads)
+
+    def gate_and_residual(self, mx: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the gate before its activation, and x plus the hidden branch."""
+        layers = [layer for layer in (self.to_gate, self.to_hidden) if layer is not None]
+        found = project(mx, *layers, onto=None if self.to_hidden is None else x) if layers else ()
+        return None if self.to_gate is None else found[0], x if self.to_hidden is None else found[-1]
 
     def before(
         self, projections: tuple[Tensor, ...], z: Tensor, v: Tensor, state: MixerState | None, segments: Segments
@@ -100,8 +138,8 @@ class GatedAttention(nn.Module):
         """Return the states before the first token of attention, and of the memory without its matrix.
 
         ``state`` is that before the call; on ranks after the first it is None. A rank sends its last chunk to the next
-        rank, as z and v, and the memory's weights to all later ones. The receiver computes the keys of attention and
-        memory from z, and the summary of the chunk: that is fewer bytes than to send them.
+        rank, as z (or the projected keys) and v, and the memory's weights to all later ones. The receiver computes the
+        keys of attention and memory from z, and the summary of the chunk: that is fewer bytes than to send them.
         """
         own = Heads(None, None) if state is None else Heads(state.attention, state.memory)
         exchange, rule, chunk = segments.exchange, self.config.memory, self.config.chunk_size
@@ -119,18 +157,22 @@ class GatedAttention(nn.Module):
 
         def receive(arrived: list[Tensor]) -> Heads:
             before_z, values, *earlier = arrived
-            keys = self.queries_and_keys(before_z)
-            attention = state_before(own.attention, keys[1], values, self.pattern, segments, exchange.first)
+            if self.to_key is None:
+                _, key, *of_memory = self.queries_and_keys((before_z,))
+            else:
+                key, of_memory = self.key(before_z), [by_head(before_z, self.config.num_heads)]
+            attention = state_before(own.attention, key, values, self.pattern, segments, exchange.first)
             if rule == "none" or memory is None:
                 return Heads(attention, None)
-            given = memory, earlier[0], keys[3], values
+            given = memory, earlier[0], of_memory[-1], values
             return Heads(attention, memory_state_before(rule, chunk, *given, segments, exchange))
 
         return Arriving(exchange.send(to_next=last, to_later=weights), receive)
 
     def mix(
-        self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor, before: Pending[Heads], segments: Segments
-    ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:
+        self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor | None, before: Pending[Heads],
+        segments: Segments,
+    ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:  # fmt: skip
         """Return gated attention plus memory, (B, T, value_dim), and their states after the last token."""
         states, rule = before.wait(), self.config.memory
         recalled: Pending[tuple[Tensor | None, WorkingMemoryState | None]] = Ready((None, None))
@@ -139,14 +181,13 @@ class GatedAttention(nn.Module):
             recalled = start_working_memory(*given, rule, states.memory, segments)
         attended, attention = self.attend(projections, v, states.attention, segments)
         read, memory = recalled.wait()
-        return gated(attended, gate, read), attention, memory
+        if read is not None and self.config.gate != "attention":
+            attended, read = attended + read, None
+        out = attended.transpose(1, 2).flatten(2) if gate is None else gated(attended, gate, read)
+        return out, attention, memory
 
     def attend(
         self, projections: tuple[Tensor, ...], v: Tensor, state: AttentionState | None, segments: Segments
     ) -> tuple[Tensor, AttentionState]:
         """Return attention of the first two ``projections``, (B, H, T, value_head_dim), and its state."""
-        config = self.config
-        return chunk_attention(
-            projections[0], projections[1], v, config.chunk_size, attention=config.attention,
-            rope_base=config.rope_base, rope_heads=config.rope_heads, state=state, segments=segments,
-        )  # fmt: skip
+        return chunk_attention(projections[0], projections[1], v, self.pattern, state=state, segments=segments)

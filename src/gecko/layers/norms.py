@@ -38,15 +38,30 @@ class TimestepNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over each group of features, with a weight. The output has the dtype that linear layers read."""
+    """RMS norm over each group of features, with a weight. The output has the dtype that linear layers read.
 
-    def __init__(self, config: GeckoConfig) -> None:
+    ``features`` and ``groups`` are by default ``model_dim`` and ``norm_groups``.
+    """
+
+    def __init__(self, config: GeckoConfig, features: int | None = None, groups: int | None = None) -> None:
         super().__init__()
-        self.groups, self.eps = config.norm_groups, config.norm_eps
-        self.weight = offsets(config.model_dim, config.norm_affine)
+        self.groups, self.eps = groups or config.norm_groups, config.norm_eps
+        self.weight = offsets(features or config.model_dim, config.norm_affine)
 
     def forward(self, x: Tensor) -> Tensor:
         return group_rms_norm(x, self.weight, self.groups, self.eps, linear_dtype(x))
+
+
+class StepRMSNorm(RMSNorm):
+    """RMS norm of single steps in the place of a ``TimestepNorm``: it has no state."""
+
+    def forward(self, x: Tensor, state: None, segments: Segments) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+def block_norm(config: GeckoConfig) -> TimestepNorm | StepRMSNorm:
+    """Return the norm of a mixer's input, or of the head's."""
+    return TimestepNorm(config) if config.norm == "timestep" else StepRMSNorm(config)
 
 
 class LayerNorm(nn.Module):

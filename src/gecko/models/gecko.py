@@ -18,7 +18,7 @@ from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.layers.linear import embedding_, project
-from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
+from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm, block_norm
 from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.common import content
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
@@ -70,7 +70,7 @@ class Gecko(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         embedding_(self.embedding.weight)
         self.blocks = nn.ModuleList(self.block_class(config, layer) for layer in range(config.num_layers))
-        self.final_norm = TimestepNorm(config)
+        self.final_norm = block_norm(config)
         self.head = nn.Linear(config.model_dim, config.vocab_size, bias=False)
         if not config.tie_embedding:
             embedding_(self.head.weight)
@@ -220,6 +220,7 @@ class Gecko(nn.Module):
                 *tokens.shape[:2], segment_ids=segment_ids, clock=clock, device=tokens.device, lengths=lengths
             )
         assert lengths is None, "ranks that share rows read no padding"
+        self.config.refuse(("sinks", "bfloat16_window"), "a model whose rows several ranks share")
         batch, length = tokens.shape[:2]
         return context.segments(
             batch, length, self.config.chunk_size, segment_ids=segment_ids, clock=clock, device=tokens.device
@@ -242,8 +243,8 @@ class Gecko(nn.Module):
                 "the state was made by other weights of the same config "
                 f"(state {state.model}, model {self.fingerprint()}); read the text again with this model."
             )
-        dtype, given = torch.promote_types(self.embedding.weight.dtype, torch.float32), state.final_norm.mean.dtype
-        if given != dtype:
+        dtype, given = torch.promote_types(self.embedding.weight.dtype, torch.float32), state.dtype
+        if given not in (dtype, None):
             raise ValueError(f"the state must be {dtype}, as this model computes it; it is {given}.")
         if state.batch_size != rows:
             raise ValueError(f"the state must hold the tokens' {rows} rows; it holds {state.batch_size}.")
@@ -267,8 +268,9 @@ class Gecko(nn.Module):
         save_model(folder, self.config, pack(self.state_dict()))
 
     def _state(
-        self, before: GeckoState | None, segments: Segments, mixers: tuple[MixerState, ...], norm: TimestepNormState
-    ) -> GeckoState:
+        self, before: GeckoState | None, segments: Segments, mixers: tuple[MixerState, ...],
+        norm: TimestepNormState | None,
+    ) -> GeckoState:  # fmt: skip
         untied = self.sharded or torch.is_grad_enabled() or torch.compiler.is_exporting()
         model = before.model if before is not None else "" if untied else self.fingerprint()
         return GeckoState(self.config, model, segments.end, mixers, norm)

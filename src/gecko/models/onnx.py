@@ -14,6 +14,7 @@ from gecko.io.files import whole_file
 from gecko.io.quantization import is_quantized
 from gecko.models.gecko import Gecko
 from gecko.runtime.process import require
+from gecko.runtime.records import map_tensors
 from gecko.segments import Clock
 from gecko.state import GeckoState
 
@@ -84,7 +85,7 @@ class _Step(nn.Module):
         state = replace(
             blank, clock=Clock(position, zeros, zeros),
             mixers=tuple(mixer.map(lambda _: next(parts)) for mixer in blank.mixers),
-            final_norm=blank.final_norm.map(lambda _: next(parts)),
+            final_norm=map_tensors(blank.final_norm, lambda _: next(parts)),
         )  # fmt: skip
         logits, after = self.model.unchecked_step(token, state)
         return logits, [x for name, x in after.tensors().items() if not name.startswith(CLOCK)]

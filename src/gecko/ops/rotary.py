@@ -13,13 +13,17 @@ from torch import Tensor
 from gecko.runtime.transfer import to_device
 
 
-def rotary_phases(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return exp(i · position · base^(−2j / head_dim)) as complex numbers (…, head_dim / 2), for positions (…).
+def rotary_frequencies(head_dim: int, base: float) -> Tensor:
+    """Return the angles of one step, base^(−2j / head_dim), (head_dim / 2,) float64 on the CPU."""
+    return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+
+
+def rotary_phases(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return exp(i · position · frequency) as complex numbers (…, head_dim / 2), for positions (…).
 
     Angles are computed in float64; only the result is rounded to ``dtype``. ONNX has no complex numbers: while the
     model is exported, the result has pairs (cos, sin) instead, (…, head_dim / 2, 2).
     """
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     angles = positions.to("cpu", torch.float64).unsqueeze(-1) * frequencies
     if torch.compiler.is_exporting():
         return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device, dtype)

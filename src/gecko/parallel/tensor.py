@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from gecko.config import GeckoConfig
+from gecko.config import PAPER, GeckoConfig
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, Heads, MixerState
 from gecko.layers.linear import linear, project
 from gecko.models.gecko import Block, Gecko
+from gecko.runtime.records import map_tensors
 from gecko.segments import Ready, Segments
 from gecko.state import GeckoState
 
@@ -60,6 +61,7 @@ class TensorParallel:
 
 def check_divisible(config: GeckoConfig, size: int) -> None:
     """Raise ValueError unless ``size`` ranks can divide the heads, channels and features of ``config``."""
+    config.refuse(PAPER, "a model that tensor parallelism divides")
     counts = {name: getattr(config, name) for name in ("num_heads", "model_dim", "ffn_dim")}
     for name, count in counts.items():
         if count % size:
@@ -104,7 +106,7 @@ def sharded_weight(name: str, weight: Tensor, ranks: TensorParallel) -> Tensor:
 
 def sharded_state(state: GeckoState, ranks: TensorParallel) -> GeckoState:
     """Return a state of this rank's ``sharded_config`` with this rank's channels of CEMA only."""
-    mixers = (replace(mixer, cema=ranks.part(mixer.cema, 1)) for mixer in state.mixers)
+    mixers = (replace(mixer, cema=map_tensors(mixer.cema, lambda x: ranks.part(x, 1))) for mixer in state.mixers)
     return replace(state, mixers=tuple(mixers))
 
 
@@ -115,7 +117,7 @@ class ShardedMixer(GatedAttention):
         super().__init__(config)
         self.ranks = ranks
         channels = config.model_dim // ranks.size
-        self.cema = CEMA(channels, config.cema_modes, config.cema_skip)
+        self.cema: CEMA = CEMA(channels, config.cema_modes, config.cema_skip)
         self.to_hidden: nn.Linear = linear(channels, config.model_dim, bias=True)
 
     def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
@@ -124,12 +126,13 @@ class ShardedMixer(GatedAttention):
         xn, norm = self.norm(x, None if state is None else state.norm, segments)
         channels = ranks.part(xn, -1).contiguous()
         averaged, moving = self.cema(channels, Ready(None if state is None else state.cema), segments)
+        assert self.cema_norm is not None and self.to_shared is not None and self.to_gate is not None
         mx = self.cema_norm(ranks.all_gather(averaged))
         v = self.values(xn)
         z, gate = project(mx, self.to_shared, self.to_gate)
         (y,) = project(ranks.part(mx, -1).contiguous(), self.to_hidden, onto=ranks.once(x))
         before = Heads(None, None) if state is None else Heads(state.attention, state.memory)
-        out, attention, memory = self.mix(self.queries_and_keys(z), v, gate, Ready(before), segments)
+        out, attention, memory = self.mix(self.queries_and_keys((z,)), v, gate, Ready(before), segments)
         (y,) = project(out, self.to_output, onto=y)
         return ranks.all_reduce(y), MixerState(norm, moving, attention, memory)
 

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
+from gecko.runtime.records import map_tensors, tensors_of
 from gecko.segments import Clock
 from gecko.state import GeckoState
 
@@ -130,7 +131,7 @@ class StatePages:
 
     def __init__(self, blank: GeckoState, prefix: str, layers: dict[str, Any]) -> None:
         self._blank = blank
-        self._layout = PageLayout([*blank.mixers[0].tensors().values(), *blank.final_norm.tensors().values()])
+        self._layout = PageLayout([*blank.mixers[0].tensors().values(), *tensors_of(blank.final_norm)])
         self._blocks = [BlockPages(self._layout.num_bytes) for _ in blank.mixers]
         self.names = [f"{prefix}.{i}.state" for i in range(len(self._blocks))]
         layers.update(zip(self.names, self._blocks, strict=True))
@@ -143,11 +144,13 @@ class StatePages:
         memory = [block.kv_cache for block in self._blocks]
         if self._state is None or any(new is not old for new, old in zip(memory, self._memory, strict=True)):
             views = [self._layout.views(pages) for (pages,) in memory]
-            blank, norm = self._blank, iter(views[-1][-len(self._blank.final_norm.tensors()) :])
+            blank, norm = self._blank, iter(views[-1][len(self._blank.mixers[-1].tensors()) :])
             mixers = []
             for mixer, found in zip(blank.mixers, map(iter, views), strict=True):
                 mixers.append(mixer.map(lambda _, found=found: next(found)))  # type: ignore[misc]
-            self._state = replace(blank, mixers=tuple(mixers), final_norm=blank.final_norm.map(lambda _: next(norm)))
+            self._state = replace(
+                blank, mixers=tuple(mixers), final_norm=map_tensors(blank.final_norm, lambda _: next(norm))
+            )
             self._memory = memory
         return self._state
 
@@ -157,7 +160,7 @@ class StatePages:
 
     def gather(self, slots: Sequence[int], read: Sequence[int]) -> GeckoState:
         """Return copies of the states of several sequences."""
-        index = torch.tensor(slots, device=self.state().final_norm.mean.device)
+        index = torch.tensor(slots, device=_tensors(self.state())[0].device)
         return self._rows(lambda x: x[index], read)
 
     def write(self, slots: Sequence[int], after: GeckoState) -> None:
@@ -175,10 +178,10 @@ class StatePages:
         state, start = self.state(), Clock.start(len(read))
         return replace(
             state, clock=replace(start, position=torch.tensor(read, device="cpu")),
-            mixers=tuple(x.map(pick) for x in state.mixers), final_norm=state.final_norm.map(pick),
+            mixers=tuple(x.map(pick) for x in state.mixers), final_norm=map_tensors(state.final_norm, pick),
         )  # fmt: skip
 
 
 def _tensors(state: GeckoState) -> list[Tensor]:
     """Return the tensors of a state without its clock, in an order of their own."""
-    return [x for part in (*state.mixers, state.final_norm) for x in part.tensors().values()]
+    return tensors_of((*state.mixers, state.final_norm))

@@ -112,7 +112,7 @@ PATTERN = Pattern(CHUNK, "sliding_chunk", 100.0, 1)
 @pytest.mark.parametrize("ring", [True, False])
 def test_laying_is_well_registered(ring):
     offset, shift = torch.tensor([11, 8]), torch.tensor([8, 0])
-    table = rotary_table(CHUNK, 4, 100.0, torch.device("cpu"))
+    table = rotary_table(CHUNK, PATTERN.frequencies(4), torch.device("cpu"))
     before = normal(2, 2, 2 * CHUNK, 4, seed=1) if ring else None
     is_well_registered(lay, normal(2, 2, 9, 4), before, table, offset, shift, 24, False, CHUNK, 1, 8, torch.float16)
 

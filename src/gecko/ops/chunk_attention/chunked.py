@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.config import Attention
 from gecko.ops.common import common_chunk_offset, padded
-from gecko.ops.rotary import rotary_phases, rotate
+from gecko.ops.rotary import rotary_frequencies, rotary_phases, rotate
 from gecko.runtime.private import softmax_gradient
 from gecko.runtime.records import TensorRecord
 from gecko.runtime.transfer import to_device
@@ -26,12 +26,18 @@ from gecko.segments import Segments
 
 @dataclass(frozen=True)
 class Pattern:
-    """One attention pattern. The window of a chunk of queries is that chunk and the ``lookback`` chunks before it."""
+    """One attention pattern. The window of a chunk of queries is that chunk and the ``lookback`` chunks before it.
+
+    Fields are those of ``GeckoConfig``.
+    """
 
     chunk_size: int
-    attention: Attention
-    rope_base: float
-    rope_heads: int
+    attention: Attention = "sliding_chunk"
+    rope_base: float = 500_000.0
+    rope_heads: int | None = None
+    rope_frequencies: tuple[float, ...] | None = None
+    sinks: int = 0
+    bfloat16_window: bool = False
 
     @property
     def lookback(self) -> int:
@@ -49,36 +55,65 @@ class Pattern:
         """Return the query's own slot in its window."""
         return place + self.lookback * self.chunk_size
 
+    def turned(self, heads: int) -> int:
+        """Return how many of ``heads`` heads are rotated."""
+        return heads if self.rope_heads is None else self.rope_heads
+
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, T, d) by ``positions`` that broadcast against (B, H, T)."""
-        return x if self.rope_heads == 0 else rotate(x, self.phases(x, positions), self.rope_heads)
+        heads = self.turned(x.shape[1])
+        return x if heads == 0 else rotate(x, self.phases(x, positions), heads)
 
     def phases(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the phases by which ``rotary.rotate`` rotates x (B, H, T, d)."""
-        return rotary_phases(positions, x.shape[-1], self.rope_base, x.dtype, x.device)
+        return rotary_phases(positions, self.frequencies(x.shape[-1]), x.dtype, x.device)
+
+    def frequencies(self, head_dim: int) -> Tensor:
+        """Return the angles by which a step turns the pairs of features, (d / 2,) float64 on the CPU."""
+        if self.rope_frequencies is None:
+            return rotary_frequencies(head_dim, self.rope_base)
+        return torch.tensor(self.rope_frequencies, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
-class AttentionState(TensorRecord):
-    """Keys and values of the last 2c tokens in a ring buffer: position j is in slot j mod 2c.
+class Sinks(TensorRecord):
+    """Keys and values of the first tokens of the document of each row; zero where it has fewer.
 
-    keys: (B, H, 2c, key_head_dim), rotated by their position inside their chunk; float32 or wider after a call.
-    values: (B, H, 2c, value_head_dim), in the dtype of the activations.
+    keys: (B, K, sinks, key_head_dim), rotated by their position in the document; values: (B, K, sinks, value_head_dim).
     """
 
     keys: Tensor
     values: Tensor
 
+
+@dataclass(frozen=True)
+class AttentionState(TensorRecord):
+    """Keys and values of the last 2c tokens in a ring buffer: position j is in slot j mod 2c. K heads have them.
+
+    keys: (B, K, 2c, key_head_dim), rotated by their position inside their chunk; float32 or wider after a call.
+    values: (B, K, 2c, value_head_dim), in the dtype of the activations.
+    sinks: None for patterns without sinks.
+    """
+
+    keys: Tensor
+    values: Tensor
+    sinks: Sinks | None = None
+
     @classmethod
     def empty(
         cls, batch: int, heads: int, chunk_size: int, key_dim: int, value_dim: int,
-        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", *, sinks: int = 0,
     ) -> AttentionState:  # fmt: skip
-        slots = (batch, heads, 2 * chunk_size)
-        return cls(
-            torch.zeros(*slots, key_dim, dtype=dtype, device=device),
-            torch.zeros(*slots, value_dim, dtype=dtype, device=device),
-        )
+        def zeros(slots: int, width: int) -> Tensor:
+            return torch.zeros(batch, heads, slots, width, dtype=dtype, device=device)
+
+        first = Sinks(zeros(sinks, key_dim), zeros(sinks, value_dim)) if sinks else None
+        return cls(zeros(2 * chunk_size, key_dim), zeros(2 * chunk_size, value_dim), first)
+
+    def to(self, keys: torch.dtype, values: torch.dtype) -> AttentionState:
+        """Return the state with keys and values in these dtypes."""
+        sinks = None if self.sinks is None else Sinks(self.sinks.keys.to(keys), self.sinks.values.to(values))
+        return AttentionState(self.keys.to(keys), self.values.to(values), sinks)
 
 
 def in_order(ring: Tensor, start: int, size: int) -> Tensor:
@@ -93,10 +128,14 @@ def ring_after(before: Tensor, new: Tensor, end: int, size: int) -> Tensor:
     return in_order(recent, -end, size)
 
 
+Attended = tuple[Tensor, Tensor | None, AttentionState]
+"""What a form returns: the output, log Σ exp(score) (B, H, T) for a pattern with sinks, and the state without them."""
+
+
 def chunk_attention_chunked(
     pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
-) -> tuple[Tensor, AttentionState]:
-    """Compute ``chunk_attention`` for rows with the same position mod 2c.
+) -> Attended:
+    """Attend to the window, for rows with the same position mod 2c and a key for each head.
 
     The call is placed on a grid of n chunks. The first chunk starts with ``phase`` tokens of earlier calls.
     """
@@ -112,23 +151,25 @@ def chunk_attention_chunked(
     before_keys, before_values = (in_order(x, ring_start, 2 * chunk) for x in (state.keys, state.values))
     phases = segments.shared(("phases", pattern, q.dtype), lambda: pattern.phases(q, place))
     unseen = 2 * chunk - pattern.lookback * chunk - phase
-    queries, keys = (rotate(x, phases, pattern.rope_heads) for x in (q, k))
+    queries, keys = (rotate(x, phases, pattern.turned(x.shape[1])) for x in (q, k))
+    # The state may have a wider dtype than the values of a bfloat16 model, and a narrower one than the keys.
+    before_keys, before_values = before_keys.to(k.dtype), before_values.to(v.dtype)
     keys = torch.cat([before_keys[:, :, unseen:], keys], dim=2)
-    # The state may have a wider dtype than the values of a bfloat16 model.
-    before_values = before_values.to(v.dtype)
     values = torch.cat([before_values[:, :, unseen:], v], dim=2)
     table, entry = segments.shared(("bias", pattern, q.dtype), lambda: _bias(pattern, segments, phase, chunks, q.dtype))
-    out = _WindowAttention.apply(
+    out, log_sums = _WindowAttention.apply(
         padded(queries, phase, empty + pattern.lookback * chunk).reshape(-1, chunk, q.shape[-1]),
         _windows(padded(keys, 0, empty), pattern).flatten(0, 2),
         padded(values, 0, empty).flatten(0, 2),
         table,
         entry.unsqueeze(1).expand(-1, q.shape[1], -1).reshape(-1),
         (*q.shape[:2], slice(phase, phase + length)),
+        pattern.sinks > 0,
     )
     read = slice(keys.shape[2] - length, None)
-    rings = ((before_keys, keys[:, :, read]), (before_values, values[:, :, read]))
-    return out, type(state)(*(ring_after(old, new, ring_start + length, 2 * chunk) for old, new in rings))
+    ring_keys = ring_after(before_keys, keys[:, :, read], ring_start + length, 2 * chunk)
+    ring_values = ring_after(before_values, values[:, :, read], ring_start + length, 2 * chunk)
+    return out, log_sums, AttentionState(ring_keys, ring_values)
 
 
 def _windows(keys: Tensor, pattern: Pattern) -> Tensor:
@@ -177,38 +218,47 @@ class _WindowAttention(torch.autograd.Function):
     q: (blocks, c, d); k: (blocks, w, d); v: (blocks · c, e), of which block i sees w rows starting at i · c;
     table: (masks, c, w); entry: (blocks,). With lookback, the last block has no full window: it must be padding.
     place: rows, heads, and the slice of each head that holds tokens of the call. The output has only these tokens,
-    (rows, heads, length, e), so that no gradient of the padding is computed.
+    (rows, heads, length, e), so that no gradient of the padding is computed. Also returns the log of the sum of exp of
+    the scores of each query, (rows, heads, length), if ``summed``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor, entry: Tensor, place: tuple[int, int, slice]
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor, entry: Tensor, place: tuple[int, int, slice],
+        summed: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.save_for_backward(q, k, v, table, entry)
         ctx.place = rows, heads, held = place
-        out = v.new_empty(*q.shape[:2], v.shape[-1])
+        out, log_sums = v.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(*q.shape[:2], 1)
         windows = _windows_of(v, k.shape[0], k.shape[1], q.shape[1])
         for piece in _pieces(len(windows), table[0].numel()):
-            weights = _weights(q[piece], k[piece], table, entry[piece]).to(v.dtype)
-            torch.bmm(weights, windows[piece], out=out[piece])
-        return out.view(rows, heads, -1, v.shape[-1])[:, :, held]
+            scores = _scores(q[piece], k[piece], table, entry[piece])
+            if summed:
+                log_sums[piece] = scores.logsumexp(-1, keepdim=True)
+            torch.bmm(scores.softmax(-1).to(v.dtype), windows[piece], out=out[piece])
+        taken = (x.view(rows, heads, -1, x.shape[-1])[:, :, held] for x in (out, log_sums))
+        return next(taken), next(taken).squeeze(-1) if summed else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_log_sums: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, table, entry = ctx.saved_tensors
-        grad = _laid(grad, ctx.place, q, v)
+        grad = _laid(grad, ctx.place, q)
+        if grad_log_sums is not None:
+            grad_log_sums = _laid(grad_log_sums.unsqueeze(-1), ctx.place, q)
         windows = _windows_of(v, k.shape[0], k.shape[1], q.shape[1])
         grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         grad_q[len(windows) :], grad_k[len(windows) :] = 0, 0
         for piece in _pieces(len(windows), table[0].numel()):
-            weights = _weights(q[piece], k[piece], table, entry[piece])
+            weights = _scores(q[piece], k[piece], table, entry[piece]).softmax(-1)
             _value_grad(weights.to(v.dtype), grad[piece], grad_v.view(-1, *grad.shape[1:]), piece.start)
             grad_weights = torch.bmm(grad[piece], windows[piece].mT).to(q.dtype)
             grad_scores = softmax_gradient(grad_weights, weights, -1, q.dtype)
+            if grad_log_sums is not None:
+                grad_scores.addcmul_(weights, grad_log_sums[piece])
             torch.bmm(grad_scores, k[piece], out=grad_q[piece])
             torch.bmm(grad_scores.mT, q[piece], out=grad_k[piece])
-        return grad_q, grad_k, grad_v, None, None, None
+        return grad_q, grad_k, grad_v, None, None, None, None
 
 
 def _pieces(blocks: int, scores: int) -> list[slice]:
@@ -216,8 +266,8 @@ def _pieces(blocks: int, scores: int) -> list[slice]:
     return [slice(begin, min(begin + size, blocks)) for begin in range(0, blocks, size)]
 
 
-def _weights(q: Tensor, k: Tensor, table: Tensor, entry: Tensor) -> Tensor:
-    return table.index_select(0, entry).baddbmm_(q, k.mT).softmax(-1)
+def _scores(q: Tensor, k: Tensor, table: Tensor, entry: Tensor) -> Tensor:
+    return table.index_select(0, entry).baddbmm_(q, k.mT)
 
 
 def _windows_of(v: Tensor, blocks: int, window: int, chunk: int) -> Tensor:
@@ -226,13 +276,13 @@ def _windows_of(v: Tensor, blocks: int, window: int, chunk: int) -> Tensor:
     return v.as_strided((blocks + 1 - window // chunk, window, width), (chunk * width, width, 1))
 
 
-def _laid(grad: Tensor, place: tuple[int, int, slice], q: Tensor, v: Tensor) -> Tensor:
-    """Return the gradient of the output as blocks (blocks, c, e), with zeros in the padding."""
+def _laid(grad: Tensor, place: tuple[int, int, slice], q: Tensor) -> Tensor:
+    """Return the gradient of an output as blocks (blocks, c, width), with zeros in the padding."""
     rows, heads, held = place
-    laid = grad.new_empty(rows, heads, q.shape[0] * q.shape[1] // (rows * heads), v.shape[1])
+    laid = grad.new_empty(rows, heads, q.shape[0] * q.shape[1] // (rows * heads), grad.shape[-1])
     laid[:, :, : held.start], laid[:, :, held.stop :] = 0, 0
     laid[:, :, held] = grad
-    return laid.view(*q.shape[:2], v.shape[1])
+    return laid.view(*q.shape[:2], grad.shape[-1])
 
 
 def _value_grad(weights: Tensor, grad_out: Tensor, grad_v: Tensor, first: int) -> None:
@@ -252,22 +302,23 @@ def _value_grad(weights: Tensor, grad_out: Tensor, grad_v: Tensor, first: int) -
 
 
 def chunk_attention_step(
-    inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, state: AttentionState, segments: Segments
-) -> tuple[Tensor, AttentionState]:
-    """Compute ``chunk_attention`` for one token per row: write it to the ring, then attend to both halves of the ring.
+    pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
+) -> Attended:
+    """Attend to the window with one token per row: write it to the ring, then attend to both halves of the ring.
 
     For keys of its own chunk, the query is rotated by its place in the chunk; for those of the other half, by c more.
     """
     q, k, v = inputs
     token = segments.shared(("token", pattern, q.dtype, q.shape[-1]), lambda: _AttentionToken.of(pattern, segments, q))
-    turned_key = rotate(k, token.key_phases, pattern.rope_heads)
+    turned_key = rotate(k, token.key_phases, pattern.turned(k.shape[1]))
     keys = state.keys.to(q.dtype).scatter(2, token.slot.expand_as(k), turned_key)
     values = state.values.to(v.dtype).scatter(2, token.slot.expand_as(v), v)
-    turned = rotate(q.expand(-1, -1, 2, -1), token.query_phases, pattern.rope_heads)
+    turned = rotate(q.expand(-1, -1, 2, -1), token.query_phases, pattern.turned(q.shape[1]))
     # A row times a matrix: on CPUs, a matrix times a column takes several times as long.
-    scores = (turned.unsqueeze(-2) @ keys.unflatten(2, (2, -1)).mT).flatten(2)
-    weights = (scores + token.bias).softmax(-1)
-    return weights.to(v.dtype).unsqueeze(2) @ values, type(state)(keys, values)
+    scores = (turned.unsqueeze(-2) @ keys.unflatten(2, (2, -1)).mT).flatten(2) + token.bias
+    out = scores.softmax(-1).to(v.dtype).unsqueeze(2) @ values
+    log_sums = scores.logsumexp(-1, keepdim=True) if pattern.sinks else None
+    return out, log_sums, AttentionState(keys, values)
 
 
 @dataclass(frozen=True)
@@ -289,7 +340,7 @@ class _AttentionToken:
         place, own_half = position % chunk, position // chunk % 2
         turns = place + chunk * (torch.arange(2, device="cpu") != own_half)
         key_phases, query_phases = (
-            rotary_phases(positions, q.shape[-1], pattern.rope_base, q.dtype, q.device)[:, None]
+            rotary_phases(positions, pattern.frequencies(q.shape[-1]), q.dtype, q.device)[:, None]
             for positions in (place, turns)
         )
         slot = (position % (2 * chunk)).to(q.device).view(-1, 1, 1, 1)

@@ -12,13 +12,14 @@
 
 enum { QUERIES = 32, GROUPS = QUERIES / LANES };
 
-// A list is one head of one row. q, k: (lists, length, key); v: (lists, length, value). Widths are multiples of LANES.
+// A list is one head of one row. q: (lists, length, key); k, v: (lists / shared, length, .), because ``shared`` heads of
+// queries have one head of keys and values. Widths are multiples of LANES.
 typedef struct {
     const float *q, *k, *v;
-    const float *k_before, *v_before;  // (lists, chunk, .): the chunk before the call, keys rotated by their place
+    const float *k_before, *v_before;  // (lists / shared, chunk, .): the chunk before the call, keys rotated by their place
     const float *turns;                // (chunk + 1, 2, key): cosines and signed sines by place; the last for -chunk
     const int32_t *first;              // (lists / heads, length): the first slot that a query sees
-    int64_t lists, heads, turned_heads, length, chunk, key, value, span;
+    int64_t lists, heads, shared, turned_heads, length, chunk, key, value, span;
     int pairs;
     int64_t chunks, ranges;  // a range is ``span`` chunks: one task
 } problem;
@@ -75,7 +76,7 @@ static void turn(float *to, const float *from, const problem *a, int64_t list, i
 static int64_t tokens_of(const problem *a, int64_t chunk) { return least(a->chunk, a->length - chunk * a->chunk); }
 
 static void turned_keys(float *to, const problem *a, int64_t list, int64_t chunk) {
-    const float *from = a->k + (list * a->length + chunk * a->chunk) * a->key;
+    const float *from = a->k + (list / a->shared * a->length + chunk * a->chunk) * a->key;
     for (int64_t i = 0; i < tokens_of(a, chunk); i++) turn(to + i * a->key, from + i * a->key, a, list, i, 1, 0);
 }
 
@@ -83,7 +84,7 @@ static void turned_keys(float *to, const problem *a, int64_t list, int64_t chunk
 static void first_keys(float *keys, const problem *a, int64_t list, int64_t chunk) {
     float *own = keys + a->chunk * a->key;
     if (chunk) turned_keys(own, a, list, chunk - 1);
-    else memcpy(own, a->k_before + list * a->chunk * a->key, sizeof(float) * a->chunk * a->key);
+    else memcpy(own, a->k_before + list / a->shared * a->chunk * a->key, sizeof(float) * a->chunk * a->key);
 }
 
 // Move the own keys to the previous half of the window, and load the keys of ``chunk`` into the own half.
@@ -94,8 +95,9 @@ static void next_keys(float *keys, const problem *a, int64_t list, int64_t chunk
 }
 
 static halves values_of(const problem *a, int64_t list, int64_t chunk) {
-    const float *own = a->v + (list * a->length + chunk * a->chunk) * a->value;
-    return (halves){chunk ? own - a->chunk * a->value : a->v_before + list * a->chunk * a->value, own};
+    const int64_t of = list / a->shared;
+    const float *own = a->v + (of * a->length + chunk * a->chunk) * a->value;
+    return (halves){chunk ? own - a->chunk * a->value : a->v_before + of * a->chunk * a->value, own};
 }
 
 // Make pairs of the values of both chunks: ``across`` slots, for sums over slots, else along features. Pairs of the
@@ -196,20 +198,21 @@ static void forward_block(scratch *s, const problem *a, int64_t list, int64_t ch
 }
 
 static problem problem_of(const float *q, const float *k, const float *v, const float *k_before, const float *v_before,
-                          const float *turns, const int32_t *first, int64_t lists, int64_t heads, int64_t turned_heads,
-                          int64_t length, int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t pairs) {
+                          const float *turns, const int32_t *first, int64_t lists, int64_t heads, int64_t shared,
+                          int64_t turned_heads, int64_t length, int64_t chunk, int64_t key, int64_t value, int64_t span,
+                          int64_t pairs) {
     int64_t chunks = blocks_of(length, chunk);
-    return (problem){q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length,
+    return (problem){q, k, v, k_before, v_before, turns, first, lists, heads, shared, turned_heads, length,
                      chunk, key, value, span, pairs, chunks, blocks_of(chunks, span)};
 }
 
 // ``lse`` (lists, length) may be null.
 int64_t chunk_attention_forward(const float *q, const float *k, const float *v, const float *k_before,
                                 const float *v_before, const float *turns, const int32_t *first, float *out, float *lse,
-                                int64_t lists, int64_t heads, int64_t turned_heads, int64_t length, int64_t chunk,
-                                int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
-    problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length, chunk, key,
-                           value, span, pairs);
+                                int64_t lists, int64_t heads, int64_t shared, int64_t turned_heads, int64_t length,
+                                int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
+    problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, shared, turned_heads, length, chunk,
+                           key, value, span, pairs);
     int64_t refused = 0;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
@@ -254,11 +257,12 @@ static void weights_again(scratch *s, const block *b, const float *lse) {
         }
 }
 
-// Replace the gradient of weights by the gradient of scores.
-static void softmax_backward(scratch *s, const block *b) {
+// Replace the gradient of weights by the gradient of scores; ``further`` is the gradient of the log of their sums, or null.
+static void softmax_backward(scratch *s, const block *b, const float *further) {
     for (int g = 0; g < GROUPS; g++) {
         float *weights = s->weights + g * LANES, *grads = s->grad_weights + g * LANES;
         vec along = {0};
+        for (int i = 0; further && i < least(LANES, b->count - g * LANES); i++) along[i] = -further[g * LANES + i];
         for (int64_t j = b->low; j < b->high; j++) along += load(weights + j * QUERIES) * load(grads + j * QUERIES);
         for (int64_t j = b->low; j < b->high; j++) {
             vec given = load(grads + j * QUERIES);
@@ -303,7 +307,7 @@ static void values_backward(scratch *s, const problem *a, const float *grad, con
 }
 
 static void block_backward(scratch *s, const problem *a, int64_t list, int64_t chunk, const block *b, const float *lse,
-                           const float *grad, float *grad_q, grad_halves grad_v) {
+                           const float *grad, const float *grad_lse, float *grad_q, grad_halves grad_v) {
     halves v = values_of(a, list, chunk);
     int64_t at = list * a->length + chunk * a->chunk + b->begin, count = b->high - b->low;
     const float *given = grad + at * a->value;
@@ -313,7 +317,7 @@ static void block_backward(scratch *s, const problem *a, int64_t list, int64_t c
     load_gradient(s, a, given, b);
     values_backward(s, a, given, b, v.before, grad_v.before, 0, b->low, least(b->high, a->chunk));
     values_backward(s, a, given, b, v.own, grad_v.own, a->chunk, b->low > a->chunk ? b->low : a->chunk, b->high);
-    softmax_backward(s, b);
+    softmax_backward(s, b, grad_lse ? grad_lse + at : 0);
     product(s->grad_keys + b->low * a->key, a->key, s->grad_weights + b->low * QUERIES, QUERIES, 1, s->queries, a->key,
             count, a->key, b->count, 1);
     product(s->grad_queries, a->key, s->grad_weights + b->low * QUERIES, 1, QUERIES, s->keys + b->low * a->key, a->key,
@@ -337,8 +341,8 @@ static void keys_backward(scratch *s, const problem *a, int64_t list, int64_t ch
 
 typedef struct { float *q, *k, *v, *k_before, *v_before; } gradients;
 
-static void range_backward(const problem *a, const float *lse, const float *grad, gradients to, int64_t list,
-                           int64_t range, int64_t *refused) {
+static void range_backward(const problem *a, const float *lse, const float *grad, const float *grad_lse, gradients to,
+                           int64_t list, int64_t range, int64_t *refused) {
     scratch s = scratch_of(a, 1, refused);
     if (!s.keys) return;
     int64_t begin = range * a->span, border = (list * a->ranges + range) * a->chunk;
@@ -356,7 +360,7 @@ static void range_backward(const problem *a, const float *lse, const float *grad
         memset(v.own, 0, sizeof(float) * tokens_of(a, u) * a->value);
         for (int64_t first = 0; first < tokens_of(a, u); first += QUERIES) {
             block b = block_of(a, list, u, first);
-            block_backward(&s, a, list, u, &b, lse, grad, to.q, v);
+            block_backward(&s, a, list, u, &b, lse, grad, grad_lse, to.q, v);
         }
         keys_backward(&s, a, list, u, k);
         k.before = k.own, v.before = v.own;
@@ -368,19 +372,22 @@ static void add_to(float *to, const float *from, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] += from[i];
 }
 
+// ``grad_lse`` may be null. grad_k, grad_v: (lists, length, .), a gradient for each head of queries.
 // grad_k_before, grad_v_before: (lists, ranges, chunk, .); range 0 has the gradients of the chunk before the call.
 int64_t chunk_attention_backward(const float *q, const float *k, const float *v, const float *k_before,
                                  const float *v_before, const float *turns, const int32_t *first, const float *lse,
-                                 const float *grad, float *grad_q, float *grad_k, float *grad_v, float *grad_k_before,
-                                 float *grad_v_before, int64_t lists, int64_t heads, int64_t turned_heads, int64_t length,
-                                 int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
-    problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, turned_heads, length, chunk, key,
-                           value, span, pairs);
+                                 const float *grad, const float *grad_lse, float *grad_q, float *grad_k, float *grad_v,
+                                 float *grad_k_before, float *grad_v_before, int64_t lists, int64_t heads,
+                                 int64_t shared, int64_t turned_heads, int64_t length, int64_t chunk, int64_t key,
+                                 int64_t value, int64_t span, int64_t pairs, int64_t threads) {
+    problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, shared, turned_heads, length, chunk,
+                           key, value, span, pairs);
     gradients to = {grad_q, grad_k, grad_v, grad_k_before, grad_v_before};
     int64_t refused = 0;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
-        for (int64_t range = 0; range < a.ranges; range++) range_backward(&a, lse, grad, to, list, range, &refused);
+        for (int64_t range = 0; range < a.ranges; range++)
+            range_backward(&a, lse, grad, grad_lse, to, list, range, &refused);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
         for (int64_t range = 1; range < a.ranges; range++) {

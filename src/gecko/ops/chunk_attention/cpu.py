@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import call, save, saved
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH
-from gecko.ops.chunk_attention.chunked import AttentionState, Pattern, in_order, ring_after
+from gecko.ops.chunk_attention.chunked import Attended, AttentionState, Pattern, in_order, ring_after
 from gecko.ops.rotary import rotate
 from gecko.segments import Segments
 
@@ -28,27 +28,32 @@ def takes(inputs: tuple[Tensor, ...], pattern: Pattern, ring_start: int | None) 
 def chunk_attention_cpu(
     pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments, ring_start: int,
     rounded: bool,
-) -> tuple[Tensor, AttentionState]:  # fmt: skip
+) -> Attended:  # fmt: skip
     """Compute ``chunk_attention_chunked``. If ``rounded``, products with values have factors in bfloat16."""
     q, k, v = inputs
     size, length = 2 * pattern.chunk_size, q.shape[2]
-    keys, values = (in_order(x, ring_start, size) for x in (state.keys, state.values))
+    keys, values = (in_order(x, ring_start, size).float() for x in (state.keys, state.values))
     before = (x[:, :, pattern.chunk_size :] for x in (keys, values))
     turns = segments.shared(("turns", pattern, q.shape[-1]), lambda: _turns(pattern, q))
     first = segments.shared(("first", pattern), lambda: _first(pattern, segments))
     given = (*(x.contiguous() for x in (q, k, v, *before)), turns, first)
     rounded = rounded and pattern.chunk_size % 2 == 0 and v.shape[-1] % (2 * CPU_KERNEL_WIDTH) == 0
-    form = ChunkAttentionCPU.apply if torch.is_grad_enabled() else _forward
-    out: Tensor = form(pattern, rounded, *given)
+    log_sums: Tensor | None
+    if torch.is_grad_enabled():
+        out, log_sums = ChunkAttentionCPU.apply(pattern, rounded, *given)
+    else:
+        log_sums = q.new_empty(q.shape[:3]) if pattern.sinks else None
+        out = _forward(pattern, rounded, *given, log_sums=log_sums)
     if segments.ends is not None:
-        return out, type(state)(*_rings_of_rows(pattern, (k, v), (keys, values), segments.ends, ring_start))
+        rows = _rings_of_rows(pattern, (k, v), (keys, values), segments.ends, ring_start)
+        return out, log_sums, AttentionState(*rows)
 
     kept = slice(max(0, length - size), length)
     place = torch.arange(kept.start, length, device="cpu") % pattern.chunk_size
     phases = segments.shared(("recent", pattern, q.shape[-1]), lambda: pattern.phases(k, place))
-    recent = rotate(k[:, :, kept], phases, pattern.rope_heads), v[:, :, kept]
-    rings = (ring_after(old, new, ring_start + length, size) for old, new in zip((keys, values), recent, strict=True))
-    return out, type(state)(*rings)
+    turned, end = rotate(k[:, :, kept], phases, pattern.turned(k.shape[1])), ring_start + length
+    ring_keys, ring_values = ring_after(keys, turned, end, size), ring_after(values, v[:, :, kept], end, size)
+    return out, log_sums, AttentionState(ring_keys, ring_values)
 
 
 def _rings_of_rows(
@@ -58,7 +63,7 @@ def _rings_of_rows(
     k, v = new
     size = 2 * pattern.chunk_size
     place = torch.arange(k.shape[2], device="cpu") % pattern.chunk_size
-    turned = rotate(k, pattern.phases(k, place), pattern.rope_heads)
+    turned = rotate(k, pattern.phases(k, place), pattern.turned(k.shape[1]))
     # Place of slot s in the last ``size`` tokens of a row, of the ring before the call and its own.
     places = ends.unsqueeze(1) + (torch.arange(size, device="cpu") - ring_start - ends.unsqueeze(1)) % size
 
@@ -89,39 +94,56 @@ def _first(pattern: Pattern, segments: Segments) -> Tensor:
 
 def _forward(pattern: Pattern, rounded: bool, *given: Tensor, log_sums: Tensor | None = None) -> Tensor:
     q, _, v = given[:3]
-    out = torch.empty_like(v)
+    out = v.new_empty(*q.shape[:3], v.shape[-1])
     call("chunk_attention_forward", *given, out, log_sums, *_sizes(q, v, pattern), int(rounded))
     return out
 
 
 class ChunkAttentionCPU(torch.autograd.Function):
-    """Attention of q, k, v and the keys and values of the chunk before the call, all contiguous; see cpu.c."""
+    """Attention of q, k, v and the keys and values of the chunk before the call, all contiguous; see cpu.c.
+
+    Returns the output and log Σ exp(score), (B, H, T).
+    """
 
     @staticmethod
-    def forward(ctx: Any, pattern: Pattern, rounded: bool, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, pattern: Pattern, rounded: bool, *given: Tensor) -> tuple[Tensor, Tensor]:
         log_sums = given[0].new_empty(given[0].shape[:3])
-        save(ctx, *given, log_sums)
         ctx.pattern, ctx.rounded = pattern, rounded
-        return _forward(pattern, rounded, *given, log_sums=log_sums)
+        ctx.set_materialize_grads(False)
+        out = _forward(pattern, rounded, *given, log_sums=log_sums)
+        save(ctx, *given, log_sums)
+        return out, log_sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_log_sums: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, turns, first, log_sums = saved(ctx)
         q, k, v, k_before, v_before = inputs
+        grad = q.new_zeros(*q.shape[:3], v.shape[-1]) if grad is None else grad.contiguous()
+        further = None if grad_log_sums is None else grad_log_sums.contiguous()
         sizes = _sizes(q, v, ctx.pattern)
         ranges = -(-q.shape[2] // (ctx.pattern.chunk_size * sizes[-1]))
-        grads = [torch.empty_like(x) for x in (q, k, v)]
-        borders = [x.new_empty(*x.shape[:2], ranges, *x.shape[2:]) for x in (k_before, v_before)]
+        # Each head of queries has gradients of keys and values; those of shared heads are added.
+        shared = [x.new_empty(*q.shape[:2], *x.shape[2:]) for x in (k, v)]
+        borders = [x.new_empty(*q.shape[:2], ranges, *x.shape[2:]) for x in (k_before, v_before)]
+        grad_q = torch.empty_like(q)
         call(
-            "chunk_attention_backward", *inputs, turns, first, log_sums, grad.contiguous(), *grads, *borders, *sizes,
-            int(ctx.rounded),
+            "chunk_attention_backward", *inputs, turns, first, log_sums, grad, further, grad_q, *shared, *borders,
+            *sizes, int(ctx.rounded),
         )  # fmt: skip
-        return None, None, *grads, *(x[:, :, 0] for x in borders), None, None
+        heads = k.shape[1]
+        own = (_over_shared(x, heads) for x in shared)
+        return None, None, grad_q, *own, *(_over_shared(x[:, :, 0], heads) for x in borders), None, None
+
+
+def _over_shared(grad: Tensor, heads: int) -> Tensor:
+    """Return the sum of the gradients (B, H, …) of the query heads that share each of ``heads`` heads."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
 def _sizes(q: Tensor, v: Tensor, pattern: Pattern) -> tuple[int, ...]:
-    """Return lists, heads, rotated heads, length, chunk size, key and value widths, and chunks per task."""
+    """Return lists, heads, query heads per key head, rotated heads, length, chunk size, key and value widths, and
+    chunks per task."""
     batch, heads, length, key = q.shape
-    span = max(1, _SPAN // pattern.chunk_size)
-    return batch * heads, heads, pattern.rope_heads, length, pattern.chunk_size, key, v.shape[-1], span
+    span, shared = max(1, _SPAN // pattern.chunk_size), heads // v.shape[1]
+    return batch * heads, heads, shared, pattern.turned(heads), length, pattern.chunk_size, key, v.shape[-1], span

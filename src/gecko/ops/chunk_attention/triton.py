@@ -5,14 +5,15 @@ Rows may have different chunk offsets.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import custom_op
-from gecko.ops.chunk_attention.chunked import AttentionState, Pattern
-from gecko.ops.chunk_attention.triton_layout import lay, rotary_table
+from gecko.ops.chunk_attention.chunked import Attended, AttentionState, Pattern
+from gecko.ops.chunk_attention.triton_layout import lay, rotary_table, row_dot
 from gecko.ops.chunk_attention.triton_narrow import WIDEST, narrow_backward, narrow_forward
 from gecko.ops.chunk_attention.triton_wide import wide_backward, wide_forward
 from gecko.ops.common import compute_dtype
@@ -81,18 +82,19 @@ def _first(pattern: Pattern, segments: Segments, chunks: int, offset: Tensor) ->
 
 
 def chunk_attention_triton(
-    inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, state: AttentionState, segments: Segments
-) -> tuple[Tensor, AttentionState]:
-    """Compute ``chunk_attention`` for several tokens per row. Products are in the dtype of v, softmax in float32."""
+    pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
+) -> Attended:
+    """Attend to the window with several tokens per row and a key for each head. Products are in the dtype of v, softmax
+    in float32."""
     q, k, v = inputs
     chunk, dtype = pattern.chunk_size, v.dtype
     layout = segments.shared(("layout", pattern), lambda: AttentionLayout.build(pattern, segments))
-    table = None
-    if pattern.rope_heads:
-        key = ("turns", chunk, q.shape[-1], pattern.rope_base)
-        table = segments.shared(key, lambda: rotary_table(chunk, q.shape[-1], pattern.rope_base, q.device))
+    table, turned = None, pattern.turned(q.shape[1])
+    if turned:
+        key = ("turns", pattern, q.shape[-1])
+        table = segments.shared(key, lambda: rotary_table(chunk, pattern.frequencies(q.shape[-1]), q.device))
     query_rows, key_rows = layout.chunks * chunk, (layout.chunks + layout.before) * chunk
-    turn = (chunk, pattern.rope_heads)
+    turn = (chunk, turned)
     near = lay(q, None, table, layout.offset % chunk, layout.shift, query_rows, False, *turn, 0, dtype)
     far = None
     if pattern.lookback:
@@ -103,12 +105,13 @@ def chunk_attention_triton(
     if layout.reads or layout.common_chunk_offset != 0 or v.shape[2] != key_rows:
         values = lay(v, ring_values, None, layout.offset, layout.shift, key_rows, False, chunk, 0, 0, dtype)
     laid = (None if x is None else x.flatten(0, 1) for x in (near, far, keys, values))
-    out, _ = attend_grid(*laid, layout.first, q.shape[1], chunk)
+    out, log_sums = attend_grid(*laid, layout.first, q.shape[1], chunk)
     after = (
         lay(x, ring, turns, layout.ring_offset, layout.shift, 2 * chunk, True, *turn, 0, to)
         for x, ring, turns, to in ((k, state.keys, table, compute_dtype(k)), (v, state.values, None, dtype))
     )
-    return layout.taken(out.unflatten(0, q.shape[:2]), q.shape[2]), type(state)(*after)
+    out, log_sums = (layout.taken(x.unflatten(0, q.shape[:2]), q.shape[2]) for x in (out, log_sums.unsqueeze(-1)))
+    return out, log_sums.squeeze(-1) * math.log(2) if pattern.sinks else None, AttentionState(*after)
 
 
 def _is_narrow(v: Tensor) -> bool:
@@ -131,25 +134,27 @@ def attend_grid(
 
 @custom_op("attend_grid_backward")
 def attend_grid_backward(
-    grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
-    heads: int, chunk_size: int,
+    grad: Tensor, grad_log_sum: Tensor | None, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor,
+    out: Tensor, log_sum: Tensor, heads: int, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of near, far, k and v; that of far is empty if there is no far."""
-    form = narrow_backward if _is_narrow(v) else wide_backward
-    grad_near, grad_far, grad_k, grad_v = form(
-        grad.contiguous(), near, far, k, v, first, out, log_sum, heads, chunk_size
-    )
+    form, grad = narrow_backward if _is_narrow(v) else wide_backward, grad.contiguous()
+    dot = row_dot(grad, out)
+    if grad_log_sum is not None:
+        dot = dot - grad_log_sum / math.log(2)
+    grad_near, grad_far, grad_k, grad_v = form(grad, near, far, k, v, first, dot, log_sum, heads, chunk_size)
     return grad_near, near.new_empty(0) if grad_far is None else grad_far, grad_k, grad_v
 
 
 def _keep(ctx, inputs, output):
     near, far, k, v, first, ctx.heads, ctx.chunk_size = inputs
     ctx.save_for_backward(near, far, k, v, first, *output)
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _pass_back(ctx, grad, _):
-    grad_near, grad_far, grad_k, grad_v = attend_grid_backward(grad, *ctx.saved_tensors, ctx.heads, ctx.chunk_size)
+def _pass_back(ctx, grad, grad_log_sum):
+    grads = attend_grid_backward(grad, grad_log_sum, *ctx.saved_tensors, ctx.heads, ctx.chunk_size)
+    grad_near, grad_far, grad_k, grad_v = grads
     return grad_near, grad_far if grad_far.numel() else None, grad_k, grad_v, None, None, None
 
 

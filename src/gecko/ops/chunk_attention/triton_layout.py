@@ -187,10 +187,9 @@ def _turn(
     return b_x
 
 
-def rotary_table(chunk_size: int, width: int, base: float, device: torch.device) -> Tensor:
-    """Return pairs (cos, sin) of the angles of positions 0 … 2c − 1, (2c, width) float32, computed in float64."""
-    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
-    angles = torch.arange(2 * chunk_size, dtype=torch.float64, device=device)[:, None] * frequencies
+def rotary_table(chunk_size: int, frequencies: Tensor, device: torch.device) -> Tensor:
+    """Return pairs (cos, sin) of the angles of positions 0 … 2c − 1, (2c, d) float32, computed in float64."""
+    angles = torch.arange(2 * chunk_size, dtype=torch.float64, device=device)[:, None] * frequencies.to(device)
     return torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1).float()
 
 

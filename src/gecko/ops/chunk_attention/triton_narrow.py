@@ -22,7 +22,6 @@ from gecko.ops.chunk_attention.triton_layout import (
     log_weights_by_key,
     operand,
     query_tile,
-    row_dot,
 )
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -255,13 +254,13 @@ def narrow_forward(
 
 
 def narrow_backward(
-    grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
+    grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, dot: Tensor, log_sum: Tensor,
     heads: int, chunk_size: int,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of near, far, k and v."""
+    """Return the gradients of near, far, k and v; ``dot`` is the sum of P dP of each query."""
     grads = [None if x is None else torch.empty_like(x) for x in (near, far, k, v)]
     common = _common(near, far, k, v, first, heads, chunk_size, True)
-    common |= dict(p_grad=grad, p_dot=row_dot(grad, out), p_log_sum=log_sum)
+    common |= dict(p_grad=grad, p_dot=dot, p_log_sum=log_sum)
     Launch(
         _query_grads_kernel, _grid(near, chunk_size, common["block_q"]),
         common | dict(p_grad_near=grads[0], p_grad_far=grads[1]), warps=8, stages=2,

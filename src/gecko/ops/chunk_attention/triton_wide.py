@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, tile
-from gecko.ops.chunk_attention.triton_layout import log_weights, operand, product_of_rows, query_tile, row_dot
+from gecko.ops.chunk_attention.triton_layout import log_weights, operand, product_of_rows, query_tile
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -319,12 +319,11 @@ def _windows(v: Tensor, shape: _Shape, piece: _WidePiece) -> Tensor:
 
 
 def wide_backward(
-    grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, out: Tensor, log_sum: Tensor,
+    grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, dot: Tensor, log_sum: Tensor,
     heads: int, chunk_size: int,
 ) -> _Grads:  # fmt: skip
-    """Return the gradients of near, far, k and v."""
+    """Return the gradients of near, far, k and v; ``dot`` is the sum of P dP of each query."""
     shape = _Shape.of(near, far, k, heads, chunk_size)
-    dot = row_dot(grad, out)
     grads = _empty_grads(near, far, k, v, shape)
     weights, scores = _scratch(v, shape), _scratch(v, shape)
     for piece in shape.pieces(v.itemsize):

@@ -10,7 +10,9 @@
 // Activations of all rows; row r of each starts r times its padded width after the first.
 typedef struct {
     float *x, *mixed, *after, *normal, *averaged;                  // features
-    float *shared, *value, *gate, *out, *hidden, *gated, *weight;  // H · key; H · value, three times; hidden, twice; H · key
+    float *shared, *value, *gate, *out;  // H · key, or queries and keys; H · value, three times
+    float *hidden, *gated, *weight;      // hidden, twice; H · key
+    float *sink_phases;  // key: cosine and sine by which a query is rotated for the sinks
     float *own;  // of each thread: normal activations of all rows, an operand, the work memory of a head, and its memory
     int64_t own_size;
 } activations;
@@ -20,6 +22,13 @@ static int64_t operand_size(const network *net) {
     const int64_t most = features > value ? features : value;
     return net->rows * operand_row(most > hidden ? most : hidden);
 }
+
+// Numbers that queries and keys are made of, and numbers of all values.
+static int64_t shared_size(const network *net) {
+    return net->key * (net->separate ? net->heads + net->key_heads : net->heads);
+}
+
+static int64_t values_size(const network *net) { return net->key_heads * net->value; }
 
 static int64_t own_size_of(const network *net) {
     return net->rows * padded(net->features) + operand_size(net) + head_room_size(net) + padded(net->key * net->value);
@@ -32,8 +41,8 @@ static int64_t carve(activations *a, float *room, const network *net, int64_t th
     const int64_t key = padded(net->heads * net->key), hidden = padded(net->hidden);
     struct { float **at; int64_t size; } parts[] = {
         {&a->x, features}, {&a->mixed, features}, {&a->after, features}, {&a->normal, features}, {&a->averaged, features},
-        {&a->shared, key}, {&a->value, value}, {&a->gate, value}, {&a->out, value}, {&a->hidden, hidden},
-        {&a->gated, hidden}, {&a->weight, key},
+        {&a->shared, padded(shared_size(net))}, {&a->value, value}, {&a->gate, value}, {&a->out, value},
+        {&a->hidden, hidden}, {&a->gated, hidden}, {&a->weight, key}, {&a->sink_phases, padded(net->key)},
     };
     int64_t used = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
@@ -171,11 +180,21 @@ static range features_of(const worker *w) {
     return part_of(w->net->features, w->net->features / w->net->groups, w->thread, w->threads);
 }
 
+// RMS norm of the features in ``part``, of single steps.
+static void step_norm(const network *net, const running_norm *norm, range part, const float *x, float *y) {
+    float mean, variance;
+    moments(x, net->features, 0, &mean, &variance);
+    const float factor = 1 / sqrtf(variance + (float)net->eps);
+    scale_normal(x + part.begin, 0, factor, norm->scale + part.begin, 0, part.end - part.begin, y + part.begin);
+}
+
 static void norm_and_cema(const worker *w, const layer *l, const running_norm *norm) {
     const int64_t row = padded(w->net->features);
     const range part = features_of(w);
     for (int64_t r = 0; r < w->batch->rows; r++)
-        timestep_norm(w->net, norm, w->batch->slot[r], part, w->a.x + r * row, w->a.normal + r * row);
+        if (w->net->steps_only) step_norm(w->net, norm, part, w->a.x + r * row, w->a.normal + r * row);
+        else timestep_norm(w->net, norm, w->batch->slot[r], part, w->a.x + r * row, w->a.normal + r * row);
+    if (!w->net->averages) return;
     // The tables of some channels stay in the cache for all rows.
     for (int64_t channel = part.begin; l && channel < part.end; channel += 4)
         for (int64_t r = 0; r < w->batch->rows; r++)
@@ -184,7 +203,7 @@ static void norm_and_cema(const worker *w, const layer *l, const running_norm *n
 }
 
 static void count_step(const worker *w, const running_norm *norm) {
-    if (w->thread == 0)
+    if (w->thread == 0 && !w->net->steps_only)
         for (int64_t r = 0; r < w->batch->rows; r++)
             ++*(int64_t *)state_of(w->net, norm->count, w->batch->slot[r], sizeof(int64_t));
 }
@@ -205,54 +224,101 @@ static void run_layer(const worker *w, const matrix *m, range part, input *in, f
     products(m, part.begin, part.end, in->as, w->batch->rows, y, y_row);
 }
 
-// Shared projection, values, gates and the residual of the mixer, as one list of outputs.
+// Values, gates, queries and keys, and the residual of the mixer, as one list of outputs; parts that a model does not have
+// are empty.
 static void project(const worker *w, const layer *l) {
     const network *net = w->net;
-    const int64_t rows = w->batch->rows, features = padded(net->features);
-    const int64_t key = net->heads * net->key, value = net->heads * net->value;
-    for (int64_t r = 0; r < rows; r++)
+    const int64_t rows = w->batch->rows, features = padded(net->features), query = net->heads * net->key;
+    const int64_t key = shared_size(net), value = padded(net->heads * net->value);
+    const int64_t sizes[4] = {values_size(net), net->gate == NO_GATE ? 0 : net->heads * net->value, key,
+                              net->hidden_branch ? net->features : 0};
+    int64_t to[5] = {0};
+    for (int i = 0; i < 4; i++) to[i + 1] = to[i] + sizes[i];
+    for (int64_t r = 0; net->averages && r < rows; r++)
         group_norm(net, w->a.averaged + r * features, l->cema_norm, 0, 0, w->own + r * features);
-    const range part = part_of(key + 2 * value + net->features, TILE_OUTPUTS, w->thread, w->threads);
-    const range to_value = intersection(part, 0, value), to_gate = intersection(part, value, 2 * value);
-    const range to_shared = intersection(part, 2 * value, 2 * value + key);
-    const range to_hidden = intersection(part, 2 * value + key, 2 * value + key + net->features);
-    input normal = input_of(w->a.normal), averaged = input_of(w->own);
-    run_layer(w, &l->to_value, to_value, &normal, w->a.value, padded(value));
-    run_layer(w, &l->to_gate, to_gate, &averaged, w->a.gate, padded(value));
-    run_layer(w, &l->to_shared, to_shared, &averaged, w->a.shared, padded(key));
-    run_layer(w, &l->to_hidden, to_hidden, &averaged, w->a.mixed, features);
+    const range part = part_of(to[4], TILE_OUTPUTS, w->thread, w->threads);
+    const range to_value = intersection(part, 0, to[1]), to_gate = intersection(part, to[1], to[2]);
+    const range to_hidden = intersection(part, to[3], to[4]);
+    input normal = input_of(w->a.normal), other = input_of(w->own), *averaged = net->averages ? &other : &normal;
+    run_layer(w, &l->to_value, to_value, &normal, w->a.value, value);
+    run_layer(w, &l->to_gate, to_gate, averaged, w->a.gate, value);
+    if (net->separate) {
+        run_layer(w, &l->to_query, intersection(part, to[2], to[2] + query), averaged, w->a.shared, padded(key));
+        run_layer(w, &l->to_key, intersection(part, to[2] + query, to[3]), averaged, w->a.shared + query, padded(key));
+    } else run_layer(w, &l->to_shared, intersection(part, to[2], to[3]), averaged, w->a.shared, padded(key));
+    run_layer(w, &l->to_hidden, to_hidden, averaged, w->a.mixed, features);
     for (int64_t r = 0; r < rows; r++) {
-        if (to_value.begin < to_value.end)
-            silu(w->a.value + r * padded(value) + to_value.begin, to_value.end - to_value.begin);
+        if (net->silu_values && to_value.begin < to_value.end)
+            silu(w->a.value + r * value + to_value.begin, to_value.end - to_value.begin);
         if (to_gate.begin < to_gate.end)
-            silu(w->a.gate + r * padded(value) + to_gate.begin, to_gate.end - to_gate.begin);
+            silu(w->a.gate + r * value + to_gate.begin, to_gate.end - to_gate.begin);
         if (to_hidden.begin < to_hidden.end)
             add(w->a.mixed + r * features + to_hidden.begin, w->a.x + r * features + to_hidden.begin,
                 to_hidden.end - to_hidden.begin);
     }
 }
 
-// Queries and keys of one head: a unit vector, scaled and shifted, and for attention rotated.
-static void queries_and_keys(const network *net, const layer *l, const place *at, int64_t head, const float *shared,
-                             const head_room *room) {
+// x of one head, normalised if the model does so, times its scale.
+static void scaled_head(const network *net, const float *x, const float *scale, float *normal, float *to) {
+    if (net->unit_queries) normalise_head(x, normal, net->key, net->eps);
+    for (int64_t i = 0; i < net->key; i++) to[i] = (net->unit_queries ? normal : x)[i] * scale[i];
+}
+
+// Query of one head, and the key that it shares with others, before they are rotated, to ``share`` and ``memory_key``:
+// a unit vector, scaled and shifted, or projections of their own.
+static void query_and_key(const network *net, const layer *l, int64_t head, const float *shared, const head_room *room) {
     const int64_t size = net->key, all = net->heads * size, first = head * size;
-    const int64_t turn = at->position - at->chunk_start;
+    if (net->separate) {
+        const int64_t own = head / shared_by(net) * size;
+        scaled_head(net, shared + first, l->query_scale + first, room->normal, room->share);
+        scaled_head(net, shared + all + own, l->key_scale + own, room->normal, room->memory_key);
+        return;
+    }
     normalise_head(shared + first, room->normal, size, net->eps);
     scale_and_shift(room->normal, l->qk_scale + first, l->qk_shift + first, room->share, size);
     scale_and_shift(room->normal, l->qk_scale + all + first, l->qk_shift + all + first, room->memory_key, size);
+}
+
+// Queries and keys of one head, for attention rotated.
+static void queries_and_keys(const network *net, const layer *l, const place *at, int64_t head, const float *shared,
+                             const float *sink_phases, const head_room *room) {
+    const int64_t size = net->key, all = net->heads * size, first = head * size;
+    const int64_t turn = at->position - at->chunk_start;
+    query_and_key(net, l, head, shared, room);
     if (head < net->rope_heads) {
         rotate(room->share, net->phases + turn * size, room->query[0], size);
         rotate(room->share, net->phases + (turn + net->chunk) * size, room->query[1], size);
+        if (at->sinks) rotate(room->share, sink_phases, room->query[2], size);
         rotate(room->memory_key, net->phases + turn * size, room->key, size);
+        if (at->number < net->sinks) rotate(room->memory_key, net->phases + at->number * size, room->sink_key, size);
     } else {
-        memcpy(room->query[0], room->share, sizeof(float) * size);
-        memcpy(room->query[1], room->share, sizeof(float) * size);
+        for (int i = 0; i < 3; i++) memcpy(room->query[i], room->share, sizeof(float) * size);
         memcpy(room->key, room->memory_key, sizeof(float) * size);
+        memcpy(room->sink_key, room->memory_key, sizeof(float) * size);
     }
     if (net->memory == NO_MEMORY) return;
+    if (net->separate) {
+        memcpy(room->memory_query, shared + first, sizeof(float) * size);
+        memcpy(room->memory_key, shared + all + first, sizeof(float) * size);
+        return;
+    }
     const float *scale = l->qk_scale + 2 * all + first, *shift = l->qk_shift + 2 * all + first;
     scale_and_shift(room->normal, scale, shift, room->memory_query, size);
     scale_and_shift(room->normal, scale + all, shift + all, room->memory_key, size);
+}
+
+// Write the token to the ring, and to the sinks if it is one.
+static void keep_token(const network *net, const layer *l, const place *at, int64_t head, range part,
+                       const head_room *room, const float *v) {
+    const int64_t newest = at->position % (2 * net->chunk);
+    const range all = {0, net->key};
+    if (part.begin == 0)
+        write_numbers(keys_of_head(net, l, at, head), newest * net->key, all, room->key, net->keys_are_bfloat16);
+    write_numbers(values_of_head(net, l, at, head), newest * net->value, part, v, net->values_are_bfloat16);
+    if (at->number >= net->sinks) return;
+    if (part.begin == 0)
+        write_numbers(sink_keys_of(net, l, at, head), at->number * net->key, all, room->sink_key, net->keys_are_bfloat16);
+    write_numbers(sink_values_of(net, l, at, head), at->number * net->value, part, v, net->values_are_bfloat16);
 }
 
 // One head of one row, of whose values it takes the columns ``part``.
@@ -260,20 +326,19 @@ static void mix_head(const worker *w, const layer *l, int64_t row, int64_t head,
     const network *net = w->net;
     const place at = place_of(net, w->batch, row);
     const int64_t values = padded(net->heads * net->value), first = row * values + head * net->value;
-    float *v = w->a.value + first, *out = w->a.out + first;
-    queries_and_keys(net, l, &at, head, w->a.shared + row * padded(net->heads * net->key), room);
-    const int64_t newest = at.position % (2 * net->chunk);
-    if (part.begin == 0)
-        write_numbers(keys_of_head(net, l, &at, head), newest * net->key, (range){0, net->key}, room->key,
-                      net->keys_are_bfloat16);
-    write_numbers(values_of_head(net, l, &at, head), newest * net->value, part, v, net->values_are_bfloat16);
-    attend(net, l, &at, head, part, room, out);
-    for (int64_t i = part.begin; i < part.end; i++) out[i] *= w->a.gate[first + i];
-    if (net->memory == NO_MEMORY) return;
-    float *next = w->a.weight + row * padded(net->heads * net->key) + head * net->key;
-    if (part.begin) next = room->scores;  // the thread of the first columns keeps it
-    memory_features(net, l, &at, head, room, next);
-    use_memory(net, l, &at, head, part, room, v, out);
+    float *v = w->a.value + row * values + head / shared_by(net) * net->value, *out = w->a.out + first;
+    const float *shared = w->a.shared + row * padded(shared_size(net));
+    queries_and_keys(net, l, &at, head, shared, w->a.sink_phases + row * padded(net->key), room);
+    if (head % shared_by(net) == 0) keep_token(net, l, &at, head, part, room, v);
+    attend(net, l, &at, head, part, room, v, out);
+    for (int64_t i = part.begin; net->gate == GATED_ATTENTION && i < part.end; i++) out[i] *= w->a.gate[first + i];
+    if (net->memory != NO_MEMORY) {
+        float *next = w->a.weight + row * padded(net->heads * net->key) + head * net->key;
+        if (part.begin) next = room->scores;  // the thread of the first columns keeps it
+        memory_features(net, l, &at, head, room, next);
+        use_memory(net, l, &at, head, part, room, v, out);
+    }
+    for (int64_t i = part.begin; net->gate == GATED_SUM && i < part.end; i++) out[i] *= w->a.gate[first + i];
 }
 
 static void mix(const worker *w, const layer *l) {
@@ -315,8 +380,9 @@ static void project_output(const worker *w, const layer *l) {
     const range part = part_of(w->net->features, TILE_OUTPUTS, w->thread, w->threads);
     input mixed = input_of(w->a.out);
     run_layer(w, &l->to_output, part, &mixed, w->a.after, features);
+    const float *residual = w->net->hidden_branch ? w->a.mixed : w->a.x;
     for (int64_t r = 0; r < w->batch->rows && part.begin < part.end; r++)
-        add(w->a.after + r * features + part.begin, w->a.mixed + r * features + part.begin, part.end - part.begin);
+        add(w->a.after + r * features + part.begin, residual + r * features + part.begin, part.end - part.begin);
 }
 
 static void feed_forward_in(const worker *w, const layer *l) {
@@ -324,7 +390,8 @@ static void feed_forward_in(const worker *w, const layer *l) {
     const int64_t rows = w->batch->rows, features = padded(net->features), hidden = padded(net->hidden);
     const range part = part_of(net->hidden, TILE_OUTPUTS, w->thread, w->threads);
     for (int64_t r = 0; r < rows; r++)
-        group_norm(net, w->a.after + r * features, l->ffn_norm_scale, l->ffn_norm_shift, 1, w->own + r * features);
+        group_norm(net, w->a.after + r * features, l->ffn_norm_scale, l->ffn_norm_shift, !net->steps_only,
+                   w->own + r * features);
     input normal = input_of(w->own);
     run_layer(w, &l->fc1, part, &normal, w->a.hidden, hidden);
     if (net->swiglu) run_layer(w, &l->fc3, part, &normal, w->a.gated, hidden);
@@ -369,11 +436,26 @@ static void run_block(const worker *w, const layer *l) {
 #pragma omp barrier
 }
 
+// Phases by which the query of each row is rotated for its sinks, by its position in its document.
+static void find_sink_phases(const worker *w) {
+    const network *net = w->net;
+    for (int64_t r = w->thread; net->sinks && r < w->batch->rows; r += w->threads)
+        for (int64_t i = 0; i < net->key / 2; i++) {
+            const double angle = (w->batch->position[r] - w->batch->document_start[r]) * net->frequencies[i];
+            float *to = w->a.sink_phases + r * padded(net->key) + 2 * i;
+            to[0] = cos(angle), to[1] = sin(angle);
+        }
+}
+
 static void run_network(const worker *w) {
     const network *net = w->net;
     const range part = features_of(w);
     for (int64_t r = 0; r < w->batch->rows; r++)
         read_embedding(net, w->batch->token[r], part, w->a.x + r * padded(net->features));
+    find_sink_phases(w);
+    if (net->steps_only || net->sinks) {
+#pragma omp barrier
+    }
     for (int64_t i = 0; i < net->layers; i++) run_block(w, net->layer + i);
     norm_and_cema(w, 0, &net->final_norm);
 #pragma omp barrier

@@ -40,7 +40,7 @@ class _ChunkSummaryStruct(ctypes.Structure):
     _fields_ = [(name, c_void_p) for name in ("weight", "key_sum", "value_sum")]
 
 
-_MIXER_MATRICES = ("to_shared", "to_value", "to_gate", "to_hidden", "to_output")
+_MIXER_MATRICES = ("to_shared", "to_query", "to_key", "to_value", "to_gate", "to_hidden", "to_output")
 _FEED_FORWARD_MATRICES = ("fc1", "fc3", "fc2")
 
 
@@ -49,7 +49,21 @@ class _Layer(ctypes.Structure):
         ("norm", _RunningNorm),
         *((name, c_void_p) for name in ("cema_tables", "cema_skip", "cema", "cema_norm")),
         *((name, _Matrix) for name in _MIXER_MATRICES),
-        *((name, c_void_p) for name in ("qk_scale", "qk_shift", "keys", "values", "memory", "normaliser")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "qk_scale",
+                "qk_shift",
+                "query_scale",
+                "key_scale",
+                "keys",
+                "values",
+                "sink_keys",
+                "sink_values",
+                "memory",
+                "normaliser",
+            )
+        ),
         ("previous", _ChunkSummaryStruct),
         ("current", _ChunkSummaryStruct),
         *((name, c_void_p) for name in ("previous_resets", "ffn_norm_scale", "ffn_norm_shift", "ffn_scale")),
@@ -62,10 +76,11 @@ class _NetworkStruct(ctypes.Structure):
         *((name, c_int64) for name in (
             "rows", "slots", "layers", "features", "heads", "key", "value", "hidden", "modes", "chunk", "groups",
             "norm_groups", "vocabulary", "attention", "memory", "rope_heads", "swiglu", "two_hop", "cumulative",
-            "keys_are_bfloat16", "values_are_bfloat16", "page_bytes",
+            "keys_are_bfloat16", "values_are_bfloat16", "key_heads", "sinks", "separate", "unit_queries", "steps_only",
+            "averages", "gate", "hidden_branch", "silu_values", "page_bytes",
         )),
         *((name, c_double) for name in ("beta_mean", "beta_variance", "eps", "embedding_scale")),
-        ("phases", c_void_p),
+        *((name, c_void_p) for name in ("phases", "frequencies")),
         *((name, _Matrix) for name in ("embedding", "head")),
         ("final_norm", _RunningNorm),
         ("layer", POINTER(_Layer)),
@@ -79,17 +94,20 @@ class _BatchStruct(ctypes.Structure):
     ]
 
 
-_VECTOR, _HEADS = "features", "slots heads"
+_VECTOR, _HEADS, _KEY_HEADS = "features", "slots heads", "slots key_heads"
 _SHAPES = {
     "scale": _VECTOR, "shift": _VECTOR, "count": "slots", "mean": "slots groups", "variance": "slots groups",
     "cema_tables": "parts features table", "cema_skip": _VECTOR, "cema": "slots features modes pair",
-    "cema_norm": _VECTOR, "to_shared": "keys_of_all features", "to_value": "values_of_all features",
-    "to_gate": "values_of_all features", "to_hidden": "features features", "to_output": "features values_of_all",
-    "qk_scale": "copies keys_of_all", "qk_shift": "copies keys_of_all", "keys": f"{_HEADS} window key",
-    "values": f"{_HEADS} window value", "memory": f"{_HEADS} key value", "normaliser": f"{_HEADS} key",
+    "cema_norm": _VECTOR, "to_shared": "keys_of_all features", "to_query": "keys_of_all features",
+    "to_key": "own_keys features", "to_value": "own_values features", "to_gate": "values_of_all features",
+    "to_hidden": "features features", "to_output": "features values_of_all", "qk_scale": "copies keys_of_all",
+    "qk_shift": "copies keys_of_all", "query_scale": "keys_of_all", "key_scale": "own_keys",
+    "keys": f"{_KEY_HEADS} window key", "values": f"{_KEY_HEADS} window value", "sink_keys": f"{_KEY_HEADS} sinks key",
+    "sink_values": f"{_KEY_HEADS} sinks value", "memory": f"{_HEADS} key value", "normaliser": f"{_HEADS} key",
     "weight": f"{_HEADS} key", "key_sum": f"{_HEADS} key key", "value_sum": f"{_HEADS} key value",
     "previous_resets": "slots", "ffn_norm_scale": _VECTOR, "ffn_norm_shift": _VECTOR, "ffn_scale": _VECTOR,
     "fc1": "hidden features", "fc3": "hidden features", "fc2": "features hidden", "phases": "window turns pair",
+    "frequencies": "turns",
     "embedding": "vocabulary features", "head": "vocabulary features",
 }  # fmt: skip
 """Shapes of the tensors that C reads and writes, in sizes of the network, and of matrices without their padding."""
@@ -97,11 +115,28 @@ _SHAPES = {
 
 def _sizes(record: Record) -> dict[str, int]:
     keys, values = (record["heads"] * record[name] for name in ("key", "value"))
+    own_keys, own_values = (record["key_heads"] * record[name] for name in ("key", "value"))
     return {
-        **record, "slots": record["final_norm"]["count"].numel(), "window": 2 * record["chunk"], "pair": 2, "parts": 4,
+        **record, "slots": len(record["layer"][0]["keys"]), "window": 2 * record["chunk"], "pair": 2, "parts": 4,
         "table": -(-2 * record["modes"] // 16) * 16, "turns": -(-record["key"] // 2), "keys_of_all": keys,
-        "values_of_all": values, "copies": 4 if record["memory"] else 2,
+        "values_of_all": values, "own_keys": own_keys, "own_values": own_values,
+        "copies": 4 if record["memory"] else 2,
     }  # fmt: skip
+
+
+def _absent(record: Record) -> set[str]:
+    """Return the fields that a network of these numbers need not have."""
+    without = {
+        "ffn_scale": True, "layer": True, "fc3": not record["swiglu"],
+        **dict.fromkeys(("memory", "normaliser", "previous", "current", "previous_resets"), not record["memory"]),
+        **dict.fromkeys(("to_shared", "qk_scale", "qk_shift"), record["separate"]),
+        **dict.fromkeys(("to_query", "to_key", "query_scale", "key_scale"), not record["separate"]),
+        **dict.fromkeys(("shift", "count", "mean", "variance", "ffn_norm_shift"), record["steps_only"]),
+        **dict.fromkeys(("cema_tables", "cema_skip", "cema", "cema_norm"), not record["averages"]),
+        "to_gate": not record["gate"], "to_hidden": not record["hidden_branch"],
+        **dict.fromkeys(("sink_keys", "sink_values"), not record["sinks"]),
+    }  # fmt: skip
+    return {name for name, missing in without.items() if missing}
 
 
 class Network:
@@ -120,9 +155,11 @@ class Network:
         self._kept: list[Tensor] = []
         self._page_bytes, self._sizes = record["page_bytes"], _sizes(record)
         bfloat16 = {name: torch.bfloat16 for name in ("keys", "values") if record[f"{name}_are_bfloat16"]}
-        self._dtypes = {"count": torch.int64, "previous_resets": torch.bool, **bfloat16}
-        memory = () if record["memory"] else ("memory", "normaliser", "previous", "current", "previous_resets")
-        self._absent = {"ffn_scale", "layer", *memory, *(() if record["swiglu"] else ("fc3",))}
+        bfloat16 |= {f"sink_{name}": dtype for name, dtype in bfloat16.items()}
+        self._dtypes = {
+            "count": torch.int64, "previous_resets": torch.bool, "frequencies": torch.float64, **bfloat16
+        }  # fmt: skip
+        self._absent = _absent(record)
         layers = [self._filled(_Layer, layer) for layer in record.pop("layer")]
         self._layers = (_Layer * len(layers))(*layers)
         self._network = self._filled(_NetworkStruct, record | {"slots": self._sizes["slots"]})

@@ -5,20 +5,22 @@
 
 // Work memory of one head.
 typedef struct {
-    float *query[2];       // (key,): of attention, for keys of the own chunk and for keys of the previous one
+    float *query[3];       // (key,): of attention, for keys of the own chunk, of the previous one, and for sinks
     float *memory_query;   // (key,): features of the memory's query
     float *memory_key;     // (key,): the key, then its features
     float *share;          // (key,): of the token in each sum of the current chunk
-    float *normal, *key;   // (key,)
-    float *scores;         // (2c,)
+    float *normal, *key, *sink_key;  // (key,): the key as the window holds it, and as a sink
+    float *scores;         // (sinks + 2c,)
 } head_room;
 
-static inline int64_t head_room_size(const network *net) { return 7 * padded(net->key) + padded(2 * net->chunk) + 16; }
+static inline int64_t head_room_size(const network *net) {
+    return 9 * padded(net->key) + padded(net->sinks + 2 * net->chunk) + 16;
+}
 
 static inline head_room head_room_at(const network *net, float *at) {
     int64_t size = padded(net->key);
-    return (head_room){{at, at + size}, at + 2 * size, at + 3 * size, at + 4 * size, at + 5 * size, at + 6 * size,
-                       at + 7 * size};
+    return (head_room){{at, at + size, at + 2 * size}, at + 3 * size, at + 4 * size, at + 5 * size, at + 6 * size,
+                       at + 7 * size, at + 8 * size, at + 9 * size};
 }
 
 // to = z / sqrt(mean(z²) + ε), without a weight.
@@ -186,7 +188,8 @@ static void write_numbers(void *ring, int64_t row, range part, const float *x, i
 
 // The token's place in its stream.
 typedef struct {
-    int64_t slot, position, chunk_start, first;  // first: first position that attention sees
+    int64_t slot, position, chunk_start, first;  // first: first position of the window
+    int64_t number, sinks;                       // tokens of the document before this one, and sinks that it sees
     int began_in_chunk, reads_memory, ends_chunk;
 } place;
 
@@ -196,9 +199,10 @@ static inline place place_of(const network *net, const batch *b, int64_t row) {
     int64_t first = net->attention == SLIDING_WINDOW ? position - chunk + 1
                   : net->attention == CHUNK          ? chunk_start
                                                      : chunk_start - chunk;
+    const int64_t sinks = first > start ? least(net->sinks, first - start) : 0;
     first = first > start ? first : start;
-    return (place){b->slot[row], position, chunk_start, first > 0 ? first : 0, start >= chunk_start,
-                   start < chunk_start - chunk, (position + 1) % chunk == 0};
+    return (place){b->slot[row], position, chunk_start, first > 0 ? first : 0, position - start, sinks,
+                   start >= chunk_start, start < chunk_start - chunk, (position + 1) % chunk == 0};
 }
 
 // The state of a head in a float32 tensor with ``size`` numbers per slot and head.
@@ -206,43 +210,62 @@ static inline float *head_state(const network *net, const float *first, const pl
     return (float *)state_of(net, first, at->slot, sizeof(float) * net->heads * size) + head * size;
 }
 
-// The attention window of a head.
+// ``count`` keys or values of ``width`` numbers that a head of queries uses: those of the window, or the sinks.
+static inline char *rows_of_head(const network *net, const void *of, const place *at, int64_t head, int64_t count,
+                                 int64_t width, int64_t bfloat16) {
+    const int64_t size = count * width * (bfloat16 ? 2 : 4);
+    return (char *)state_of(net, of, at->slot, net->key_heads * size) + head / shared_by(net) * size;
+}
+
 static inline char *keys_of_head(const network *net, const layer *l, const place *at, int64_t head) {
-    const int64_t size = 2 * net->chunk * net->key * (net->keys_are_bfloat16 ? 2 : 4);
-    return (char *)state_of(net, l->keys, at->slot, net->heads * size) + head * size;
+    return rows_of_head(net, l->keys, at, head, 2 * net->chunk, net->key, net->keys_are_bfloat16);
 }
 
 static inline char *values_of_head(const network *net, const layer *l, const place *at, int64_t head) {
-    const int64_t size = 2 * net->chunk * net->value * (net->values_are_bfloat16 ? 2 : 4);
-    return (char *)state_of(net, l->values, at->slot, net->heads * size) + head * size;
+    return rows_of_head(net, l->values, at, head, 2 * net->chunk, net->value, net->values_are_bfloat16);
+}
+
+static inline char *sink_keys_of(const network *net, const layer *l, const place *at, int64_t head) {
+    return rows_of_head(net, l->sink_keys, at, head, net->sinks, net->key, net->keys_are_bfloat16);
+}
+
+static inline char *sink_values_of(const network *net, const layer *l, const place *at, int64_t head) {
+    return rows_of_head(net, l->sink_values, at, head, net->sinks, net->value, net->values_are_bfloat16);
 }
 
 static inline int previous_resets(const network *net, const layer *l, const place *at) {
     return *(uint8_t *)state_of(net, l->previous_resets, at->slot, 1);
 }
 
-// out = attention over the visible slots; columns ``part`` of the values.
+// out = attention over the sinks and the visible slots; columns ``part`` of the values, of which ``v`` is the token's own.
 static void attend(const network *net, const layer *l, const place *at, int64_t head, range part, const head_room *room,
-                   float *out) {
+                   const float *v, float *out) {
     const int64_t chunk = net->chunk, own = at->first > at->chunk_start ? at->first : at->chunk_start;
     const int64_t key_bytes = net->keys_are_bfloat16 ? 2 : 4, bytes = net->values_are_bfloat16 ? 2 : 4;
     const char *all_keys = keys_of_head(net, l, at, head), *all_values = values_of_head(net, l, at, head);
     const int64_t before = own - at->first, count = at->position + 1 - at->first;
-    const int64_t slots[2] = {at->first % (2 * chunk), own % (2 * chunk)}, counts[2] = {before, count - before};
-    float *scores[2] = {room->scores, room->scores + before};
-    // The token's own key may not be in the ring yet: another thread writes it.
+    const int64_t columns = part.end - part.begin;
+    // The token's own key and value may not be in the ring yet: another thread writes them.
+    const int64_t slots[2] = {at->first % (2 * chunk), own % (2 * chunk)}, counts[2] = {before, count - before - 1};
+    float *window = room->scores + at->sinks, *scores[2] = {window, window + before}, *last = window + count - 1;
+    if (at->sinks)
+        score(room->query[2], sink_keys_of(net, l, at, head), at->sinks, net->key, room->scores, net->keys_are_bfloat16);
     for (int half = 0; half < 2; half++) {
         const char *keys = all_keys + slots[half] * net->key * key_bytes;
-        score(room->query[!half], keys, counts[half] - half, net->key, scores[half], net->keys_are_bfloat16);
+        score(room->query[!half], keys, counts[half], net->key, scores[half], net->keys_are_bfloat16);
     }
-    score(room->query[0], (const char *)room->key, 1, net->key, room->scores + count - 1, 0);
-    softmax(room->scores, count);
-    memset(out + part.begin, 0, sizeof(float) * (part.end - part.begin));
+    score(room->query[0], (const char *)room->key, 1, net->key, last, 0);
+    softmax(room->scores, at->sinks + count);
+    memset(out + part.begin, 0, sizeof(float) * columns);
+    if (at->sinks)
+        add_rows(out + part.begin, room->scores, sink_values_of(net, l, at, head) + part.begin * bytes,
+                 net->value * bytes, at->sinks, columns, net->values_are_bfloat16);
     for (int half = 0; half < 2; half++) {
         const char *rows = all_values + (slots[half] * net->value + part.begin) * bytes;
-        add_rows(out + part.begin, scores[half], rows, net->value * bytes, counts[half], part.end - part.begin,
+        add_rows(out + part.begin, scores[half], rows, net->value * bytes, counts[half], columns,
                  net->values_are_bfloat16);
     }
+    add_rows(out + part.begin, last, (const char *)(v + part.begin), sizeof(float) * net->value, 1, columns, 0);
 }
 
 static float elu_plus_one(float x) { return x > 0 ? x + 1 : expf(x); }

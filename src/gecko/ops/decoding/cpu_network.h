@@ -21,9 +21,11 @@ typedef struct {
     const float *cema_skip;    // (D,)
     float *cema;               // (slots, D, N, 2)
     const float *cema_norm;    // (D,): 1 + weight
-    matrix to_shared, to_value, to_gate, to_hidden, to_output;
+    matrix to_shared, to_query, to_key, to_value, to_gate, to_hidden, to_output;
     const float *qk_scale, *qk_shift;  // (2 or 4, H · key): of queries and keys of attention, then of the memory
-    void *keys, *values;               // (slots, H, 2c, key), (slots, H, 2c, value), in float32 or bfloat16
+    const float *query_scale, *key_scale;  // (H · key,), (K · key,): of separate queries and keys
+    void *keys, *values;                   // (slots, K, 2c, key), (slots, K, 2c, value), in float32 or bfloat16
+    void *sink_keys, *sink_values;         // (slots, K, sinks, key), (slots, K, sinks, value), in the same
     float *memory, *normaliser;        // (slots, H, key, value), (slots, H, key)
     chunk_summary previous, current;
     uint8_t *previous_resets;                // (slots,)
@@ -32,14 +34,17 @@ typedef struct {
 } layer;
 
 typedef enum { NO_MEMORY, ADAPTIVE, LINEAR } memory_rule;
+typedef enum { NO_GATE, GATED_ATTENTION, GATED_SUM } gated_part;
 typedef enum { SLIDING_CHUNK, CHUNK, SLIDING_WINDOW } attention_pattern;
 
 typedef struct {
     int64_t rows, slots, layers, features, heads, key, value, hidden, modes, chunk, groups, norm_groups, vocabulary;
     int64_t attention, memory, rope_heads, swiglu, two_hop, cumulative, keys_are_bfloat16, values_are_bfloat16;
+    int64_t key_heads, sinks, separate, unit_queries, steps_only, averages, gate, hidden_branch, silu_values;
     int64_t page_bytes;  // from the state of one slot to the next in every tensor; 0: their slots lie side by side
     double beta_mean, beta_variance, eps, embedding_scale;
-    const float *phases;  // (2c, key / 2, 2): cosine and sine of each position's angles
+    const float *phases;        // (2c, key / 2, 2): cosine and sine of each position's angles
+    const double *frequencies;  // (key / 2,): angle of one step
     matrix embedding, head;
     running_norm final_norm;
     const layer *layer;
@@ -57,6 +62,9 @@ typedef struct {
 static inline void *state_of(const network *net, const void *first, int64_t slot, int64_t bytes) {
     return (char *)first + slot * (net->page_bytes ? net->page_bytes : bytes);
 }
+
+// Heads of queries that share a head of keys and values.
+static inline int64_t shared_by(const network *net) { return net->heads / net->key_heads; }
 
 static inline int64_t padded(int64_t count) { return blocks_of(count, REGISTER) * REGISTER; }
 

@@ -1,0 +1,96 @@
+"""Sinks: the first tokens of a document, which stay visible after they have left the attention window.
+
+They are rotated at their own positions. Window and sinks share one softmax: with L = log Σ exp(score) over the window,
+and scores s_j of the sinks outside it,
+    w = softmax(L, s_1, …, s_n),   out = w_0 · (output of the window) + Σ_j w_j v_j.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gecko.ops.chunk_attention.chunked import Pattern, Sinks
+from gecko.ops.rotary import rotate
+from gecko.runtime.transfer import to_device
+from gecko.segments import Segments
+
+
+class SinkPlaces(NamedTuple):
+    """Where the sinks of the tokens of a call are. Dimension 1 is 1 instead of T if no document starts in the call."""
+
+    place: Tensor
+    """(B, T or 1, sinks) int64: number of the token in the call; negative if the state holds it."""
+    visible: Tensor
+    """(B, T, sinks) bool: whether the token has left the window of the query."""
+    turns: Tensor
+    """(B, T, d / 2): phases by which a query is rotated for its sinks, its position in its document."""
+    seen: bool
+    """Whether any query sees a sink."""
+
+    @classmethod
+    def of(cls, pattern: Pattern, segments: Segments, q: Tensor) -> SinkPlaces:
+        start, chunk = segments.document_starts, pattern.chunk_size
+        position = segments.clock.position[:, None] + torch.arange(segments.length, device="cpu")
+        first = (position // chunk - pattern.lookback) * chunk
+        if pattern.attention == "sliding_window":
+            first = position - chunk + 1
+        visible = start[..., None] + torch.arange(pattern.sinks, device="cpu") < first[..., None]
+        turns = pattern.phases(q, position - start)
+        seen = torch.compiler.is_exporting() or bool(visible.any())  # an export chooses nothing by values
+        return cls(_places(pattern, segments), to_device(visible, q.device), turns, seen)
+
+
+def _places(pattern: Pattern, segments: Segments) -> Tensor:
+    start = segments.document_starts if segments.starts is not None else segments.document_starts[:, :1]
+    return (start - segments.clock.position[:, None])[..., None] + torch.arange(pattern.sinks, device="cpu")
+
+
+def with_sinks(
+    pattern: Pattern, inputs: tuple[Tensor, ...], window: tuple[Tensor, Tensor], state: Sinks, segments: Segments
+) -> tuple[Tensor, Sinks]:
+    """Return attention to window and sinks, (B, H, T, e), and the sinks of the last token's document.
+
+    Args:
+        inputs: q, k and v of ``chunk_attention``.
+        window: output of the window, and log Σ exp(score), (B, H, T).
+    """
+    q, k, v = inputs
+    places = segments.shared(("sinks", pattern, q.dtype, q.shape[-1]), lambda: SinkPlaces.of(pattern, segments, q))
+    out, log_sums = window
+    if places.seen:
+        shared = q.shape[1] // k.shape[1]
+        found = _found(pattern, places.place, k, v, state)
+        keys, values = (x.repeat_interleave(shared, 1) for x in found)
+        turned = rotate(q, places.turns[:, None], pattern.turned(q.shape[1])).unsqueeze(3)
+        scores = (turned @ keys.to(q.dtype).mT).squeeze(3).masked_fill(~places.visible[:, None], -torch.inf)
+        weights = torch.cat([log_sums.unsqueeze(-1), scores], -1).softmax(-1).to(v.dtype)
+        out = weights[..., :1] * out + (weights[..., None, 1:] @ values.to(v.dtype)).squeeze(3)
+    return out, _sinks_after(pattern, segments, k, v, state)
+
+
+def _found(pattern: Pattern, place: Tensor, k: Tensor, v: Tensor, state: Sinks) -> tuple[Tensor, Tensor]:
+    """Return keys and values of the sinks at ``place`` (B, n, sinks), each (B, K, n, sinks, width)."""
+    rows, count, sinks = place.shape
+    at = to_device(place, k.device)
+    index = at.clamp(0, k.shape[2] - 1).view(rows, 1, count * sinks, 1)
+
+    def pick(new: Tensor, held: Tensor, turned: bool) -> Tensor:
+        taken = new.gather(2, index.expand(-1, new.shape[1], -1, new.shape[3])).unflatten(2, (count, sinks))
+        if turned and pattern.turned(new.shape[1]):
+            turns = pattern.phases(new, torch.arange(sinks, device="cpu")).repeat(count, 1)
+            taken = rotate(taken.flatten(2, 3), turns, pattern.turned(new.shape[1])).unflatten(2, (count, sinks))
+        return torch.where((at >= 0)[:, None, :, :, None], taken, held.to(new.dtype).unsqueeze(2))
+
+    return pick(k, state.keys, True), pick(v, state.values, False)
+
+
+def _sinks_after(pattern: Pattern, segments: Segments, k: Tensor, v: Tensor, state: Sinks) -> Sinks:
+    """Return the sinks of the document that the last token belongs to; zero where it has fewer tokens."""
+    place = _places(pattern, segments)[:, -1:]
+    read = (segments.end.position - segments.clock.position)[:, None, None]
+    there = to_device(place < read, k.device)[:, None, 0, :, None]
+    keys, values = (x.squeeze(2) for x in _found(pattern, place, k, v, state))
+    return Sinks(torch.where(there, keys, 0), torch.where(there, values, 0))
