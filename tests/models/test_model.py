@@ -134,7 +134,7 @@ def test_16_bit_weights_compute_what_32_bit_weights_do(variant):
     difference = (logits.float() - expected).norm() / expected.norm()
     assert difference < 0.03, f"relative difference {difference:.3f}"
     statistics = [x.dtype for name, x in state.tensors().items() if "norm" in name and x.is_floating_point()]
-    assert set(statistics) == {torch.float32}
+    assert set(statistics) <= {torch.float32}
     rounded.loss(text[:, :-1], text[:, 1:]).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in rounded.parameters())
 

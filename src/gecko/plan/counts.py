@@ -65,6 +65,8 @@ class GeckoCounts:
         """
         config = self.config
         layers, model_dim = config.num_layers, config.model_dim
+        norms = layers + 1 if config.norm == "timestep" else 0
+        averages = layers * model_dim if config.local_mixing == "cema" else 0
         norm, window = 4.0 * config.timestep_groups * (SCAN_CHUNK + 1), self._windows * config.chunk_size
         key_dim, value_dim = config.key_dim, config.value_dim
         return {
@@ -73,8 +75,8 @@ class GeckoCounts:
                 layers * 2.0 * window * (key_dim + value_dim), layers * 2.0 * window * (3 * key_dim + 2 * value_dim)
             ),
             "memory": twice_backward(layers * self._memory()),
-            "CEMA": twice_backward(layers * model_dim * (2.0 * SCAN_CHUNK + 8 * config.cema_modes)),
-            "norms": Flops((layers + 1) * norm, (layers + 1) * (norm + 4 * config.timestep_groups * model_dim)),
+            "CEMA": twice_backward(averages * (2.0 * SCAN_CHUNK + 8 * config.cema_modes)),
+            "norms": Flops(norms * norm, norms * (norm + 4 * config.timestep_groups * model_dim)),
             "head": twice_backward(2.0 * model_dim * config.vocab_size),
         }
 
@@ -105,8 +107,9 @@ class GeckoCounts:
         """
         config = self.config
         remembers = config.memory != "none"
-        window = config.chunk_size * itemsize * (config.key_dim + config.value_dim)
-        later = FLOAT * (2 * config.model_dim * config.cema_modes + 2 * config.timestep_groups)
+        window = config.chunk_size * itemsize * (self._own_keys + self._own_values)
+        averages, norm = config.local_mixing == "cema", config.norm == "timestep"
+        later = FLOAT * 2 * (config.model_dim * config.cema_modes * averages + config.timestep_groups * norm)
         if remembers:
             later += config.key_dim * (FLOAT * (config.key_head_dim + 2) + itemsize * config.value_head_dim)
         return (window if remembers or self._windows > 1 else 0) + (ranks - 1) * later
@@ -118,8 +121,21 @@ class GeckoCounts:
 
     def _linear(self) -> float:
         config = self.config
-        maps = config.key_dim + 3 * config.value_dim + config.model_dim + (3 if config.swiglu else 2) * config.ffn_dim
+        keys = self._own_keys + (config.key_dim if config.queries_and_keys == "separate" else 0)
+        gated = 0 if config.gate == "none" else config.value_dim
+        hidden = config.model_dim if config.hidden_branch else 0
+        maps = (
+            keys + self._own_values + gated + hidden + config.value_dim + (3 if config.swiglu else 2) * config.ffn_dim
+        )
         return 2.0 * config.model_dim * maps
+
+    @property
+    def _own_keys(self) -> int:
+        return self.config.num_key_value_heads * self.config.key_head_dim
+
+    @property
+    def _own_values(self) -> int:
+        return self.config.num_key_value_heads * self.config.value_head_dim
 
     def _memory(self) -> float:
         config = self.config

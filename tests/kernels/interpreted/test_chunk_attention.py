@@ -83,7 +83,7 @@ def test_chunks_of_many_tiles(attention, dtype, form, monkeypatch):
     exact = [x.detach().double().requires_grad_() for x in inputs]
     segments = Segments.build(1, length, segment_ids=(torch.arange(length) >= 57).long().unsqueeze(0))
     empty = [AttentionState.empty(1, 2, 40, 18, 35, x.dtype) for x in (inputs[0], exact[0])]
-    out, state = kernels.chunk_attention_triton(tuple(inputs), pattern, empty[0], segments)
+    out, _, state = kernels.chunk_attention_triton(pattern, tuple(inputs), empty[0], segments)
     wanted, after = chunk_attention_reference(tuple(exact), pattern, empty[1], segments)
     weights = normal(*wanted.shape, seed=9).detach()
     found = torch.autograd.grad(out, inputs, weights.to(dtype))
@@ -100,7 +100,7 @@ def test_chunks_of_many_tiles(attention, dtype, form, monkeypatch):
 def test_huge_scores_give_finite_gradients(form):
     q, k, v = (normal(1, 2, 20, 4, seed=i) for i in range(3))
     state = AttentionState.empty(1, 2, CHUNK, 4, 4)
-    out, _ = kernels.chunk_attention_triton((1e3 * q, 1e3 * k, v), PATTERN, state, Segments.build(1, 20))
+    out, _, _ = kernels.chunk_attention_triton(PATTERN, (1e3 * q, 1e3 * k, v), state, Segments.build(1, 20))
     out.sum().backward()
     assert out.isfinite().all()
     assert all(x.grad.isfinite().all() for x in (q, k, v))

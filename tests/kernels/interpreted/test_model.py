@@ -51,7 +51,9 @@ def _worst(model: Gecko, precision: str) -> float:
     return max(float((found[name] - x).norm() / x.norm().clamp(min=1e-9)) for name, x in exact.items())
 
 
-@pytest.mark.parametrize(("variant", "checkpointing"), [("gecko", "selective"), ("window-linear", "none")])
+@pytest.mark.parametrize(
+    ("variant", "checkpointing"), [("gecko", "selective"), ("window-linear", "none"), ("llama", "none")]
+)
 def test_loss_and_gradients(variant, checkpointing):
     model = _model(variant)
     model.activation_checkpointing = checkpointing

@@ -47,6 +47,8 @@ def narrowed(config: ModelConfig) -> ModelConfig:
     if isinstance(config, GeckoConfig):
         return replace(
             config, vocab_size=64, model_dim=64, key_dim=32, value_dim=64, num_heads=2, ffn_dim=64, chunk_size=16,
+            rope_frequencies=None, sinks=min(config.sinks, 16),
+            key_value_heads=None if config.key_value_heads is None else 1,
             timestep_groups=4, norm_groups=min(config.norm_groups, 4), cema_modes=4,
             rope_heads=None if config.rope_heads is None else min(config.rope_heads, 2),
         )  # fmt: skip
