@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.chunk_attention.chunked import Pattern, Sinks
+from gecko.ops.common import compute_dtype
 from gecko.ops.rotary import rotate
 from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
@@ -58,6 +59,7 @@ def with_sinks(
         window: output of the window, and log Σ exp(score), (B, H, T).
     """
     q, k, v = inputs
+    q = q.to(compute_dtype(q))
     places = segments.shared(("sinks", pattern, q.dtype, q.shape[-1]), lambda: SinkPlaces.of(pattern, segments, q))
     out, log_sums = window
     if places.seen:
@@ -65,9 +67,9 @@ def with_sinks(
         found = _found(pattern, places.place, k, v, state)
         keys, values = (x.repeat_interleave(shared, 1) for x in found)
         turned = rotate(q, places.turns[:, None], pattern.turned(q.shape[1])).unsqueeze(3)
-        scores = (turned @ keys.to(q.dtype).mT).squeeze(3).masked_fill(~places.visible[:, None], -torch.inf)
+        scores = (turned @ keys.mT).squeeze(3).masked_fill(~places.visible[:, None], -torch.inf)
         weights = torch.cat([log_sums.unsqueeze(-1), scores], -1).softmax(-1).to(v.dtype)
-        out = weights[..., :1] * out + (weights[..., None, 1:] @ values.to(v.dtype)).squeeze(3)
+        out = weights[..., :1] * out + (weights[..., None, 1:] @ values).squeeze(3)
     return out, _sinks_after(pattern, segments, k, v, state)
 
 
@@ -77,14 +79,16 @@ def _found(pattern: Pattern, place: Tensor, k: Tensor, v: Tensor, state: Sinks) 
     at = to_device(place, k.device)
     index = at.clamp(0, k.shape[2] - 1).view(rows, 1, count * sinks, 1)
 
-    def pick(new: Tensor, held: Tensor, turned: bool) -> Tensor:
-        taken = new.gather(2, index.expand(-1, new.shape[1], -1, new.shape[3])).unflatten(2, (count, sinks))
-        if turned and pattern.turned(new.shape[1]):
-            turns = pattern.phases(new, torch.arange(sinks, device="cpu")).repeat(count, 1)
-            taken = rotate(taken.flatten(2, 3), turns, pattern.turned(new.shape[1])).unflatten(2, (count, sinks))
-        return torch.where((at >= 0)[:, None, :, :, None], taken, held.to(new.dtype).unsqueeze(2))
+    def pick(new: Tensor) -> Tensor:
+        return new.gather(2, index.expand(-1, new.shape[1], -1, new.shape[3]))
 
-    return pick(k, state.keys, True), pick(v, state.values, False)
+    def or_held(new: Tensor, held: Tensor) -> Tensor:
+        new = new.unflatten(2, (count, sinks))
+        return torch.where((at >= 0)[:, None, :, :, None], new, held.to(new.dtype).unsqueeze(2))
+
+    keys = pick(k).to(compute_dtype(k))
+    keys = pattern.rotate(keys, torch.arange(sinks, device="cpu").repeat(count))
+    return or_held(keys, state.keys), or_held(pick(v), state.values)
 
 
 def _sinks_after(pattern: Pattern, segments: Segments, k: Tensor, v: Tensor, state: Sinks) -> Sinks:
