@@ -5,6 +5,8 @@ They are listed in ``commands.txt`` and run in this process, one after the other
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import json
 import os
 import shlex
@@ -16,26 +18,28 @@ import pytest
 import torch
 from cli.conftest import CONFIG, write_run
 from support.chats import some_chats, write_chats
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import gecko
 from gecko.cli import app
 from gecko.inference import read
+from gecko.recipes import RECIPES
 from gecko.train import Run
 
 
 class Entry(NamedTuple):
-    """A command and what it must answer."""
+    """Commands and what the last one must answer; those before it must succeed."""
 
     exit_code: int
-    arguments: str
+    commands: str
     texts: tuple[str, ...]
+    """What the answer contains; after ``then``, an expression that must be true."""
 
 
 def _entries() -> list[Entry]:
     lines = (Path(__file__).parent / "commands.txt").read_text(encoding="utf-8").splitlines()
     parts = [[part.strip() for part in line.split("|")] for line in lines if line and not line.startswith("#")]
-    return [Entry(int(code), arguments, tuple(texts)) for code, arguments, *texts in parts]
+    return [Entry(int(code), commands, tuple(texts)) for code, commands, *texts in parts]
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +48,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("first-hour")
     write_run(folder / "demo")
     Run(model=CONFIG, output="demo", steps=1).save(folder / "demo" / "recipe.json")
-    for name in ("texts", "empty", "broken"):
+    for name in ("texts", "empty", "broken", "tasks"):
         (folder / name).mkdir()
     files = {
         "texts/a.txt": "red green blue ", "notes.txt": "a text of few words. " * 20, "empty.txt": "", "data.json": "{}",
         "records.jsonl": '{"text": "one"}\n{"text": "two"}\n', "broken.jsonl": '{"text": "one"\n',
         "broken/config.json": "{", "tokenizer.json": '{"version": "1.0"}',
+        "tasks/piqa_val.jsonl": '{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n' * 2,
+        "story.jsonl": '{"id": "1", "input": "Who?\\n\\nA story of Ann.", "output": "Ann"}',
     }  # fmt: skip
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
     write_chats(folder / "chats.jsonl", some_chats(4))
     torch.manual_seed(7)
-    models = {"book": gecko.load(folder / "demo"), "other": gecko.Gecko(CONFIG)}
+    narrow = dataclasses.replace(CONFIG, model_dim=16)
+    models = {"book": gecko.load(folder / "demo"), "other": gecko.Gecko(CONFIG), "narrow": gecko.Gecko(narrow)}
     for name, model in models.items():
         read(model.eval(), [torch.tensor([256, *b"a book"])]).state.save(folder / f"{name}.state")
     assert CliRunner().invoke(app, ["quantize", str(folder / "demo"), str(folder / "small")]).exit_code == 0
+    gecko.Gecko(dataclasses.replace(CONFIG, vocab_size=100)).save(folder / "little-model")
     _write_hostile_files(folder)
     return folder
 
@@ -84,6 +92,8 @@ def _write_hostile_files(folder: Path) -> None:
     (folder / "latin.txt").write_bytes("Größe ".encode("latin-1") * 400)
     state = (folder / "book.state").read_bytes()
     (folder / "half.state").write_bytes(state[: len(state) // 2])
+    (folder / "flipped.state").write_bytes(state[:-5] + bytes([state[-5] ^ 1]) + state[-4:])
+    (folder / "cut.gz").write_bytes(gzip.compress(os.urandom(20_000))[:-50])
     (folder / "huge.state").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
     recipe = json.loads((folder / "demo" / "recipe.json").read_text(encoding="utf-8"))
     for name, field in (("extra", {"bogus": 1}), ("word", {"steps": "x"}), ("model", {"model": []})):
@@ -124,7 +134,37 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("urllib.request.getproxies", dict)
 
 
-@pytest.mark.parametrize("entry", _entries(), ids=lambda entry: entry.arguments or "nothing")
+def _run(command: str) -> Result:
+    """Run a command; ``< FILE`` at its end gives it a file as standard input."""
+    arguments, _, file = command.partition(" < ")
+    given = Path(file.strip()).read_bytes() if file else b""
+    return CliRunner().invoke(app, shlex.split(arguments), input=given, prog_name="gecko")
+
+
+def _written(text: str, tokens: int, **options: Any) -> str:
+    """Return what the model of demo writes after a text."""
+    out = gecko.generate(gecko.load("demo"), [256, *text.encode()], max_new_tokens=tokens, **options)
+    return bytes(out.tokens[0]).decode()
+
+
+def _result(name: str) -> dict[str, Any]:
+    """Return the results of an evaluation, which have everything that one must say."""
+    record: dict[str, Any] = json.loads(Path(name).read_text(encoding="utf-8"))
+    assert {"format", "version", "evaluation", "model", "command", "seed", "hardware", "scores"} <= set(record)
+    assert all(score["n"] >= 1 and score["unit"] for score in record["scores"])
+    assert record["hardware"]["Processor"]
+    return record
+
+
+NAMES: dict[str, Any] = {
+    "written": _written, "result": _result, "state": gecko.GeckoState.load, "RECIPES": RECIPES,
+    "contexts": lambda name: {score["where"]["context"] for score in _result(name)["scores"]},
+    "counts": lambda name: {score["n"] for score in _result(name)["scores"]},
+}  # fmt: skip
+"""What expressions after ``then`` may use, beside ``out`` and ``err``."""
+
+
+@pytest.mark.parametrize("entry", _entries(), ids=lambda entry: entry.commands or "nothing")
 def test_a_command_answers(
     entry: Entry,
     fresh_folder: Path,
@@ -134,16 +174,31 @@ def test_a_command_answers(
 ) -> None:
     monkeypatch.chdir(fresh_folder)
     monkeypatch.setenv("COLUMNS", "80")
-    result = CliRunner().invoke(app, shlex.split(entry.arguments), input=b"", prog_name="gecko")
+    *first, last = entry.commands.split(" && ")
+    for command in first:
+        before = _run(command)
+        assert before.exit_code == 0, before.output
+    files = _files(fresh_folder)
+    result = _run(last)
     answer = " ".join(result.output.replace("│", " ").split())
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code == entry.exit_code, answer
-    assert [text for text in entry.texts if text not in answer] == [], answer
+    texts = [text for text in entry.texts if not text.startswith("then ")]
+    assert [text for text in texts if text not in answer] == [], answer
+    for text in set(entry.texts) - set(texts):
+        assert eval(text.removeprefix("then "), NAMES | {"out": result.stdout, "err": result.stderr}), answer
     assert "Traceback" not in answer
     assert entry.texts, "an entry must say what the answer contains"
     assert entry.exit_code != 2 or any(mark in answer for mark in ("Usage: gecko", "error: ", "─ Error ─")), answer
+    assert not (entry.exit_code == 2 and last.startswith("generate ") and result.stdout), "a pipe gets nothing but text"
+    assert entry.exit_code != 2 or _files(fresh_folder) == files, "a command that is refused writes nothing"
     assert len(answer) < 1000 or "error: " not in answer
     tables = [line for line in result.output.splitlines() if set(line) & set("│┃─━")]
     assert max(map(len, tables), default=0) <= 80
     written = capfd.readouterr()
     assert written.out == written.err == "", "libraries must print nothing"
+
+
+def _files(folder: Path) -> dict[Path, int]:
+    """Return when each file was changed; empty ones are locks."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.stat().st_size}

@@ -52,25 +52,3 @@ def test_a_failed_run_is_an_exit_code(command: Callable[..., Any], compared: dic
     compared["failed"] = True
     assert command("compare", "tiny", recipe, "steps=7", "--out", "runs/x").exit_code == 1
     assert compared["plan"].tuning is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("tiny",), "at least two recipes; got tiny"),
-        (("steps=5",), "at least two recipes; got none"),
-        (("tiny", "tinny"), "Did you mean 'tiny'?"),
-        (("tiny", "tiny"), "different names; got tiny twice"),
-        (("tiny", "gecko_15m", "--seeds", "a"), "--seeds takes numbers separated by commas; got 'a'"),
-        (("tiny", "gecko_15m", "--learning-rates", "1e-3,2e-3"), "go together"),
-        (("tiny", "gecko_15m", "--tuning-steps", "5"), "go together"),
-        (("tiny", "gecko_15m"), "must train alike"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    command: Callable[..., Any], compared: dict[str, Any], arguments: tuple[str, ...], message: str
-) -> None:
-    result = command("compare", *arguments, "--out", "runs/x")
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "plan" not in compared

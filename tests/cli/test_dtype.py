@@ -91,12 +91,3 @@ def test_a_rounded_model_is_served(run_folder: Path, environment: dict[str, str]
         texts = [ask(address, prompt="abc", max_tokens=9, temperature=0)["choices"][0]["text"] for _ in range(2)]
     expected = gecko.generate(model.bfloat16(), [256, *b"abc"], max_new_tokens=9, temperature=0).tokens[0]
     assert texts == [bytes(expected).decode()] * 2
-
-
-def test_what_is_refused(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    result = command("generate", run_folder, "--prompt", "a", "--dtype", "float16")
-    assert result.exit_code == 2 and "--dtype must be one of float32, bfloat16; got 'float16'." in result.stderr
-    pytest.importorskip("torchao")
-    assert command("quantize", run_folder, tmp_path / "int8").exit_code == 0
-    result = command("generate", tmp_path / "int8", "--prompt", "a", "--dtype", "bfloat16")
-    assert result.exit_code == 2 and "--dtype is for models that are not quantised" in result.stderr

@@ -53,10 +53,3 @@ def test_a_run_is_resumed_by_the_same_command_only(
     assert f"CHATS must be what the run in {out} was begun with, {chats}; got {other}" in wrong.stderr
     wrong = command("finetune", run_folder, chats, *arguments, "--lora", 3, "--resume")
     assert "--lora must be what the run" in wrong.stderr
-
-
-def test_errors_name_what_is_missing(command: Command, run_folder: Path, chats: Path, tmp_path: Path) -> None:
-    assert "--out must name the folder" in command("finetune", run_folder, chats).stderr
-    missing = command("finetune", run_folder, tmp_path / "chat.jsonl", "--out", tmp_path / "x")
-    assert missing.exit_code == 2 and "chat.jsonl', which does not exist" in missing.stderr
-    assert not (tmp_path / "x").exists()

@@ -120,21 +120,6 @@ def test_json_of_a_preset(command: Callable[..., Any]) -> None:
     assert set(facts["memory_bytes"]) == {"inference", "training", "training, activations recomputed"}
 
 
-def test_tables_of_a_run(command: Callable[..., Any], run_folder: Path) -> None:
-    result = command("info", run_folder)
-    assert result.exit_code == 0, result.stderr
-    for text in ("Parameters", "working memory", "Memory for inference", "vocab_size 264"):
-        assert text in result.stdout
-    assert command("info", run_folder / "checkpoints" / "step-00000001").exit_code == 0
-
-
-def test_a_mistyped_folder_is_told_of_folders_and_presets(command: Callable[..., Any], run_folder: Path) -> None:
-    result = command("info", run_folder.with_name("dmeo"))
-    assert result.exit_code == 2
-    assert f"there is no {run_folder.with_name('dmeo')}. Did you mean {run_folder}?" in result.stderr
-    assert "preset must be one of" in result.stderr
-
-
 def test_a_tilde_is_the_home_folder(
     command: Callable[..., Any], run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,61 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from cli.conftest import CONFIG, write_run
-from support.chats import some_chats, write_chats
+from cli.conftest import CONFIG
 
-import gecko
 from gecko.data import load_tokenizer
-from gecko.inference import read
 from gecko.train import NonFiniteError, Run
 
 Command = Callable[..., Any]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("generate notes.txt", "; notes.txt is a file. The MODEL comes first; a text to continue is given by --file"),
-        ("generate demo2", "there is no demo2. Did you mean demo?"),
-        ("state show demo", "demo must be a file written by gecko; it is a folder"),
-        ("train demo", "demo is a run or checkpoint. To train it further: gecko train demo/recipe.json --resume"),
-        ("train texts", "texts is a folder. To train on it: gecko train tiny data.source=texts --out"),
-        ("train notes.txt", "notes.txt is another file. To train on it: gecko train tiny data.source=notes.txt"),
-        ("train tokenizer.json", "A tokenizer is named by data.tokenizer=tokenizer.json"),
-        ("train tiny data.source=chats.jsonl --out r", "Chats are learned by gecko finetune MODEL CHATS"),
-        ("train tiny --steps 50", "A setting of the recipe is written steps=VALUE"),
-        ("train tiny sequence_lenght=8", "Did you mean 'sequence_length'? gecko train RECIPE --show lists all"),
-        ("train tiny vocab_size=300", "got 'vocab_size'. Did you mean 'model.vocab_size'?"),
-        ("generate demo --tokenizer byte", "got 'byte'. Did you mean 'bytes'?"),
-        ("serve demo --host 203.0.113.7", "--host must be an address of this machine: 127.0.0.1"),
-        ("compare compare_gecko compare_llama data.source=nowhere --out cmp", "got 'nowhere', which does not exist"),
-        ("chat demo --state other.state", "other.state cannot be continued with demo: the state was made by other"),
-        ("generate demo -p a --state other.state", "`gecko read demo TEXT --out FILE` writes one of this model"),
-    ],
-)
-def test_a_mistake_is_answered_by_what_to_type(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "demo")
-    Run(model=CONFIG, output="demo", steps=1).save(tmp_path / "demo" / "recipe.json")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "notes.txt").write_text("a text")
-    write_chats(tmp_path / "chats.jsonl", some_chats(2))
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    torch.manual_seed(7)
-    read(gecko.Gecko(CONFIG).eval(), [torch.tensor([256, 3])]).state.save(tmp_path / "other.state")
-    result = command(*arguments.split())
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.replace("│", " ").split())
-    assert len(result.stderr) < 900
-    assert not (tmp_path / "cmp").exists()
-
-
-def test_a_plan_takes_the_gpus_of_its_recipe(command: Command) -> None:
-    assert "gecko_7b on 256 × H100" in " ".join(command("plan", "gecko_7b").stdout.split())
-    assert "tiny on 4 × H100" in " ".join(command("plan", "tiny").stdout.split())
 
 
 def test_the_hub_is_not_asked_again_and_again_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:

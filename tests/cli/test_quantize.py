@@ -53,29 +53,6 @@ def test_what_says_how_to_use_the_model_goes_along(
     assert (tmp_path / "out" / name).read_text() == "{}"
 
 
-def test_nothing_is_overwritten(command: Command, run_folder: Path, folder: Path) -> None:
-    command("quantize", run_folder, folder / "once")
-    before = (folder / "once" / "model.safetensors").read_bytes()
-    result = command("quantize", run_folder, folder / "once", "--bits", 4)
-    assert result.exit_code == 2
-    assert "OUT must be a new folder" in result.stderr
-    assert (folder / "once" / "model.safetensors").read_bytes() == before
-
-
-def test_what_cannot_be_quantised(command: Command, run_folder: Path, folder: Path) -> None:
-    command("quantize", run_folder, folder / "first")
-    cases = [
-        (("quantize", run_folder, folder / "a", "--bits", 3), "bits must be 8 or 4; got 3"),
-        (("quantize", folder / "first", folder / "a"), "must not be quantised yet"),
-        (("quantize", folder / "gone", folder / "a"), "must be a folder that holds a model"),
-    ]
-    for arguments, message in cases:
-        result = command(*arguments)
-        assert result.exit_code == 2, arguments
-        assert message in result.stderr
-    assert not (folder / "a").exists()
-
-
 def newest(run_folder: Path) -> Path:
     return run_folder / "checkpoints" / "step-00000002"
 

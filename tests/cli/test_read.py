@@ -245,37 +245,3 @@ def test_blocks_of_what_is_no_text(content: bytes, size: int) -> None:
     blocks = list(split_at_characters(iter(io.BytesIO(content).read1, b""), size))
     assert b"".join(blocks) == content
     assert all(0 < len(block) <= size for block in blocks)
-
-
-def test_bad_input_is_refused_before_anything_is_read(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "book").write_bytes(TEXT)
-    (tmp_path / "damaged").write_bytes(b"\x00" * 100)
-    cases = [
-        (("read", run_folder, tmp_path / "gone", "-o", tmp_path / "s"), "there is no file"),
-        (("read", run_folder, tmp_path / "book"), "--out must name the file"),
-        (("read", run_folder, tmp_path / "book", "-o", tmp_path), "--out must be a file"),
-        (("read", run_folder, tmp_path / "book", "-o", tmp_path / "s", "--state", tmp_path / "damaged"), "damaged"),
-        (("read", tmp_path, tmp_path / "book", "-o", tmp_path / "s"), "must be a folder that holds a model"),
-        (("read", run_folder), "Missing argument"),
-    ]
-    for arguments, message in cases:
-        result = command(*arguments)
-        assert result.exit_code == 2, arguments
-        assert message in result.stderr, result.stderr
-    assert not (tmp_path / "s").exists()
-
-
-def test_a_truncated_archive_leaves_no_state(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "book.gz").write_bytes(gzip.compress(os.urandom(20_000))[:-50])
-    result = command("read", run_folder, tmp_path / "book.gz", "-o", tmp_path / "s")
-    assert result.exit_code == 2
-    assert "truncated" in result.stderr
-    assert not (tmp_path / "s").exists()
-
-
-def test_a_state_of_other_weights_is_refused(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "book").write_bytes(TEXT)
-    command("read", run_folder / "checkpoints" / "step-00000001", tmp_path / "book", "-o", tmp_path / "older")
-    result = command("read", run_folder, tmp_path / "book", "--state", tmp_path / "older", "-o", tmp_path / "s")
-    assert result.exit_code == 2
-    assert "other weights" in result.stderr

@@ -121,24 +121,6 @@ def test_options_reach_the_server(run_folder: Path, environment: dict[str, str],
         ask(address, prompt="abc")
 
 
-def test_what_cannot_be_served(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("\n")
-    for options, told in (
-        (("--states", tmp_path / "gone"), "gone"),
-        (("--api-key-file", tmp_path / "gone"), "gone"),
-        (("--api-key-file", tmp_path / "empty"), "must hold the key"),
-        (("--max-seconds", "0"), "seconds"),
-        (("--rows", "0"), "--rows"),
-        (("--request-memory", "1"), "Raise --request-memory, or lower --max-body"),
-        (("--device", "abacus"), "device"),
-        (("--host", "192.0.2.1"), "cannot listen"),
-    ):
-        result = command("serve", run_folder, *options)
-        assert result.exit_code == 2, told
-        assert told in result.stderr
-    assert command("serve", tmp_path).exit_code == 2
-
-
 def test_a_port_that_is_taken(command: Command, run_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = command("serve", run_folder, "--port", taken.getsockname()[1])

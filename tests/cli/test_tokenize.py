@@ -146,19 +146,6 @@ def test_training_on_shards_and_mixtures(command: Command, corpus: Path, tmp_pat
     assert "(768/1024)" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--executor", "cloud"), "--executor must be one of local, slurm, ray"),
-        (("--executor", "slurm"), "needs the partition"),
-        (("--tokenizer", "nothing.json"), "which does not exist"),
-    ],
-)
-def test_mistakes(command: Command, corpus: Path, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    result = command("tokenize", corpus, "--tokenizer", "bytes", "--out", tmp_path / "shards", *arguments)
-    assert result.exit_code == 2 and message in result.stderr
-
-
 def test_a_tokenizer_that_loses_text_is_refused(command: Command, tmp_path: Path) -> None:
     """By training, of texts and of chats, and by gecko tokenize, unless that is allowed."""
     from tokenizers import Tokenizer, models

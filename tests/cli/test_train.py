@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from gecko.recipes import RECIPES
-
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -17,12 +15,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     monkeypatch.setattr("gecko.train.train", lambda run, resume, **_: seen.update(run=run, resume=resume))
     return seen
-
-
-def test_list(command: Callable[..., Any]) -> None:
-    lines = command("train", "--list").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(RECIPES)
-    assert all(len(line.split()) > 3 for line in lines), "every recipe must say what it is for"
 
 
 def test_show_prints_the_settings_and_leaves_no_trace(
@@ -44,25 +36,6 @@ def test_recipe_overrides_and_options(command: Callable[..., Any], trained: dict
     run = trained["run"]
     assert (run.steps, run.output, run.optimizer.learning_rate) == (7, "runs/x", 1e-4)
     assert trained["resume"] is True
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "RECIPE must be named"),
-        (("tinny",), "Did you mean 'tiny'?"),
-        (("tiny", "stepz=3"), "Did you mean 'steps'?"),
-        (("tiny", "steps"), "key=value"),
-        (("tiny", "steps=many"), "steps must be a whole number"),
-    ],
-)
-def test_what_is_not_known_is_refused(
-    command: Callable[..., Any], trained: dict[str, Any], arguments: tuple[str, ...], message: str
-) -> None:
-    result = command("train", *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "run" not in trained
 
 
 def test_a_real_run_from_training_to_text(process: Callable[..., Any], tmp_path: Path) -> None:
