@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from kill_recovery import RESUMED, Job, small_run
 
-from gecko.train import CheckpointSettings, ParallelSettings
+from gecko.train import CheckpointSettings, ParallelSettings, train
 from gecko.train.metrics import read_metrics
 from gecko.train.throughput import describe_hardware
 
@@ -167,7 +167,7 @@ def lose_a_node(case: Case, folder: Path, steps: int = STEPS, undisturbed: int =
     """Train twice, once with the loss of a node in the middle, and compare.
 
     Args:
-        undisturbed: ranks of the other run.
+        undisturbed: ranks of the other run; a single one trains in this process.
 
     Raises:
         RuntimeError: the job does not come back.
@@ -175,8 +175,11 @@ def lose_a_node(case: Case, folder: Path, steps: int = STEPS, undisturbed: int =
     run = replace(small_run(folder, steps), **case.settings)
     recipe = folder / "run.json"
     run.save(recipe)
-    alone = Job(recipe, folder / "alone", undisturbed, 0, ["parallel.replicate=1"] if undisturbed == 1 else [])
-    alone.wait()
+    alone = folder / "alone"
+    if undisturbed == 1:
+        train(replace(run, output=str(alone), parallel=ParallelSettings()))
+    else:
+        Job(recipe, alone, undisturbed, 0).wait()
     output = folder / "lost"
     command = ["-m", "gecko", "train", str(recipe), f"output={output}", "--resume"]
     with cluster() as nodes:
@@ -195,7 +198,7 @@ def lose_a_node(case: Case, folder: Path, steps: int = STEPS, undisturbed: int =
         seconds, resumed = time.monotonic() - begin, resumed_at(logs)
         _wait(lambda: (output / "results.json").is_file() and not any(node.processes() for node in nodes), logs)
     assert resumed is not None
-    pairs = zip(losses(alone.output, steps), losses(output, steps), strict=True)
+    pairs = zip(losses(alone, steps), losses(output, steps), strict=True)
     return Outcome(seconds, finished, resumed, max(abs(a - b) / a for a, b in pairs))
 
 

@@ -29,7 +29,7 @@ class NoGecko:
         if name.split(".")[0] == "gecko":
             raise ModuleNotFoundError("gecko is not installed here", name=name)
 
-folder, again, installed = sys.argv[1:]
+folder, again, installed, *others = sys.argv[1:]
 if installed == "without":
     sys.meta_path.insert(0, NoGecko())
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,7 +40,7 @@ torch.set_num_threads(1)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer(["def f", "a longer prompt " * 40], padding=True, return_tensors="pt")
 made = []
-for source in (folder, again):
+for source in (folder, again, *others):
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True).eval()
     out = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
     made.append(out[:, inputs["input_ids"].shape[1]:].tolist())
@@ -53,11 +53,11 @@ PROMPTS = ["def f", "a longer prompt " * 40]
 """The second prompt fills several chunks."""
 
 
-def run(folder: Path, again: Path, installed: str, home: Path) -> list[Any]:
-    """Run ``PROGRAM`` in a separate process, with or without gecko installed; return what it prints."""
+def run(home: Path, *arguments: str) -> list[Any]:
+    """Run ``PROGRAM`` in a separate process, in a folder of its own; return what it prints."""
     environment = {**os.environ, "HF_MODULES_CACHE": str(home / "modules"), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), str(again), installed],
+        [sys.executable, "-c", PROGRAM, *arguments],
         env=environment, cwd=home, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -74,17 +74,35 @@ def model() -> gecko.Gecko:
 
 @pytest.mark.parametrize("installed", ["with", "without"])
 def test_code_runs_with_and_without_gecko(installed, model, tmp_path):
-    """If gecko is installed but not imported, the exported code loads nothing of it: its classes are different ones."""
+    """If gecko is installed but not imported, the exported code loads nothing of it: its classes are different ones.
+
+    Without gecko, what the package saves of an export is read too.
+    """
     export(model, tmp_path / "model", byte_tokenizer())
-    generated, norm, module, imported = run(tmp_path / "model", tmp_path / "again", installed, tmp_path)
+    saved = ["saved", "trusted"] if installed == "without" else []
+    for name in saved:
+        save(tmp_path / "model", tmp_path / name, trust=name == "trusted")
+    generated, norm, module, imported = run(tmp_path, "model", "again", installed, *saved)
     prompts = byte_tokenizer()(PROMPTS).input_ids
     assert len(prompts[1]) > 3 * model.config.chunk_size
     expected = gecko.generate(model, prompts, max_new_tokens=8, temperature=0).tokens
-    assert generated == [expected, expected]
+    assert generated == [expected] * (2 + len(saved))
     assert norm == pytest.approx(gradient(model), rel=1e-3)
     assert module.startswith("transformers_modules.") and not imported
-    for folder in ("model", "again"):
+    for folder in ("model", "again", *saved):
         assert gecko.load(tmp_path / folder).fingerprint() == model.fingerprint()
+
+
+def save(export: Path, folder: Path, *, trust: bool) -> None:
+    """Let the package open an export and save it; its code must stay what it is."""
+    opened = AutoModelForCausalLM.from_pretrained(export, **({"trust_remote_code": True} if trust else {}))
+    # transformers 4 prefers the folder's code to the registered class if trust_remote_code is set.
+    remote = transformers.__version__ < "5" and trust
+    assert isinstance(opened, GeckoForCausalLM) is not remote
+    opened.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    python = {path.name: path.read_bytes() for path in folder.glob("*.py")}
+    assert python == {path.name: path.read_bytes() for path in export.glob("*.py")}
 
 
 def gradient(model: gecko.Gecko) -> float:
@@ -92,22 +110,6 @@ def gradient(model: gecko.Gecko) -> float:
     inputs = byte_tokenizer()(PROMPTS, padding=True, return_tensors="pt")
     theirs(**inputs, labels=inputs["input_ids"]).loss.backward()
     return float(sum(weight.grad.square().sum() for weight in theirs.parameters()))
-
-
-@pytest.mark.parametrize("arguments", [{}, {"trust_remote_code": True}])
-def test_an_export_saved_by_the_package_keeps_its_code(arguments, model, tmp_path):
-    export(model, tmp_path / "model", byte_tokenizer())
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **arguments)
-    # transformers 4 prefers the folder's code to the registered class if trust_remote_code is set.
-    remote = transformers.__version__ < "5" and "trust_remote_code" in arguments
-    assert isinstance(opened, GeckoForCausalLM) is not remote
-    opened.save_pretrained(tmp_path / "saved")
-    byte_tokenizer().save_pretrained(tmp_path / "saved")
-    python = {path.name: path.read_bytes() for path in (tmp_path / "saved").glob("*.py")}
-    assert python == {path.name: path.read_bytes() for path in (tmp_path / "model").glob("*.py")}
-    generated = run(tmp_path / "saved", tmp_path / "again", "without", tmp_path)[0]
-    prompts = byte_tokenizer()(PROMPTS).input_ids
-    assert generated[0] == gecko.generate(model, prompts, max_new_tokens=8, temperature=0).tokens
 
 
 def test_a_folder_without_code_stays_without(model, tmp_path):

@@ -12,7 +12,6 @@ import pytest
 from support import training_jobs as work
 from support.corpora import BYTE_MODEL, write_corpus
 from support.jobs import Exact, Jobs
-from support.processes import Processes
 
 from gecko.train import (
     CheckpointSettings,
@@ -47,12 +46,11 @@ def jobs() -> Iterator[Jobs]:
     jobs.close()
 
 
-@pytest.fixture(scope="session")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Return four processes of one group, which stay connected."""
-    processes = Processes(4, tmp_path_factory.mktemp("context"))
-    yield processes
-    processes.close()
+@pytest.fixture(scope="module")
+def on_four_ranks(jobs: Jobs) -> Iterator[Callable[..., list[Any]]]:
+    """Return a function that runs a function on four ranks, which stay connected from call to call."""
+    with jobs.connected(4) as run:
+        yield run
 
 
 @pytest.fixture(scope="session")

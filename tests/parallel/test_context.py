@@ -55,9 +55,9 @@ READINGS = [
 
 
 @pytest.mark.parametrize(("variant", "text"), READINGS, ids=str)
-def test_ranks_of_a_context_group_are_one_device(processes, variant, text):
+def test_ranks_of_a_context_group_are_one_device(on_four_ranks, variant, text):
     checkpointing = {1: "none", 2: "full", 3: "selective"}.get(text.chunks, "none")
-    answers = processes.run(prefill_on_ranks, variant, text, checkpointing)
+    answers = on_four_ranks(prefill_on_ranks, variant, text, checkpointing)
     whole = read(variant, text, "none", None)
     for first in range(0, 4, text.ranks):
         assert_is_single(answers[first : first + text.ranks], whole)
@@ -72,9 +72,9 @@ def test_ranks_of_a_context_group_are_one_device(processes, variant, text):
         ("megalodon", "full", "few"),
     ],
 )
-def test_sharded_parameters_and_rows_are_one_device(processes, variant, checkpointing, documents):
+def test_sharded_parameters_and_rows_are_one_device(on_four_ranks, variant, checkpointing, documents):
     whole = read_whole(variant, 2, documents)
-    for part in processes.run(read_shards, variant, 2, checkpointing, documents):
+    for part in on_four_ranks(read_shards, variant, 2, checkpointing, documents):
         assert part["loss"] == pytest.approx(whole["loss"], rel=TOLERANCE)
         for name, wanted in whole["gradients"].items():
             assert_same(part["gradients"][name], wanted, f"gradient {name}")
@@ -84,22 +84,22 @@ def test_sharded_parameters_and_rows_are_one_device(processes, variant, checkpoi
 @pytest.mark.parametrize(
     ("length", "read", "piece", "ranks"), [(200, 0, 16, 4), (203, 13, 8, 4), (70, 0, 64, 2), (5, 3, 8, 4)]
 )
-def test_a_text_read_by_several_ranks(processes, variant, length, read, piece, ranks):
+def test_a_text_read_by_several_ranks(on_four_ranks, variant, length, read, piece, ranks):
     """For any length and initial state, every rank ends with the logits and state that one rank computes."""
-    for answer in processes.run(prefill, variant, length, read, piece, ranks):
+    for answer in on_four_ranks(prefill, variant, length, read, piece, ranks):
         for name, wanted in answer["alone"].items():
             assert_same(answer["shared"][name], wanted, name)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_a_layer_posts_four_batches_each_way_and_none_when_it_is_recomputed(processes, checkpointing):
+def test_a_layer_posts_four_batches_each_way_and_none_when_it_is_recomputed(on_four_ranks, checkpointing):
     """The model has two layers, and a final norm with a batch of its own."""
-    assert processes.run(batches, "gecko", checkpointing) == [(2 * 4 + 1, 2 * 4 + 1)] * 4
+    assert on_four_ranks(batches, "gecko", checkpointing) == [(2 * 4 + 1, 2 * 4 + 1)] * 4
 
 
 @pytest.mark.parametrize("variant", ["gecko", "window-linear"])
-def test_products_in_bfloat16(processes, variant):
-    for shared, alone in processes.run(autocast_losses, variant):
+def test_products_in_bfloat16(on_four_ranks, variant):
+    for shared, alone in on_four_ranks(autocast_losses, variant):
         assert shared == pytest.approx(alone, rel=2e-2)
 
 
@@ -112,11 +112,11 @@ def test_products_in_bfloat16(processes, variant):
         (((8, 8, 8, 8), 0, (True, False, True, True)), "segment_ids"),
     ],
 )
-def test_calls_that_are_not_whole_chunks_are_refused_on_all_ranks_alike(processes, call, message):
-    answers = processes.run(refusal, *call)
+def test_calls_that_are_not_whole_chunks_are_refused_on_all_ranks_alike(on_four_ranks, call, message):
+    answers = on_four_ranks(refusal, *call)
     assert message in answers[0]
     assert len(set(answers)) == 1
 
 
-def test_rows_that_do_not_divide_are_refused(processes):
-    assert "multiple of ranks" in processes.run(slice_refusal, 40)[0]
+def test_rows_that_do_not_divide_are_refused(on_four_ranks):
+    assert "multiple of ranks" in on_four_ranks(slice_refusal, 40)[0]

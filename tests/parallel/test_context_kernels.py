@@ -23,8 +23,8 @@ EXPECTED = {
     ],
     ids=str,
 )  # fmt: skip
-def test_ranks_with_c_kernels_are_one_device(processes, variant, text):
+def test_ranks_with_c_kernels_are_one_device(on_four_ranks, variant, text):
     checkpointing = "full" if text.chunks == 2 else "none"
-    parts = processes.run(read_on_kernels, variant, text, checkpointing, "cpu")[: text.ranks]
+    parts = on_four_ranks(read_on_kernels, variant, text, checkpointing, "cpu")[: text.ranks]
     assert_near(parts, read(variant, text, "none", None, model_for_kernels(variant).double()))
     assert set(parts[0]["ran"]) >= EXPECTED

@@ -16,7 +16,7 @@ from support import training_jobs as work
 from support.jobs import Exact, Jobs
 
 from gecko.parallel.mesh import MeshSizes
-from gecko.train import OptimizerSettings, Run, train
+from gecko.train import CheckpointSettings, OptimizerSettings, Run, train
 from gecko.train.metrics import read_metrics
 
 MESHES = {
@@ -55,18 +55,19 @@ def curve(run: Run) -> np.ndarray:
     return np.array([(record["step"], record["loss"]) for record in records])
 
 
-def test_twenty_steps_equal_those_of_one_process_to_float32_rounding(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    one = run_in("one")
+def test_whole_runs_equal_those_of_one_process_to_float32_rounding(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    changes: dict[str, Any] = {"steps": 12, "checkpoint": CheckpointSettings(every=12)}
+    one = run_in("one", **changes)
     (expected,) = jobs.run(1, work.train_run, one)
     for mesh in ("shard-4", "shard-2-context-2"):
         ranks, sizes = MESHES[mesh]
-        many = run_in(mesh, **sizes)
+        many = run_in(mesh, **changes, **sizes)
         results = jobs.run(ranks, work.train_run, many)
         np.testing.assert_allclose(curve(many), curve(one), rtol=1e-5, err_msg=mesh)
         for result in results:
             assert result["evaluation"]["tokens"] == expected["evaluation"]["tokens"], mesh
             assert result["evaluation"]["loss"] == pytest.approx(expected["evaluation"]["loss"], rel=1e-5), mesh
-        assert len(curve(many)) == 20 + 3
+        assert len(curve(many)) == 12 + 3
 
 
 def test_bfloat16_is_gathered_for_matrices_only_and_kept_nowhere(jobs: Jobs, run_in: Callable[..., Run]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from support import cases
-from support.processes import TIMEOUT
+from support.jobs import TIMEOUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -93,7 +93,7 @@ def arrays(named: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 @cache
-def groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
+def groups(world: dist.ProcessGroup) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Create the groups once, in the same order in every process: all ranks, two pairs, and the pairs across."""
     made = {}
     for ranks in ((0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3)):
@@ -105,7 +105,7 @@ def group_of(ranks: int) -> tuple[ContextGroup, dist.ProcessGroup]:
     """Return this process's context group of that size, and the group of ranks with the same index in other groups."""
     if dist.get_world_size() == ranks == 2:
         return ContextGroup(dist.group.WORLD), dist.group.WORLD
-    me, made = dist.get_rank(), groups()
+    me, made = dist.get_rank(), groups(dist.group.WORLD)
     if ranks == 4:
         return ContextGroup(made[0, 1, 2, 3]), made[0, 1, 2, 3]
     return ContextGroup(made[(0, 1) if me < 2 else (2, 3)]), made[(0, 2) if me % 2 == 0 else (1, 3)]
@@ -231,11 +231,10 @@ def batches(variant: str, checkpointing: str) -> tuple[int, int]:
 
 def read_shards(variant: str, chunks: int, checkpointing: str, documents: str) -> dict[str, Any]:
     """Return loss and whole gradients on a 2 × 2 mesh that shards rows, the tokens of a row, and parameters."""
-    mesh = mesh_of_pairs()
+    mesh, flat = meshes(dist.group.WORLD)
     group, text = ContextGroup(mesh["context"].get_group()), Text(2, chunks, documents, batch=4)
     model = cases.model(variant)
     model.activation_checkpointing = checkpointing
-    flat = shard_mesh()
     for block in model.blocks:
         fully_shard(block, mesh=flat)
     fully_shard(model, mesh=flat)
@@ -265,13 +264,10 @@ def count_of(targets: Tensor, ids: Tensor | None) -> int:
 
 
 @cache
-def mesh_of_pairs() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-
-
-@cache
-def shard_mesh() -> DeviceMesh:
-    return mesh_of_pairs()["data", "context"]._flatten("all")
+def meshes(world: dist.ProcessGroup) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return a mesh of pairs, and the mesh of all ranks."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    return pairs, pairs["data", "context"]._flatten("all")
 
 
 def read_whole(variant: str, chunks: int, documents: str) -> dict[str, Any]:

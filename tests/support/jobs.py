@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import io
 import multiprocessing
 import os
@@ -11,13 +12,15 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gecko.runtime.process import keep_existing_objects
 
@@ -25,6 +28,8 @@ Exact = Callable[[Any], dict[str, Any]]
 """Function from a run to its steps on one rank; see ``tests/parallel/conftest.py``."""
 LIMIT = 300.0
 """Seconds within which a rank must answer."""
+TIMEOUT = timedelta(seconds=30)
+"""Timeout of connected ranks: one that waits longer fails. Groups that they make do not inherit it."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,22 @@ class Jobs:
             raise RuntimeError("\n".join(failed))
         return [answer.value for answer in answers]
 
+    @contextlib.contextmanager
+    def connected(self, ranks: int) -> Iterator[Callable[..., list[Any]]]:
+        """Context with a function like ``run``, whose ranks stay connected from call to call."""
+        self.run(ranks, _connect)
+        try:
+            yield functools.partial(self.run, ranks)
+        finally:
+            self.run(ranks, dist.destroy_process_group)
+
     def close(self) -> None:
         for worker in self._workers:
             worker.close()
+
+
+def _connect() -> None:
+    dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
 def _work(end: Connection) -> None:

@@ -7,7 +7,7 @@ import os
 import pytest
 from kernels.ranks import read_interpreted
 from support.context_cases import Text, assert_near, model_for_kernels, read
-from support.processes import Processes
+from support.jobs import Jobs
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the simulator runs kernels of one process only"
@@ -19,18 +19,10 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    """Return a function from a number of ranks to as many processes."""
-    started: dict[int, Processes] = {}
-
-    def of(ranks: int) -> Processes:
-        if ranks not in started:
-            started[ranks] = Processes(ranks, tmp_path_factory.mktemp("context"))
-        return started[ranks]
-
-    yield of
-    for some in started.values():
-        some.close()
+def jobs():
+    jobs = Jobs(4)
+    yield jobs
+    jobs.close()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +34,8 @@ def processes(tmp_path_factory):
     ],
     ids=str,
 )
-def test_ranks_with_kernels_are_one_device(processes, variant, text):
-    parts = processes(text.ranks).run(read_interpreted, variant, text, "full", 1)
+def test_ranks_with_kernels_are_one_device(jobs, variant, text):
+    with jobs.connected(text.ranks) as on_ranks:
+        parts = on_ranks(read_interpreted, variant, text, "full", 1)
     assert_near(parts, read(variant, text, "none", None, model_for_kernels(variant, 1).double()))
     assert set(parts[0]["ran"]) >= EXPECTED
