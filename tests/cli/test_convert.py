@@ -13,7 +13,7 @@ from support import cases
 from support.cases import tokens
 
 import gecko
-from gecko.convert import BLOCK, FIELDS, TOP, to_reference
+from gecko.convert.release import BLOCK, FIELDS, TOP, to_reference
 
 
 def release_of_gecko(folder: Path) -> gecko.Gecko:
@@ -130,9 +130,9 @@ def drop_config(folder: Path, name: str) -> None:
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: (f / "consolidated.pth").unlink(), "must hold consolidated.pth"),
     (lambda f: (f / "config.json").unlink(), "config.json must lie beside the weights"),
-    (lambda f: (f / "config.json").write_text("{"), "must hold the release's config as JSON"),
-    (lambda f: (f / "config.json").write_text("[]"), "must hold the release's config as a JSON object; got a list"),
-    (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "is of a 'llama' folder"),
+    (lambda f: (f / "config.json").write_text("{"), "must hold a model's config as JSON"),
+    (lambda f: (f / "config.json").write_text("[]"), "must hold a model's config as a JSON object; got a list"),
+    (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "needs the fields ['vocab_size'"),
     (lambda f: (f / "consolidated.pth").write_bytes(b"not at all"), "must hold tensors as torch.save"),
     (lambda f: (f / "consolidated.pth").write_bytes(b""), "must be a file written by torch.save"),
     (lambda f: torch.save(Code(), f / "consolidated.pth"), "could be code, and was not opened"),
@@ -172,6 +172,20 @@ def test_anything_else_is_refused(number: int, command: Callable[..., Any], tmp_
 def test_a_folder_that_is_not_there(command: Callable[..., Any], tmp_path: Path) -> None:
     result = command("convert", tmp_path / "nowhere", tmp_path / "out")
     assert result.exit_code == 2 and "there is no" in result.stderr
+
+
+def test_weights_beside_another_config(command: Callable[..., Any], tmp_path: Path) -> None:
+    release_of_gecko(tmp_path / "release")
+    (tmp_path / "release" / "config.json").write_text('{"model_type": "llama"}')
+    result = command("convert", tmp_path / "release" / "consolidated.pth", tmp_path / "out")
+    assert result.exit_code == 2 and "is of a 'llama' folder" in result.stderr
+
+
+def test_the_window_of_a_release_is_its_own(command: Callable[..., Any], tmp_path: Path) -> None:
+    release_of_gecko(tmp_path / "release")
+    for option in ("--chunk", "--sinks"):
+        result = command("convert", tmp_path / "release", tmp_path / "out", option, 1)
+        assert result.exit_code == 2 and "a release has its own chunk_size" in result.stderr
 
 
 def test_a_model_is_not_written_over(command: Callable[..., Any], tmp_path: Path) -> None:

