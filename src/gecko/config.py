@@ -109,6 +109,8 @@ class GeckoConfig:
     queries_and_keys: QueriesAndKeys = "shared"
     """``shared``: scaled and shifted copies of one vector per head, of length 1 (the paper). ``separate``: projections
     of their own, and scores divided by √key_head_dim; the memory takes them as projected."""
+    query_key_bias: bool = True
+    """Whether projections of separate queries and keys have a bias."""
     query_key_norm: bool = False
     """With separate queries and keys: an RMS norm per head, with a weight, before attention."""
     key_value_heads: Size | None = None
@@ -122,8 +124,29 @@ class GeckoConfig:
     """What mixes neighbours before queries, keys and gate are projected: CEMA with its RMS norm, or nothing."""
     gate: Gate = "attention"
     """What the gate multiplies: the attention (the release), attention plus memory (the paper's text), or nothing."""
+    gate_activation: Literal["silu", "softplus"] = "silu"
+    """Activation of the gate; softplus is log₂(1 + 2^x), which is 1 at 0."""
+    gate_bias: bool = True
+    """Whether the gates' projections have a bias."""
     hidden_branch: bool = True
     """Whether the mixer has the linear branch W_h1."""
+    output_norm: bool = False
+    """Divide attention plus memory by its root mean square per head, before the gate."""
+    memory_gate_channels: Annotated[int, whole(0, LARGEST)] = 0
+    """Gates per head between attention and memory, a + g (memory − a) with g = σ(W mx), 0 where the memory is empty.
+    With 0 the two are added."""
+    memory_factor: Annotated[float, Range("must be a number of at most 1e+30", least=-1e30, most=1e30)] | None = None
+    """Initial value of a learned factor of the memory per head. None: no factor."""
+    convolution_width: Annotated[int, whole(0, 64)] = 0
+    """Taps of a causal convolution of every channel of separate queries, keys and values; 0: none."""
+    cema_expansion: bool = False
+    """Multiply the input of every CEMA mode by a learned β (the paper; the release has none)."""
+    unit_vectors: Literal["head", "whole"] = "head"
+    """What has length 1 in the shared vector: each head's part (the release), or the whole (the paper's text)."""
+    timestep_eps: Epsilon | None = None
+    """Added to the variance in the timestep norm. None: ``norm_eps``."""
+    rms_eps: Epsilon | None = None
+    """Added to the mean square in RMS norms. None: ``norm_eps``."""
     sinks: Annotated[int, whole(0, LARGEST)] = 0
     """First tokens of a document that stay visible to attention after they have left the window."""
     rope_frequencies: tuple[float, ...] | None = None
@@ -247,13 +270,24 @@ class GeckoConfig:
         if heads % own:
             raise ValueError(f"key_value_heads must divide num_heads; got {own} and {heads}. Try {heads}.")
         if self.queries_and_keys == "shared":
-            self.refuse(("query_key_norm", "key_value_heads"), "queries_and_keys=shared")
+            own_fields = ("query_key_bias", "query_key_norm", "key_value_heads", "convolution_width")
+            self.refuse(own_fields, "queries_and_keys=shared")
         else:
-            self.refuse(("memory_key_length",), "queries_and_keys=separate")
-        if own != heads and (self.memory != "none" or self.num_rope_heads not in (0, heads)):
+            self.refuse(("memory_key_length", "unit_vectors"), "queries_and_keys=separate")
+        if self.memory == "none":
+            self.refuse(("memory_gate_channels", "memory_factor"), "memory=none")
+        if self.local_mixing == "none":
+            self.refuse(("cema_expansion",), "local_mixing=none")
+        if self.gate == "none":
+            self.refuse(("gate_activation", "gate_bias"), "gate=none")
+        if self.memory_gate_channels and self.value_head_dim % self.memory_gate_channels:
             raise ValueError(
-                f"key_value_heads={own} of {heads} heads must have memory=none, and rope_heads None or 0; got memory="
-                f"{self.memory} and rope_heads={self.rope_heads}."
+                f"memory_gate_channels must divide value_dim / num_heads={self.value_head_dim}; "
+                f"got {self.memory_gate_channels}."
+            )
+        if own != heads and self.num_rope_heads not in (0, heads):
+            raise ValueError(
+                f"key_value_heads={own} of {heads} heads must have rope_heads None or 0; got {self.rope_heads}."
             )
         if self.sinks > self.chunk_size:
             raise ValueError(f"sinks must be at most chunk_size={self.chunk_size}; got {self.sinks}.")
@@ -309,6 +343,16 @@ _MEGALODON_TINY = GeckoConfig(
 )  # fmt: skip
 _MEGALODON_7B = dataclasses.replace(_GECKO_7B, ffn_dim=11_264, **_MEGALODON)
 
+_GEKKO: dict[str, Any] = {
+    "vocab_size": 32_000, "chunk_size": 4096, "rms_eps": 1e-6, "queries_and_keys": "separate", "query_key_bias": False,
+    "query_key_norm": True, "local_mixing": "none", "convolution_width": 4, "gate": "sum",
+    "gate_activation": "softplus", "gate_bias": False, "hidden_branch": False, "output_norm": True,
+}  # fmt: skip
+"""The authors' later design. Its release names no vocabulary."""
+
+# Of the 256 features of a head, the first 128 are rotated.
+_HALF_ROTATED = (*(500_000.0 ** (-i / 64) for i in range(64)), *(0.0,) * 64)
+
 PRESETS: dict[str, GeckoConfig] = {
     "gecko-7b": _GECKO_7B,
     # The paper gives D, the layers and the vocabulary, and points to OLMo-1B, which has 16 heads and a feed-forward of
@@ -331,6 +375,21 @@ PRESETS: dict[str, GeckoConfig] = {
     "tiny": GeckoConfig(
         vocab_size=264, num_layers=4, model_dim=128, key_dim=64, value_dim=256, num_heads=2, ffn_dim=256,
         chunk_size=64, timestep_groups=4,
+    ),
+    "gekko-0.9b": GeckoConfig(
+        num_layers=28, model_dim=1536, key_dim=2048, value_dim=2048, num_heads=8, key_value_heads=4, ffn_dim=4096,
+        timestep_groups=24, norm_groups=2, rope_frequencies=_HALF_ROTATED, **_GEKKO,
+    ),
+    "gekko-4b": GeckoConfig(
+        num_layers=36, model_dim=2560, key_dim=4096, value_dim=4096, num_heads=32, key_value_heads=8, ffn_dim=9216,
+        timestep_groups=40, norm_groups=2, **_GEKKO,
+    ),
+    "gekko-7.1b": GeckoConfig(
+        num_layers=32, model_dim=4096, key_dim=1024, value_dim=8192, num_heads=4, ffn_dim=8192, norm_groups=4, **_GEKKO,
+    ),
+    "gekko-tiny": GeckoConfig(
+        num_layers=4, model_dim=128, key_dim=64, value_dim=256, num_heads=2, key_value_heads=1, ffn_dim=352,
+        timestep_groups=4, **{**_GEKKO, "vocab_size": 264, "chunk_size": 64},
     ),
     "megalodon-tiny": dataclasses.replace(_MEGALODON_TINY, swiglu=True, ffn_dim=256),
     "megalodon-tiny-ungated": _MEGALODON_TINY,

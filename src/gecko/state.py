@@ -175,7 +175,7 @@ def _may_round(name: str) -> bool:
 
     This is not the case for log sums, where the error is in the exponent, or for counts. Norm statistics are small.
     """
-    return name.split(".")[-1] in ("cema", "keys", "values", "memory", "key_sum", "value_sum")
+    return name.split(".")[-1] in ("cema", "keys", "values", "memory", "key_sum", "value_sum", "convolution")
 
 
 def _empty_mixer(
@@ -190,7 +190,11 @@ def _empty_mixer(
         average = torch.zeros(batch, config.model_dim, config.cema_modes, 2, dtype=dtype, device=device)
     if config.memory != "none":
         memory = WorkingMemoryState.empty(config.memory, batch, heads, key_dim, value_dim, dtype, device)
-    return MixerState(_empty_norm(config, batch, dtype, device), average, window, memory)
+    convolution = None
+    if config.convolution_width:
+        channels = config.key_dim + heads * (key_dim + value_dim)
+        convolution = torch.zeros(batch, config.convolution_width - 1, channels, dtype=dtype, device=device)
+    return MixerState(_empty_norm(config, batch, dtype, device), average, window, memory, convolution)
 
 
 def _empty_norm(

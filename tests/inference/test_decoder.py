@@ -56,7 +56,7 @@ def assert_same_states(found: GeckoState, expected: GeckoState, tolerance: float
         )
 
 
-@pytest.mark.parametrize("variant", cases.VARIANTS)
+@pytest.mark.parametrize("variant", cases.IN_C)
 def test_steps_in_c_are_calls_in_float64(variant: str) -> None:
     model = cases.model(variant, torch.float32)
     exact = copy.deepcopy(model).double()
@@ -122,7 +122,7 @@ def assert_rows_are_what_they_are_alone(model: gecko.Gecko, prefills: Sequence[P
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("variant", cases.VARIANTS)
+@pytest.mark.parametrize("variant", cases.IN_C)
 def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gecko.ops.decoding.cpu.WEIGHTS_PER_THREAD", 1)
     model = cases.model(variant, torch.float32)
@@ -130,7 +130,7 @@ def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str, mo
     assert_rows_are_what_they_are_alone(model, prefills, STEPS)
 
 
-@pytest.mark.parametrize("variant", cases.VARIANTS)
+@pytest.mark.parametrize("variant", cases.IN_C)
 def test_states_in_pages_in_any_order(variant: str) -> None:
     """The input of the head, from states in pages, gives the logits of a decoder with states side by side."""
     model = cases.model(variant, torch.float32)
@@ -263,7 +263,7 @@ def test_stored_values_are_rounded_as_torch_rounds() -> None:
     assert torch.equal(stored[torch.bfloat16], stored[torch.float32].bfloat16())
 
 
-@pytest.mark.parametrize("variant", cases.VARIANTS)
+@pytest.mark.parametrize("variant", cases.IN_C)
 def test_a_window_in_bfloat16_is_a_state_whose_window_is_rounded_at_every_step(variant: str) -> None:
     """The first layer's keys and values do not depend on the window, so there one rounding is all that differs."""
     model, tokens = cases.model(variant, torch.float32), cases.tokens(1, STEPS, 2)

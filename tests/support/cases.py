@@ -19,6 +19,7 @@ import gecko
 from gecko.config import PAPER
 from gecko.ops.cema import CEMACoefficients, cema, cema_reference, empty_cema_state
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, chunk_attention_reference
+from gecko.ops.short_convolution import short_convolution, short_convolution_reference
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_reference
 from gecko.ops.working_memory import WorkingMemoryState, working_memory, working_memory_reference
 from gecko.runtime.records import TensorRecord, map_tensors, tensors_of
@@ -268,6 +269,20 @@ def _memory(rule: str, key: int = 3, value: int = 4) -> Operator:
 
 MEMORIES = [_memory("adaptive"), _memory("linear")]
 
+
+def _convolution(width: int, channels: int) -> Operator:
+    return Operator(
+        f"convolution-{width}x{channels}", 1,
+        lambda g: [_normal(g, channels, width)],
+        lambda b, t, g: [_normal(g, b, t, channels)],
+        lambda b, dtype: torch.zeros(b, width - 1, channels, dtype=dtype),
+        lambda p, x, state, segments: short_convolution(x[0], p[0], state, segments=segments),
+        lambda p, x, state, segments: short_convolution_reference(x[0], p[0], state, segments),
+    )  # fmt: skip
+
+
+CONVOLUTIONS = [_convolution(4, 5), _convolution(1, 3), _convolution(9, 2)]
+
 WIDE = [
     _cema(37, 5),
     _cema(16, 16),
@@ -320,10 +335,24 @@ VARIANTS = {
     },
     "separate-linear": {"queries_and_keys": "separate", "memory": "linear", "gate": "none", "value_activation": "none"},
     "shared-rms": {"norm": "rms", "local_mixing": "none", "gate": "sum"},
+    "gekko": {
+        "queries_and_keys": "separate", "query_key_norm": True, "num_heads": 4, "key_value_heads": 2, "gate": "sum",
+        "gate_activation": "softplus", "gate_bias": False, "hidden_branch": False, "local_mixing": "none",
+        "output_norm": True, "convolution_width": 4, "query_key_bias": False, "rms_eps": 1e-3,
+        "rope_frequencies": (1.0, 0.0),
+    },
+    "later-gecko": {
+        "gate": "sum", "gate_activation": "softplus", "gate_bias": False, "memory_gate_channels": 3,
+        "timestep_eps": 1e-3,
+    },
+    "paper": {"gate": "sum", "unit_vectors": "whole", "cema_expansion": True, "memory_factor": 0.5},
 }  # fmt: skip
 
 PAPER_VARIANTS = [name for name, changes in VARIANTS.items() if not changes.keys() & PAPER.keys()]
-WITHOUT_SINKS = [name for name, changes in VARIANTS.items() if not changes.get("sinks")]
+IN_C = [name for name in VARIANTS if name not in ("gekko", "later-gecko", "paper")]
+"""Variants that C decodes."""
+ON_RANKS = [name for name, changes in VARIANTS.items() if not {"sinks", "convolution_width"} & changes.keys()]
+"""Variants whose rows several ranks may share."""
 
 
 def model(variant: str, dtype: torch.dtype = torch.float64, **changes: Any) -> gecko.Gecko:

@@ -38,6 +38,11 @@ which of these it computes."""
 _ATTENTIONS = {"sliding_chunk": 0, "chunk": 1, "sliding_window": 2}
 _MEMORIES = {"none": 0, "adaptive": 1, "linear": 2}
 _GATES = {"none": 0, "attention": 1, "sum": 2}
+_ONLY_IN_PYTORCH = (
+    "gate_activation", "output_norm", "memory_gate_channels", "memory_factor", "convolution_width", "unit_vectors",
+    "timestep_eps", "rms_eps",
+)  # fmt: skip
+"""Fields of a config of which no decoder but ``Gecko.step`` knows another value than the default."""
 
 
 class Network(Protocol):
@@ -64,8 +69,11 @@ def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | No
     """
     modules = list(model.modules())
     floats = [(name, x.dtype) for name, x in state.tensors().items() if x.is_floating_point()]
+    config = model.config
     known = (
-        not model.sharded and not dispatch.is_watched() and all(map(_is_known, modules))
+        all(getattr(config, name) == PAPER[name] for name in _ONLY_IN_PYTORCH)
+        and (config.memory == "none" or config.num_key_value_heads == config.num_heads)
+        and not model.sharded and not dispatch.is_watched() and all(map(_is_known, modules))
         and all(x.dtype in _DTYPES for x in model.parameters())
         and all(dtype in (_DTYPES if ".attention." in name else _DTYPES[:1]) for name, dtype in floats)
         and all(is_bare(module) for module in modules if isinstance(module, nn.Linear))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +15,20 @@ from gecko.segments import Pending, Segments
 
 
 class CEMA(nn.Module):
-    """CEMA(x) + x, or Megalodon's CEMA(x) + ω x with γ scaled by 1/√N (``skip="learned"``).
+    """CEMA(x) + x, or Megalodon's CEMA(x) + ω x with γ scaled by 1/√N (``skip="learned"``). Mode k reads β_k x with
+    ``expansion``.
 
     γ is stored as (real, imaginary) pairs, because optimizers and sharding support only real tensors.
     """
 
-    def __init__(self, model_dim: int, modes: int, skip: CEMASkip) -> None:
+    def __init__(self, model_dim: int, modes: int, skip: CEMASkip, *, expansion: bool = False) -> None:
         super().__init__()
         self.alpha = nn.Parameter(torch.empty(model_dim, modes))
         self.delta = nn.Parameter(torch.empty(model_dim, modes))
         self.theta = nn.Parameter(torch.empty(model_dim))
         self.gamma = nn.Parameter(torch.empty(model_dim, modes, 2))
         self.omega = nn.Parameter(torch.empty(model_dim)) if skip == "learned" else None
+        self.beta = nn.Parameter(torch.ones(model_dim, modes)) if expansion else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -55,4 +58,5 @@ class CEMA(nn.Module):
     def coefficients(self) -> CEMACoefficients:
         """Return the filter's coefficients for the current parameters."""
         gamma = self.gamma if self.omega is None else self.gamma / math.sqrt(self.gamma.shape[1])
-        return CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)
+        found = CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)
+        return found if self.beta is None else replace(found, input=found.input * self.beta)

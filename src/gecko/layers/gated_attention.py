@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
@@ -16,11 +19,14 @@ from gecko.layers.norms import RMSNorm, block_norm
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, state_before
 from gecko.ops.common import compute_dtype
 from gecko.ops.gates import by_head, gated, silu_by_head
+from gecko.ops.norms import group_rms_norm
 from gecko.ops.qk_scale_shift import qk_scale_shift
+from gecko.ops.short_convolution import short_convolution
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory import WorkingMemoryState
 from gecko.ops.working_memory.context import chunk_weights, memory_state_before, start_working_memory
 from gecko.runtime.records import TensorRecord
+from gecko.runtime.transfer import to_device
 from gecko.segments import Arriving, Pending, Ready, Segments
 
 
@@ -32,6 +38,7 @@ class MixerState(TensorRecord):
     cema: Tensor | None
     attention: AttentionState
     memory: WorkingMemoryState | None
+    convolution: Tensor | None = None
 
 
 class Heads(NamedTuple):
@@ -39,6 +46,13 @@ class Heads(NamedTuple):
 
     attention: AttentionState | None
     memory: WorkingMemoryState | None
+
+
+class Gates(NamedTuple):
+    """Gates before their activations: of the output (B, T, value_dim), and between attention and memory."""
+
+    output: Tensor | None
+    memory: Tensor | None
 
 
 class GatedAttention(nn.Module):
@@ -59,18 +73,24 @@ class GatedAttention(nn.Module):
         averages, separate = config.local_mixing == "cema", config.queries_and_keys == "separate"
         own_keys, own_values = (config.num_key_value_heads * x for x in (config.key_head_dim, config.value_head_dim))
         self.norm = block_norm(config)
-        self.cema = CEMA(model_dim, config.cema_modes, config.cema_skip) if averages else None
+        average = partial(CEMA, model_dim, config.cema_modes, config.cema_skip, expansion=config.cema_expansion)
+        self.cema = average() if averages else None
         self.cema_norm = RMSNorm(config) if averages else None
         self.to_shared = None if separate else linear(model_dim, key_dim, bias=True)
-        self.to_query = linear(model_dim, key_dim, bias=True) if separate else None
-        self.to_key = linear(model_dim, own_keys, bias=True) if separate else None
+        self.to_query = linear(model_dim, key_dim, bias=config.query_key_bias) if separate else None
+        self.to_key = linear(model_dim, own_keys, bias=config.query_key_bias) if separate else None
         self.to_value = linear(model_dim, own_values, bias=True)
-        self.to_gate = None if config.gate == "none" else linear(model_dim, value_dim, bias=True)
+        self.to_gate = None if config.gate == "none" else linear(model_dim, value_dim, bias=config.gate_bias)
+        channels = config.num_heads * config.memory_gate_channels
+        self.to_memory_gate = linear(model_dim, channels, bias=config.gate_bias) if channels else None
         self.to_hidden = linear(model_dim, model_dim, bias=True) if config.hidden_branch else None
         self.to_output = linear(value_dim, model_dim, bias=False)
         normalised = config.query_key_norm
         self.query_norm = RMSNorm(config, key_dim, config.num_heads) if normalised else None
         self.key_norm = RMSNorm(config, own_keys, config.num_key_value_heads) if normalised else None
+        factor, taps = config.memory_factor, (key_dim + own_keys + own_values, config.convolution_width)
+        self.memory_factor = None if factor is None else nn.Parameter(torch.full((config.num_heads,), factor))
+        self.taps = nn.Parameter(nn.init.trunc_normal_(torch.empty(taps), std=0.1, a=-0.3, b=0.3)) if taps[1] else None
         rows = 2 if config.memory == "none" else 4
         self.scale = None if separate else nn.Parameter(torch.zeros(rows, key_dim))
         if self.scale is not None:
@@ -87,50 +107,61 @@ class GatedAttention(nn.Module):
         before_average = (
             None if self.cema is None else self.cema.before(xn, None if state is None else state.cema, segments)
         )
-        v = self.values(xn)
+        (value,) = project(xn, self.to_value)
         mx, moving = xn, None
         if self.cema is not None and self.cema_norm is not None and before_average is not None:
             averaged, moving = self.cema(xn, before_average, segments)
             mx = self.cema_norm(averaged)
         shared = project(mx, *(layer for layer in (self.to_shared, self.to_query, self.to_key) if layer is not None))
+        convolution = None
+        if self.taps is not None:
+            steps, convolution = short_convolution(
+                torch.cat([*shared, value], -1), self.taps, None if state is None else state.convolution,
+                segments=segments,
+            )  # fmt: skip
+            *shared, value = steps.split([x.shape[-1] for x in (*shared, value)], -1)
+        v = self.values(value)
         projections = self.queries_and_keys(shared)
         before = self.before(projections, shared[-1], v, state, segments)
-        gate, y = self.gate_and_residual(mx, x)
-        out, attention, memory = self.mix(projections, v, gate, before, segments)
+        gates, y = self.gates_and_residual(mx, x)
+        out, attention, memory = self.mix(projections, v, gates, before, segments)
         (y,) = project(out, self.to_output, onto=y)
-        return y, MixerState(norm, moving, attention, memory)
+        return y, MixerState(norm, moving, attention, memory, convolution)
 
-    def values(self, xn: Tensor) -> Tensor:
-        """Return v, (B, K, T, value_head_dim)."""
-        (value,) = project(xn, self.to_value)
+    def values(self, value: Tensor) -> Tensor:
+        """Return v, (B, K, T, value_head_dim), of projected values."""
         heads, linear_values = self.config.num_key_value_heads, self.config.value_activation == "none"
         return by_head(value, heads).contiguous() if linear_values else silu_by_head(value, heads)
 
-    def queries_and_keys(self, shared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def queries_and_keys(self, shared: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return q, k (and qm, km), (B, H or K, T, key_head_dim) each, of z, or of projected queries and keys.
 
         With n = z / RMS(z) per head, they are (1 + γ_i) / √d · n + β_i.
         """
         config = self.config
         if self.scale is not None and self.offset is not None:
-            return qk_scale_shift(shared[0], self.scale, self.offset, config.num_heads, config.norm_eps)
+            whole = config.unit_vectors == "whole"
+            eps = config.rms_eps or config.norm_eps
+            rows = qk_scale_shift(shared[0], self.scale, self.offset, 1 if whole else config.num_heads, eps)
+            return tuple(by_head(row.squeeze(1), config.num_heads) for row in rows) if whole else rows
         query, key = shared
         q = by_head(query if self.query_norm is None else self.query_norm(query), config.num_heads)
         heads = q / math.sqrt(config.key_head_dim), self.key(key)
         if config.memory == "none":
             return heads
-        return (*heads, *(by_head(x, config.num_heads) for x in shared))
+        return (*heads, by_head(query, config.num_heads), by_head(key, config.num_key_value_heads))
 
     def key(self, projected: Tensor) -> Tensor:
         """Return separate keys, (B, K, T, key_head_dim)."""
         normal = projected if self.key_norm is None else self.key_norm(projected)
         return by_head(normal, self.config.num_key_value_heads)
 
-    def gate_and_residual(self, mx: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the gate before its activation, and x plus the hidden branch."""
-        layers = [layer for layer in (self.to_gate, self.to_hidden) if layer is not None]
-        found = project(mx, *layers, onto=None if self.to_hidden is None else x) if layers else ()
-        return None if self.to_gate is None else found[0], x if self.to_hidden is None else found[-1]
+    def gates_and_residual(self, mx: Tensor, x: Tensor) -> tuple[Gates, Tensor]:
+        """Return the gates before their activations, and x plus the hidden branch."""
+        layers = [layer for layer in (self.to_gate, self.to_memory_gate, self.to_hidden) if layer is not None]
+        found = iter(project(mx, *layers, onto=None if self.to_hidden is None else x) if layers else ())
+        gates = Gates(*(None if layer is None else next(found) for layer in (self.to_gate, self.to_memory_gate)))
+        return gates, x if self.to_hidden is None else next(found)
 
     def before(
         self, projections: tuple[Tensor, ...], z: Tensor, v: Tensor, state: MixerState | None, segments: Segments
@@ -160,7 +191,7 @@ class GatedAttention(nn.Module):
             if self.to_key is None:
                 _, key, *of_memory = self.queries_and_keys((before_z,))
             else:
-                key, of_memory = self.key(before_z), [by_head(before_z, self.config.num_heads)]
+                key, of_memory = self.key(before_z), [by_head(before_z, self.config.num_key_value_heads)]
             attention = state_before(own.attention, key, values, self.pattern, segments, exchange.first)
             if rule == "none" or memory is None:
                 return Heads(attention, None)
@@ -170,21 +201,55 @@ class GatedAttention(nn.Module):
         return Arriving(exchange.send(to_next=last, to_later=weights), receive)
 
     def mix(
-        self, projections: tuple[Tensor, ...], v: Tensor, gate: Tensor | None, before: Pending[Heads],
-        segments: Segments,
-    ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:  # fmt: skip
+        self, projections: tuple[Tensor, ...], v: Tensor, gates: Gates, before: Pending[Heads], segments: Segments
+    ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:
         """Return gated attention plus memory, (B, T, value_dim), and their states after the last token."""
-        states, rule = before.wait(), self.config.memory
-        recalled: Pending[tuple[Tensor | None, WorkingMemoryState | None]] = Ready((None, None))
-        if rule != "none":
-            given = projections[2], projections[3], v, self.config.chunk_size
-            recalled = start_working_memory(*given, rule, states.memory, segments)
+        states = before.wait()
+        recalled = self.recall(projections, v, states.memory, segments)
         attended, attention = self.attend(projections, v, states.attention, segments)
-        read, memory = recalled.wait()
-        if read is not None and self.config.gate != "attention":
+        reads = [one.wait() for one in recalled]
+        read = None
+        if reads:  # query head i · shared + j is head i of read j
+            read = reads[0][0] if len(reads) == 1 else torch.stack([found for found, _ in reads], 2).flatten(1, 2)
+        return self.gated(attended, read, gates, segments), attention, reads[0][1] if reads else None
+
+    def recall(
+        self, projections: tuple[Tensor, ...], v: Tensor, state: WorkingMemoryState | None, segments: Segments
+    ) -> list[Pending[tuple[Tensor, WorkingMemoryState]]]:
+        """Start to read the memory, once for each head of queries that shares a head of keys; none without memory."""
+        if self.config.memory == "none":
+            return []
+        q, k, chunk, shared = *projections[2:], self.config.chunk_size, self.config.num_heads // v.shape[1]
+        start = partial(start_working_memory, chunk_size=chunk, rule=self.config.memory, state=state, segments=segments)
+        return [start(q if shared == 1 else q[:, i::shared].contiguous(), k, v) for i in range(shared)]
+
+    def gated(self, attended: Tensor, read: Tensor | None, gates: Gates, segments: Segments) -> Tensor:
+        """Return attention and memory, (B, H, T, value_head_dim) each, joined and gated, (B, T, value_dim)."""
+        config, gate = self.config, gates.output
+        if read is not None and self.memory_factor is not None:
+            read = read * self.memory_factor.view(-1, 1, 1).to(read.dtype)
+        if read is not None and gates.memory is not None:
+            share = by_head(gates.memory.sigmoid(), config.num_heads) * self._readable(segments)
+            share = share.repeat_interleave(config.value_head_dim // config.memory_gate_channels, -1).to(read.dtype)
+            attended, read = attended + share * (read - attended), None
+        elif read is not None and config.gate != "attention":
             attended, read = attended + read, None
-        out = attended.transpose(1, 2).flatten(2) if gate is None else gated(attended, gate, read)
-        return out, attention, memory
+        if config.output_norm:
+            eps = config.rms_eps or config.norm_eps
+            attended = group_rms_norm(attended if read is None else attended + read, None, 1, eps)
+            read = None
+        if gate is not None and config.gate_activation == "silu":
+            return gated(attended, gate, read)
+        if gate is not None:  # log₂(1 + 2^x)
+            attended = attended * F.softplus(by_head(gate, config.num_heads), beta=math.log(2))
+        return (attended if read is None else attended + read).transpose(1, 2).flatten(2)
+
+    def _readable(self, segments: Segments) -> Tensor:
+        """Return whether the memory holds tokens of the document of each token, (B, 1, T, 1)."""
+        chunk = self.config.chunk_size
+        position = segments.clock.position[:, None] + torch.arange(segments.length, device="cpu")
+        holds = segments.document_starts < (position // chunk - 1) * chunk
+        return to_device(holds, segments.device)[:, None, :, None]
 
     def attend(
         self, projections: tuple[Tensor, ...], v: Tensor, state: AttentionState | None, segments: Segments

@@ -23,7 +23,8 @@ class TimestepNorm(nn.Module):
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
-        self.groups, self.betas, self.eps = config.timestep_groups, config.timestep_betas, config.norm_eps
+        self.groups, self.betas = config.timestep_groups, config.timestep_betas
+        self.eps = config.timestep_eps or config.norm_eps
         self.weight = offsets(config.model_dim, True)
         self.bias = offsets(config.model_dim, True)
 
@@ -45,7 +46,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: GeckoConfig, features: int | None = None, groups: int | None = None) -> None:
         super().__init__()
-        self.groups, self.eps = groups or config.norm_groups, config.norm_eps
+        self.groups, self.eps = groups or config.norm_groups, config.rms_eps or config.norm_eps
         self.weight = offsets(features or config.model_dim, config.norm_affine)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ class Gecko(nn.Module):
                 *tokens.shape[:2], segment_ids=segment_ids, clock=clock, device=tokens.device, lengths=lengths
             )
         assert lengths is None, "ranks that share rows read no padding"
-        self.config.refuse(("sinks", "bfloat16_window"), "a model whose rows several ranks share")
+        self.config.refuse(("sinks", "bfloat16_window", "convolution_width"), "a model whose rows several ranks share")
         batch, length = tokens.shape[:2]
         return context.segments(
             batch, length, self.config.chunk_size, segment_ids=segment_ids, clock=clock, device=tokens.device

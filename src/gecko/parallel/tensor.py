@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gecko.config import PAPER, GeckoConfig
 from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
-from gecko.layers.gated_attention import GatedAttention, Heads, MixerState
+from gecko.layers.gated_attention import GatedAttention, Gates, Heads, MixerState
 from gecko.layers.linear import linear, project
 from gecko.models.gecko import Block, Gecko
 from gecko.runtime.records import map_tensors
@@ -128,11 +128,11 @@ class ShardedMixer(GatedAttention):
         averaged, moving = self.cema(channels, Ready(None if state is None else state.cema), segments)
         assert self.cema_norm is not None and self.to_shared is not None and self.to_gate is not None
         mx = self.cema_norm(ranks.all_gather(averaged))
-        v = self.values(xn)
+        v = self.values(*project(xn, self.to_value))
         z, gate = project(mx, self.to_shared, self.to_gate)
         (y,) = project(ranks.part(mx, -1).contiguous(), self.to_hidden, onto=ranks.once(x))
         before = Heads(None, None) if state is None else Heads(state.attention, state.memory)
-        out, attention, memory = self.mix(self.queries_and_keys((z,)), v, gate, Ready(before), segments)
+        out, attention, memory = self.mix(self.queries_and_keys((z,)), v, Gates(gate, None), Ready(before), segments)
         (y,) = project(out, self.to_output, onto=y)
         return ranks.all_reduce(y), MixerState(norm, moving, attention, memory)
 

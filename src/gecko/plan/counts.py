@@ -122,7 +122,7 @@ class GeckoCounts:
     def _linear(self) -> float:
         config = self.config
         keys = self._own_keys + (config.key_dim if config.queries_and_keys == "separate" else 0)
-        gated = 0 if config.gate == "none" else config.value_dim
+        gated = (0 if config.gate == "none" else config.value_dim) + config.num_heads * config.memory_gate_channels
         hidden = config.model_dim if config.hidden_branch else 0
         maps = (
             keys + self._own_values + gated + hidden + config.value_dim + (3 if config.swiglu else 2) * config.ffn_dim

@@ -198,6 +198,16 @@ def compare_llama() -> Run:
     return _comparison("compare_llama", LlamaConfig.preset("llama-tiny"))
 
 
+def compare_gekko() -> Run:
+    """Gekko, the authors' later design, of the same size."""
+    return _comparison("compare_gekko", GeckoConfig.preset("gekko-tiny"))
+
+
+def compare_paper() -> Run:
+    """Gecko as the paper's text has it where the release differs: gate, length of queries and keys, input of CEMA."""
+    return _gecko("compare_paper", gate="sum", unit_vectors="whole", cema_expansion=True)
+
+
 def compare_chunk() -> Run:
     """Gecko that attends within a chunk."""
     return _gecko("compare_chunk", attention="chunk", chunk_size=128)
@@ -279,7 +289,8 @@ def _wider(run: Run, name: str, times: int, *, learning_rate: float = 8e-3, ffn_
 COMPARISON: dict[str, Callable[[], Run]] = {
     recipe.__name__: recipe
     for recipe in (
-        compare_gecko, compare_megalodon, compare_megalodon_ungated, compare_llama, compare_chunk, compare_window,
+        compare_gecko, compare_megalodon, compare_megalodon_ungated, compare_llama, compare_gekko,
+        compare_paper, compare_chunk, compare_window,
         compare_cumulative, compare_no_memory, compare_longer_keys, compare_linear, compare_gecko_4m,
         compare_megalodon_4m, compare_llama_4m, compare_gecko_15m, compare_megalodon_15m, compare_llama_15m,
     )
