@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from parallel.test_checkpoint_ranks import losses
 from support import training_jobs as work
 from support.jobs import Jobs
+from support.whole_runs import losses
 
 from gecko.train import ParallelSettings, Run
 

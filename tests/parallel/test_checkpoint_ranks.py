@@ -14,6 +14,7 @@ import torch
 from support import training_jobs as work
 from support.corpora import BYTE_MODEL
 from support.jobs import Jobs
+from support.whole_runs import losses
 
 import gecko
 from gecko.io.checkpoints import list_checkpoints, read_manifest
@@ -22,12 +23,6 @@ from gecko.train.checkpoints.checkpointer import checkpoints_folder, write_model
 from gecko.train.checkpoints.folders import latest_checkpoint, verify_checkpoint, write_manifest
 from gecko.train.finish import write_report
 from gecko.train.metrics import read_metrics
-
-
-def losses(run: Run) -> np.ndarray:
-    records = read_metrics(run.folder / "metrics.jsonl")
-    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, len(records) + 1))[: run.steps]
-    return np.array([(record["step"], record["loss"]) for record in records])
 
 
 def kept(run: Run) -> list[int]:

@@ -13,11 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import training_jobs as work
+from support.corpora import BYTE_MODEL
 from support.jobs import Exact, Jobs
+from support.whole_runs import losses
 
+from gecko.models import LlamaConfig, ModelConfig
 from gecko.parallel.mesh import MeshSizes
 from gecko.train import CheckpointSettings, OptimizerSettings, Run, train
-from gecko.train.metrics import read_metrics
 
 MESHES = {
     "shard-2": (2, {}),
@@ -35,24 +37,33 @@ SETTINGS: dict[int, list[dict[str, Any]]] = {
 }  # fmt: skip
 """Settings by the number of ranks. Each setting meets every way of dividing the work."""
 
+LLAMA = LlamaConfig(vocab_size=257, num_layers=2, model_dim=32, num_heads=4, ffn_dim=48, key_value_heads=2)
+MODELS: dict[str, ModelConfig] = {"gecko": BYTE_MODEL, "llama": LLAMA}
+CASES = [
+    (name, mesh) for name in MODELS for mesh, (_, sizes) in MESHES.items() if name == "gecko" or "context" not in sizes
+]
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_steps_on_ranks_are_steps_on_one(jobs: Jobs, run_in: Callable[..., Run], exact: Exact, mesh: str) -> None:
+
+def model_of(name: str) -> ModelConfig:
+    if name == "llama":
+        pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
+    return MODELS[name]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_steps_on_ranks_are_steps_on_one(
+    jobs: Jobs, run_in: Callable[..., Run], exact: Exact, name: str, mesh: str
+) -> None:
     """Compare loss, gradient norm and, after three steps of AdamW, every parameter, in float64 on every rank."""
     ranks, sizes = MESHES[mesh]
-    model = replace(run_in("x").model, tie_embedding=mesh == "shard-4")
+    model = replace(model_of(name), tie_embedding=mesh == "shard-4")
     expected = exact(run_in("one", model=model))
     runs = [run_in("many", model=model, **sizes, **settings) for settings in SETTINGS[ranks]]
     for per_rank in jobs.run(ranks, work.exact_steps, runs, 3):
         for got, settings in zip(per_rank, SETTINGS[ranks], strict=True):
             np.testing.assert_allclose(got["curve"], expected["curve"], rtol=1e-9, err_msg=str(settings))
-            for name, value in expected["parameters"].items():
-                np.testing.assert_allclose(got["parameters"][name], value, rtol=1e-6, atol=1e-8, err_msg=name)
-
-
-def curve(run: Run) -> np.ndarray:
-    records = read_metrics(run.folder / "metrics.jsonl")
-    return np.array([(record["step"], record["loss"]) for record in records])
+            for key, value in expected["parameters"].items():
+                np.testing.assert_allclose(got["parameters"][key], value, rtol=1e-6, atol=1e-8, err_msg=key)
 
 
 def test_whole_runs_equal_those_of_one_process_to_float32_rounding(jobs: Jobs, run_in: Callable[..., Run]) -> None:
@@ -63,20 +74,25 @@ def test_whole_runs_equal_those_of_one_process_to_float32_rounding(jobs: Jobs, r
         ranks, sizes = MESHES[mesh]
         many = run_in(mesh, **changes, **sizes)
         results = jobs.run(ranks, work.train_run, many)
-        np.testing.assert_allclose(curve(many), curve(one), rtol=1e-5, err_msg=mesh)
+        np.testing.assert_allclose(losses(many), losses(one), rtol=1e-5, err_msg=mesh)
         for result in results:
             assert result["evaluation"]["tokens"] == expected["evaluation"]["tokens"], mesh
             assert result["evaluation"]["loss"] == pytest.approx(expected["evaluation"]["loss"], rel=1e-5), mesh
-        assert len(curve(many)) == 12 + 3
+        assert len(losses(many)) == 12 + 3
 
 
-def test_bfloat16_is_gathered_for_matrices_only_and_kept_nowhere(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    dtypes = jobs.run(2, work.gathered_dtypes, run_in("x", precision="bfloat16"))[1]
-    for name, (gathered, kept, gradient) in dtypes.items():
-        assert (kept, gradient) == (torch.float32, torch.float32), name
-        matrix = name.startswith("blocks.") and "norm" not in name and "cema" not in name
-        assert gathered == (torch.bfloat16 if matrix else torch.float32), name
-    assert sum(gathered == torch.bfloat16 for gathered, _, _ in dtypes.values()) > 10
+@pytest.mark.parametrize(("name", "blocks", "others"), [
+    ("gecko", "blocks.", ("norm", "cema")), ("llama", "model.layers.", ("norm",)),
+])  # fmt: skip
+def test_bfloat16_is_gathered_for_matrices_only_and_kept_nowhere(
+    jobs: Jobs, run_in: Callable[..., Run], name: str, blocks: str, others: tuple[str, ...]
+) -> None:
+    dtypes = jobs.run(2, work.gathered_dtypes, run_in("x", model=model_of(name), precision="bfloat16"))[1]
+    for key, (gathered, kept, gradient) in dtypes.items():
+        assert (kept, gradient) == (torch.float32, torch.float32), key
+        matrix = key.startswith(blocks) and not any(other in key for other in others)
+        assert gathered == (torch.bfloat16 if matrix else torch.float32), key
+    assert sum(gathered == torch.bfloat16 for gathered, _, _ in dtypes.values()) >= (14 if name == "llama" else 11)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float8_emulated"])
@@ -85,7 +101,7 @@ def test_half_precision_on_ranks_learns_as_on_one(jobs: Jobs, run_in: Callable[.
     one, many = (run_in(name, precision=precision, steps=8) for name in ("one", "many"))
     jobs.run(1, work.train_run, one)
     jobs.run(2, work.train_run, many)
-    np.testing.assert_allclose(curve(many), curve(one), rtol=5e-3)
+    np.testing.assert_allclose(losses(many), losses(one), rtol=5e-3)
 
 
 @pytest.mark.parametrize(("ranks", "replicate"), [(2, 1), (4, 1), (4, 2)])

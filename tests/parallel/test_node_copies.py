@@ -12,20 +12,15 @@ import pytest
 from parallel.conftest import Kept
 from support import training_jobs as work
 from support.jobs import Jobs
+from support.whole_runs import losses
 
 from gecko.io.checkpoints import checkpoint_step, list_checkpoints
 from gecko.train import CheckpointSettings, DataSettings, Run
 from gecko.train.checkpoints.checkpointer import checkpoints_folder
-from gecko.train.metrics import read_metrics
 
 RANKS = 4
 FAILED = 10
 """Step before which all ranks fail; the last checkpoint is that of step 6."""
-
-
-def losses(run: Run) -> list[tuple[int, float]]:
-    records = [r for r in read_metrics(run.folder / "metrics.jsonl") if r["kind"] == "train"]
-    return [(record["step"], record["loss"]) for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +45,7 @@ def lost(failed: Kept) -> tuple[Run, list[Path]]:
 
 
 @pytest.fixture(scope="module")
-def whole(jobs: Jobs, run_at: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
+def whole(jobs: Jobs, run_at: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     """Return the losses of the same run, undisturbed and without copies."""
     run = run_at(tmp_path_factory.mktemp("whole") / "run", replicate=2, steps=14)
     jobs.run(RANKS, work.train_run, run)
@@ -67,7 +62,7 @@ def whole(jobs: Jobs, run_at: Callable[..., Run], tmp_path_factory: pytest.TempP
     ],
 )
 def test_ranks_of_a_lost_node_take_their_shards_from_another_replica(
-    jobs: Jobs, lost: tuple[Run, list[Path]], whole: list[tuple[int, float]], gone: tuple[int, ...],
+    jobs: Jobs, lost: tuple[Run, list[Path]], whole: np.ndarray, gone: tuple[int, ...],
     order: tuple[int, ...], step: int,
 ) -> None:  # fmt: skip
     run, nodes = lost
@@ -77,20 +72,18 @@ def test_ranks_of_a_lost_node_take_their_shards_from_another_replica(
     assert first.error is None, first.trace
     assert f"continuing after step {step}, from " in first.output
     assert ("the memory of the nodes" in first.output) == (step == FAILED - 1)
-    assert losses(run) == whole
+    assert np.array_equal(losses(run), whole)
     assert not any(list(node.rglob("*.safetensors")) for node in nodes)
 
 
-def test_a_step_without_numbers_is_not_taken(
-    jobs: Jobs, lost: tuple[Run, list[Path]], whole: list[tuple[int, float]]
-) -> None:
+def test_a_step_without_numbers_is_not_taken(jobs: Jobs, lost: tuple[Run, list[Path]], whole: np.ndarray) -> None:
     """The first rank's node was lost before it wrote them, so that the curve would have a hole."""
     run, nodes = lost
     path = run.folder / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     first, *_ = jobs.answers(RANKS, work.run_on_nodes, run, nodes, None, True)
     assert first.error is None and "continuing after step 8, from the memory" in first.output
-    assert losses(run) == whole
+    assert np.array_equal(losses(run), whole)
 
 
 def test_a_recovered_state_is_on_disk_at_once(jobs: Jobs, lost: tuple[Run, list[Path]]) -> None:
@@ -101,19 +94,15 @@ def test_a_recovered_state_is_on_disk_at_once(jobs: Jobs, lost: tuple[Run, list[
     assert checkpoint_step(list_checkpoints(checkpoints_folder(run))[0]) == FAILED - 1
 
 
-def test_a_run_that_begins_anew_takes_no_copies(
-    jobs: Jobs, lost: tuple[Run, list[Path]], whole: list[tuple[int, float]]
-) -> None:
+def test_a_run_that_begins_anew_takes_no_copies(jobs: Jobs, lost: tuple[Run, list[Path]], whole: np.ndarray) -> None:
     run, nodes = lost
     shutil.rmtree(run.folder)
     first, *_ = jobs.answers(RANKS, work.run_on_nodes, run, nodes, None, True)
     assert first.error is None and "continuing" not in first.output
-    assert losses(run) == whole
+    assert np.array_equal(losses(run), whole)
 
 
-def test_copies_of_another_division_are_not_read(
-    jobs: Jobs, lost: tuple[Run, list[Path]], whole: list[tuple[int, float]]
-) -> None:
+def test_copies_of_another_division_are_not_read(jobs: Jobs, lost: tuple[Run, list[Path]], whole: np.ndarray) -> None:
     """Two ranks have other shards than four."""
     run, nodes = lost
     two = replace(run, parallel=replace(run.parallel, replicate=1))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,6 +30,13 @@ def plain_report(run: Run, facts: RunFacts) -> Path:
 def curve(run: Run) -> list[dict[str, Any]]:
     records = read_metrics(run.folder / "metrics.jsonl")
     return [{name: value for name, value in record.items() if name not in _TIMES} for record in records]
+
+
+def losses(run: Run) -> np.ndarray:
+    """Return steps and losses of all records, after a check that every step was recorded once."""
+    records = read_metrics(run.folder / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, len(records) + 1))[: run.steps]
+    return np.array([(record["step"], record["loss"]) for record in records])
 
 
 def same_end(one: TrainResult, other: TrainResult) -> bool:
