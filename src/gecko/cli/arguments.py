@@ -258,6 +258,8 @@ class TextPrefill:
         self._texts, self._tokenizer, self._stopped = texts, tokenizer, stopped
         self.num_bytes, self.num_tokens = 0, 0
         """Bytes read and tokens returned so far."""
+        self.seconds = 0.0
+        """Time from the beginning to the end of the context."""
         self.unfinished: tuple[int, int] | None = None
         """Index of the text in which ``stopped`` ended the tokens, and the number of its bytes that were read."""
         self._bar = Progress(
@@ -276,6 +278,7 @@ class TextPrefill:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bar.stop()
+        self.seconds = time.perf_counter() - self._begin
 
     def tokens(self, *, begin: bool) -> Iterator[Tensor]:
         """Yield the ids of all texts as 1-D tensors; with ``begin`` the document-start token comes first."""

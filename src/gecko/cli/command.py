@@ -27,6 +27,7 @@ import typer
 
 from gecko.cli.common import Kind, output_file
 from gecko.records import argument, docstrings, field_types, option
+from gecko.runtime.process import keep_freed_memory
 
 if TYPE_CHECKING:
     from gecko.data import Tokenizer
@@ -172,7 +173,6 @@ class Continuing(OnLoadedModel):
     def load_for(self, before: GeckoState | None) -> tuple[Gecko, Tokenizer]:
         """Load a Gecko and its tokenizer, which can continue from the state."""
         from gecko.cli.arguments import check_state
-        from gecko.runtime.process import keep_freed_memory
 
         model, tokenizer = self.load()
         if self.state is not None and before is not None:

@@ -33,6 +33,11 @@ def echo(text: str = "", *, err: bool = False) -> None:
     typer.echo(visible(text), err=err)
 
 
+def speed(verb: str, tokens: int, seconds: float, note: str = "") -> str:
+    """Return how long tokens took, such as ``read 10 tokens in 0.02 s, 522 tokens/s``."""
+    return f"{verb} {tokens:,} tokens{note} in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
+
+
 def command_line() -> str:
     """Return this command as a shell takes it."""
     return shlex.join(["gecko", *sys.argv[1:]])

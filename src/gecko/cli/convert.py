@@ -82,13 +82,18 @@ class Consolidate(Command):
     def target(self, checkpoint: Path) -> Path:
         """Return the folder to write: the checkpoint, or one that is new, empty, or has a model of the same config."""
         from gecko.io.model_folder import CONFIG
+        from gecko.models import load_config
 
         if self.out is None or self.out.resolve() == checkpoint.resolve():
             return checkpoint
         target = outside_of_runs(self.out, "--out")
         if not (target / CONFIG).is_file():
             return new_model_folder(target, "--out")
-        if _has_another_config(target, checkpoint):
+        try:
+            other = load_config(target / CONFIG) != load_config(checkpoint / CONFIG)
+        except ValueError:  # the config of a model that this package does not know
+            other = True
+        if other:
             raise FileExistsError(
                 f"--out must be a new folder, or have a model of the same configuration; {target} holds another model. "
                 "Name another folder."
@@ -110,17 +115,6 @@ def _find_checkpoint(folder: Path) -> Path:
     if newest is None:
         raise FileNotFoundError(f"SOURCE must be a run's folder or a checkpoint; there is none in {folder}.")
     return newest
-
-
-def _has_another_config(target: Path, checkpoint: Path) -> bool:
-    from gecko.io.model_folder import CONFIG
-    from gecko.models import load_config
-
-    try:
-        return load_config(target / CONFIG) != load_config(checkpoint / CONFIG)
-    except ValueError:
-        # The config of a model that this package does not know.
-        return True
 
 
 class Average(Command):

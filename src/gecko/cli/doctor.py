@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from gecko.cli.command import Command
+from gecko.runtime.process import processor_field, processor_name
+from gecko.runtime.terminal import Terminal
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
-    from rich.text import Text
 
     from gecko.cli.self_test import Finding
 
@@ -53,8 +56,6 @@ def software() -> dict[str, str]:
 
 def processor() -> dict[str, str]:
     import torch
-
-    from gecko.runtime.process import processor_field, processor_name
 
     features = (processor_field("flags") or processor_field("Features")).split()
     return {
@@ -153,8 +154,6 @@ class Doctor(Command):
     """
 
     def run(self) -> None:
-        from gecko.runtime.terminal import Terminal
-
         console = Terminal(markup=True)
         facts = {**software(), **processor(), **resources(Path.cwd()), **graphics()}
         _print_table(console, "This machine", facts.items())
@@ -181,8 +180,6 @@ def _devices() -> list[torch.device]:
 
 
 def _examine(console: Console, device: torch.device) -> list[Finding]:
-    from rich.text import Text
-
     from gecko.cli.self_test import self_test
 
     with console.status(f"testing on {device}"):
@@ -195,9 +192,6 @@ def _examine(console: Console, device: torch.device) -> list[Finding]:
 
 def _print_table(console: Console, title: str, rows: Iterable[Iterable[str | Text]]) -> None:
     """Print rows of texts, which are shown as they are."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
     )

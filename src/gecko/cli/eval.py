@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gecko.cli.command import OnDevice, OnLoadedModel, Writing
 from gecko.cli.common import EVALUATION, command_line, echo
-from gecko.records import argument, option
+from gecko.records import argument, build, option
+from gecko.runtime.process import flushed_denormals, keep_freed_memory, require
+from gecko.runtime.terminal import Terminal, visible
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +25,13 @@ if TYPE_CHECKING:
     Measure = Callable[[Scored, Report], Results]
 
 
-class Evaluation(OnDevice, Writing):
+class ReportedEvaluation(OnDevice, Writing):
     """An evaluation, whose results are printed as a table and written to a file."""
 
     out: str | None = option(None, "--out", "-o", metavar="F")
     """JSON file for the results."""
 
     def run(self) -> None:
-        from gecko.runtime.process import flushed_denormals, require
         from gecko.train.throughput import describe_hardware
 
         require("scipy.stats", "eval")
@@ -47,7 +48,7 @@ class Evaluation(OnDevice, Writing):
         raise NotImplementedError
 
 
-class ModelEvaluation(Evaluation, OnLoadedModel):
+class ModelEvaluation(ReportedEvaluation, OnLoadedModel):
     """An evaluation of a trained model."""
 
     shows_progress: ClassVar[bool] = True
@@ -69,7 +70,6 @@ class ModelEvaluation(Evaluation, OnLoadedModel):
         from gecko.cli.arguments import load_any_model, trained_length
         from gecko.eval import GeckoModel, LlamaModel
         from gecko.models import Llama
-        from gecko.runtime.process import keep_freed_memory
 
         model, tokenizer = load_any_model(self.model, self.tokenizer, self.device, self.dtype)
         keep_freed_memory()
@@ -198,7 +198,7 @@ class Retrieval(SeededEvaluation):
         return lambda model, report: retrieval(model, self.task, grid, texts=texts, seed=self.seed, report=report)
 
 
-class Diagnose(Evaluation):
+class Diagnose(ReportedEvaluation):
     """Train a small model on a synthetic task from scratch, and measure its accuracy by distance in chunks.
 
     **Example**
@@ -213,8 +213,6 @@ class Diagnose(Evaluation):
 
     def evaluate(self) -> tuple[Results, Mapping[str, Any], torch.device]:
         from gecko.eval.synthetic import Diagnosis, diagnose
-        from gecko.records import build
-        from gecko.runtime.process import keep_freed_memory
         from gecko.train.overrides import set_fields
         from gecko.train.throughput import select_device
 
@@ -289,8 +287,6 @@ def _progress(shown: bool = True) -> Iterator[Report]:
     """Show the progress of an evaluation on a terminal."""
     from rich.text import Text
 
-    from gecko.runtime.terminal import Terminal, visible
-
     status = Terminal(stderr=True).status("reading")
     with status if shown else nullcontext():
         yield lambda text: status.update(Text(visible(text)))
@@ -310,8 +306,6 @@ def _merged(every: Sequence[Results]) -> Results:
 
 
 def _print(results: Results, model: str) -> None:
-    from gecko.runtime.terminal import Terminal
-
     console = Terminal()
     console.print(results.table(f"{results.evaluation}: {model}"))
     if results.methods():

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from gecko.cli.command import Writer, Writing
-from gecko.cli.common import STATE, echo
+from gecko.cli.common import STATE, echo, speed
 from gecko.records import argument, option
 from gecko.runtime.terminal import visible
 
 if TYPE_CHECKING:
     from gecko.cli.arguments import Text
-    from gecko.data import Tokenizer
-    from gecko.inference import Prefill, TextStream
-    from gecko.models.gecko import Gecko
-    from gecko.state import GeckoState
+    from gecko.inference import TextStream
 
 
 class Generate(Writer, Writing):
@@ -53,7 +50,8 @@ class Generate(Writer, Writing):
 
     def run(self) -> None:
         self.build_kernels()
-        from gecko.inference import TextStream, TokenStream
+        from gecko.cli.arguments import TextPrefill
+        from gecko.inference import TextStream, TokenStream, read
         from gecko.inference.generate import as_seeds
         from gecko.inference.text import check_stops
 
@@ -68,22 +66,28 @@ class Generate(Writer, Writing):
         before, sampling, seeds = self.load_state(), self.sampling(), as_seeds(self.seed, 1)
         check_stops(self.stop)
         model, tokenizer = self.load_for(before)
-        watch = _Stopwatch()
-        reading = _read(model, tokenizer, text, before)
-        watch.lap(reading.state.position[0] - (0 if before is None else before.position[0]))
+        # Without a state, the document-start token comes first, as in training.
+        with TextPrefill([] if text is None else [text], tokenizer) as reading:
+            prefill = read(model, reading.tokens(begin=before is None), before)
+        begin = time.perf_counter()
         tokens = TokenStream(
-            model, [reading], seeds=seeds, sampling=sampling, max_new_tokens=self.max_new_tokens,
+            model, [prefill], seeds=seeds, sampling=sampling, max_new_tokens=self.max_new_tokens,
             stop_tokens={tokenizer.document_end},
         )  # fmt: skip
         pieces = TextStream(tokens, tokenizer, self.stop, goes_on=text is not None)
         if self.prompt is not None and sys.stdout.isatty():
             typer.secho(visible(self.prompt), bold=True, nl=False)
         _write(pieces)
-        watch.lap(pieces.num_tokens)
+        wrote = speed("wrote", pieces.num_tokens, time.perf_counter() - begin)
         after = tokens.state.to("cpu")
         if out is not None:
             after.save(out)
-        _report(watch, after, pieces, seeds[0])
+        ended = pieces.stopped_by if pieces.stopped_by is not None else tokens.finish_reasons[0]
+        echo(
+            f"\n{speed('read', reading.num_tokens, reading.seconds)}\n{wrote}\nended by {ended!r}; seed {seeds[0]}; "
+            f"position {after.position[0]:,}; state {after.num_bytes:,} bytes",
+            err=True,
+        )
 
     def text(self) -> Text | None:
         """Return the prompt; None if there is none."""
@@ -101,28 +105,6 @@ class Generate(Writer, Writing):
         return named_text(given[0]) if given else None
 
 
-def _read(model: Gecko, tokenizer: Tokenizer, text: Text | None, state: GeckoState | None) -> Prefill:
-    """Read the prompt. Without a state, the document-start token comes first, as in training."""
-    from gecko.cli.arguments import TextPrefill
-    from gecko.inference import read
-
-    with TextPrefill([] if text is None else [text], tokenizer) as reading:
-        return read(model, reading.tokens(begin=state is None), state)
-
-
-class _Stopwatch:
-    """Number of tokens and seconds of each phase of a command, in order."""
-
-    def __init__(self) -> None:
-        self.laps: list[tuple[int, float]] = []
-        self._begin = time.perf_counter()
-
-    def lap(self, tokens: int) -> None:
-        end = time.perf_counter()
-        self.laps.append((tokens, end - self._begin))
-        self._begin = end
-
-
 def _write(pieces: TextStream) -> None:
     show = visible if sys.stdout.isatty() else str
     for piece in pieces:
@@ -130,13 +112,3 @@ def _write(pieces: TextStream) -> None:
         sys.stdout.flush()
     if sys.stdout.isatty():
         echo()
-
-
-def _report(watch: _Stopwatch, state: GeckoState, pieces: TextStream, seed: int) -> None:
-    lines = [
-        f"{verb} {tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
-        for verb, (tokens, seconds) in zip(("read", "wrote"), watch.laps, strict=True)
-    ]
-    ended = pieces.stopped_by if pieces.stopped_by is not None else pieces.tokens.finish_reasons[0]
-    lines.append(f"ended by {ended!r}; seed {seed}; position {state.position[0]:,}; state {state.num_bytes:,} bytes")
-    echo("\n" + "\n".join(lines), err=True)

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from gecko.cli.command import Command
 from gecko.cli.common import FAILED, echo
 from gecko.records import argument, option
+from gecko.runtime.terminal import Terminal
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
     from gecko.models import ModelConfig
     from gecko.plan import Plan
@@ -91,7 +94,6 @@ class PlanTraining(Command):
         from gecko.plan import Assumptions, find_gpu, make_plan
         from gecko.plan.verify import verify
         from gecko.recipes import apply_overrides, get_recipe
-        from gecko.runtime.terminal import Terminal
 
         run = apply_overrides(get_recipe(self.recipe), self.overrides)
         assumed = Assumptions(self.efficiency, self.overlap)
@@ -134,10 +136,6 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def _print(recipe: str, plan: Plan) -> None:
-    from rich.markup import escape
-
-    from gecko.runtime.terminal import Terminal
-
     console = Terminal(markup=True)
     sizes, known = plan.sizes, facts(plan)
     console.print(
@@ -199,8 +197,6 @@ def dry_run_facts(dry_run: Verification) -> dict[str, Any]:
 
 
 def _print_dry_run(dry_run: Verification) -> None:
-    from gecko.runtime.terminal import Terminal
-
     console = Terminal(markup=True)
     peak, agreement = dry_run.peak, dry_run.agreement
     words = ["" if name not in dry_run.plan.memory else f"planned {readable(dry_run.plan.memory[name])}"
@@ -243,7 +239,6 @@ def _print_parts(
     console: Console, title: str, parts: Mapping[str, Any], write: Callable[[Any], str], notes: list[str] | None = None
 ) -> None:
     """Print the parts and their total, each with a note, or without notes with its share."""
-    from rich.table import Table
 
     total = parts["total"]
     shares = [f"{value / total:.1%}" if total else "" for value in parts.values()]
@@ -293,10 +288,6 @@ class Info(Command):
             self.print(facts)
 
     def print(self, facts: Mapping[str, Any]) -> None:
-        from rich.markup import escape
-
-        from gecko.runtime.terminal import Terminal
-
         console, state = Terminal(markup=True), facts["state_bytes_per_row"]
         architecture = ", ".join(f"{name} {value}" for name, value in facts["config"].items())
         console.print(f"[bold]{escape(self.model)}[/bold]: {escape(architecture)}\n", soft_wrap=False)

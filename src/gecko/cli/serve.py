@@ -8,6 +8,7 @@ from pathlib import Path
 from gecko.cli.command import OnLoadedModel
 from gecko.cli.common import echo
 from gecko.records import option
+from gecko.runtime.process import bound_freed_memory, require
 from gecko.serving.options import Options, rows_in_memory
 
 
@@ -36,8 +37,6 @@ class Serve(OnLoadedModel):
     options: Options
 
     def run(self) -> None:
-        from gecko.runtime.process import bound_freed_memory, require
-
         for module in ("starlette", "uvicorn", "prometheus_client", "jinja2"):
             require(module, "serve")
         from gecko.cli.arguments import find_model

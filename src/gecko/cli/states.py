@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.table import Table
 
 from gecko.cli.command import Command, Continuing, Writing
-from gecko.cli.common import INTERRUPTED, STATE, echo
+from gecko.cli.common import INTERRUPTED, STATE, echo, speed
 from gecko.records import argument, option
+from gecko.runtime.terminal import Terminal
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from torch import Tensor
 
-    from gecko.cli.arguments import TextPrefill
     from gecko.data.token_bytes import TokenBytes
     from gecko.models.gecko import Gecko
     from gecko.state import GeckoState
@@ -55,6 +53,7 @@ class Read(Continuing, Writing):
     def run(self) -> None:
         from gecko.cli.arguments import TextPrefill, named_text
         from gecko.data.token_bytes import token_bytes
+        from gecko.inference import read
         from gecko.train.health import StopSignal
 
         if self.out is None and not self.loss:
@@ -66,10 +65,19 @@ class Read(Continuing, Writing):
             StopSignal(_notice) as stop,
             TextPrefill(texts, tokenizer, stopped=lambda: stop.requested is not None) as reading,
         ):
-            done = _read(model, reading, before, token_bytes(tokenizer) if self.loss else None)
+            tokens, losses = reading.tokens(begin=before is None), None
+            if self.loss:
+                state, losses = _score(model, tokens, before, token_bytes(tokenizer))
+            else:
+                state = read(model, tokens, before).state
+        state = state.to("cpu")
         if target is not None:
-            done.state.save(target, compact=self.compact)
-        echo(_summary(done, target), err=True)
+            state.save(target, compact=self.compact)
+        echo(speed("read", reading.num_tokens, reading.seconds, f" ({reading.num_bytes:,} bytes)"), err=True)
+        if losses is not None:
+            echo(f"loss {losses[0]:.4f} nats per token, {losses[1]:.4f} nats per byte", err=True)
+        where = "" if target is None else f" in {target} ({target.stat().st_size:,} bytes)"
+        echo(f"position {state.position[0]:,}; state of {state.num_bytes:,} bytes{where}", err=True)
         if reading.unfinished is not None:
             echo(_continuation_hint(self.books, reading.unfinished, self.continuation()), err=True)
             raise typer.Exit(INTERRUPTED)
@@ -93,38 +101,13 @@ def _notice(signal: str, again: bool) -> None:
     write_notice(signal, "stopping now: what was read is lost" if again else first)
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """Result of reading texts."""
-
-    state: GeckoState
-    """The state after the last token, on the CPU."""
-    tokens: int
-    bytes: int
-    seconds: float
-    loss: float | None
-    """Nats per token; None if it was not asked for or no token with text was predicted."""
-    loss_per_byte: float | None
-
-
-def _read(model: Gecko, reading: TextPrefill, before: GeckoState | None, sizes: TokenBytes | None) -> _Reading:
-    """Read the texts; with ``sizes``, score all tokens except the first."""
-    from gecko.inference import read as read_tokens
-
-    begin = time.perf_counter()
-    tokens = reading.tokens(begin=before is None)
-    if sizes is None:
-        state, a_token, a_byte = read_tokens(model, tokens, before).state, None, None
-    else:
-        state, a_token, a_byte = _score(model, tokens, before, sizes)
-    seconds = time.perf_counter() - begin
-    return _Reading(state.to("cpu"), reading.num_tokens, reading.num_bytes, seconds, a_token, a_byte)
-
-
 def _score(
     model: Gecko, tokens: Iterator[Tensor], state: GeckoState | None, sizes: TokenBytes
-) -> tuple[GeckoState, float | None, float | None]:
-    """Return the state after the last token, and the loss per token and per byte of all tokens except the first."""
+) -> tuple[GeckoState, tuple[float, float] | None]:
+    """Return the state after the last token, and the loss in nats per token and per byte of all tokens but the first.
+
+    There is no loss if no token with text was predicted.
+    """
     from gecko.inference import score
 
     total, count, text_bytes, starts = 0.0, 0, 0, state is None
@@ -139,19 +122,7 @@ def _score(
         total, count = total + float(scored.losses.double().sum()), count + len(scored.losses)
         state = scored.state
     assert state is not None, "without a state, a document start is read"
-    return (state, total / count, total / text_bytes) if text_bytes else (state, None, None)
-
-
-def _summary(done: _Reading, out: Path | None) -> str:
-    lines = [
-        f"read {done.tokens:,} tokens ({done.bytes:,} bytes) in {done.seconds:.2f} s, "
-        f"{done.tokens / done.seconds:,.0f} tokens/s"
-    ]
-    if done.loss_per_byte is not None:
-        lines.append(f"loss {done.loss:.4f} nats per token, {done.loss_per_byte:.4f} nats per byte")
-    where = "" if out is None else f" in {out} ({out.stat().st_size:,} bytes)"
-    lines.append(f"position {done.state.position[0]:,}; state of {done.state.num_bytes:,} bytes{where}")
-    return "\n".join(lines)
+    return state, (total / count, total / text_bytes) if text_bytes else None
 
 
 def _continuation_hint(books: Sequence[str], unfinished: tuple[int, int], command: Sequence[str] | None) -> str:
@@ -192,10 +163,7 @@ class Show(Command):
     """Reading state written by `gecko read`."""
 
     def run(self) -> None:
-        from rich.table import Table
-
         from gecko.io.model_folder import load_tensors
-        from gecko.runtime.terminal import Terminal
         from gecko.state import GeckoState
 
         path = Path(self.file).expanduser()
@@ -224,7 +192,6 @@ class Diff(Command):
     """Reading state written by `gecko read`."""
 
     def run(self) -> None:
-        from gecko.runtime.terminal import Terminal
         from gecko.state import GeckoState
 
         a, b = (GeckoState.load(Path(file).expanduser()) for file in (self.first, self.second))
@@ -322,8 +289,6 @@ def _norm(tensors: list[Tensor]) -> float:
 
 
 def _table(*columns: str) -> Table:
-    from rich.table import Table
-
     table = Table()
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")

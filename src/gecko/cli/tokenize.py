@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from gecko.cli.command import Command
 from gecko.records import argument, option
+from gecko.runtime.terminal import Terminal
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from gecko.data.shards import Manifest
     from gecko.data.tokenize import TokenizingPlan
     from gecko.data.tokenizers import Tokenizer
@@ -62,7 +63,6 @@ class Tokenize(Command):
     def run(self) -> None:
         from gecko.data import ShardFolder, load_tokenizer
         from gecko.data.tokenize import TokenizingPlan
-        from gecko.runtime.terminal import Terminal
 
         if self.executor not in EXECUTORS:
             raise ValueError(f"--executor must be one of {', '.join(EXECUTORS)}; got {self.executor!r}.")
@@ -172,12 +172,6 @@ def _on_disk(plan: TokenizingPlan) -> tuple[int, int]:
             kind = entry.name.lstrip(".").split(".")[1:]
             records += kind == ["json"] and entry.name[0].isdigit()
             if kind[:1] == ["ds"] and kind[1:2] not in (["index"], ["bytes"]):
-                size += _size(entry)
+                with suppress(FileNotFoundError):  # it was renamed meanwhile
+                    size += entry.stat().st_size
     return records, size // plan.tokenizer.dtype.itemsize
-
-
-def _size(entry: os.DirEntry[str]) -> int:
-    try:
-        return entry.stat().st_size
-    except FileNotFoundError:
-        return 0

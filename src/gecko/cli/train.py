@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import typer
+from rich.table import Table
 
 from gecko.cli.command import Command, Writing
 from gecko.cli.common import PAGE, command_line, echo
 from gecko.records import argument, option
+from gecko.runtime.terminal import Terminal
 
 
 class Train(Command):
@@ -89,9 +91,6 @@ def _print_aligned(rows: Iterable[tuple[str, str]], width: int) -> None:
     if not sys.stdout.isatty():
         _print(f"{name:<{width - 1}} {meaning}" for name, meaning in rows)
         return
-    from rich.table import Table
-
-    from gecko.runtime.terminal import Terminal
 
     table = Table.grid(padding=(0, 2, 0, 0))
     for name, meaning in rows:
@@ -142,7 +141,6 @@ class Compare(Command):
 
     def run(self) -> None:
         from gecko.experiments.compare import Plan, Tuning, check_packages, compare
-        from gecko.runtime.terminal import Terminal
 
         check_packages()
         overrides = [argument for argument in self.arguments if _OVERRIDE.match(argument)]
