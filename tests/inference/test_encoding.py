@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gecko
-from gecko.cli.arguments import Text, TextPrefill
+from gecko.cli.arguments import InputText, TokenReader
 from gecko.data import ByteTokenizer, TokenizedCorpus, Tokenizer, document_ids, document_stream
 from gecko.inference import encode_stream
 
@@ -89,7 +89,7 @@ def test_every_way_from_text_to_a_document_is_that_of_gecko_read(tokenizer: Toke
     content = text.encode()
     state = gecko.Gecko(CONFIG).empty_state()
     for before in (None, state):
-        with TextPrefill([Text("the text", [content], None)], tokenizer) as reading:
+        with TokenReader([InputText("the text", [content], None)], tokenizer) as reading:
             read = torch.cat([torch.empty(0, dtype=torch.int64), *reading.tokens(begin=before is None)])
         assert torch.equal(document_ids(tokenizer, text, state=before), read)
         pieces = [content[:3], content[3:]]

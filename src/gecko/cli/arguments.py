@@ -211,7 +211,7 @@ _PIPE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Text:
+class InputText:
     """A text that is read once, in pieces."""
 
     name: str
@@ -221,7 +221,7 @@ class Text:
     """Size in bytes, if it is known."""
 
 
-def named_text(source: str) -> Text:
+def named_text(source: str) -> InputText:
     """Open a file, which is decompressed according to its suffix, or standard input (``-``).
 
     Raises:
@@ -229,7 +229,7 @@ def named_text(source: str) -> Text:
         ValueError: its suffix names a format of records or another format that is not plain text.
     """
     if source == STANDARD_INPUT:
-        return Text("standard input", iter(lambda: sys.stdin.buffer.read(_PIPE_BYTES), b""), None)
+        return InputText("standard input", iter(lambda: sys.stdin.buffer.read(_PIPE_BYTES), b""), None)
     path = Path(source).expanduser()
     if path.is_dir():
         raise IsADirectoryError(
@@ -240,10 +240,10 @@ def named_text(source: str) -> Text:
         raise FileNotFoundError(f"a text must be a file, or - for standard input; {there}.{nearest_hint(path)}")
     check_plain_text(path)
     compressed = path.suffix.lower() in COMPRESSED_SUFFIXES
-    return Text(str(path), read_pieces(path), None if compressed else path.stat().st_size)
+    return InputText(str(path), read_pieces(path), None if compressed else path.stat().st_size)
 
 
-class TextPrefill:
+class TokenReader:
     """Context manager that turns texts into tokens, one text after the other, with a progress bar on a terminal.
 
     Args:
@@ -253,7 +253,7 @@ class TextPrefill:
     """
 
     def __init__(
-        self, texts: Sequence[Text], tokenizer: Tokenizer, *, stopped: Callable[[], bool] = lambda: False
+        self, texts: Sequence[InputText], tokenizer: Tokenizer, *, stopped: Callable[[], bool] = lambda: False
     ) -> None:
         self._texts, self._tokenizer, self._stopped = texts, tokenizer, stopped
         self.num_bytes, self.num_tokens = 0, 0
@@ -269,7 +269,7 @@ class TextPrefill:
         )  # fmt: skip
         self._begin = time.perf_counter()
 
-    def __enter__(self) -> TextPrefill:
+    def __enter__(self) -> TokenReader:
         sizes = [text.size for text in self._texts if text.size is not None]
         total = sum(sizes) if len(sizes) == len(self._texts) else None
         self._task = self._bar.add_task("", total=total, speed=0.0)
@@ -293,7 +293,7 @@ class TextPrefill:
             if self.unfinished is not None:
                 return
 
-    def _blocks(self, place: int, text: Text) -> Iterator[bytes]:
+    def _blocks(self, place: int, text: InputText) -> Iterator[bytes]:
         taken = 0
         for block in split_at_characters(text.pieces, BLOCK_BYTES):
             if self._stopped():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -316,7 +317,13 @@ def _print(results: Results, model: str) -> None:
 
 def _sizes(option: str, given: str) -> list[int]:
     """Parse numbers of tokens such as ``1K,4K,1M``."""
-    return [_size(option, part.strip()) for part in given.split(",")]
+    sizes = []
+    for part in map(str.strip, given.split(",")):
+        number = re.fullmatch(r"(\d+)([KM]?)", part, re.IGNORECASE)
+        if number is None or int(number[1]) < 1:
+            raise ValueError(f"{option} takes whole numbers of tokens, such as 1024, 16K or 1M; got {part!r}.")
+        sizes.append(int(number[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[number[2].upper()])
+    return sizes
 
 
 def _one_size(option: str, given: str) -> int:
@@ -324,14 +331,6 @@ def _one_size(option: str, given: str) -> int:
     if len(sizes) > 1:
         raise ValueError(f"{option} takes one number of tokens, such as 16K; got {given!r}. Measure each by itself.")
     return sizes[0]
-
-
-def _size(option: str, part: str) -> int:
-    unit = {"K": 1 << 10, "M": 1 << 20}.get(part[-1:].upper(), 1)
-    digits = part[:-1] if unit > 1 else part
-    if not digits.isdecimal() or int(digits) < 1:
-        raise ValueError(f"{option} takes whole numbers of tokens, such as 1024, 16K or 1M; got {part!r}.")
-    return int(digits) * unit
 
 
 def _number(option: str, part: str) -> float:

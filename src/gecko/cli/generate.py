@@ -15,7 +15,7 @@ from gecko.records import argument, option
 from gecko.runtime.terminal import visible
 
 if TYPE_CHECKING:
-    from gecko.cli.arguments import Text
+    from gecko.cli.arguments import InputText
     from gecko.inference import TextStream
 
 
@@ -50,7 +50,7 @@ class Generate(Writer, Writing):
 
     def run(self) -> None:
         self.build_kernels()
-        from gecko.cli.arguments import TextPrefill
+        from gecko.cli.arguments import TokenReader
         from gecko.inference import TextStream, TokenStream, read
         from gecko.inference.generate import as_seeds
         from gecko.inference.text import check_stops
@@ -67,7 +67,7 @@ class Generate(Writer, Writing):
         check_stops(self.stop)
         model, tokenizer = self.load_for(before)
         # Without a state, the document-start token comes first, as in training.
-        with TextPrefill([] if text is None else [text], tokenizer) as reading:
+        with TokenReader([] if text is None else [text], tokenizer) as reading:
             prefill = read(model, reading.tokens(begin=before is None), before)
         begin = time.perf_counter()
         tokens = TokenStream(
@@ -89,9 +89,9 @@ class Generate(Writer, Writing):
             err=True,
         )
 
-    def text(self) -> Text | None:
+    def text(self) -> InputText | None:
         """Return the prompt; None if there is none."""
-        from gecko.cli.arguments import STANDARD_INPUT, Text, named_text
+        from gecko.cli.arguments import STANDARD_INPUT, InputText, named_text
 
         given = [value for value in (self.source, self.prompt, self.file) if value is not None]
         if len(given) > 1 or self.source not in (None, STANDARD_INPUT):
@@ -101,7 +101,7 @@ class Generate(Writer, Writing):
             )
         if self.prompt is not None:
             content = self.prompt.encode("utf-8", errors="surrogateescape")
-            return Text("the prompt", [content] if content else [], len(content))
+            return InputText("the prompt", [content] if content else [], len(content))
         return named_text(given[0]) if given else None
 
 

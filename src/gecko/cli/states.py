@@ -51,7 +51,7 @@ class Read(Continuing, Writing):
     """Round most of the state to bfloat16, for half the file size."""
 
     def run(self) -> None:
-        from gecko.cli.arguments import TextPrefill, named_text
+        from gecko.cli.arguments import TokenReader, named_text
         from gecko.data.token_bytes import token_bytes
         from gecko.inference import read
         from gecko.train.health import StopSignal
@@ -63,7 +63,7 @@ class Read(Continuing, Writing):
         model, tokenizer = self.load_for(before)
         with (
             StopSignal(_notice) as stop,
-            TextPrefill(texts, tokenizer, stopped=lambda: stop.requested is not None) as reading,
+            TokenReader(texts, tokenizer, stopped=lambda: stop.requested is not None) as reading,
         ):
             tokens, losses = reading.tokens(begin=before is None), None
             if self.loss:
