@@ -156,8 +156,14 @@ def _result(name: str) -> dict[str, Any]:
     return record
 
 
+def _notes(table: str) -> dict[str, str]:
+    """Return the notes of the parts in a table, by part."""
+    cells = [line.split("│")[1:4] for line in table.splitlines() if line.startswith("│")]
+    return {name.strip(): note.strip() for name, _, note in cells if name.strip() not in ("", "total")}
+
+
 NAMES: dict[str, Any] = {
-    "written": _written, "result": _result, "state": gecko.GeckoState.load, "RECIPES": RECIPES,
+    "written": _written, "result": _result, "notes": _notes, "state": gecko.GeckoState.load, "RECIPES": RECIPES,
     "contexts": lambda name: {score["where"]["context"] for score in _result(name)["scores"]},
     "counts": lambda name: {score["n"] for score in _result(name)["scores"]},
 }  # fmt: skip
