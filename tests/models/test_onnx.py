@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import cases
 
 import gecko
+from gecko.config import PRESETS
 from gecko.io.quantization import quantize
 from gecko.models.onnx import LOGITS, NEXT, POSITION, TOKEN, export_onnx, initial_state
 
@@ -16,6 +18,8 @@ ARCHITECTURES = {
     "gecko": {"num_layers": 2},
     "linear memory, tied": {"memory": "linear", "tie_embedding": True, "attention": "chunk"},
     "Megalodon": {"memory": "none", "attention": "sliding_window", "timestep_betas": None, "cema_skip": "learned"},
+    "Llama": {**cases.LLAMA, "num_heads": 4, "key_value_heads": 2, "sinks": 2, "bfloat16_window": True},
+    "Gekko": {**PRESETS["gekko-tiny"].to_dict(), "chunk_size": 8, "num_layers": 1},
 }
 
 
@@ -37,7 +41,8 @@ def test_logits_over_several_chunks(changes, tmp_path):
     session = runtime.InferenceSession(str(tmp_path / "step.onnx"), options, providers=["CPUExecutionProvider"])
     assert {x.name for x in session.get_inputs()} <= {TOKEN, POSITION, *initial_state(model)}
     tokens = torch.randint(0, 256, (60,))
-    expected = model(tokens.unsqueeze(0))[0][0]
+    exact = built(**{**changes, "bfloat16_window": False})
+    expected = exact(tokens.unsqueeze(0))[0][0]
     state = {name: x.numpy() for name, x in initial_state(model).items()}
     given, outputs = [x.name for x in session.get_inputs()], [x.name for x in session.get_outputs()]
     for position in range(len(tokens)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from gecko.io.files import whole_file
 from gecko.io.quantization import is_quantized
-from gecko.models.gecko import Gecko
+from gecko.models.gecko import Block, Gecko
 from gecko.runtime.process import require
 from gecko.runtime.records import map_tensors
 from gecko.segments import Clock
@@ -26,8 +28,11 @@ GRAPH, START = "step.onnx", "initial_state.safetensors"
 
 
 def initial_state(model: Gecko) -> dict[str, Tensor]:
-    """Return the tensors (1, …) of the state before the first token, by the names of the graph's inputs."""
-    state = GeckoState.empty(model.config)
+    """Return the tensors (1, …) of the state before the first token, by the names of the graph's inputs.
+
+    They are float32, also those of a window in bfloat16, which many runtimes cannot compute.
+    """
+    state = GeckoState.empty(replace(model.config, bfloat16_window=False))
     return {name: x.clone() for name, x in state.tensors().items() if not name.startswith(CLOCK)}
 
 
@@ -50,7 +55,7 @@ def export_onnx(model: Gecko, path: str | Path) -> None:
         raise ValueError(f"the weights of an ONNX graph must take at most {MOST_BYTES:,} bytes; they take {size:,}.")
     state, start = initial_state(model), torch.zeros(1, dtype=torch.int64, device="cpu")
     step = _Step(model).eval()
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), _float32_window(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(step, (start, start.clone(), list(state.values())))
         names = [TOKEN, POSITION, *state], [LOGITS, *(NEXT + name for name in state)]
@@ -58,6 +63,22 @@ def export_onnx(model: Gecko, path: str | Path) -> None:
     assert graph is not None
     with whole_file(Path(path)) as temporary:
         graph.save(temporary)
+
+
+@contextmanager
+def _float32_window(model: Gecko) -> Iterator[None]:
+    """Let the model keep its attention window in float32."""
+    mixers, before = [block.mixer for block in model.blocks if isinstance(block, Block)], model.config
+    patterns = [mixer.pattern for mixer in mixers]
+    model.config = replace(before, bfloat16_window=False)
+    try:
+        for mixer in mixers:
+            mixer.pattern = replace(mixer.pattern, bfloat16_window=False)
+        yield
+    finally:
+        model.config = before
+        for mixer, pattern in zip(mixers, patterns, strict=True):
+            mixer.pattern = pattern
 
 
 def save_onnx(model: Gecko, folder: str | Path) -> None:
