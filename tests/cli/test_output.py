@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,3 +169,25 @@ def test_a_state_is_continued_in_place(command: Command, run_folder: Path, tmp_p
         for flags in ((), ("--force",)):
             assert command(*words, notes, "--state", notes, *flags).exit_code == 2
             assert notes.read_bytes() == book.read_bytes()
+
+
+LOST: list[tuple[str, str, str]] = [
+    ("tokenize {folder}/book --tokenizer bytes --out {folder}/shards", ">/dev/full", "shards/manifest.json"),
+    ("eval perplexity {run} {folder}/book --lengths 64 --out {folder}/scores", ">/dev/full", "scores"),
+    ("eval perplexity {run} {folder}/book --lengths 64 --out {folder}/scores", "<&- >&- 2>/dev/full", "scores"),
+    ("generate {run} --prompt abc -n 3 --save-state {folder}/state", "<&- >&- 2>&-", "state"),
+]
+"""Commands whose work is more than what they print, where that goes, and the file with all of the work."""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(("words", "lost", "file"), LOST)
+def test_output_that_is_lost_takes_no_work_with_it(
+    words: str, lost: str, file: str, run_folder: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Standard output and error, closed before the start or on a full disk, without a traceback."""
+    (tmp_path / "book").write_text("a quick brown fox " * 100)
+    command = f"{shlex.quote(sys.executable)} -m gecko {words.format(run=run_folder, folder=tmp_path)} {lost}"
+    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (2 if words.startswith("eval") and lost == ">/dev/full" else 0), done.stderr
+    assert "Traceback" not in done.stderr and (tmp_path / file).is_file()

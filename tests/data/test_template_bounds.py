@@ -90,12 +90,23 @@ WITHOUT_END = [
 ]
 
 
-@pytest.mark.parametrize("template", WITHOUT_END, ids=range(len(WITHOUT_END)))
-def test_a_template_ends(template: str) -> None:
+def seconds(template: str) -> float:
+    """Return the time of this thread until a template without end is refused."""
     begin = time.thread_time()
     with pytest.raises(ValueError, match=r"chat template (refuses|must be valid)"):
         TemplateChat(load_tokenizer("bytes"), template, {}, "x").encode([Turn("user", "hi")])
-    assert time.thread_time() - begin < 6  # by its budget, it takes about one second
+    return time.thread_time() - begin
+
+
+@pytest.fixture(scope="module")
+def budget() -> float:
+    """Return the time of the empty rounds that a budget pays for."""
+    return max(seconds(WITHOUT_END[0]) for _ in range(3))
+
+
+@pytest.mark.parametrize("template", WITHOUT_END, ids=range(len(WITHOUT_END)))
+def test_a_template_ends(template: str, budget: float) -> None:
+    assert seconds(template) < 4 * budget
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -177,6 +177,20 @@ def test_a_name_has_one_spelling_and_one_place(begin: str) -> None:
     raise AssertionError(begin)
 
 
+@pytest.mark.parametrize(("bounds", "text"), [
+    ({"exclusiveMaximum": 1}, "0." + "9" * 30), ({"exclusiveMinimum": -1}, "-0." + "9" * 30),
+    ({"exclusiveMinimum": 0.5}, "0.5" + "0" * 30 + "1"),
+    ({"exclusiveMinimum": 0, "maximum": 1}, "0." + "0" * 400 + "1"),
+])  # fmt: skip
+def test_no_number_is_read_as_the_bound_that_it_must_not_reach(bounds: dict[str, float], text: str) -> None:
+    matcher = COMPILER.compile(Grammar.json_schema({"type": "number", **bounds})).start([END])
+    for byte in text.encode():
+        if not matcher.allowed[byte]:
+            return
+        matcher.advance(byte)
+    assert not matcher.allowed[END]
+
+
 def test_names_are_told_apart_with_tokens_of_several_symbols() -> None:
     from gecko.inference.json_exact import JsonTokens, Names
 

@@ -51,6 +51,9 @@ DAMAGES: dict[str, bytes] = {
     "null": b"null\n",
     "other fields": b'{"model": 1, "step": [], "digest": {}, "files": 3, "tasks": 1}\n',
     "of a comparison": b'{"format": "gecko-comparison-1"}\n',
+    "nested lists": b"[" * 100_000 + b"\n",
+    "nested objects": b'{"format":' * 100_000 + b"\n",
+    "a huge number": b"9" * 10_000 + b"\n",
     "of a meeting": b'{"meeting_transcripts": [{"speaker": "A"}]}\n',
 }
 """None of the files above may be accepted with this content."""
@@ -71,7 +74,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
 def json_object(content: bytes) -> bool:
     try:
         return isinstance(json.loads(content), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

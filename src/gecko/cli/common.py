@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TextIO
 import typer
 from typer.core import TyperGroup
 
+from gecko.runtime.output import lasting_messages
 from gecko.runtime.terminal import visible
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -47,7 +48,8 @@ class ErrorReportingGroup(TyperGroup):
     """Command group that prints errors as messages; with ``--debug`` they are raised."""
 
     def invoke(self, ctx: Any) -> Any:
-        with _errors_as_messages(ctx.params["debug"]), _warnings_as_messages(), _usage_errors_explained(ctx):
+        debug = ctx.params["debug"]
+        with lasting_messages(), _errors_as_messages(debug), _warnings_as_messages(), _usage_errors_explained(ctx):
             result = super().invoke(ctx)
             # A closed pipe can be handled here, but no longer when Python exits.
             if sys.stdout is not None:  # it was closed when Python started

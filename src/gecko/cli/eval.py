@@ -39,9 +39,10 @@ class ReportedEvaluation(OnDevice, Writing):
         path = None if self.out is None else self.output_file(self.out, EVALUATION)
         with flushed_denormals():
             results, model, device = self.evaluate()
+        if path is not None:  # before anything is printed, which may fail
+            results.save(path, model, command_line(), describe_hardware(device))
         _print(results, model["name"])
         if path is not None:
-            results.save(path, model, command_line(), describe_hardware(device))
             echo(f"written to {self.out}", err=True)
 
     def evaluate(self) -> tuple[Results, Mapping[str, Any], torch.device]:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from gecko.cli.command import Command
 from gecko.records import argument, option
+from gecko.runtime.output import lasting_output
 from gecko.runtime.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Tokenize(Command):
     verify: bool = False
     """Read all shards back and verify their checksums."""
 
+    @lasting_output()
     def run(self) -> None:
         from gecko.data import ShardFolder, load_tokenizer
         from gecko.data.tokenize import TokenizingPlan

@@ -49,3 +49,14 @@ def lasting_output() -> Iterator[None]:
         if output:
             output.flush()
         sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def lasting_messages() -> Iterator[None]:
+    """Context in which no message to standard error raises an error; they are lost if it cannot be written to."""
+    before: Any = sys.stderr
+    sys.stderr = before and _Lasting(before, None)
+    try:
+        yield
+    finally:
+        sys.stderr = before

@@ -327,7 +327,8 @@ class Trainer:
         self._finite_held_out = math.isfinite(result.loss)
         self._write("validation", dataclasses.asdict(result))
         end = "" if self.run.steps is None else f" of {self.run.steps}"
-        self.sinks.display.say(f"step {self.position.step}{end}: held-out loss {result.loss:.4f} nats per token")
+        loss = f"held-out loss {result.loss:.4f} nats per token{result.note}"
+        self.sinks.display.say(f"step {self.position.step}{end}: {loss}")
 
     def _save(self) -> None:
         self.sinks.beat()
