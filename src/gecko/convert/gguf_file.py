@@ -90,7 +90,7 @@ def read_gguf(path: Path) -> Source:
 def _config(fields: dict[str, Any], weights: dict[str, Tensor]) -> SourceConfig:
     kind = fields.get("general.architecture")
     if kind not in ARCHITECTURES:
-        raise ValueError(unknown_name("general.architecture", kind, ARCHITECTURES))
+        raise ValueError(f"general.architecture must be one of {', '.join(ARCHITECTURES)}; got {str(kind)[:100]!r}.")
     own = {
         name.removeprefix(f"{kind}."): _plain(value) for name, value in fields.items() if name.startswith(f"{kind}.")
     }

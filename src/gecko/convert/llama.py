@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from safetensors import safe_open
@@ -55,6 +55,7 @@ OWN = {
 }
 """Parameters of a block that only one kind of model has."""
 
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "use_sliding_window": True},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
@@ -64,12 +65,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def _only(wanted: object, why: str) -> Parsed:
-    """Return metadata of a field that may have one value, or None."""
+def _only(*wanted: Any, because: str) -> Parsed:
+    """Return metadata of a field that may have some values only; the first is its default."""
 
     def parse(value: Any, name: str, texts: bool) -> Any:
-        if value is not None and value != wanted:
-            raise FieldError(f"{name} must be {str(wanted).lower()}, because {why}; got {str(value)[:100]!r}.", name)
+        if value not in wanted:
+            values = " or ".join(str(each).lower() for each in wanted if each is not None) or "absent"
+            raise FieldError(f"{name} must be {values}, because {because}; got {str(value)[:100]!r}.", name)
         return value
 
     return Parsed(parse)
@@ -79,7 +81,7 @@ def _only(wanted: object, why: str) -> Parsed:
 class SourceConfig:
     """Fields of a transformers config that outputs depend on. Values that a Gecko block cannot compute are refused."""
 
-    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
+    model_type: Annotated[str, _only(*KINDS, because="a block can be one of these")]
     vocab_size: Size
     hidden_size: Size
     intermediate_size: Size
@@ -87,12 +89,13 @@ class SourceConfig:
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
-    hidden_act: Literal["silu", "swish"] = "silu"
     rms_norm_eps: Epsilon = 1e-6
     tie_word_embeddings: bool = False
     sliding_window: Size | None = None
     use_sliding_window: bool = False
-    rope_type: Literal["default", "llama3"] = "default"
+    rope_type: Annotated[str, _only("default", "llama3", because="a block has fixed angles and unscaled scores")] = (
+        "default"
+    )
     rope_theta: RopeBase = 10_000.0
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
@@ -100,14 +103,15 @@ class SourceConfig:
     original_max_position_embeddings: Size | None = None
     rope_divisors: tuple[Positive, ...] | None = None
     """Divisors of the frequencies; GGUF files hold them in place of ``llama3`` and its factors."""
-    partial_rotary_factor: Annotated[float | None, _only(1, "all features of a head are rotated")] = None
-    attention_bias: Annotated[bool | None, _only(False, "the output projection of a block has no bias")] = None
-    mlp_bias: Annotated[bool | None, _only(False, "the feed-forward of a block has no biases")] = None
-    is_causal: Annotated[bool | None, _only(True, "a block reads no later tokens")] = None
-    num_experts: Annotated[int | None, _only(0, "a block has one feed-forward")] = None
-    num_local_experts: Annotated[int | None, _only(0, "a block has one feed-forward")] = None
-    quantization_config: Annotated[Any, _only(None, "packed weights are not read")] = None
-    auto_map: Annotated[Any, _only(None, "code of the folder, which may compute anything, is not run")] = None
+    hidden_act: Annotated[str, _only("silu", because="the feed-forward of a block has it")] = "silu"
+    partial_rotary_factor: Annotated[float | None, _only(None, 1, because="all features of a head are rotated")] = None
+    attention_bias: Annotated[bool | None, _only(None, False, because="the output projection has no bias")] = None
+    mlp_bias: Annotated[bool | None, _only(None, False, because="the feed-forward of a block has no biases")] = None
+    is_causal: Annotated[bool | None, _only(None, True, because="a block reads no later tokens")] = None
+    num_experts: Annotated[int | None, _only(None, 0, because="a block has one feed-forward")] = None
+    num_local_experts: Annotated[int | None, _only(None, 0, because="a block has one feed-forward")] = None
+    quantization_config: Annotated[Any, _only(None, because="packed weights are not read")] = None
+    auto_map: Annotated[Any, _only(None, because="code of the folder, which may compute anything, is not run")] = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> SourceConfig:
