@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from gecko.cli.command import Writer
+from gecko.cli.command import WritesText
 from gecko.cli.common import STATE, echo, output_file
 from gecko.records import option
 from gecko.runtime.terminal import visible
@@ -28,7 +28,7 @@ _HELP = """\
 /quit       end, as Ctrl-D does; Ctrl-C ends an answer"""
 
 
-class Chat(Writer):
+class Chat(WritesText):
     """Talk with a model in the terminal.
 
     Type a message and read the answer as it is generated. The whole conversation is a state of constant size: no turn

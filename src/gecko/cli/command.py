@@ -93,7 +93,7 @@ def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
     hints, texts = field_types(kind), docstrings(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     arguments = [name for name, field in fields.items() if field.metadata.get("flags", ()) is None]
-    names = [name for base in kind.__mro__ for name in vars(base).get("__annotations__", ()) if name in fields]
+    names = [name for base in kind.__mro__ for name in inspect.get_annotations(base) if name in fields]
     for name in dict.fromkeys([*arguments, *names]):
         if dataclasses.is_dataclass(hints[name]):
             yield from _parameters(hints[name])
@@ -114,28 +114,28 @@ def _parameter(field: Field[Any], hint: Any, text: str) -> inspect.Parameter:
     )
 
 
-class OnModel(Command):
+class TakesModel(Command):
     """A command on a model."""
 
     model: str = argument("MODEL", reads=True)
     """Model folder, training run (its newest checkpoint is used), or books."""
 
 
-class OnModelAndTokenizer(OnModel):
+class TakesTokenizer(TakesModel):
     """A command on a model and its tokenizer."""
 
     tokenizer: str | None = option(metavar="SPEC", show_default="the model's own", reads=True)
     """bytes, or the path of a tokenizer."""
 
 
-class OnDevice(Command):
+class TakesDevice(Command):
     """A command that computes on a device."""
 
     device: str = "auto"
     """Device: auto (CUDA if it is available), cpu, cuda, or cuda:N."""
 
 
-class OnLoadedModel(OnModelAndTokenizer, OnDevice):
+class LoadsModel(TakesTokenizer, TakesDevice):
     """A command that loads a model for inference."""
 
     dtype: str | None = option(show_default="as stored")
@@ -148,7 +148,7 @@ class OnLoadedModel(OnModelAndTokenizer, OnDevice):
         return load_model(self.model, self.tokenizer, self.device, self.dtype)
 
 
-class Writing(Command):
+class WritesFile(Command):
     """A command that writes a file, for which it may replace another."""
 
     force: bool = False
@@ -159,7 +159,7 @@ class Writing(Command):
         return output_file(out, kind, inputs=self.inputs, force=self.force, option=option)
 
 
-class Continuing(OnLoadedModel):
+class StartsFromState(LoadsModel):
     """A command that may continue from a reading state."""
 
     state: str | None = option(metavar="S")
@@ -181,7 +181,7 @@ class Continuing(OnLoadedModel):
         return model, tokenizer
 
 
-class Writer(Continuing):
+class WritesText(StartsFromState):
     """A command whose model writes a text."""
 
     max_new_tokens: int = option(256, "--max-new-tokens", "-n", min=0)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import MISSING
 from pathlib import Path
 
-from gecko.cli.command import Command, OnModel, OnModelAndTokenizer
+from gecko.cli.command import Command, TakesModel, TakesTokenizer
 from gecko.cli.common import echo, new_model_folder, outside_of_runs
 from gecko.io.files import whole_folder
 from gecko.records import argument, option
@@ -156,7 +156,7 @@ class Average(Command):
         echo(f"{target}: the mean of {', '.join(path.name for path in reversed(checkpoints))}")
 
 
-class Quantize(OnModel):
+class Quantize(TakesModel):
     """Write a smaller copy of a model, with the matrices of its blocks in 8 or 4 bits.
 
     The copy is for inference; every command accepts it. It counts as another model: it does not continue reading
@@ -202,7 +202,7 @@ def _copy_beside(source: Path, target: Path) -> None:
             (target / name).unlink(missing_ok=True)
 
 
-class Export(OnModelAndTokenizer):
+class Export(TakesTokenizer):
     """Write a model for programs that do not have this package.
 
     The folder for transformers opens with `trust_remote_code=True`, and in vLLM beside this package. The ONNX graph

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gecko.cli.command import OnDevice, OnLoadedModel, Writing
+from gecko.cli.command import LoadsModel, TakesDevice, WritesFile
 from gecko.cli.common import EVALUATION, command_line, echo
 from gecko.records import argument, build, option
 from gecko.runtime.process import flushed_denormals, keep_freed_memory, require
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Measure = Callable[[Scored, Report], Results]
 
 
-class ReportedEvaluation(OnDevice, Writing):
+class ReportedEvaluation(TakesDevice, WritesFile):
     """An evaluation, whose results are printed as a table and written to a file."""
 
     out: str | None = option(None, "--out", "-o", metavar="F")
@@ -50,7 +50,7 @@ class ReportedEvaluation(OnDevice, Writing):
         raise NotImplementedError
 
 
-class ModelEvaluation(ReportedEvaluation, OnLoadedModel):
+class ModelEvaluation(ReportedEvaluation, LoadsModel):
     """An evaluation of a trained model."""
 
     shows_progress: ClassVar[bool] = True

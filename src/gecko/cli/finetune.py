@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gecko.cli.command import OnModelAndTokenizer
+from gecko.cli.command import TakesTokenizer
 from gecko.cli.common import echo
 from gecko.records import argument, option
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gecko.train import Run
 
 
-class Finetune(OnModelAndTokenizer):
+class Finetune(TakesTokenizer):
     """Fine-tune a model on chats.
 
     The model learns the assistant's answers; it only reads the other messages. Chats are packed into rows, and the

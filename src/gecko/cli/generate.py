@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from gecko.cli.command import Writer, Writing
+from gecko.cli.command import WritesFile, WritesText
 from gecko.cli.common import STATE, echo, speed
 from gecko.records import argument, option
 from gecko.runtime.terminal import visible
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gecko.inference import TextStream
 
 
-class Generate(Writer, Writing):
+class Generate(WritesText, WritesFile):
     """Continue a text.
 
     The new text is streamed to standard output, on a terminal after the prompt in bold; times and counts go to standard

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from gecko.cli.command import OnLoadedModel
+from gecko.cli.command import LoadsModel
 from gecko.cli.common import echo
 from gecko.records import option
 from gecko.runtime.process import bound_freed_memory, require
 from gecko.serving.options import Options, rows_in_memory
 
 
-class Serve(OnLoadedModel):
+class Serve(LoadsModel):
     """Serve a model over OpenAI's API and a web page.
 
     The routes are `/v1/completions`, `/v1/chat/completions`, `/v1/responses` (all with streaming), `/v1/states` and

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Table
 
-from gecko.cli.command import Command, Continuing, Writing
+from gecko.cli.command import Command, StartsFromState, WritesFile
 from gecko.cli.common import INTERRUPTED, STATE, echo, speed
 from gecko.records import argument, option
 from gecko.runtime.terminal import Terminal
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gecko.state import GeckoState
 
 
-class Read(Continuing, Writing):
+class Read(StartsFromState, WritesFile):
     """Read texts and save the model's state after them.
 
     The size of the state does not depend on the length of the texts. `gecko generate --state` continues from it any

@@ -14,7 +14,7 @@ from typing import TypeVar
 import typer
 from rich.table import Table
 
-from gecko.cli.command import Command, Writing
+from gecko.cli.command import Command, WritesFile
 from gecko.cli.common import PAGE, command_line, echo
 from gecko.records import argument, option
 from gecko.runtime.terminal import Terminal
@@ -173,7 +173,7 @@ def _listed(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
         raise ValueError(f"{option} takes numbers separated by commas; got {text!r}.") from error
 
 
-class Report(Writing):
+class Report(WritesFile):
     """Write an HTML page of runs and evaluations: the paper's figures and tables, with its published numbers.
 
     Runs that differ only in their seed are shown as one model, with mean and interval. The results in the `eval/`
