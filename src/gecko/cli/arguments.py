@@ -146,14 +146,10 @@ def load_model(name: str, tokenizer: str | None, device: str, dtype: str | None)
     return model, vocabulary
 
 
-def named_dtype(name: str, option: str = "--dtype") -> torch.dtype:
-    """Return the dtype that an option names.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+def named_dtype(name: str) -> torch.dtype:
+    """Return the dtype that ``--dtype`` names. An unknown name raises ValueError."""
     if name not in DTYPES:
-        raise ValueError(f"{option} must be one of {', '.join(DTYPES)}; got {name!r}.")
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {name!r}.")
     return DTYPES[name]
 
 

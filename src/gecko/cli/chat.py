@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,45 +144,31 @@ def _write(answer: Answer) -> None:
 
 def _obey(line: str, conversation: Conversation, inputs: list[str]) -> bool:
     """Run a command; return False if it ends the program. Errors are printed, and the conversation continues."""
-    name, _, file = line.partition(" ")
-    file = file.strip()
-    commands: dict[str, Callable[[], None]] = {
-        "/save": lambda: _save(conversation, file, inputs),
-        "/load": lambda: _load(conversation, file),
-        "/reset": lambda: _reset(conversation),
-        "/help": lambda: _say(_HELP),
-    }
-    if name == "/quit":
-        return False
-    if name not in commands:
-        _say(f"error: a command must be one of {', '.join(commands)} and /quit; got {name}. A space before a message "
-             "that begins with / sends it.")  # fmt: skip
-        return True
+    name, _, rest = line.partition(" ")
     try:
-        commands[name]()
+        match name, rest.strip():
+            case "/quit", _:
+                return False
+            case (("/save" | "/load"), ""):
+                raise ValueError(f"{name} must name a file, for example {name} talk.state.")
+            case "/save", file:
+                path = output_file(file, STATE, inputs=inputs, option="/save")
+                conversation.save(path)
+                _say(f"saved to {path} ({path.stat().st_size:,} bytes)")
+            case "/load", file:
+                conversation.load(Path(file).expanduser())
+                assert conversation.state is not None
+                _say(f"continuing at position {conversation.state.position[0]:,}")
+            case "/reset", _:
+                conversation.reset()
+                _say("the conversation is forgotten")
+            case "/help", _:
+                _say(_HELP)
+            case _:
+                raise ValueError(
+                    f"a command must be one of /save, /load, /reset, /help and /quit; got {name}. A space before a "
+                    "message that begins with / sends it."
+                )
     except (OSError, ValueError) as error:
         _say(f"error: {error}")
     return True
-
-
-def _save(conversation: Conversation, file: str, inputs: list[str]) -> None:
-    path = output_file(_named(file, "/save"), STATE, inputs=inputs, option="/save")
-    conversation.save(path)
-    _say(f"saved to {path} ({path.stat().st_size:,} bytes)")
-
-
-def _load(conversation: Conversation, file: str) -> None:
-    conversation.load(Path(_named(file, "/load")).expanduser())
-    assert conversation.state is not None
-    _say(f"continuing at position {conversation.state.position[0]:,}")
-
-
-def _reset(conversation: Conversation) -> None:
-    conversation.reset()
-    _say("the conversation is forgotten")
-
-
-def _named(file: str, command: str) -> str:
-    if not file:
-        raise ValueError(f"{command} must name a file, for example {command} talk.state.")
-    return file

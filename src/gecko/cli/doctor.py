@@ -8,9 +8,8 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 from rich.console import Console
@@ -30,18 +29,13 @@ DISTRIBUTION = "gecko-lm"
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "asimd", "sve", "bf16")
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """An optional package and the extra that installs it."""
 
     name: str
     extra: str
     version: str | None
     """None if the package is not installed."""
-
-    @property
-    def remedy(self) -> str:
-        return f"pip install '{DISTRIBUTION}[{self.extra}]'"
 
 
 def software() -> dict[str, str]:
@@ -159,7 +153,8 @@ class Doctor(Command):
         _print_table(console, "This machine", facts.items())
         _print_table(console, "Used for training and inference", paths().items())
         if packages := optional_packages():
-            rows = ((it.name, it.version or f"missing; {it.remedy}") for it in packages)
+            install = f"missing; pip install '{DISTRIBUTION}[{{}}]'"
+            rows = ((name, version or install.format(extra)) for name, extra, version in packages)
             _print_table(console, "Optional packages", rows)
         else:
             console.print(f"Optional packages: unknown, as {DISTRIBUTION} is not installed. Run: pip install -e .\n")
