@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import LLAMA
 from support.vllm_texts import continued, expected, greedy, metric, prompt
 from vllm import SamplingParams
+from vllm.config import CompilationMode, CUDAGraphMode
 
 import gecko
 from gecko.hf import GeckoConfig, GeckoForSequenceClassification, byte_tokenizer, export
@@ -67,6 +69,22 @@ def test_quantised_weights_of_another_architecture(start, tmp_path):
     assert found == [expected(model, text, 40) for text in texts]
 
 
+def test_a_llama_in_a_gecko_block(start, tmp_path):
+    """Shared heads, a sink, and a window in bfloat16; it has no norm with statistics and no moving average."""
+    torch.manual_seed(0)
+    changes = {**LLAMA, "num_heads": 4, "key_value_heads": 2, "sinks": 1, "bfloat16_window": True, "chunk_size": 16}
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", **changes))
+    model.save(tmp_path)
+    texts = [prompt(n) for n in (1, 33, 60)]  # a call of the model, as one piece, has a window in float32
+    found = continued(start(model=str(tmp_path), skip_tokenizer_init=True), texts, greedy(40))
+    assert found == [expected(model, text, 40) for text in texts]
+
+
+def test_graphs_are_off(start):
+    config = start(enforce_eager=False).llm_engine.vllm_config.compilation_config
+    assert (config.mode, config.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.NONE)
+
+
 def test_log_probabilities(start, model):
     text = prompt(50)
     parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
@@ -120,6 +138,10 @@ IGNORED = {
     "enable_prompt_embeds must be off": {"enable_prompt_embeds": True},
     "runner must be generate": {"runner": "pooling", "convert": "classify"},
     "enable_lora must be off": {"enable_lora": True},
+    "kv_transfer_config must be unset": {
+        "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    },
+    "must be at least block_size=128": {"enable_prefix_caching": True, "block_size": 128},
     "cannot go back": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
 }
 

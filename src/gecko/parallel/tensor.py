@@ -61,7 +61,8 @@ class TensorParallel:
 
 def check_divisible(config: GeckoConfig, size: int) -> None:
     """Raise ValueError unless ``size`` ranks can divide the heads, channels and features of ``config``."""
-    config.refuse(PAPER, "a model that tensor parallelism divides")
+    if size > 1:
+        config.refuse(PAPER, "a model that tensor parallelism divides")
     counts = {name: getattr(config, name) for name in ("num_heads", "model_dim", "ffn_dim")}
     for name, count in counts.items():
         if count % size:

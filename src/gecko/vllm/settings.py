@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.model_executor.models.config import MambaModelConfig
 
 from gecko.parallel.tensor import check_divisible
@@ -17,7 +18,10 @@ class GeckoSettings(MambaModelConfig):
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
-        """Set the size of a cached block and the cache mode.
+        """Set the size of a cached block and the cache mode, and switch off graphs and the compiler.
+
+        To profile graphs, vLLM would allocate a page for each of up to 512 sequences at start, before it learns that
+        the plug-in has none.
 
         Raises:
             ValueError: the fields of the model's config contradict each other, the ranks of tensor parallelism cannot
@@ -34,6 +38,14 @@ class GeckoSettings(MambaModelConfig):
         if wrong:
             raise ValueError(" ".join(wrong))
         super().verify_and_update_config(vllm_config)
+        compilation = vllm_config.compilation_config
+        compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.NONE
+        cache, budget = vllm_config.cache_config, vllm_config.scheduler_config.max_num_batched_tokens
+        if cache.enable_prefix_caching and (cache.block_size or 0) > budget:
+            raise ValueError(
+                f"with prefix caching, max_num_batched_tokens must be at least block_size={cache.block_size}, or no "
+                f"step reaches the end of a block; got {budget}. Set max_num_batched_tokens or a smaller block_size."
+            )
 
 
 def _refused(vllm_config: Any) -> Iterator[tuple[str, str, str]]:
@@ -50,6 +62,8 @@ def _refused(vllm_config: Any) -> Iterator[tuple[str, str, str]]:
         )
     if model.enable_prompt_embeds:
         yield "enable_prompt_embeds", "off", "a Gecko in vLLM reads tokens or text."
+    if vllm_config.kv_transfer_config is not None:
+        yield "kv_transfer_config", "unset", "a connector would send keys and values, of which a Gecko has none."
     if vllm_config.lora_config is not None:
         yield "enable_lora", "off", "merge an adapter into the model's folder instead."
     if model.quantization is not None:
