@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gecko.records import Count, FieldError, Parsed, Range, build, check, docstrings
+from gecko.records import Count, FieldError, Parsed, Range, _docstrings_in, build, check, docstrings
 
 
 @dataclass(frozen=True)
@@ -106,3 +106,13 @@ def test_messages_about_large_values_are_short(name: str) -> None:
 
 def test_fields_have_docstrings() -> None:
     assert docstrings(Order) == {"ids": "Ids of ``things``.\nThey may be many."}
+
+
+def test_modules_without_source_have_no_docstrings_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_source(_: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr("inspect.getsource", no_source)
+    _docstrings_in.cache_clear()
+    assert docstrings(Order) == {}
+    _docstrings_in.cache_clear()

@@ -265,7 +265,9 @@ def _command_field(default: Any, **metadata: Any) -> Any:
 def docstrings(kind: type) -> dict[str, str]:
     """Return the docstrings of a dataclass's fields, also of its bases, by name: the strings below the fields."""
     bases = [base for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)]
-    return {name: text for base in bases for name, text in _docstrings_in(base.__module__)[base.__name__].items()}
+    return {
+        name: text for base in bases for name, text in _docstrings_in(base.__module__).get(base.__name__, {}).items()
+    }
 
 
 _CLASS = re.compile(r"^class (?P<name>\w+).*\n(?:(?:    (?!def |@).*|\).*)?\n)*", re.MULTILINE)
@@ -275,7 +277,10 @@ _CLASS = re.compile(r"^class (?P<name>\w+).*\n(?:(?:    (?!def |@).*|\).*)?\n)*"
 @lru_cache(maxsize=64)
 def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
     """Return the docstrings of fields by class. Methods are left out, as to parse them takes most of the time."""
-    heads = _CLASS.finditer(inspect.getsource(sys.modules[module]))
+    try:
+        heads = _CLASS.finditer(inspect.getsource(sys.modules[module]))
+    except OSError:  # compiled modules may be installed without their source
+        return {}
     return {head["name"]: dict(_docstrings_of(ast.parse(f"{head[0]}    ...").body[0])) for head in heads}
 
 
