@@ -132,6 +132,14 @@ def test_new_weights_take_effect_in_a_running_engine_and_damaged_ones_are_refuse
         engine.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
 
 
+def test_a_seed_decides_the_text_of_a_prompt_however_it_is_cut(start):
+    texts, engine = [prompt(n) for n in (300, 150, 5, 200)], start()
+    drawn = [SamplingParams(temperature=0.9, seed=seed, max_tokens=8) for seed in range(4)]
+    together = continued(engine, texts, drawn)
+    engine = start(max_num_batched_tokens=512)
+    assert together == [continued(engine, [text], one)[0] for text, one in zip(texts, drawn, strict=True)]
+
+
 IGNORED = {
     "cache_dtype must be auto": {"kv_cache_dtype": "fp8"},
     "mamba_cache_dtype must be auto": {"mamba_cache_dtype": "float16"},

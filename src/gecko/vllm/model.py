@@ -60,6 +60,8 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         self._pages = StatePages(self._blank(), names, vllm_config.compilation_config.static_forward_context)
         self._packed: tuple[GeckoState, PackedWeights | None] | None = None
         self._network: tuple[int, Network] | None = None
+        if self._device.type == "cpu":
+            _keep_seeds_of_cut_prompts()
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
@@ -209,3 +211,28 @@ def _own_name(name: str) -> str:
     """Return the name in a ``Gecko`` of a parameter in a model folder."""
     prefix = next(filter(name.startswith, WRAPPERS), "")
     return name.removeprefix(prefix)
+
+
+def _keep_seeds_of_cut_prompts() -> None:
+    """Draw for unfinished prompts without the generators of their requests.
+
+    vLLM draws a token after each piece of a prompt, drops it, and takes the generator back. Those of a CPU cannot go
+    back, which ended the engine.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
+
+    if "_sample" in vars(Runner):
+        return
+    sample, keep_books = Runner._sample, Runner._bookkeeping_sync
+
+    def sample_without(self: Any, *arguments: Any) -> Any:
+        rows, batch = self.discard_request_mask.np, self.input_batch
+        self.cut_generators = {row: batch.generators.pop(row) for row in list(batch.generators) if rows[row]}
+        return sample(self, *arguments)
+
+    def keep_books_without(self: Any, *arguments: Any, **named: Any) -> Any:
+        kept = keep_books(self, *arguments, **named)
+        self.input_batch.generators.update(self.cut_generators)
+        return kept
+
+    Runner._sample, Runner._bookkeeping_sync = sample_without, keep_books_without
