@@ -25,7 +25,11 @@ BITS = pytest.mark.parametrize("bits", [8, 4])
 
 def model(variant: str = "gecko", dtype: torch.dtype = torch.float32) -> gecko.Gecko:
     torch.manual_seed(0)
-    made = gecko.Gecko(dataclasses.replace(WIDE, **VARIANTS[variant])).to(dtype)
+    config = dataclasses.replace(WIDE, **{**VARIANTS[variant], "rope_frequencies": None})
+    if "rope_frequencies" in VARIANTS[variant]:
+        angles = tuple(0.5**pair for pair in range(config.key_head_dim // 2))
+        config = dataclasses.replace(config, rope_frequencies=angles)
+    made = gecko.Gecko(config).to(dtype)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
