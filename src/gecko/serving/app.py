@@ -275,6 +275,7 @@ async def _events(
         while piece is not None:
             for content in await service.encode_piece(reply, piece):
                 yield content
+            await asyncio.sleep(0)  # what waits is sent in turn with other answers
             piece = await anext(pieces, None)
     except ApiError as error:
         yield encode_event(reply.failed(error))
