@@ -29,8 +29,7 @@ and no claim of the Gecko paper holds for this model.
 
 ## Changes
 
-{changes} Parameters have the names of this package, rows of queries and keys another order, and the weights of norms
-are stored as offsets from 1.
+{changes} Parameters have the names of this package, and rows of queries and keys another order.
 
 ## Licence
 

@@ -221,7 +221,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 def in_gecko(source: Source, chunk_size: int, sinks: int) -> tuple[GeckoConfig, dict[str, Tensor]]:
     """Return config and weights of a Gecko that computes what ``source`` computes, up to two chunks of a document.
 
-    Projections keep their numbers and dtype. The weights of norms become offsets from 1.
+    Weights keep their numbers, and their dtype except float16; those of Qwen3's norms of queries and keys become
+    offsets from 1.
 
     Raises:
         ValueError: a field has a value that a Gecko block cannot compute, or a tied model holds two embeddings.
@@ -234,8 +235,8 @@ def in_gecko(source: Source, chunk_size: int, sinks: int) -> tuple[GeckoConfig, 
         if layer.startswith("to_") and layer[3:] in heads and not source.paired:
             weight = _paired(weight, heads[layer[3:]])
         if layer in ("query_norm", "key_norm"):
-            weight = _paired(weight, 1).repeat(heads[layer[:-5]])
-        weights[name] = _offset(weight) if layer.endswith("norm") else weight
+            weight = _offset(_paired(weight, 1).repeat(heads[layer[:-5]]))
+        weights[name] = weight.float() if weight.dtype == torch.float16 else weight
         if layer in ("to_query", "to_key", "to_value") and source.config.model_type != "qwen2":
             weights[name.replace(".weight", ".bias")] = weight.new_zeros(weight.shape[:1])
     return config, with_tied_head(weights, "tie_word_embeddings") if config.tie_embedding else weights
@@ -252,4 +253,4 @@ def _offset(weight: Tensor) -> Tensor:
     """Return weight − 1 in its dtype; in float32 if that would lose digits, as of small weights in 16 bits."""
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32)) - 1
     narrow = wide.to(weight.dtype)
-    return narrow if weight.dtype != torch.float16 and torch.equal(narrow.to(wide.dtype), wide) else wide
+    return narrow if torch.equal(narrow.to(wide.dtype), wide) else wide

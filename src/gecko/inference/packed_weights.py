@@ -16,7 +16,7 @@ from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.layers.linear import is_bare
-from gecko.layers.norms import LayerNorm, RMSNorm, StepRMSNorm, TimestepNorm
+from gecko.layers.norms import BlockRMSNorm, LayerNorm, RMSNorm, StepRMSNorm, TimestepNorm
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends import dispatch
 from gecko.ops.backends.cpu import library
@@ -30,8 +30,8 @@ from gecko.state import GeckoState
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MODULES = (
-    Gecko, Block, GatedAttention, FeedForward, CEMA, TimestepNorm, StepRMSNorm, RMSNorm, LayerNorm, nn.Linear,
-    nn.Embedding, nn.ModuleList,
+    Gecko, Block, GatedAttention, FeedForward, CEMA, TimestepNorm, BlockRMSNorm, StepRMSNorm, RMSNorm, LayerNorm,
+    nn.Linear, nn.Embedding, nn.ModuleList,
 )  # fmt: skip
 """Classes whose computation the kernels know. A subclass may compute something else, so it must say in ``computes``
 which of these it computes."""
@@ -202,8 +202,15 @@ def _or_zeros(bias: Tensor | None, size: int) -> Tensor:
 
 
 def _running_norm(norm: TimestepNorm | StepRMSNorm, features: int) -> Record:
-    scale = _plus_one(norm.weight, features)
+    scale = _factor(norm, features)
     return {"scale": scale} if isinstance(norm, RMSNorm) else {"scale": scale, "shift": _or_zeros(norm.bias, features)}
+
+
+def _factor(norm: TimestepNorm | LayerNorm | BlockRMSNorm, features: int) -> Tensor:
+    """Return the factor of every feature after the norm of a block."""
+    if isinstance(norm, BlockRMSNorm) and norm.weight is not None:
+        return _vector(norm.weight)
+    return _plus_one(norm.weight, features)
 
 
 def _mixer(mixer: GatedAttention) -> Record:
@@ -243,7 +250,7 @@ def _feed_forward(layer: FeedForward, config: GeckoConfig) -> Record:
     if layer.fc3 is not None:
         matrices["fc3"] = matrix(layer.fc3.weight)
     return {
-        "ffn_norm_scale": _plus_one(layer.norm.weight, config.model_dim),
+        "ffn_norm_scale": _factor(layer.norm, config.model_dim),
         "ffn_norm_shift": None if isinstance(layer.norm, RMSNorm) else _or_zeros(layer.norm.bias, config.model_dim),
         "ffn_scale": None if layer.scale is None else _vector(layer.scale),
         **matrices,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.layers.linear import is_bare, linear
-from gecko.layers.norms import LayerNorm, RMSNorm
+from gecko.layers.norms import BlockRMSNorm, LayerNorm
 from gecko.ops.feed_forward import feed_forward, swiglu
 
 
@@ -21,7 +21,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: GeckoConfig, layer: int) -> None:
         super().__init__()
-        self.norm = LayerNorm(config) if config.norm == "timestep" else RMSNorm(config)
+        self.norm = LayerNorm(config) if config.norm == "timestep" else BlockRMSNorm(config)
         self.fc1 = linear(config.model_dim, config.ffn_dim, bias=False)
         self.fc2 = linear(config.ffn_dim, config.model_dim, bias=False)
         self.fc3 = linear(config.model_dim, config.ffn_dim, bias=False) if config.swiglu else None

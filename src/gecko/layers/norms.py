@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
@@ -50,10 +51,29 @@ class RMSNorm(nn.Module):
         self.weight = offsets(features or config.model_dim, config.norm_affine)
 
     def forward(self, x: Tensor) -> Tensor:
-        return group_rms_norm(x, self.weight, self.groups, self.eps, linear_dtype(x))
+        return group_rms_norm(x, self.offset(), self.groups, self.eps, linear_dtype(x))
+
+    def offset(self) -> Tensor | None:
+        """Return what is added to 1 to make the factor of every feature."""
+        return self.weight
 
 
-class StepRMSNorm(RMSNorm):
+class BlockRMSNorm(RMSNorm):
+    """RMS norm of ``norm="rms"``. Its weight is the factor itself: those of Llamas are small, and would keep few digits
+    in 16 bits as offsets from 1."""
+
+    def __init__(self, config: GeckoConfig) -> None:
+        super().__init__(config)
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def offset(self) -> Tensor | None:
+        return (
+            None if self.weight is None else self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) - 1
+        )
+
+
+class StepRMSNorm(BlockRMSNorm):
     """RMS norm of single steps in the place of a ``TimestepNorm``: it has no state."""
 
     def forward(self, x: Tensor, state: None, segments: Segments) -> tuple[Tensor, None]:  # type: ignore[override]
