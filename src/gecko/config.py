@@ -107,8 +107,8 @@ class GeckoConfig:
     two_hop_residual: bool = False
     """Add the block's input, not the mixer's output, to the feed-forward's output."""
     queries_and_keys: QueriesAndKeys = "shared"
-    """``shared``: scaled and shifted copies of one vector per head, of length 1 (the paper). ``separate``: projections
-    of their own, and scores divided by √key_head_dim; the memory takes them as projected."""
+    """``shared``: scaled and shifted copies of one unit vector per head (the paper). ``separate``: own projections.
+    Scores of separate ones are divided by √key_head_dim, and the memory takes them as projected."""
     query_key_bias: bool = True
     """Whether projections of separate queries and keys have a bias."""
     query_key_norm: bool = False
@@ -118,8 +118,7 @@ class GeckoConfig:
     value_activation: Literal["silu", "none"] = "silu"
     """Activation of the values."""
     norm: Literal["timestep", "rms"] = "timestep"
-    """Norms of a block and the final norm: the timestep norm, and the layer norm before the feed-forward; or RMS norms
-    of single steps."""
+    """``timestep``: timestep norms, and layer norms before the feed-forwards. ``rms``: RMS norms of single steps."""
     local_mixing: Literal["cema", "none"] = "cema"
     """What mixes neighbours before queries, keys and gate are projected: CEMA with its RMS norm, or nothing."""
     gate: Gate = "attention"
