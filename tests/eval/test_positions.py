@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 
 from gecko.eval import GeckoModel, Results
-from gecko.eval.perplexity import Grid, Moments, positions
+from gecko.eval.perplexity import Moments, PositionGrid, positions
 
 TEXT = np.random.default_rng(0).integers(97, 123, 4000, dtype=np.uint8).tobytes()
-GRID = Grid(length=64, chunk=8, bin=2, first=2)
+GRID = PositionGrid(length=64, chunk=8, bin=2, first=2)
 
 
 def value(results: Results, name: str) -> float:
@@ -87,4 +87,4 @@ def test_what_is_missing_is_said(model: GeckoModel, write: Any) -> None:
 )  # fmt: skip
 def test_grids_that_show_no_border_are_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Grid(**({"length": 64, "chunk": 8, "bin": 2, "first": 2} | changes))
+        PositionGrid(**({"length": 64, "chunk": 8, "bin": 2, "first": 2} | changes))

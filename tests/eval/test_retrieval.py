@@ -15,7 +15,7 @@ from gecko.data import load_tokenizer
 from gecko.eval.retrieval import (
     NEW_TOKENS,
     NOISE,
-    Grid,
+    NeedleGrid,
     Sample,
     first_number,
     haystack,
@@ -160,7 +160,7 @@ def test_a_model_that_looks_it_up_is_right_everywhere(rule_model: Any, write: An
     model = rule_model(answer=look)
     for task in TASKS:
         books = write(*(text.encode() for text in texts_of(task)))
-        results = retrieval(model, task, Grid([800, 1600], [0, 0.5, 1], samples=3), texts=books)
+        results = retrieval(model, task, NeedleGrid([800, 1600], [0, 0.5, 1], samples=3), texts=books)
         assert [score.value for score in results.scores] == [1.0] * len(results.scores)
         assert all(score.n == 3 and score.interval is not None for score in results.scores)
         assert len(results.details["answers"]) == 18
@@ -170,7 +170,7 @@ def test_a_model_that_looks_it_up_is_right_everywhere(rule_model: Any, write: An
 
 
 def test_wrong_and_empty_answers_are_counted_and_said(rule_model: Any) -> None:
-    results = retrieval(rule_model(answer=lambda prompt: ""), "passkey", Grid([800], None, samples=4))
+    results = retrieval(rule_model(answer=lambda prompt: ""), "passkey", NeedleGrid([800], None, samples=4))
     assert [(score.value, score.where["depth"]) for score in results.scores] == [(0.0, "random")] * 2
     assert (results.settings["texts"], results.settings["depths"]) == ([], "random")
     assert results.notes == ["length 800, depth random: 4 of 4 answers are empty, and count as wrong"]
@@ -187,8 +187,8 @@ def test_bad_input_is_refused(rule_model: Any, write: Any) -> None:
     ]
     for task, lengths, texts, message in cases:
         with pytest.raises(ValueError, match=message):
-            retrieval(model, task, Grid(lengths), texts=write(*(text.encode() for text in texts)))
+            retrieval(model, task, NeedleGrid(lengths), texts=write(*(text.encode() for text in texts)))
     with pytest.raises(ValueError, match=r"0\.\.1"):
-        Grid([800], [1.5])
+        NeedleGrid([800], [1.5])
     with pytest.raises(ValueError, match="at least 1"):
-        Grid([], [0.5])
+        NeedleGrid([], [0.5])

@@ -149,7 +149,7 @@ class Positions(TextEvaluation):
     """Largest number of segments."""
 
     def prepare(self) -> Measure:
-        from gecko.eval.perplexity import Grid, positions
+        from gecko.eval.perplexity import PositionGrid, positions
 
         length, texts = _one_size("--length", self.length), self.open_texts()
 
@@ -160,7 +160,7 @@ class Positions(TextEvaluation):
                     "this model's attention has no chunks; give the distance between the borders to test, such as "
                     "--chunk 512."
                 )
-            grid = Grid.of(length, chunk)
+            grid = PositionGrid.of(length, chunk)
             grid = grid if self.first is None else dataclasses.replace(grid, first=self.first)
             return positions(model, texts, grid, segments=self.segments, report=report)
 
@@ -189,12 +189,12 @@ class Retrieval(SeededEvaluation):
     """Samples per length and depth."""
 
     def prepare(self) -> Measure:
-        from gecko.eval.retrieval import RANDOM, Grid, retrieval
+        from gecko.eval.retrieval import RANDOM, NeedleGrid, retrieval
         from gecko.eval.scored_model import open_texts
 
         depths = None if self.depths == RANDOM else [_number("--depths", part) for part in self.depths.split(",")]
         grid, texts = (
-            Grid(_sizes("--lengths", self.lengths), depths, self.samples),
+            NeedleGrid(_sizes("--lengths", self.lengths), depths, self.samples),
             open_texts(self.texts, joined=False),
         )
         return lambda model, report: retrieval(model, self.task, grid, texts=texts, seed=self.seed, report=report)

@@ -140,7 +140,7 @@ class Compare(Command):
     """Runs trained at the same time, each in its own process."""
 
     def run(self) -> None:
-        from gecko.experiments.compare import Plan, Tuning, check_packages, compare
+        from gecko.experiments.compare import ComparisonPlan, Tuning, check_packages, compare
 
         check_packages()
         overrides = [argument for argument in self.arguments if _OVERRIDE.match(argument)]
@@ -154,7 +154,7 @@ class Compare(Command):
         if self.learning_rates is not None and self.tuning_steps is not None:
             tuning = Tuning(_listed(self.learning_rates, float, "--learning-rates"), self.tuning_steps)
         seeds = _listed(self.seeds, int, "--seeds")
-        plan = Plan.of(recipes, overrides, self.out, seeds=seeds, tuning=tuning, tolerance=self.tolerance)
+        plan = ComparisonPlan.of(recipes, overrides, self.out, seeds=seeds, tuning=tuning, tolerance=self.tolerance)
         console = Terminal(soft_wrap=True)
         command = command_line()
         outcome = compare(plan, jobs=self.jobs, command=command, console=console)

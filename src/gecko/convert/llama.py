@@ -174,7 +174,7 @@ class SourceConfig:
 
 
 @dataclass(frozen=True)
-class Source:
+class LlamaSource:
     """A model as its files hold it."""
 
     config: SourceConfig
@@ -187,7 +187,7 @@ class Source:
     """Writes tokenizer and chat template to a folder, if the source has them."""
 
 
-def read_folder(folder: Path) -> Source:
+def read_folder(folder: Path) -> LlamaSource:
     """Read config and weights, in one file or in several; ValueError if they cannot be in a Gecko block."""
     config = parse_object(folder / CONFIG, "a config that a Gecko block can compute", SourceConfig.of)
     # Old checkpoints also hold the rotary embedding's frequencies, which the config gives.
@@ -197,7 +197,9 @@ def read_folder(folder: Path) -> Source:
     origin = Origin(
         name, f"the folder {name}", "Matrices keep their numbers.", licence and licence[1], licences(folder)
     )
-    return Source(config, config.renamed(stored, TRANSFORMERS), False, origin, partial(copy_tokenizer, str(folder)))
+    return LlamaSource(
+        config, config.renamed(stored, TRANSFORMERS), False, origin, partial(copy_tokenizer, str(folder))
+    )
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -218,7 +220,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def in_gecko(source: Source, chunk_size: int, sinks: int) -> tuple[GeckoConfig, dict[str, Tensor]]:
+def in_gecko(source: LlamaSource, chunk_size: int, sinks: int) -> tuple[GeckoConfig, dict[str, Tensor]]:
     """Return config and weights of a Gecko that computes what ``source`` computes, up to two chunks of a document.
 
     Weights keep their numbers, and their dtype except float16; those of Qwen3's norms of queries and keys become

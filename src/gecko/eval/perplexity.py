@@ -175,7 +175,7 @@ def _change(length: int, difference: Values, plan: _SegmentPlan, seed: int) -> S
 
 
 @dataclass(frozen=True)
-class Grid:
+class PositionGrid:
     """Segments, chunks and bins of positions.
 
     Position p is that of the p-th token after the document start, counted from 0, which the query at p predicts.
@@ -205,7 +205,7 @@ class Grid:
             raise ValueError(f"the first tokens of a chunk must be 1 to {self.chunk - 1}; got {self.first}.")
 
     @classmethod
-    def of(cls, length: int, chunk: int) -> Grid:
+    def of(cls, length: int, chunk: int) -> PositionGrid:
         """Return a grid with bins of a quarter chunk, which compares the first sixteenth of a chunk with the rest."""
         return cls(length, chunk, chunk // 4 if chunk % 4 == 0 else 1, max(1, chunk // 16))
 
@@ -231,7 +231,7 @@ class Moments:
 def positions(
     model: ScoredModel[Any],
     texts: Sequence[Text],
-    grid: Grid,
+    grid: PositionGrid,
     *,
     segments: int | None = None,
     report: Report = quiet,
@@ -271,7 +271,7 @@ def positions(
     return Results("positions", _position_scores(border, grid), settings, 0, notes, details)
 
 
-def _add_segment(losses: Cursor, grid: Grid, by_position: Moments, in_chunk: Moments, border: Moments) -> None:
+def _add_segment(losses: Cursor, grid: PositionGrid, by_position: Moments, in_chunk: Moments, border: Moments) -> None:
     means = []
     for number in range(grid.length // grid.chunk):
         chunk = torch.cat(list(losses.take(grid.chunk))).double().numpy()
@@ -293,7 +293,7 @@ def _curve(samples: Moments, width: int) -> list[dict[str, float | int | None]]:
     ]  # fmt: skip
 
 
-def _position_scores(border: Moments, grid: Grid) -> list[Score]:
+def _position_scores(border: Moments, grid: PositionGrid) -> list[Score]:
     where, errors = {"chunk": grid.chunk, "first": grid.first}, border.errors()
     names = ("nats after a border", "nats in the rest", "border minus rest")
     scores = [

@@ -167,7 +167,7 @@ RANDOM = "random"
 
 
 @dataclass(frozen=True)
-class Grid:
+class NeedleGrid:
     lengths: Sequence[int]
     """Lengths in tokens, including document start, prompt and answer."""
     depths: Sequence[float] | None = DEPTHS
@@ -188,7 +188,7 @@ class Grid:
 
 
 def retrieval(
-    model: ScoredModel[Any], task: str, grid: Grid, *, texts: Sequence[Text] = (), seed: int = 0,
+    model: ScoredModel[Any], task: str, grid: NeedleGrid, *, texts: Sequence[Text] = (), seed: int = 0,
     report: Report = quiet,
 ) -> Results:  # fmt: skip
     """Measure how often the greedy answer contains the hidden number, for every length and depth.

@@ -45,10 +45,10 @@ def read_json(body: bytes | bytearray) -> Any:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"at byte {error.start}: invalid UTF-8") from None
-    return _Parser(text).whole()
+    return _JsonParser(text).whole()
 
 
-class _Parser:
+class _JsonParser:
     """Recursive-descent parser of JSON with bounds."""
 
     def __init__(self, text: str) -> None:

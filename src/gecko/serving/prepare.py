@@ -26,7 +26,7 @@ from gecko.serving.protocol import (
     ChatRequest,
     CompletionRequest,
     EngineRequest,
-    Generation,
+    GenerationRequest,
     ResponseRequest,
     SaveState,
 )
@@ -107,7 +107,7 @@ class Preparation:
         asked = parse_body(kind, take())
         if isinstance(asked, SaveState):
             self._states.check_new(asked.name)
-        if isinstance(asked, Generation):
+        if isinstance(asked, GenerationRequest):
             self._model.check_name(asked.model)
             self._model.check_ids(asked.stop_token_ids, "stop_token_ids")
             self._check_lengths(asked)
@@ -126,7 +126,7 @@ class Preparation:
         """
         if isinstance(asked, SaveState):
             return self._prepare_saving(asked)
-        assert isinstance(asked, Generation)
+        assert isinstance(asked, GenerationRequest)
         state, prompts = self._prompts(asked)
         echoes = self._echoes(asked, prompts)
         requests = self._requests(asked, prompts, state)
@@ -150,7 +150,7 @@ class Preparation:
         reply = StateReply(lambda: self._states.save(asked.name, keep.prompt or stored.state))
         return Prepared(requests, choices, usage, 8 * len(unread), reply)
 
-    def _check_lengths(self, asked: Generation) -> None:
+    def _check_lengths(self, asked: GenerationRequest) -> None:
         (field, _), tokens, most = asked.length, self._new_tokens(asked), self._limits.new_tokens
         if tokens > most:
             raise invalid(field, f"{field} must be at most {most}; got {tokens}")
@@ -162,13 +162,13 @@ class Preparation:
         if tokens == 0 and not (isinstance(asked, CompletionRequest) and asked.echo):
             raise invalid(field, f"{field} must be at least 1 without echo; got 0")
 
-    def _new_tokens(self, asked: Generation) -> int:
+    def _new_tokens(self, asked: GenerationRequest) -> int:
         _, given = asked.length
         most = self._limits.new_tokens
         default = min(DEFAULT_TOKENS, most) if isinstance(asked, CompletionRequest) else most
         return default if given is None else given
 
-    def _prompts(self, asked: Generation) -> tuple[GeckoState | None, list[Tensor]]:
+    def _prompts(self, asked: GenerationRequest) -> tuple[GeckoState | None, list[Tensor]]:
         """Return the state that a request continues, and the ids of its prompts."""
         if isinstance(asked, ResponseRequest) and asked.previous_response_id is not None:
             previous = self._previous(asked.previous_response_id)
@@ -218,7 +218,7 @@ class Preparation:
             code = "context_length_exceeded" if length else "invalid_value"
             raise ApiError(400, message, code=code, param="prompt")
 
-    def _echoes(self, asked: Generation, ids: Sequence[Tensor]) -> Sequence[str]:
+    def _echoes(self, asked: GenerationRequest, ids: Sequence[Tensor]) -> Sequence[str]:
         """Return the text that the answer repeats of each prompt; empty without ``echo``."""
         if not isinstance(asked, CompletionRequest) or not asked.echo:
             return [""] * len(ids)
@@ -230,7 +230,7 @@ class Preparation:
         _check_echo(asked, sum(map(len, texts)), MAX_ECHO)
         return texts
 
-    def _requests(self, asked: Generation, prompts: Sequence[Tensor], state: GeckoState | None) -> list[Request]:
+    def _requests(self, asked: GenerationRequest, prompts: Sequence[Tensor], state: GeckoState | None) -> list[Request]:
         """Return one request per choice. Those of every prompt have the seeds from ``seed`` on, as in vLLM."""
         sampling, constraint = _sampling(asked), self._constraint(asked)
         seeds = [random.getrandbits(53) if asked.seed is None else asked.seed for _ in prompts]
@@ -244,7 +244,7 @@ class Preparation:
             for seed, prompt in zip(seeds, prompts, strict=True) for index in range(asked.n)
         ]  # fmt: skip
 
-    def _constraint(self, asked: Generation) -> Constraint | None:
+    def _constraint(self, asked: GenerationRequest) -> Constraint | None:
         field = asked.grammar()
         if field is None:
             return None
@@ -253,21 +253,21 @@ class Preparation:
         except (ConstraintError, ImportError) as error:
             raise ApiError(400, f"{field.name}: {error}", code="invalid_constraint", param=field.name) from error
 
-    def _stop_tokens(self, asked: Generation) -> frozenset[int]:
+    def _stop_tokens(self, asked: GenerationRequest) -> frozenset[int]:
         if asked.ignore_eos:
             return frozenset(asked.stop_token_ids)
         completes = isinstance(asked, CompletionRequest)
         ends = frozenset({self._model.tokenizer.document_end}) if completes else self._model.chat.stop_ids
         return ends.union(asked.stop_token_ids)
 
-    def _follows_text(self, asked: Generation, prompt: Tensor, state: GeckoState | None) -> bool:
+    def _follows_text(self, asked: GenerationRequest, prompt: Tensor, state: GeckoState | None) -> bool:
         """Return whether the new text continues other text: not in a chat, nor after special tokens only."""
         if not isinstance(asked, CompletionRequest):
             return False
         special = np.array(sorted(self._model.tokenizer.special_ids), dtype=np.int64)
         return (state is not None and state.position[0] > 0) or not bool(np.isin(prompt.numpy(), special).all())
 
-    def _choice(self, index: int, asked: Generation, request: Request, goes_on: bool, echo: str) -> ChoiceText:
+    def _choice(self, index: int, asked: GenerationRequest, request: Request, goes_on: bool, echo: str) -> ChoiceText:
         position = request.start_position + len(request.prompt)
         constrained = request.constraint is not None
         chat = not isinstance(asked, CompletionRequest) and not constrained
@@ -278,7 +278,7 @@ class Preparation:
             min_tokens=asked.min_tokens, echo=echo, scored=request.prompt_logprobs is not None, names=self._names,
         )  # fmt: skip
 
-    def _num_bytes(self, asked: Generation, prompts: Sequence[Tensor], echoes: Sequence[str]) -> int:
+    def _num_bytes(self, asked: GenerationRequest, prompts: Sequence[Tensor], echoes: Sequence[str]) -> int:
         """Return the memory of the request's tokens and of its answer, in bytes."""
         size = sum(prompt.nbytes for prompt in prompts) + _ECHO_BYTES * asked.n * sum(map(len, echoes))
         if asked.num_top_logprobs is not None:
@@ -288,7 +288,7 @@ class Preparation:
             size += _LOGPROB_BYTES * scored * (asked.num_top_logprobs + 1)
         return size + (_CONSTRAINT_BYTES if asked.constrained else 0)
 
-    def _reply(self, asked: Generation, request: Request, choice: ChoiceText) -> Reply:
+    def _reply(self, asked: GenerationRequest, request: Request, choice: ChoiceText) -> Reply:
         name = self._model.name
         if isinstance(asked, ResponseRequest):
             return ResponseReply(name, asked, request.start_position, partial(self._store, request.keep, choice))
@@ -321,7 +321,7 @@ def _check_echo(asked: CompletionRequest, length: int, most: int) -> None:
         raise invalid("echo", f"echo must repeat at most {limits}; got {asked.n * length:,}. {advice}")
 
 
-def _sampling(asked: Generation) -> Sampling:
+def _sampling(asked: GenerationRequest) -> Sampling:
     try:
         return asked.sampling()
     except ValueError as error:
@@ -329,6 +329,6 @@ def _sampling(asked: Generation) -> Sampling:
         raise invalid(str(error).split()[0], str(error)) from error
 
 
-def _prompt_logprobs(asked: Generation) -> int | None:
+def _prompt_logprobs(asked: GenerationRequest) -> int | None:
     """Return the number of alternatives to each token of the prompt; None: no log-probabilities of the prompt."""
     return asked.logprobs if isinstance(asked, CompletionRequest) and asked.echo else None

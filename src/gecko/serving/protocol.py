@@ -138,7 +138,7 @@ class EngineRequest(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation(EngineRequest):
+class GenerationRequest(EngineRequest):
     """Fields of all requests for text."""
 
     unsupported: ClassVar[Unsupported] = _UNSUPPORTED
@@ -228,7 +228,7 @@ class Generation(EngineRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoicesRequest(Generation):
+class ChoicesRequest(GenerationRequest):
     """Fields of completions and chats."""
 
     n: Annotated[int, between(1, MAX_CHOICES)] = 1
@@ -274,7 +274,7 @@ class CompletionRequest(ChoicesRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message(JsonPart):
+class ChatMessage(JsonPart):
     """One turn of a conversation; ``content`` is the text of all its parts."""
 
     role: Role
@@ -294,7 +294,7 @@ class ChatRequest(ChoicesRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     length_fields = ("max_completion_tokens", "max_tokens")
-    messages: Annotated[list[Message], conversation(Message)]
+    messages: Annotated[list[ChatMessage], conversation(ChatMessage)]
     max_tokens: FromOne | None = None
     max_completion_tokens: FromOne | None = None
     logprobs: bool | None = None
@@ -336,7 +336,7 @@ class TextOptions(JsonPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponseRequest(Generation):
+class ResponseRequest(GenerationRequest):
     """Body of ``POST /v1/responses``: a chat with one choice, whose state is kept."""
 
     unsupported, ignored = _UNSUPPORTED_IN_RESPONSES, _IGNORED_IN_RESPONSES

@@ -16,7 +16,7 @@ from gecko.serving.fields import Ids, JsonPart, conversation, parse_body
 from gecko.serving.limits import ApiError, invalid
 from gecko.serving.options import Limits
 from gecko.serving.prepare import MAX_ECHO_IDS, ServedModel
-from gecko.serving.protocol import Message
+from gecko.serving.protocol import ChatMessage
 from gecko.serving.replies import encode_json
 
 _PART = 1 << 16
@@ -29,7 +29,7 @@ class TokenizeRequest(JsonPart):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], conversation(Message)] = field(default_factory=list)
+    messages: Annotated[list[ChatMessage], conversation(ChatMessage)] = field(default_factory=list)
     add_special_tokens: bool | None = None
     """Whether the document start comes before a text; true unless given."""
     add_generation_prompt: bool = True

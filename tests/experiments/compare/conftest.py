@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from support.corpora import BYTE_MODEL, write_corpus
 
-from gecko.experiments.compare import Outcome, Plan, compare
+from gecko.experiments.compare import ComparisonPlan, Outcome, compare
 from gecko.experiments.compare.worker import DIVERGED
 from gecko.train import (
     CheckpointSettings,
@@ -113,7 +113,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> type[TrainsHere]:
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, str]]:
     """Return a function that runs ``compare`` on a plan and returns its output. The page is slow, so it is optional."""
 
-    def run(plan: Plan, jobs: int = 1, *, page: bool = False) -> tuple[Outcome, str]:
+    def run(plan: ComparisonPlan, jobs: int = 1, *, page: bool = False) -> tuple[Outcome, str]:
         console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
         with monkeypatch.context() as patch:
             if not page:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gecko.experiments.compare import Outcome, Plan, Tuning
+from gecko.experiments.compare import ComparisonPlan, Outcome, Tuning
 from gecko.train import Run
 
 Call = Callable[..., tuple[Outcome, str]]
@@ -20,10 +20,12 @@ STEPS_TO_TUNE = 2
 
 
 @pytest.fixture
-def planned(recipes: list[str], tmp_path: Path) -> Callable[..., Plan]:
-    def make(name: str, seeds: tuple[int, ...] = (0, 1), changes: tuple[str, ...] = (), **options: Any) -> Plan:
+def planned(recipes: list[str], tmp_path: Path) -> Callable[..., ComparisonPlan]:
+    def make(
+        name: str, seeds: tuple[int, ...] = (0, 1), changes: tuple[str, ...] = (), **options: Any
+    ) -> ComparisonPlan:
         options.setdefault("tuning", Tuning((1e-4, 1e-2), STEPS_TO_TUNE))
-        return Plan.of(recipes, changes, tmp_path / name, seeds=seeds, **options)
+        return ComparisonPlan.of(recipes, changes, tmp_path / name, seeds=seeds, **options)
 
     return make
 
@@ -39,7 +41,7 @@ def numbers(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_from_tuning_to_a_page(here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path) -> None:
+def test_from_tuning_to_a_page(here: Any, call: Call, planned: Callable[..., ComparisonPlan], tmp_path: Path) -> None:
     outcome, printed = call(planned("out"), jobs=2, page=True)
     assert (outcome.stopped, outcome.failed) == (None, False)
     assert here.started == [
@@ -77,7 +79,7 @@ def numbers_of(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     return numbers(folder)
 
 
-def test_the_page_needs_nothing_else(here: Any, call: Call, planned: Callable[..., Plan]) -> None:
+def test_the_page_needs_nothing_else(here: Any, call: Call, planned: Callable[..., ComparisonPlan]) -> None:
     outcome, _ = call(planned("out<b>", seeds=(0,), tuning=None), page=True)
     assert outcome.page is not None
     page = outcome.page.read_text()
@@ -88,7 +90,7 @@ def test_the_page_needs_nothing_else(here: Any, call: Call, planned: Callable[..
 
 
 def test_stopped_and_called_again_is_uninterrupted(
-    here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path
+    here: Any, call: Call, planned: Callable[..., ComparisonPlan], tmp_path: Path
 ) -> None:
     """Stop in the tuning, between tuning and runs, and among the runs."""
     call(planned("whole"))
@@ -105,7 +107,7 @@ def test_stopped_and_called_again_is_uninterrupted(
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
 
 
-def test_seeds_can_be_added(here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path) -> None:
+def test_seeds_can_be_added(here: Any, call: Call, planned: Callable[..., ComparisonPlan], tmp_path: Path) -> None:
     call(planned("out", seeds=(0,), tuning=None))
     call(planned("out", seeds=(0, 1), tuning=None))
     assert here.started == ["whole/seed-0", "bare/seed-0", "whole/seed-1", "bare/seed-1"]
@@ -114,7 +116,7 @@ def test_seeds_can_be_added(here: Any, call: Call, planned: Callable[..., Plan],
 
 
 def test_stopped_while_more_rates_are_tuned_it_keeps_what_it_found(
-    here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path
+    here: Any, call: Call, planned: Callable[..., ComparisonPlan], tmp_path: Path
 ) -> None:
     call(planned("out", seeds=(0,)))
     before = (tmp_path / "out" / "comparison.json").read_bytes()
@@ -126,7 +128,7 @@ def test_stopped_while_more_rates_are_tuned_it_keeps_what_it_found(
 
 
 def test_a_failing_run_does_not_stop_the_others(
-    here: Any, call: Call, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    here: Any, call: Call, planned: Callable[..., ComparisonPlan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import gecko.experiments.compare.plan
     import gecko.experiments.compare.runs
@@ -149,7 +151,7 @@ def test_a_failing_run_does_not_stop_the_others(
 
 
 def test_a_rate_that_diverges_is_not_taken(
-    here: Any, call: Call, base: Run, planned: Callable[..., Plan], recipes: list[str]
+    here: Any, call: Call, base: Run, planned: Callable[..., ComparisonPlan], recipes: list[str]
 ) -> None:
     """With a clip of 1e30 the first step at this rate makes weights non-finite."""
     for path in recipes:
@@ -168,7 +170,7 @@ def test_a_rate_that_diverges_is_not_taken(
 
 
 def test_what_is_not_of_this_comparison_is_left_alone(
-    here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path
+    here: Any, call: Call, planned: Callable[..., ComparisonPlan], tmp_path: Path
 ) -> None:
     call(planned("out", seeds=(0,), tuning=None))
     started = len(here.started)
@@ -189,7 +191,7 @@ def test_what_is_not_of_this_comparison_is_left_alone(
 
 @pytest.mark.parametrize("name", ["comparison.html", "loss-by-tokens.png", "loss-by-time.png"])
 def test_a_page_that_is_not_gecko_s_is_left_alone(
-    here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path, name: str
+    here: Any, call: Call, planned: Callable[..., ComparisonPlan], tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("<!doctype html><p>mine")
@@ -199,7 +201,7 @@ def test_a_page_that_is_not_gecko_s_is_left_alone(
     assert (tmp_path / "out" / name).read_text() == "<!doctype html><p>mine"
 
 
-def test_damaged_files_of_a_run(here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path) -> None:
+def test_damaged_files_of_a_run(here: Any, call: Call, planned: Callable[..., ComparisonPlan], tmp_path: Path) -> None:
     call(planned("out", seeds=(0,), tuning=None))
     before, folder = numbers(tmp_path / "out"), tmp_path / "out" / "whole" / "seed-0"
     (folder / "results.json").unlink()
@@ -215,7 +217,7 @@ def test_damaged_files_of_a_run(here: Any, call: Call, planned: Callable[..., Pl
         call(planned("out", seeds=(0,), tuning=None))
 
 
-def test_a_folder_may_be_moved(here: Any, call: Call, planned: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_folder_may_be_moved(here: Any, call: Call, planned: Callable[..., ComparisonPlan], tmp_path: Path) -> None:
     """To another machine too, which the notes then name."""
     call(planned("out", seeds=(0,), tuning=None))
     (tmp_path / "out").rename(tmp_path / "elsewhere")
@@ -232,6 +234,6 @@ def test_a_folder_may_be_moved(here: Any, call: Call, planned: Callable[..., Pla
         call(planned("elsewhere", seeds=(0,), tuning=None))
 
 
-def test_no_jobs(call: Call, planned: Callable[..., Plan]) -> None:
+def test_no_jobs(call: Call, planned: Callable[..., ComparisonPlan]) -> None:
     with pytest.raises(ValueError, match="--jobs must be at least 1; got 0"):
         call(planned("out"), jobs=0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gecko.experiments.compare import Plan, Tuning
+from gecko.experiments.compare import ComparisonPlan, Tuning
 from gecko.experiments.compare.plan import rate_name
 from gecko.train import Run
 from gecko.train.overrides import flatten
@@ -29,7 +29,7 @@ def with_other(base: Run, tmp_path: Path) -> Callable[[Run], list[str]]:
 
 
 def test_runs_differ_in_nothing_but_what_is_compared(recipes: list[str], tmp_path: Path) -> None:
-    plan = Plan.of(recipes, ["steps=5"], tmp_path / "out", seeds=[3, 1], tuning=Tuning((1e-2, 5e-3), 2))
+    plan = ComparisonPlan.of(recipes, ["steps=5"], tmp_path / "out", seeds=[3, 1], tuning=Tuning((1e-2, 5e-3), 2))
     runs = plan.main_runs({"whole": 1e-2, "bare": 5e-3})
     assert [one.label for one in runs] == ["whole seed-3", "bare seed-3", "whole seed-1", "bare seed-1"]
     fields = [flatten(one.run.to_dict()) for one in runs]
@@ -45,14 +45,14 @@ def test_runs_differ_in_nothing_but_what_is_compared(recipes: list[str], tmp_pat
 
 
 def test_every_recipe_is_tuned_alike(recipes: list[str], tmp_path: Path) -> None:
-    plan = Plan.of(recipes, [], tmp_path / "out", seeds=[4, 0], tuning=Tuning((2e-3, 4e-3), 3))
+    plan = ComparisonPlan.of(recipes, [], tmp_path / "out", seeds=[4, 0], tuning=Tuning((2e-3, 4e-3), 3))
     runs = plan.tuning_runs()
     assert [one.label for one in runs] == [
         "whole tuning-2e-3", "bare tuning-2e-3", "whole tuning-4e-3", "bare tuning-4e-3",
     ]  # fmt: skip
     assert {(one.run.steps, one.run.seed) for one in runs} == {(3, 4)}
     assert [one.run.optimizer.learning_rate for one in runs] == [2e-3, 2e-3, 4e-3, 4e-3]
-    assert Plan.of(recipes, [], tmp_path / "out").tuning_runs() == []
+    assert ComparisonPlan.of(recipes, [], tmp_path / "out").tuning_runs() == []
 
 
 @given(st.floats(1e-300, 1e300))
@@ -86,7 +86,7 @@ def test_unequal_runs_are_refused(
     with_other: Callable[[Run], list[str]], base: Run, tmp_path: Path, change: Callable[[Run], Run], named: str
 ) -> None:
     with pytest.raises(ValueError, match="must train alike") as caught:
-        Plan.of(with_other(change(base)), [], tmp_path / "out")
+        ComparisonPlan.of(with_other(change(base)), [], tmp_path / "out")
     assert named in str(caught.value)
 
 
@@ -102,12 +102,12 @@ def test_unequal_runs_are_refused(
 def test_what_may_differ(
     with_other: Callable[[Run], list[str]], base: Run, tmp_path: Path, change: Callable[[Run], Run]
 ) -> None:
-    assert set(Plan.of(with_other(change(base)), [], tmp_path / "out").recipes) == {"base", "other"}
+    assert set(ComparisonPlan.of(with_other(change(base)), [], tmp_path / "out").recipes) == {"base", "other"}
 
 
 def test_an_override_makes_runs_equal(with_other: Callable[[Run], list[str]], base: Run, tmp_path: Path) -> None:
     both = with_other(replace(base, steps=9))
-    plan = Plan.of(both, ["steps=7", "optimizer.learning_rate=5e-3"], tmp_path / "out")
+    plan = ComparisonPlan.of(both, ["steps=7", "optimizer.learning_rate=5e-3"], tmp_path / "out")
     assert [(run.steps, run.optimizer.learning_rate) for run in plan.recipes.values()] == [(7, 5e-3)] * 2
 
 
@@ -116,18 +116,18 @@ def test_models_of_different_size_are_refused(
 ) -> None:
     both = with_other(replace(base, model=replace(base.model, ffn_dim=40)))
     with pytest.raises(ValueError, match=r"within 2 %; the largest has [\d.]+ % more .*base: [\d,]+, other: [\d,]+"):
-        Plan.of(both, [], tmp_path / "out")
-    plan = Plan.of(both, [], tmp_path / "out", tolerance=0.1)
+        ComparisonPlan.of(both, [], tmp_path / "out")
+    plan = ComparisonPlan.of(both, [], tmp_path / "out", tolerance=0.1)
     small, large = plan.parameters.values()
     assert large - small == 3 * 32 * 8  # three matrices of the feed-forward layer
-    Plan.of(both, [], tmp_path / "out", tolerance=large / small - 1)
+    ComparisonPlan.of(both, [], tmp_path / "out", tolerance=large / small - 1)
     with pytest.raises(ValueError, match="the largest has"):
-        Plan.of(both, [], tmp_path / "out", tolerance=(large - 1) / small - 1)
+        ComparisonPlan.of(both, [], tmp_path / "out", tolerance=(large - 1) / small - 1)
 
 
 def test_a_llama_and_a_gecko(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    plan = Plan.of(["compare_gecko", "compare_llama", "compare_megalodon"], [], tmp_path / "out")
+    plan = ComparisonPlan.of(["compare_gecko", "compare_llama", "compare_megalodon"], [], tmp_path / "out")
     assert [run.recipe for run in plan.recipes.values()] == list(plan.recipes)
     assert plan.parameters["compare_gecko"] == 993_280
 
@@ -148,7 +148,7 @@ def test_a_llama_and_a_gecko(tmp_path: Path) -> None:
 )
 def test_bad_options(recipes: list[str], tmp_path: Path, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Plan.of(recipes, options.pop("overrides", []), tmp_path / "out", **options)
+        ComparisonPlan.of(recipes, options.pop("overrides", []), tmp_path / "out", **options)
 
 
 @pytest.mark.parametrize("rates", [(), (1e-3,), (1e-3, 1e-3), (1e-3, 0.0), (1e-3, float("nan")), (1e-3, float("inf"))])
@@ -164,11 +164,11 @@ def test_names_of_recipes(base: Run, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         base.save(tmp_path / name / "recipe.json")
         base.save(tmp_path / name / "x.json")
-    plan = Plan.of([str(tmp_path / name / "recipe.json") for name in "ab"], [], tmp_path / "out")
+    plan = ComparisonPlan.of([str(tmp_path / name / "recipe.json") for name in "ab"], [], tmp_path / "out")
     assert list(plan.recipes) == ["a", "b"]
     with pytest.raises(ValueError, match="different names; got x twice"):
-        Plan.of([str(tmp_path / name / "x.json") for name in "ab"], [], tmp_path / "out")
+        ComparisonPlan.of([str(tmp_path / name / "x.json") for name in "ab"], [], tmp_path / "out")
     with pytest.raises(ValueError, match="at least two recipes; got a"):
-        Plan.of([str(tmp_path / "a" / "recipe.json")], [], tmp_path / "out")
+        ComparisonPlan.of([str(tmp_path / "a" / "recipe.json")], [], tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="must be a recipe file"):
-        Plan.of([str(tmp_path / "missing.json")], [], tmp_path / "out")
+        ComparisonPlan.of([str(tmp_path / "missing.json")], [], tmp_path / "out")

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 from support.interrupts import take_interrupts
 
-from gecko.experiments.compare import Plan
+from gecko.experiments.compare import ComparisonPlan
 from gecko.experiments.compare.plan import LOCK
 from gecko.experiments.compare.runs import LiveTable, Pool, Progress, progress_of
 from gecko.io.files import locked
@@ -70,9 +70,9 @@ def test_killed_and_called_again_is_uninterrupted(
         assert ("SIGINT: saved. Continue with:\n  gecko compare" in printed) == (sent == signal.SIGINT)
         saved = latest_checkpoint(first / "checkpoints")
         assert saved is not None and saved.name == f"step-{steps:08d}"
-    call(Plan.of(recipes, [], tmp_path / "parts"))
+    call(ComparisonPlan.of(recipes, [], tmp_path / "parts"))
     assert here.started == ["whole/seed-0", "bare/seed-0"]
-    call(Plan.of(recipes, [], tmp_path / "whole"))
+    call(ComparisonPlan.of(recipes, [], tmp_path / "whole"))
     parts, whole = (json.loads((tmp_path / name / "comparison.json").read_text()) for name in ("parts", "whole"))
     for one, other in zip(parts["runs"], whole["runs"], strict=True):
         assert [point["nats_per_byte"] for point in one["curve"]] == [
@@ -87,7 +87,7 @@ def test_one_comparison_at_a_time(recipes: list[str], tmp_path: Path, call: Call
         locked(tmp_path / "out" / LOCK, wait=False),
         pytest.raises(ValueError, match=r"one process at a time .*/out; another one is at work"),
     ):
-        call(Plan.of(recipes, [], tmp_path / "out"))
+        call(ComparisonPlan.of(recipes, [], tmp_path / "out"))
 
 
 def test_progress_is_read_from_the_end_of_the_metrics(base: Run, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_progress_is_read_from_the_end_of_the_metrics(base: Run, tmp_path: Path)
 
 
 def test_the_live_table(recipes: list[str], tmp_path: Path) -> None:
-    plan = Plan.of(recipes, ["steps=100"], tmp_path / "out")
+    plan = ComparisonPlan.of(recipes, ["steps=100"], tmp_path / "out")
     with Pool(plan.main_runs({"whole": 1e-2, "bare": 1e-2}), 1) as pool:
         first = pool.planned[0]
         with MetricsWriter(first.run.folder, None) as metrics:

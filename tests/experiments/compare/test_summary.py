@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from gecko.experiments.compare import Plan, Tuning
+from gecko.experiments.compare import ComparisonPlan, Tuning
 from gecko.experiments.compare.plan import RESULTS, Planned
 from gecko.experiments.compare.results import RunResult, summarise
 from gecko.experiments.compare.runs import Trial, edge_notes, machine_notes, trial_of, tuned_rates
@@ -129,7 +129,7 @@ def trial(recipe: str, rate: float, state: str, loss: float | None) -> Trial:
 
 @given(st.lists(st.one_of(st.none(), losses), min_size=4, max_size=4))
 def test_the_lowest_held_out_loss_is_taken(found: list[float | None]) -> None:
-    plan = Plan(Path("x"), {"a": None, "b": None}, {}, (0,), Tuning(RATES, 5))  # type: ignore[dict-item]
+    plan = ComparisonPlan(Path("x"), {"a": None, "b": None}, {}, (0,), Tuning(RATES, 5))  # type: ignore[dict-item]
     trials = [
         trial(recipe, rate, "diverged" if loss is None else "finished", loss)
         for rate, loss in zip(RATES, found, strict=True)

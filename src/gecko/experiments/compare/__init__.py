@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gecko.experiments.compare.plan import LOCK, Plan, Planned, Tuning, common_settings
+from gecko.experiments.compare.plan import LOCK, ComparisonPlan, Planned, Tuning, common_settings
 from gecko.experiments.compare.results import RunResult, check_folder, print_tables, save, summarise, write_page
 from gecko.experiments.compare.runs import (
     LiveTable,
@@ -33,7 +33,7 @@ from gecko.runtime.process import code_version
 from gecko.train.health import StopSignal
 from gecko.train.throughput import describe_hardware, select_device
 
-__all__ = ["Outcome", "Plan", "Tuning", "check_packages", "compare"]
+__all__ = ["ComparisonPlan", "Outcome", "Tuning", "check_packages", "compare"]
 
 _POLL_SECONDS = 0.3
 
@@ -52,7 +52,7 @@ class Outcome:
     """HTML page; None if no run is finished."""
 
 
-def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Outcome:
+def compare(plan: ComparisonPlan, *, jobs: int = 1, command: str, console: Console) -> Outcome:
     """Tune learning rates, train all runs and compare them. Finished runs are kept; unfinished runs are continued.
 
     On Ctrl-C and SIGTERM the running processes save a checkpoint before this returns. A failed run is reported and does
@@ -79,7 +79,7 @@ def compare(plan: Plan, *, jobs: int = 1, command: str, console: Console) -> Out
 class _Session:
     """State of one call of ``compare``."""
 
-    def __init__(self, plan: Plan, jobs: int, command: str, console: Console, stop: StopSignal) -> None:
+    def __init__(self, plan: ComparisonPlan, jobs: int, command: str, console: Console, stop: StopSignal) -> None:
         self.plan, self.jobs, self.command, self.console, self.stop = plan, jobs, command, console, stop
         device = select_device(next(iter(plan.recipes.values())).device)
         self.hardware = describe_hardware(device)

@@ -124,7 +124,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """Recipes, seeds and tuning of a comparison."""
 
     folder: Path
@@ -146,7 +146,7 @@ class Plan:
         seeds: Sequence[int] = (0,),
         tuning: Tuning | None = None,
         tolerance: float = 0.02,
-    ) -> Plan:
+    ) -> ComparisonPlan:
         """Plan a comparison of recipes.
 
         Args:

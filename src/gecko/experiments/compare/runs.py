@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from gecko.experiments.compare.plan import LOG, Plan, Planned, claim, evaluation_of, rate_name
+from gecko.experiments.compare.plan import LOG, ComparisonPlan, Planned, claim, evaluation_of, rate_name
 from gecko.experiments.compare.results import duration, plain_table
 from gecko.experiments.compare.worker import DIVERGED
 from gecko.io.files import parse_json, read_lines
@@ -265,7 +265,7 @@ def trial_of(one: Planned, state: State) -> Trial:
     }  # fmt: skip
 
 
-def tuned_rates(plan: Plan, trials: Sequence[Trial]) -> dict[str, float]:
+def tuned_rates(plan: ComparisonPlan, trials: Sequence[Trial]) -> dict[str, float]:
     """Return the learning rate with the lowest held-out loss, for recipes whose tuning runs have all ended.
 
     A diverged run is worse than any other. Without tuning each recipe keeps its own rate.
@@ -281,7 +281,7 @@ def tuned_rates(plan: Plan, trials: Sequence[Trial]) -> dict[str, float]:
     return rates
 
 
-def edge_notes(plan: Plan, rates: Mapping[str, float]) -> list[str]:
+def edge_notes(plan: ComparisonPlan, rates: Mapping[str, float]) -> list[str]:
     """Return notes on chosen rates that are the lowest or highest tried; a better one may lie outside the range."""
     if plan.tuning is None:
         return []

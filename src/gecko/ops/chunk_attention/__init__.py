@@ -19,7 +19,7 @@ from gecko.ops.chunk_attention.chunked import (
     Attended,
     AttentionState,
     Pattern,
-    Sinks,
+    SinkTokens,
     chunk_attention_chunked,
     chunk_attention_step,
 )
@@ -35,7 +35,7 @@ from gecko.ops.common import (
 )
 from gecko.segments import Segments
 
-__all__ = ["AttentionState", "Pattern", "Sinks", "chunk_attention", "chunk_attention_reference"]
+__all__ = ["AttentionState", "Pattern", "SinkTokens", "chunk_attention", "chunk_attention_reference"]
 
 
 def chunk_attention(
@@ -217,8 +217,13 @@ def chunk_attention_reference(
 
 
 def _sinks_reference(
-    pattern: Pattern, inputs: tuple[Tensor, Tensor, Tensor], t: int, position: Tensor, sinks: Sinks, segments: Segments
-) -> tuple[Sinks, Tensor]:
+    pattern: Pattern,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    t: int,
+    position: Tensor,
+    sinks: SinkTokens,
+    segments: Segments,
+) -> tuple[SinkTokens, Tensor]:
     """Return the sinks after token ``t``, and its scores with them, (B, H, 1, sinks); −∞ for those in the window."""
     q, k, v = (x[:, :, t : t + 1] for x in inputs)
     chunk, start = pattern.chunk_size, segments.document_starts[:, t].to(q.device)
@@ -233,4 +238,4 @@ def _sinks_reference(
     first = position - chunk + 1 if pattern.attention == "sliding_window" else first
     outside = start[:, None] + number < first[:, None]
     scores = pattern.rotate(q, place[:, None]) @ keys.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-    return Sinks(keys, values), scores.masked_fill(~outside[:, None, None], -torch.inf)
+    return SinkTokens(keys, values), scores.masked_fill(~outside[:, None, None], -torch.inf)

@@ -76,7 +76,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Sinks(TensorRecord):
+class SinkTokens(TensorRecord):
     """Keys and values of the first tokens of the document of each row; zero where it has fewer.
 
     keys: (B, K, sinks, key_head_dim), rotated by their position in the document; values: (B, K, sinks, value_head_dim).
@@ -97,7 +97,7 @@ class AttentionState(TensorRecord):
 
     keys: Tensor
     values: Tensor
-    sinks: Sinks | None = None
+    sinks: SinkTokens | None = None
 
     @classmethod
     def empty(
@@ -107,12 +107,12 @@ class AttentionState(TensorRecord):
         def zeros(slots: int, width: int) -> Tensor:
             return torch.zeros(batch, heads, slots, width, dtype=dtype, device=device)
 
-        first = Sinks(zeros(sinks, key_dim), zeros(sinks, value_dim)) if sinks else None
+        first = SinkTokens(zeros(sinks, key_dim), zeros(sinks, value_dim)) if sinks else None
         return cls(zeros(2 * chunk_size, key_dim), zeros(2 * chunk_size, value_dim), first)
 
     def to(self, keys: torch.dtype, values: torch.dtype) -> AttentionState:
         """Return the state with keys and values in these dtypes."""
-        sinks = None if self.sinks is None else Sinks(self.sinks.keys.to(keys), self.sinks.values.to(values))
+        sinks = None if self.sinks is None else SinkTokens(self.sinks.keys.to(keys), self.sinks.values.to(values))
         return AttentionState(self.keys.to(keys), self.values.to(values), sinks)
 
 

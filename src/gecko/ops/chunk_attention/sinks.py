@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gecko.ops.chunk_attention.chunked import Pattern, Sinks
+from gecko.ops.chunk_attention.chunked import Pattern, SinkTokens
 from gecko.ops.common import compute_dtype
 from gecko.ops.rotary import rotate
 from gecko.runtime.transfer import to_device
@@ -50,8 +50,8 @@ def _places(pattern: Pattern, segments: Segments) -> Tensor:
 
 
 def with_sinks(
-    pattern: Pattern, inputs: tuple[Tensor, ...], window: tuple[Tensor, Tensor], state: Sinks, segments: Segments
-) -> tuple[Tensor, Sinks]:
+    pattern: Pattern, inputs: tuple[Tensor, ...], window: tuple[Tensor, Tensor], state: SinkTokens, segments: Segments
+) -> tuple[Tensor, SinkTokens]:
     """Return attention to window and sinks, (B, H, T, e), and the sinks of the last token's document.
 
     Args:
@@ -73,7 +73,7 @@ def with_sinks(
     return out, _sinks_after(pattern, segments, k, v, state)
 
 
-def _found(pattern: Pattern, place: Tensor, k: Tensor, v: Tensor, state: Sinks) -> tuple[Tensor, Tensor]:
+def _found(pattern: Pattern, place: Tensor, k: Tensor, v: Tensor, state: SinkTokens) -> tuple[Tensor, Tensor]:
     """Return keys and values of the sinks at ``place`` (B, n, sinks), each (B, K, n, sinks, width)."""
     rows, count, sinks = place.shape
     at = to_device(place, k.device)
@@ -91,10 +91,10 @@ def _found(pattern: Pattern, place: Tensor, k: Tensor, v: Tensor, state: Sinks) 
     return or_held(keys, state.keys), or_held(pick(v), state.values)
 
 
-def _sinks_after(pattern: Pattern, segments: Segments, k: Tensor, v: Tensor, state: Sinks) -> Sinks:
+def _sinks_after(pattern: Pattern, segments: Segments, k: Tensor, v: Tensor, state: SinkTokens) -> SinkTokens:
     """Return the sinks of the document that the last token belongs to; zero where it has fewer tokens."""
     place = _places(pattern, segments)[:, -1:]
     read = (segments.end.position - segments.clock.position)[:, None, None]
     there = to_device(place < read, k.device)[:, None, 0, :, None]
     keys, values = (x.squeeze(2) for x in _found(pattern, place, k, v, state))
-    return Sinks(torch.where(there, keys, 0), torch.where(there, values, 0))
+    return SinkTokens(torch.where(there, keys, 0), torch.where(there, values, 0))
