@@ -205,3 +205,17 @@ def test_gekko_has_the_published_number_of_parameters(preset, parameters):
     with meta_device():
         model = Gecko(GeckoConfig.preset(preset))
     assert sum(p.numel() for part in (model.blocks, model.final_norm) for p in part.parameters()) == parameters
+
+
+def test_a_memory_whose_factor_starts_at_0_changes_nothing():
+    """Its gradient is not 0, so it is learned."""
+    torch.manual_seed(0)
+    with_factor = gecko.Gecko(dataclasses.replace(cases.SMALL, memory_factor=0)).double()
+    without = gecko.Gecko(dataclasses.replace(cases.SMALL, memory="none")).double()
+    weights = {name: x for name, x in with_factor.state_dict().items() if not name.endswith("memory_factor")}
+    without.load_state_dict({name: x[:2] if name.endswith(("scale", "offset")) else x for name, x in weights.items()})
+    text = cases.tokens(2, LENGTH)
+    torch.testing.assert_close(with_factor(text)[0], without(text)[0])
+    with_factor.loss(text[:, :-1], text[:, 1:]).backward()
+    for block in with_factor.blocks:
+        assert block.mixer.memory_factor.grad.abs().min() > 0

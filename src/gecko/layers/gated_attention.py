@@ -89,7 +89,7 @@ class GatedAttention(nn.Module):
         self.query_norm = RMSNorm(config, key_dim, config.num_heads) if normalised else None
         self.key_norm = RMSNorm(config, own_keys, config.num_key_value_heads) if normalised else None
         factor, taps = config.memory_factor, (key_dim + own_keys + own_values, config.convolution_width)
-        self.memory_factor = None if factor is None else nn.Parameter(torch.full((config.num_heads,), factor))
+        self.memory_factor = None if factor is None else nn.Parameter(torch.full((config.num_heads,), float(factor)))
         self.taps = nn.Parameter(nn.init.trunc_normal_(torch.empty(taps), std=0.1, a=-0.3, b=0.3)) if taps[1] else None
         rows = 2 if config.memory == "none" else 4
         self.scale = None if separate else nn.Parameter(torch.zeros(rows, key_dim))
