@@ -107,20 +107,17 @@ class GatedAttention(nn.Module):
         before_average = (
             None if self.cema is None else self.cema.before(xn, None if state is None else state.cema, segments)
         )
-        (value,) = project(xn, self.to_value)
+        v = self.values(xn) if self.taps is None else None
         mx, moving = xn, None
         if self.cema is not None and self.cema_norm is not None and before_average is not None:
             averaged, moving = self.cema(xn, before_average, segments)
             mx = self.cema_norm(averaged)
-        shared = project(mx, *(layer for layer in (self.to_shared, self.to_query, self.to_key) if layer is not None))
+        shared: Sequence[Tensor] = project(
+            mx, *(layer for layer in (self.to_shared, self.to_query, self.to_key) if layer is not None)
+        )
         convolution = None
-        if self.taps is not None:
-            steps, convolution = short_convolution(
-                torch.cat([*shared, value], -1), self.taps, None if state is None else state.convolution,
-                segments=segments,
-            )  # fmt: skip
-            *shared, value = steps.split([x.shape[-1] for x in (*shared, value)], -1)
-        v = self.values(value)
+        if v is None:
+            shared, v, convolution = self.convolved(shared, xn, None if state is None else state.convolution, segments)
         projections = self.queries_and_keys(shared)
         before = self.before(projections, shared[-1], v, state, segments)
         gates, y = self.gates_and_residual(mx, x)
@@ -128,10 +125,24 @@ class GatedAttention(nn.Module):
         (y,) = project(out, self.to_output, onto=y)
         return y, MixerState(norm, moving, attention, memory, convolution)
 
-    def values(self, value: Tensor) -> Tensor:
-        """Return v, (B, K, T, value_head_dim), of projected values."""
+    def values(self, xn: Tensor) -> Tensor:
+        """Return v, (B, K, T, value_head_dim)."""
+        return self.activated(*project(xn, self.to_value))
+
+    def activated(self, value: Tensor) -> Tensor:
+        """Return v of projected values, (B, K, T, value_head_dim)."""
         heads, linear_values = self.config.num_key_value_heads, self.config.value_activation == "none"
         return by_head(value, heads).contiguous() if linear_values else silu_by_head(value, heads)
+
+    def convolved(
+        self, shared: Sequence[Tensor], xn: Tensor, state: Tensor | None, segments: Segments
+    ) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+        """Return projected queries and keys, and v, after the convolution, and its state."""
+        assert self.taps is not None, "there must be a convolution"
+        parts = *shared, *project(xn, self.to_value)
+        steps, state = short_convolution(torch.cat(parts, -1), self.taps, state, segments=segments)
+        *queries_and_keys, value = steps.split([part.shape[-1] for part in parts], -1)
+        return queries_and_keys, self.activated(value), state
 
     def queries_and_keys(self, shared: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return q, k (and qm, km), (B, H or K, T, key_head_dim) each, of z, or of projected queries and keys.

@@ -129,7 +129,7 @@ class ShardedMixer(GatedAttention):
         averaged, moving = self.cema(channels, Ready(None if state is None else state.cema), segments)
         assert self.cema_norm is not None and self.to_shared is not None and self.to_gate is not None
         mx = self.cema_norm(ranks.all_gather(averaged))
-        v = self.values(*project(xn, self.to_value))
+        v = self.values(xn)
         z, gate = project(mx, self.to_shared, self.to_gate)
         (y,) = project(ranks.part(mx, -1).contiguous(), self.to_hidden, onto=ranks.once(x))
         before = Heads(None, None) if state is None else Heads(state.attention, state.memory)
