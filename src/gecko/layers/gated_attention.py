@@ -90,7 +90,9 @@ class GatedAttention(nn.Module):
         self.key_norm = RMSNorm(config, own_keys, config.num_key_value_heads) if normalised else None
         factor, taps = config.memory_factor, (key_dim + own_keys + own_values, config.convolution_width)
         self.memory_factor = None if factor is None else nn.Parameter(torch.full((config.num_heads,), float(factor)))
-        self.taps = nn.Parameter(nn.init.trunc_normal_(torch.empty(taps), std=0.1, a=-0.3, b=0.3)) if taps[1] else None
+        self.taps = nn.Parameter(torch.zeros(taps)) if taps[1] else None
+        if self.taps is not None:
+            nn.init.trunc_normal_(self.taps, std=0.1, a=-0.3, b=0.3)
         rows = 2 if config.memory == "none" else 4
         self.scale = None if separate else nn.Parameter(torch.zeros(rows, key_dim))
         if self.scale is not None:
