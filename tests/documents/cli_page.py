@@ -55,7 +55,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
     shown = [f" {it.metavar}" if it.required else f" [{it.metavar}]" for it in arguments]
     text, _, examples = cleandoc(command.help).partition("**Example")
     more = MORE.get(name.split()[0])
-    yield from (f"### gecko {name}{''.join(shown)}", "", text.strip() + (f" [More]({more})." if more else ""), "")
+    yield from (f"### `gecko {name}{''.join(shown)}`", "", text.strip() + (f" [More]({more})." if more else ""), "")
     yield from (f"- `{example}`" for example in _paragraphs(examples.partition("**")[2]))
     if command.params:
         yield from ("", "| argument or option | meaning | default |", "|---|---|---|")

@@ -31,7 +31,8 @@ def convert_model(source: str, out: Path, chunk_size: int | None = None, sinks: 
 
     Args:
         source: folder or weights file of a release, folder of transformers, GGUF file, or smollm2.
-        chunk_size, sinks: those of the Gecko that a Llama becomes. None: 1024 and 1.
+        chunk_size: that of the Gecko that a Llama becomes. None: 1,024.
+        sinks: those of the Gecko that a Llama becomes. None: 1.
 
     Raises:
         FileNotFoundError: a file is missing.
