@@ -324,7 +324,7 @@ VARIANTS = {
         "attention": "chunk", "memory": "none", "timestep_betas": None, "cema_skip": "learned",
         "two_hop_residual": True, "swiglu": False, "rope_base": 100_000.0,
     },
-    "llama": {**LLAMA, "num_heads": 4, "key_value_heads": 2, "sinks": 1},
+    "llama": {**LLAMA, "num_heads": 4, "key_value_heads": 2, "sinks": 1, "norm_groups": 2},
     "llama-without-sinks": {**LLAMA, "key_value_heads": 1, "query_key_norm": True},
     "llama-window": {
         **LLAMA, "attention": "sliding_window", "query_key_norm": True, "sinks": 3, "norm_affine": False,

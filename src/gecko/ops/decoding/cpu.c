@@ -182,10 +182,15 @@ static range features_of(const worker *w) {
 
 // RMS norm of the features in ``part``, of single steps.
 static void step_norm(const network *net, const running_norm *norm, range part, const float *x, float *y) {
-    float mean, variance;
-    moments(x, net->features, 0, &mean, &variance);
-    const float factor = 1 / sqrtf(variance + (float)net->eps);
-    scale_normal(x + part.begin, 0, factor, norm->scale + part.begin, 0, part.end - part.begin, y + part.begin);
+    const int64_t size = net->features / net->norm_groups;
+    for (int64_t g = part.begin / size; g * size < part.end; g++) {
+        const range mine = intersection(part, g * size, (g + 1) * size);
+        const int64_t at = g * size + mine.begin;
+        float mean, variance;
+        moments(x + g * size, size, 0, &mean, &variance);
+        const float factor = 1 / sqrtf(variance + (float)net->eps);
+        scale_normal(x + at, 0, factor, norm->scale + at, 0, mine.end - mine.begin, y + at);
+    }
 }
 
 static void norm_and_cema(const worker *w, const layer *l, const running_norm *norm) {
