@@ -334,6 +334,7 @@ VARIANTS = {
         "queries_and_keys": "separate", "query_key_norm": True, "gate": "sum", "sinks": 2, "hidden_branch": False,
     },
     "separate-linear": {"queries_and_keys": "separate", "memory": "linear", "gate": "none", "value_activation": "none"},
+    "shared-keys": {"queries_and_keys": "separate", "num_heads": 4, "key_value_heads": 2, "memory_factor": 0.5},
     "shared-rms": {"norm": "rms", "local_mixing": "none", "gate": "sum"},
     "gekko": {
         "queries_and_keys": "separate", "query_key_norm": True, "num_heads": 4, "key_value_heads": 2, "gate": "sum",
@@ -349,7 +350,7 @@ VARIANTS = {
 }  # fmt: skip
 
 PAPER_VARIANTS = [name for name, changes in VARIANTS.items() if not changes.keys() & PAPER.keys()]
-IN_C = [name for name in VARIANTS if name not in ("gekko", "later-gecko", "paper")]
+IN_C = [name for name in VARIANTS if name not in ("gekko", "later-gecko", "paper", "shared-keys")]
 """Variants that C decodes."""
 ON_RANKS = [name for name, changes in VARIANTS.items() if not {"sinks", "convolution_width"} & changes.keys()]
 """Variants whose rows several ranks may share."""

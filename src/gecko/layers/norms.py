@@ -1,4 +1,4 @@
-"""Norm layers. Weights are offsets from 1, so weight decay pulls towards the identity."""
+"""Norm layers. Weights are offsets from 1, so weight decay pulls towards the identity; ``BlockRMSNorm`` has factors."""
 
 from __future__ import annotations
 
