@@ -166,9 +166,10 @@ class SourceConfig:
             vocab_size=self.vocab_size, num_layers=self.num_hidden_layers, model_dim=self.hidden_size,
             key_dim=heads * head_dim, value_dim=heads * head_dim, num_heads=heads, ffn_dim=self.intermediate_size,
             key_value_heads=self.key_value_heads, chunk_size=chunk_size, sinks=sinks, norm_eps=self.rms_norm_eps,
-            query_key_norm=self.model_type == "qwen3", tie_embedding=self.tie_word_embeddings,
-            rope_base=self.rope_theta, rope_frequencies=self.frequencies(head_dim), queries_and_keys="separate",
-            norm="rms", value_activation="none", gate="none", hidden_branch=False, local_mixing="none", memory="none",
+            query_key_bias=self.model_type == "qwen2", query_key_norm=self.model_type == "qwen3",
+            tie_embedding=self.tie_word_embeddings, rope_base=self.rope_theta,
+            rope_frequencies=self.frequencies(head_dim), queries_and_keys="separate", norm="rms",
+            value_activation="none", gate="none", hidden_branch=False, local_mixing="none", memory="none",
             bfloat16_window=True,
         )  # fmt: skip
 
@@ -239,7 +240,7 @@ def in_gecko(source: LlamaSource, chunk_size: int, sinks: int) -> tuple[GeckoCon
         if layer in ("query_norm", "key_norm"):
             weight = _offset(_paired(weight, 1).repeat(heads[layer[:-5]]))
         weights[name] = weight.float() if weight.dtype == torch.float16 else weight
-        if layer in ("to_query", "to_key", "to_value") and source.config.model_type != "qwen2":
+        if layer == "to_value" and source.config.model_type != "qwen2":
             weights[name.replace(".weight", ".bias")] = weight.new_zeros(weight.shape[:1])
     return config, with_tied_head(weights, "tie_word_embeddings") if config.tie_embedding else weights
 
