@@ -32,7 +32,7 @@ test-style: .venv/test  ## Check style, types and import directions
 	$(BIN)/lint-imports
 
 test-package: .venv/test  ## Run the tests of the package, except attacks and compiled kernels
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations 20 --ignore tests/serving/test_attacks.py --ignore tests/kernels/compiled
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --max-worker-restart 0 --durations 20 --ignore tests/serving/test_attacks.py --ignore tests/kernels/compiled
 
 test-attacks: .venv/test  ## Attack a running server; its answers are timed, so no other test runs meanwhile
 	$(BIN)/pytest tests/serving/test_attacks.py
