@@ -5,7 +5,8 @@ What stands above the mark in the page is written by hand. The rest says what ``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from inspect import cleandoc
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +27,8 @@ MORE = {
     "doctor": "troubleshooting.md", "eval": "evaluation.md", "state": "snapshots.md",
 }  # fmt: skip
 """Page that says more, by the first word of a command."""
+Row = tuple[str, str, str]
+"""Argument or option, its meaning and its default."""
 
 
 def whole_page() -> str:
@@ -34,32 +37,36 @@ def whole_page() -> str:
 
 
 def reference() -> str:
-    """Return the description of all commands, by the panels of the help."""
+    """Return the description of all commands by the panels of the help, then the options that several share."""
     program: Any = typer.main.get_command(app)
+    panels = {panel: [*_commands(program.commands, panel)] for panel in PANELS}
+    described = [row for commands in panels.values() for _, command in commands for row in _rows(command)]
+    shared = {row: None for row, number in Counter(described).items() if number > 1}
     lines: list[str] = []
-    for panel in PANELS:
-        lines += [f"## {panel}", ""]
-        for name, command in program.commands.items():
-            if command.rich_help_panel == panel:
-                lines += _group(name, command) if hasattr(command, "commands") else _command(name, command)
-    return "\n".join(lines)
+    for panel, commands in panels.items():
+        lines += [f"## {panel}", "", *(line for name, command in commands for line in _command(name, command, shared))]
+    return "\n".join([*lines, "## Shared options", "", *map(_line, shared), ""])
 
 
-def _group(name: str, group: Any) -> Iterator[str]:
-    for below, command in group.commands.items():
-        yield from _command(f"{name} {below}", command)
+def _commands(commands: Any, panel: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and command of a panel; a group stands for its commands."""
+    for name, command in commands.items():
+        if command.rich_help_panel == panel:
+            below = getattr(command, "commands", {"": command})
+            yield from ((f"{name} {word}".strip(), one) for word, one in below.items())
 
 
-def _command(name: str, command: Any) -> Iterator[str]:
+def _command(name: str, command: Any, shared: Collection[Row]) -> Iterator[str]:
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     shown = [f" {it.metavar}" if it.required else f" [{it.metavar}]" for it in arguments]
     text, _, examples = cleandoc(command.help).partition("**Example")
     more = MORE.get(name.split()[0])
-    yield from (f"### `gecko {name}{''.join(shown)}`", "", text.strip() + (f" [More]({more})." if more else ""), "")
-    yield from (f"- `{example}`" for example in _paragraphs(examples.partition("**")[2]))
-    if command.params:
-        yield from ("", "| argument or option | meaning | default |", "|---|---|---|")
-        yield from map(_row, command.params)
+    yield from (f"### `gecko {name}{''.join(shown)}`", "")
+    yield from (" ".join(_paragraphs(text)) + (f" [More]({more})." if more else ""), "")
+    yield from (f"- Example: `{example}`" for example in _paragraphs(examples.partition("**")[2]))
+    yield from (_line(row) for row in _rows(command) if row not in shared)
+    others = [f"`{row[0]}`" for row in _rows(command) if row in shared]
+    yield from (f"- [Shared](#shared-options): {', '.join(others)}",) if others else ()
     yield ""
 
 
@@ -70,12 +77,22 @@ def _paragraphs(text: str) -> Iterator[str]:
             yield " ".join(line.strip() for line in lines)
 
 
-def _row(parameter: Any) -> str:
+def _rows(command: Any) -> Iterator[Row]:
+    """Yield name, meaning and default of each argument and option, each once."""
+    yield from dict.fromkeys(map(_row, command.params))
+
+
+def _row(parameter: Any) -> Row:
     value = f" {parameter.metavar}" if parameter.metavar else ""
     names = ", ".join(parameter.opts) if parameter.param_type_name == "option" else ""
     default = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
-    shown = "required" if parameter.required else "" if default is None or default is False else str(default)
-    return f"| `{(names + value).strip()}` | {parameter.help} | {shown} |"
+    given = "Required." if parameter.required else "" if default is None or default is False else f"Default: {default}."
+    return (names + value).strip(), parameter.help, given
+
+
+def _line(row: Row) -> str:
+    name, meaning, default = row
+    return f"- `{name}`: {meaning} {default}".rstrip()
 
 
 if __name__ == "__main__":
