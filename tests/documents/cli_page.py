@@ -27,6 +27,8 @@ MORE = {
     "doctor": "troubleshooting.md", "eval": "evaluation.md", "state": "snapshots.md",
 }  # fmt: skip
 """Page that says more, by the first word of a command."""
+HEAD = ("| argument or option | meaning | default |", "|---|---|---|")
+
 Row = tuple[str, str, str]
 """Argument or option, its meaning and its default."""
 
@@ -45,7 +47,7 @@ def reference() -> str:
     lines: list[str] = []
     for panel, commands in panels.items():
         lines += [f"## {panel}", "", *(line for name, command in commands for line in _command(name, command, shared))]
-    return "\n".join([*lines, "## Shared options", "", *map(_line, shared), ""])
+    return "\n".join([*lines, "## Shared options", "", *HEAD, *map(_line, shared), ""])
 
 
 def _commands(commands: Any, panel: str) -> Iterator[tuple[str, Any]]:
@@ -62,11 +64,14 @@ def _command(name: str, command: Any, shared: Collection[Row]) -> Iterator[str]:
     text, _, examples = cleandoc(command.help).partition("**Example")
     more = MORE.get(name.split()[0])
     yield from (f"### `gecko {name}{''.join(shown)}`", "")
-    yield from (" ".join(_paragraphs(text)) + (f" [More]({more})." if more else ""), "")
-    yield from (f"- Example: `{example}`" for example in _paragraphs(examples.partition("**")[2]))
-    yield from (_line(row) for row in _rows(command) if row not in shared)
-    others = [f"`{row[0]}`" for row in _rows(command) if row in shared]
-    yield from (f"- [Shared](#shared-options): {', '.join(others)}",) if others else ()
+    shown_examples = [f"`{example}`" for example in _paragraphs(examples.partition("**")[2])]
+    one = f" Example: {shown_examples[0]}" if len(shown_examples) == 1 else ""
+    yield f"{' '.join(_paragraphs(text))}{f' [More]({more}).' if more else ''}{one}"
+    yield from ("", *(f"- {example}" for example in shown_examples)) if not one else ()
+    own = [row for row in _rows(command) if row not in shared]
+    used = ", ".join(f"`{row[0]}`" for row in _rows(command) if row in shared)
+    if command.params:
+        yield from ("", *HEAD, *map(_line, own), *([f"| {used} | [shared](#shared-options) |  |"] if used else []))
     yield ""
 
 
@@ -86,13 +91,12 @@ def _row(parameter: Any) -> Row:
     value = f" {parameter.metavar}" if parameter.metavar else ""
     names = ", ".join(parameter.opts) if parameter.param_type_name == "option" else ""
     default = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
-    given = "Required." if parameter.required else "" if default is None or default is False else f"Default: {default}."
-    return (names + value).strip(), parameter.help, given
+    shown = "required" if parameter.required else "" if default is None or default is False else str(default)
+    return (names + value).strip(), parameter.help, shown
 
 
 def _line(row: Row) -> str:
-    name, meaning, default = row
-    return f"- `{name}`: {meaning} {default}".rstrip()
+    return f"| `{row[0]}` | {row[1]} | {row[2]} |"
 
 
 if __name__ == "__main__":

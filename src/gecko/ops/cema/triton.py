@@ -20,8 +20,8 @@ instructions per thread are per token and channel; instructions are counted in t
 
 With 132 SMs at 1.755 GHz that issue 4 warp instructions per cycle, 26 instructions take 0.06 ms, as long as the bytes
 at 4.3 TB/s, and 40 take 0.10 ms. These are predictions. For float32, before three chunks were in flight, an H200 took
-0.58 and 0.85 ms (``docs/gpu.md``). The second read of a tile (16 items of at most 512 tokens, 8 channels:
-128 KiB) hits the L2 cache. One row gives D / 8 programs.
+0.58 and 0.85 ms (``benchmarks/results/notes.md``). The second read of a tile (16 items of at most 512 tokens, 8
+channels: 128 KiB) hits the L2 cache. One row gives D / 8 programs.
 
 For bfloat16 x, C = 32 and factors are bfloat16: x is exact, tables and states are the sum of two bfloat16 numbers (16
 bits), except in the pass over coefficients, where they are one. For float16 x, C = 16 and products are tf32, which
