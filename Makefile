@@ -10,9 +10,9 @@ INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 
 # After the tests, two of these run side by side, the longest first: installations wait for the network, and some use one
 # processor.
-STAGES := test-vllm test-compiled test-kernels test-simulated test-docs test-tutorial test-hf-oldest test-hf-newest test-upstream docs
+STAGES := test-vllm test-compiled test-kernels test-simulated test-docs test-first-hour test-hf-oldest test-hf-newest test-upstream docs
 
-.PHONY: demo test ci test-style test-package test-attacks test-compiled test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-tutorial test-docs release-check docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-style test-package test-attacks test-compiled test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-first-hour test-docs release-check docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -37,8 +37,8 @@ test-package: .venv/test  ## Run the tests of the package, except attacks and co
 test-attacks: .venv/test  ## Attack a running server; its answers are timed, so no other test runs meanwhile
 	$(BIN)/pytest tests/serving/test_attacks.py
 
-test-tutorial:  ## Run the commands of docs/tutorial.md, at a small size, in a new environment that has only the wheel
-	$(PYTHON) tests/documents/tutorial.py
+test-first-hour:  ## Run the commands of the tutorial and README, at a small size, in a new environment that has only the wheel
+	$(PYTHON) tests/documents/first_hour.py --silence 60
 
 release-check: .venv/test docs  ## Rehearse a release: builds, metadata, changelog, notebook, installation on every Python at hand, containers
 	$(BIN)/python tests/documents/release.py --pythons --containers
@@ -85,6 +85,8 @@ docs: .venv-docs/docs  ## Build the documentation site into build/site; broken l
 	cp -r benchmarks/results build/site_source/benchmarks
 	cp examples/README.md build/site_source/examples.md
 	sed -i.original 's|](\.\./|](|; s|](docs/|](|' build/site_source/*.md && rm build/site_source/*.original
+	find build/site_source/benchmarks -name '*.md' -exec sed -i.original '1i ---\nsearch:\n  exclude: true\n---\n' {} + \
+		&& find build/site_source/benchmarks -name '*.original' -delete
 	.venv-docs/bin/zensical build --strict --clean
 
 bench: .venv/bench  ## Measure the numbers in benchmarks/results that need no trained model

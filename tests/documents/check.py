@@ -3,7 +3,7 @@
 ``make test-docs`` runs all pages, ``python tests/documents/check.py serving README`` those whose names contain a word.
 One small model, trained first, stands for all models that the pages name. Each page has a folder of its own with
 that model and the texts. ``pages.toml`` says how they are made, what makes a command small, and what is not run and
-why; every other command and snippet is run. ``docs/tutorial.md`` has a check of its own, ``tutorial.py``.
+why; every other command and snippet is run. ``first_hour.py`` runs the tutorial and README in a new environment.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from documents.first_hour import free_port
 from documents.forms import differences, form, form_of_values, missing_lines
 from documents.plan import PAGES, ROOT, Note, Step, name_of, settings, steps
-from documents.tutorial import free_port
 from documents.warm import __file__ as warm_file
 from documents.warm import warm
 
@@ -101,7 +101,7 @@ class Page:
     def run(self, step: Step) -> str:
         """Run a step; return what is wrong, or an empty text."""
         if step.kind == "file":
-            (self.shell.folder / step.title).write_text(step.text, encoding="utf-8")
+            (self.shell.folder / step.title).write_text(self._at_port(step.text), encoding="utf-8")
             return ""
         if step.kind == "other":
             return "this is neither a command after $ nor Python: pages.toml must say why it is not run"
@@ -123,13 +123,16 @@ class Page:
         return "\n".join(("printed, but not on the page:", *missing)) if missing else ""
 
     def _python(self, step: Step) -> str:
-        text = step.runnable.replace("localhost:8000", f"localhost:{self.port}")
+        text = self._at_port(step.runnable)
         if text.startswith(">>>"):
             return self._dialogue(step, text)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
             exec(compile(text, step.place, "exec"), self.names)
         return _compare(step, printed.getvalue(), form_of_values)
+
+    def _at_port(self, text: str) -> str:
+        return text.replace("localhost:8000", f"localhost:{self.port}")
 
     def _dialogue(self, step: Step, text: str) -> str:
         """Run lines after ``>>>`` and compare what they return with the line below."""

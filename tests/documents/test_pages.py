@@ -55,11 +55,11 @@ def test_the_start_page_answers_a_question_and_links_to_more(question: str) -> N
     """The row has the command; one click leads to a page or section that shows it."""
     start = ROOT / "docs" / "index.md"
     row = next(
-        line for line in start.read_text(encoding="utf-8").splitlines() if re.match(rf"\| .*{question}.*\?", line)
+        line for line in start.read_text(encoding="utf-8").splitlines() if re.match(rf"\| .*{question}.*\?\]", line)
     )
-    _, _, command, link, _ = row.split("|")
+    _, asked, command, _ = row.split("|")
     assert QUESTIONS[question] in command
-    target = re.search(r"\]\((\w+\.md)(?:#([\w-]+))?\)", link)
+    target = re.search(r"\]\((\w+\.md)(?:#([\w-]+))?\)", asked)
     assert target is not None
     shown = _steps_of_section(ROOT / "docs" / target[1], target[2])
     assert any(QUESTIONS[question] in step.text for step in shown), "the section must show the command"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from documents.tutorial import PACKAGED
+from documents.first_hour import PACKAGED
 from support.vllm_install import install, site_packages
 from support.vllm_server import vllm_serve
 
