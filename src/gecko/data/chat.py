@@ -121,7 +121,7 @@ class PlainChat:
     The answer ends where the model starts the next message.
     """
 
-    source = "the plain format, as no chat template lies beside the tokenizer or the model"
+    source = "the form User: … Assistant: …, as no chat template was found"
     tuned = False
     stops = ("\n\nUser:", "\n\nSystem:")
     _names: Mapping[str, str] = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
