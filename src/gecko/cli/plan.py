@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from gecko.cli.command import Command
 from gecko.cli.common import FAILED, echo
@@ -61,12 +62,17 @@ class PlanTraining(Command):
     needs the extra ``kernels``; without it the memory of parameters, gradients and optimizer is shown, which is exact.
     FLOPs are those of the code. Times depend on the two assumptions.
 
+    With ``--gpus``, a recipe that does not fit gets another mesh, activation checkpointing and accumulation: the
+    fastest that fit. What KEY=VALUE sets stays. The rows that a GPU can serve and the command to train come last.
+
     ``--verify`` runs whole steps, for ranks at the corners of the mesh: it checks that the ranks' communication fits
     together. It fails if the plan's memory is off by more than 1 %.
 
     **Examples**
 
         gecko plan gecko_7b --gpus 256 --gpu h100
+
+        gecko plan gecko_7b --gpus 8 --price 2.5
 
         gecko plan gecko_7b --verify
 
@@ -81,6 +87,8 @@ class PlanTraining(Command):
     """Number of GPUs, 8 per node."""
     gpu: str = "h100"
     """Kind of GPU: a100, h100, h200 or b200."""
+    price: float | None = option(min=0, metavar="DOLLARS")
+    """Price of a GPU for an hour, for the cost of the run."""
     efficiency: float = 0.5
     """Assumed fraction of peak FLOP/s."""
     overlap: float = 0.8
@@ -92,24 +100,41 @@ class PlanTraining(Command):
 
     def run(self) -> None:
         from gecko.plan import Assumptions, find_gpu, make_plan
+        from gecko.plan.search import find_plan
         from gecko.plan.verify import verify
         from gecko.recipes import apply_overrides, get_recipe
 
-        run = apply_overrides(get_recipe(self.recipe), self.overrides)
+        run, gpu = apply_overrides(get_recipe(self.recipe), self.overrides), find_gpu(self.gpu)
         assumed = Assumptions(self.efficiency, self.overlap)
-        plan = make_plan(run, self.gpus or _gpus_of(run), find_gpu(self.gpu), assumed)
-        with Terminal(stderr=True).status("Running a step of a few blocks without numbers …"):
-            plan.memory  # noqa: B018 - measured here
+        if self.gpus is None:
+            _measure(plan := make_plan(run, _gpus_of(run), gpu, assumed))
+        else:
+            kept = {override.partition("=")[0] for override in self.overrides}
+            plan = find_plan(run, self.gpus, gpu, assumed, kept, _measure)
         dry_run = verify(plan) if self.verify else None
         if self.as_json:
             checked = {} if dry_run is None else {"dry_run": dry_run_facts(dry_run)}
-            echo(json.dumps({**facts(plan), **checked}, indent=2))
+            echo(json.dumps({**facts(plan, self.price), **checked}, indent=2))
         else:
-            _print(self.recipe, plan)
+            _print(self.recipe, plan, self.price)
             if dry_run is not None:
                 _print_dry_run(dry_run)
         if dry_run is not None and not dry_run.passed:
             raise typer.Exit(FAILED)
+
+
+def _measure(plan: Plan) -> None:
+    """Measure the memory of a plan, and say of which one, because it takes seconds."""
+    sizes, run, console = plan.sizes, plan.run, Terminal(stderr=True)
+    tried = (
+        f"replicate {sizes.replicate}, shard {sizes.shard}, context {sizes.context}, "
+        f"activation_checkpointing={run.activation_checkpointing}, "
+        f"gradient_accumulation_steps={run.gradient_accumulation_steps}"
+    )
+    with console.status(f"Running a step of a few blocks without numbers: {tried} …"):
+        total = readable(plan.total)
+    if plan.fits is False:
+        console.print(f"{total} of {readable(plan.gpu.memory)}: {tried} does not fit", style="dim", soft_wrap=True)
 
 
 def _gpus_of(run: Run) -> int:
@@ -120,8 +145,10 @@ def _gpus_of(run: Run) -> int:
     return mesh.replicate * mesh.shard * mesh.context
 
 
-def facts(plan: Plan) -> dict[str, Any]:
+def facts(plan: Plan, price: float | None = None) -> dict[str, Any]:
     """Return all numbers of the plan: bytes, seconds, and FLOPs per token."""
+    from gecko.plan.memory import serving
+
     return {
         "gpus": plan.gpus, "gpu": plan.gpu.name, "parallel": dataclasses.asdict(plan.sizes),
         "memory_bytes": _with_total(plan.memory),
@@ -131,13 +158,19 @@ def facts(plan: Plan) -> dict[str, Any]:
         "assumptions": dataclasses.asdict(plan.assumptions),
         "seconds": {"computing": plan.computing, "communicating": plan.communicating, "step": plan.step_seconds},
         "mfu": plan.utilisation, "tokens_per_second": plan.run.tokens_per_step / plan.step_seconds,
-        "steps": plan.run.steps, "days": plan.days,
+        "steps": plan.run.steps, "days": plan.days, "gpu_hours": plan.gpu_hours,
+        "dollars": None if price is None or plan.gpu_hours is None else price * plan.gpu_hours,
+        "settings": {
+            "activation_checkpointing": plan.run.activation_checkpointing,
+            "gradient_accumulation_steps": plan.run.gradient_accumulation_steps,
+        },
+        "command": None if plan.fits is False else plan.command, "serving": serving(plan.run.model, plan.gpu.memory),
     }  # fmt: skip
 
 
-def _print(recipe: str, plan: Plan) -> None:
+def _print(recipe: str, plan: Plan, price: float | None) -> None:
     console = Terminal(markup=True)
-    sizes, known = plan.sizes, facts(plan)
+    sizes, known = plan.sizes, facts(plan, price)
     console.print(
         f"[bold]{escape(recipe)}[/bold] on {plan.gpus} × {plan.gpu.name}: {sizes.replicate} × {sizes.shard} groups of "
         f"rows (replicate × shard), {sizes.context} GPUs per row (context); {plan.run.tokens_per_step:,} tokens per "
@@ -147,27 +180,33 @@ def _print(recipe: str, plan: Plan) -> None:
         console, f"Memory of one GPU at the peak, in {plan.moment}", known["memory_bytes"], readable,
         _words(plan.memory, plan),
     )  # fmt: skip
-    console.print(
-        f"{readable(sum(plan.memory.values()))} of {readable(plan.gpu.memory)}: [bold]{_verdict(plan)}[/bold]\n"
-    )
+    console.print(f"{readable(plan.total)} of {readable(plan.gpu.memory)}: [bold]{_verdict(plan)}[/bold]\n")
     for title, name, write in (
         ("Compute, GFLOPs per token", "flops_per_token", lambda flops: f"{flops / 1e9:,.3f}"),
         ("Bytes that one GPU sends per step", "bytes_sent_per_step", readable),
     ):
         _print_parts(console, title, _with_total(known[name]), write, _words(known[name], plan))
-    _print_time(console, plan)
+    _print_time(console, plan, known["dollars"])
+    if known["serving"] is not None:
+        _print_serving(console, plan, **known["serving"])
+    if known["command"] is not None:
+        console.print("\n[bold]Command[/bold]")
+        console.print(Text(known["command"]), soft_wrap=True)
 
 
 def _verdict(plan: Plan) -> str:
+    from gecko.plan import GPUS
+
     if plan.fits is None:
         return "exact, but without activations, loss and buffers, which need Triton: pip install 'gecko-lm[kernels]'"
-    remedies = ["more GPUs"]
+    short = readable(plan.total - plan.gpu.memory)
+    remedies = ["more GPUs", *[f"--gpu {name}" for name, gpu in GPUS.items() if gpu.memory >= plan.total][:1]]
     remedies += [] if plan.run.activation_checkpointing == "full" else ["activation_checkpointing=full"]
     remedies += ["a larger gradient_accumulation_steps"] if plan.rows > 1 else []
-    return "fits" if plan.fits else f"does not fit; try {' or '.join(remedies)}"
+    return "fits" if plan.fits else f"does not fit, {short} short; try {' or '.join(remedies)}"
 
 
-def _print_time(console: Console, plan: Plan) -> None:
+def _print_time(console: Console, plan: Plan, dollars: float | None) -> None:
     peak, assumed = plan.gpu.peak / 1e12, plan.assumptions
     console.print("[bold]Time of a step[/bold]")
     console.print(
@@ -180,10 +219,26 @@ def _print_time(console: Console, plan: Plan) -> None:
     )
     if plan.days is not None and plan.run.steps is not None:
         tokens = plan.run.tokens_before(plan.run.steps)
+        cost = "" if dollars is None else f", [bold]${dollars:,.0f}[/bold]"
         console.print(
             f"[bold]{plan.days:,.1f} days[/bold] for {plan.run.steps:,} steps, {tokens:,} tokens; "
-            f"{plan.days * 24 * plan.gpus:,.0f} GPU hours. Evaluations and checkpoints are not included."
+            f"{plan.gpu_hours:,.0f} GPU hours{cost}. Evaluations and checkpoints are not included."
         )
+    else:
+        console.print("The run ends by the clock, so it has no days and no cost: set steps=, for example steps=1000.")
+
+
+def _print_serving(
+    console: Console, plan: Plan, *, weights_bytes: int, row_bytes: int, gecko_serve_rows: int, vllm_rows: int
+) -> None:
+    from gecko.plan.memory import VLLM_MEMORY
+
+    console.print(
+        f"\n[bold]Served by one {plan.gpu.name}[/bold], with --dtype bfloat16\n"
+        f"memory         {readable(weights_bytes)} of weights, {readable(row_bytes)} per row, whatever it has read\n"
+        f"gecko serve    at most --rows {gecko_serve_rows:,}\n"
+        f"vLLM           at most --max-num-seqs {vllm_rows:,}, with --gpu-memory-utilization {VLLM_MEMORY}"
+    )
 
 
 def dry_run_facts(dry_run: Verification) -> dict[str, Any]:

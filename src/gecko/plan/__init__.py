@@ -165,6 +165,10 @@ class Plan:
         return self._peak[0]
 
     @property
+    def total(self) -> int:
+        return sum(self.memory.values())
+
+    @property
     def moment(self) -> str:
         """Part of the step in which the peak is."""
         return self._peak[1]
@@ -172,7 +176,7 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether the GPU has this memory; None if what is known fits, but not all is."""
-        fits = sum(self.memory.values()) <= self.gpu.memory
+        fits = self.total <= self.gpu.memory
         return fits if self.measured or not fits else None
 
     @property
@@ -206,6 +210,19 @@ class Plan:
     def days(self) -> float | None:
         """Days for all steps; None if the run has no number of steps."""
         return None if self.run.steps is None else self.run.steps * self.step_seconds / DAY
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.days is None else self.days * 24 * self.gpus
+
+    @property
+    def command(self) -> str:
+        """Command that trains the run on these GPUs."""
+        each = max(n for n in range(1, GPUS_PER_NODE + 1) if self.gpus % n == 0)
+        nodes = "" if self.gpus == each else f"--nnodes {self.gpus // each} "
+        meeting = "--rdzv-backend c10d --rdzv-endpoint HEAD:29500 " if nodes else ""
+        launch = f"torchrun {nodes}--nproc-per-node {each} {meeting}-m " if self.gpus > 1 else ""
+        return launch + self.run.command()
 
 
 def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:

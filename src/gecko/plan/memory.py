@@ -61,6 +61,27 @@ def inference_memory(config: ModelConfig, dtype: torch.dtype, batch: int, length
     }
 
 
+VLLM_MEMORY = 0.9
+"""The share of a GPU that vLLM is told to take (``--gpu-memory-utilization``)."""
+
+
+def serving(config: ModelConfig, memory: int) -> dict[str, int] | None:
+    """Return the bytes of weights and of a row, and the rows that a GPU's ``memory`` holds, in bfloat16.
+
+    Weights and states are exact. None for a Llama, whose rows grow with what they have read.
+    """
+    if isinstance(config, LlamaConfig):
+        return None
+    weights, state, work = inference_memory(config, torch.bfloat16, 1, counts_of(config).piece()).values()
+    rest = RESERVE + weights + work
+    return {
+        "weights_bytes": weights, "row_bytes": state,
+        # While the prompts of all rows are read, their states are beside the slots that the rows before had.
+        "gecko_serve_rows": max(0, memory - rest) // (2 * state),
+        "vllm_rows": max(0, int(VLLM_MEMORY * memory) - rest) // state,
+    }  # fmt: skip
+
+
 def training_memory(config: ModelConfig, batch: int, length: int, *, recompute: bool) -> dict[str, int]:
     """Return the bytes of one training step in float32 with AdamW; ``recompute``: with activation checkpointing.
 
@@ -125,6 +146,7 @@ class GroupSizes:
     """Bytes of all gradients in float32."""
 
 
+@lru_cache(maxsize=1)
 def group_sizes(config: ModelConfig, *, bfloat16: bool) -> GroupSizes:
     """Return the sizes of the groups that are gathered. With ``bfloat16`` the blocks' matrices are in that dtype."""
     model = _meta_model(config)

@@ -21,11 +21,13 @@ from gecko.parallel.mesh import MeshSizes
 from gecko.plan.dry_run.device import DEVICE, FakeGPU
 from gecko.plan.dry_run.ledger import MemoryLedger, Peak
 from gecko.plan.dry_run.rank import FORWARD, LOSS_MOMENT, UPDATE, backward_of, dry_step
-from gecko.train import Run
+from gecko.train import Run, ScheduleSettings
 
 DEPTHS = SHALLOW, DEEP = 3, 4
 """The fewest blocks of which two at each end, which may be the same, are unlike those between."""
 ROWS = FEW, MORE = 2, 4
+PARTS = 2
+"""Accumulated parts that are run of more."""
 
 
 def check_kernels() -> None:
@@ -41,6 +43,10 @@ def step_peak(run: Run, sizes: MeshSizes, rank: int) -> Peak:
         ImportError: Triton is missing.
     """
     check_kernels()
+    run = replace(run, schedule=ScheduleSettings())  # batches of its final size
+    if (parts := run.gradient_accumulation_steps) > PARTS and not run.data.carry_state:
+        # What the second part finds, every later one does.
+        run = replace(run, batch_size=run.batch_size // parts * PARTS, gradient_accumulation_steps=PARTS)
     return max(_peaks(run, sizes, rank).values(), key=lambda peak: peak.total)
 
 
