@@ -15,7 +15,8 @@ import torch
 
 import gecko
 from gecko.data import load_tokenizer
-from gecko.data.chat import DEFAULT_TEMPLATE, PlainChat, Turn
+from gecko.data.chat import DEFAULT_TEMPLATE, PlainChat
+from gecko.data.turns import Turn
 
 Command = Callable[..., Any]
 

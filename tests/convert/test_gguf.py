@@ -17,8 +17,9 @@ from support.llamas import CASES, LLAMA3, random_model
 
 import gecko
 from gecko.convert import convert_model, gguf_file
-from gecko.data.chat import Turn, find_format
+from gecko.data.chat import find_format
 from gecko.data.tokenizers import load_tokenizer
+from gecko.data.turns import Turn
 
 gguf = pytest.importorskip("gguf", reason="pip install 'gecko-lm[convert]'")
 tokenizers = pytest.importorskip("tokenizers", reason="pip install 'gecko-lm[convert]'")

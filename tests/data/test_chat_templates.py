@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gecko.data import Tokenizer, load_tokenizer
-from gecko.data.chat import DEFAULT_TEMPLATE, TemplateChat, Turn, encode_text
+from gecko.data.chat import DEFAULT_TEMPLATE, TemplateChat, encode_text
 from gecko.data.chats import load_chats
+from gecko.data.turns import Turn
 
 CHATML = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
@@ -212,22 +213,22 @@ def test_thoughts_that_a_template_removes_are_not_learned() -> None:
 
 GOOD = '{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"'
 FIELDS = {
-    f'{{"messages": [{GOOD}, "tool_calls": [{{"id": "x"}}]}}]}}': "message 2, .*; got 'tool_calls', which",
+    f'{{"messages": [{GOOD}, "tool_calls": [{{"id": "x"}}]}}]}}': "message 2, a call needs the fields",
     f'{{"messages": [{GOOD}, "function_call": {{"name": "f"}}}}]}}': "message 2, .*; got 'function_call', which",
     f'{{"messages": [{GOOD}, "reasoning_content": "hm"}}]}}': "message 2, .*; got 'reasoning_content', which",
     f'{{"messages": [{GOOD}, "thinking": "hm", "audio": 1}}]}}': "message 2, .*; got 'audio', 'thinking', which",
     f'{{"messages": [{GOOD}, "name": "Ann"}}]}}': "message 2, .*; got 'name', which",
-    f'{{"messages": [{GOOD}}}], "tools": [{{}}]}}': "line 1, must .*; got 'tools', which",
+    f'{{"messages": [{GOOD}}}], "tools": [{{}}]}}': "line 1, a tool needs the fields",
     f'{{"messages": [{GOOD}}}], "system": "Be brief."}}': "line 1, must .*; got 'system', which",
     f'{{"messages": [{GOOD}, "weight": 0.5}}]}}': "got the weight 0.5 of 'assistant'; answers alone have one, 0",
     f'{{"messages": [{GOOD}, "weight": true}}]}}': "got the weight True of 'assistant'",
     f'{{"messages": [{GOOD}, "weight": []}}]}}': r"got the weight \[\] of 'assistant'",
     f'{{"messages": [{{"role": "user", "content": "q", "weight": 1}}, {GOOD}}}]}}': "the weight 1 of 'user'",
     f'{{"messages": [{GOOD}, "weight": 0}}]}}': "without an answer of the assistant",
-    f'{{"messages": [{GOOD}}}, {{"role": "tool", "content": "t"}}]}}': "the role 'tool', which is none of",
+    f'{{"messages": [{GOOD}}}, {{"role": "tool", "content": "t"}}]}}': "line 1, messages.2.tool_call_id must be the id",
     f'{{"messages": [{GOOD}}}, {{"role": "function", "content": "t"}}]}}': "the role 'function', which is none of",
     '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "content of the type list instead of text",
-    '{"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}': "got 'tool_calls', which",
+    '{"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}': "message 1, a call needs the fields",
 }  # fmt: skip
 
 

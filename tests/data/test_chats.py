@@ -10,8 +10,9 @@ import pytest
 from support.chats import some_chats, spoken, write_chats
 
 from gecko.data import IGNORED, load_tokenizer
-from gecko.data.chat import DEFAULT_TEMPLATE, TemplateChat, Turn, find_format, tuning_format
+from gecko.data.chat import DEFAULT_TEMPLATE, TemplateChat, find_format, tuning_format
 from gecko.data.chats import ChatCorpus, ChatRows, load_chats, pack, read_chats
+from gecko.data.turns import Turn
 
 END = 256
 

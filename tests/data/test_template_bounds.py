@@ -9,7 +9,8 @@ import pytest
 from data.test_chat_templates import TEMPLATES, chat_of, talk
 
 from gecko.data import load_tokenizer
-from gecko.data.chat import TemplateChat, Turn
+from gecko.data.chat import TemplateChat
+from gecko.data.turns import Turn
 
 WITHOUT_END = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",

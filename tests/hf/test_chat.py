@@ -108,8 +108,8 @@ def test_a_chat_is_trained_and_kept_through_a_merge(text_folder, tmp_path):
 def assert_served_as_trained(folder) -> None:
     pytest.importorskip("starlette")
     from gecko.data.chat import find_format
-    from gecko.serving.protocol import ChatMessage
+    from gecko.data.turns import Turn
 
     tokenizer = load_tokenizer(str(folder))
-    served = find_format(tokenizer, folder).encode([ChatMessage(**message) for message in TALK])
+    served = find_format(tokenizer, folder).encode([Turn(**message) for message in TALK])
     assert served == encode(TALK, add_generation_prompt=True)

@@ -10,7 +10,8 @@ import torch
 
 import gecko
 from gecko.data import Tokenizer
-from gecko.data.chat import ChatFormat, PlainChat, Turn, tuning_format
+from gecko.data.chat import ChatFormat, PlainChat, tuning_format
+from gecko.data.turns import Turn
 from gecko.inference import Sampling, read
 from gecko.inference.chat import Conversation
 

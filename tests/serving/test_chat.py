@@ -19,8 +19,7 @@ from serving.sites import serving
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.data.chat import PlainChat, TemplateChat, find_format
-from gecko.serving.fields import read
-from gecko.serving.protocol import ChatMessage
+from gecko.data.turns import Turn
 
 TEMPLATE = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}
@@ -32,8 +31,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
-def messages(*spoken: tuple[str, str]) -> list[ChatMessage]:
-    return [read(ChatMessage, {"role": role, "content": content}) for role, content in spoken]
+def messages(*spoken: tuple[str, str]) -> list[Turn]:
+    return [Turn(role, content) for role, content in spoken]
 
 
 @pytest.fixture(scope="module")

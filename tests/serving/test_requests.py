@@ -25,7 +25,7 @@ GOOD: dict[str, dict[str, Any]] = {
 TOOL = {"type": "function", "function": {"name": "f"}}
 EVERY: list[dict[str, Any]] = [
     {"top_k": 0}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1}, {"min_p": 0}, {"repetition_penalty": 1}, {"stop": []},
-    {"tools": [TOOL], "tool_choice": "none"}, {"tools": [], "tool_choice": "auto"}, {"logit_bias": {}},
+    {"tools": [], "tool_choice": "auto"}, {"logit_bias": {}},
     {"frequency_penalty": 0}, {"presence_penalty": 0}, {"min_tokens": 0}, {"stop_token_ids": []},
     {"ignore_eos": False}, {"stop": None}, {"seed": 0}, {"seed": (1 << 64) - 1}, {"user": "me"}, {"metadata": {}},
     {"store": False}, {"service_tier": "auto"}, {"parallel_tool_calls": True}, {"structured_outputs": None},
@@ -43,6 +43,8 @@ CACHED = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_cont
 NEUTRAL: list[tuple[str, dict[str, Any]]] = [
     *[(path, fields) for path in GOOD for fields in EVERY],
     *[(path, fields) for path in (COMPLETION, CHAT) for fields in COMPLETIONS_AND_CHATS],
+    *[(path, {"tools": [TOOL], "tool_choice": "none"}) for path in (COMPLETION, CHAT)],
+    (RESPONSE, {"tools": [{"type": "function", "name": "f"}], "tool_choice": "none"}),
     (COMPLETION, {"echo": False}),
     (CHAT, {"top_logprobs": 0}),
     (CHAT, {"top_logprobs": 0, "logprobs": False}),

@@ -16,7 +16,8 @@ from support.corpora import BYTE_MODEL
 
 import gecko
 from gecko.data import IGNORED
-from gecko.data.chat import DEFAULT_TEMPLATE, Turn, find_format
+from gecko.data.chat import DEFAULT_TEMPLATE, find_format
+from gecko.data.turns import Turn
 from gecko.io.checkpoints import list_checkpoints
 from gecko.parallel.mesh import Ranks
 from gecko.recipes.finetune import finetuning_run

@@ -14,9 +14,13 @@ from datetime import datetime
 from functools import cached_property, partial
 from itertools import groupby, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from gecko.data.tokenizers import TokenIds, Tokenizer
+from gecko.data.turns import CALL_MARKS, PLAIN_FORM, Call, CallForm, Function, Turn, form_of, plain_turns
 from gecko.io.files import read_object
 from gecko.runtime.process import require
 
@@ -29,6 +33,8 @@ special tokens of one character, which cannot be divided."""
 
 _LONGEST = 300
 """Characters of a template's message that an error quotes."""
+_TOLD_ROLES = ("system", "developer", "tool")
+"""Roles whose messages a template must not leave out."""
 _PART = 1 << 16
 """Characters of a message that are processed in one call, which holds the GIL until it returns."""
 
@@ -43,26 +49,6 @@ def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenIds]:
         return tokenizer.encode_batch(texts)
     except (TypeError, UnicodeEncodeError) as error:  # libraries of tokenizers say that it is no text
         raise ValueError("a text must be Unicode; got half of a surrogate pair, which UTF-8 cannot write") from error
-
-
-class Message(Protocol):
-    """One turn of a conversation."""
-
-    @property
-    def role(self) -> str:
-        """``system``, ``user`` or ``assistant``; servers also accept ``developer``."""
-
-    @property
-    def content(self) -> str: ...
-
-
-class Turn(NamedTuple):
-    """A ``Message``."""
-
-    role: str
-    content: str
-    learned: bool = True
-    """Whether fine-tuning learns it, if it is an answer."""
 
 
 class ChatFormat(Protocol):
@@ -84,14 +70,29 @@ class ChatFormat(Protocol):
     def stop_ids(self) -> frozenset[int]:
         """Stop tokens of an answer."""
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the prompt for the answer; ValueError if the conversation does not fit the format."""
+    @property
+    def call_form(self) -> CallForm:
+        """Form in which answers call functions; ValueError if a grammar could not enforce it."""
 
-    def continuation(self, messages: Sequence[Message]) -> Continuation:
+    @property
+    def call_marks(self) -> Mapping[str, int]:
+        """Special tokens in calls, which do not end an answer that may call functions: ids by their texts."""
+
+    def encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
+        """Return the ids of the prompt for the answer; ValueError if the conversation does not fit the format.
+
+        Args:
+            functions: what the answer may call.
+        """
+
+    def continuation(self, messages: Sequence[Turn]) -> Continuation:
         """Return the ids that follow an answer; ValueError if ``messages`` do not fit the format there.
 
         They depend on nothing before the answer, so that a state of constant size can stand for it.
         """
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Return the ids of a text that a model wrote in an answer, with ``call_marks``."""
 
 
 class Continuation(NamedTuple):
@@ -124,21 +125,26 @@ class PlainChat:
     source = "the form User: … Assistant: …, as no chat template was found"
     tuned = False
     stops = ("\n\nUser:", "\n\nSystem:")
+    call_form, call_marks = PLAIN_FORM, MappingProxyType[str, int]({})
     _names: Mapping[str, str] = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.stop_ids = frozenset({tokenizer.document_end})
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        return [self._tokenizer.document_start, *self._encode(messages)]
+    def encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
+        return [self._tokenizer.document_start, *self._encode(messages, functions)]
 
-    def continuation(self, messages: Sequence[Message]) -> Continuation:
+    def continuation(self, messages: Sequence[Turn]) -> Continuation:
         closing = encode_text(self._tokenizer, "\n\n").tolist()
         return Continuation(closing, self._encode(messages) if messages else [])
 
-    def _encode(self, messages: Sequence[Message]) -> list[int]:
-        said = (f"{self._names[message.role]}: {message.content.strip()}\n\n" for message in messages)
+    def encode_answer(self, text: str) -> list[int]:
+        return encode_text(self._tokenizer, text).tolist()
+
+    def _encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
+        turns = plain_turns(messages, functions)
+        said = (f"{self._names[turn.role]}: {turn.content.strip()}\n\n" for turn in turns)
         return encode_text(self._tokenizer, "".join(said) + "Assistant:").tolist()
 
 
@@ -179,14 +185,20 @@ class TemplateChat:
         except Exception as error:  # Jinja raises TemplateError, and Python whatever it raises for nested code
             raise ValueError(f"the chat template must be valid Jinja; {error}") from error
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
         """See ``ChatFormat``. The prompt ends with all that the template writes before the text of an answer."""
-        text = self._prompt(messages)
-        self._outline(messages, [place for place, said in enumerate(messages) if said.role in ("system", "developer")])
+        messages, functions = self._known(messages, functions)
+        text = self._prompt(messages, functions)
+        self._outline(messages, [place for place, said in enumerate(messages) if said.role in _TOLD_ROLES], functions)
         return self._encode(self._specials.split(text))
 
-    def continuation(self, messages: Sequence[Message]) -> Continuation:
+    def encode_answer(self, text: str) -> list[int]:
+        texts = re.split(f"({'|'.join(map(re.escape, self.call_marks))})", text) if self.call_marks else [text]
+        return self._encode(self.call_marks.get(part, part) for part in texts if part)
+
+    def continuation(self, messages: Sequence[Turn]) -> Continuation:
         """Render a short conversation that ends in an answer, and cut it after that and after the end of the answer."""
+        messages, _ = self._known(messages, ())
         before = [Turn("user", "."), answer := Turn("assistant", _new_mark())]
         text = self._prompt([*before, *messages]) if messages else self._rendered(before, generate=False)
         self._outline([*before, *messages], range(1, 2 + len(messages)))
@@ -194,33 +206,76 @@ class TemplateChat:
         end = self._end(parts)
         return Continuation(self._encode(parts[:end]), self._encode(parts[end:]) if messages else [])
 
-    def trained_pieces(self, messages: Sequence[Turn]) -> Iterator[tuple[list[int], bool]]:
+    def _known(
+        self, messages: Sequence[Turn], functions: Sequence[Function]
+    ) -> tuple[Sequence[Turn], Sequence[Function]]:
+        """Return a conversation that the template knows how to write: without functions if it knows none."""
+        used = functions or any(turn.calls or turn.role == "tool" for turn in messages)
+        return (plain_turns(messages, functions), ()) if used and not self._knows_functions else (messages, functions)
+
+    @cached_property
+    def _knows_functions(self) -> bool:
+        probe = _probe()
+        try:
+            return probe.name in self._rendered([Turn("user", ".")], [probe])
+        except ValueError:
+            return False
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """See ``ChatFormat``. It is what the template writes in place of an answer that is a call."""
+        if not self._knows_functions:
+            return PLAIN_FORM
+        probe, asked, answer = _probe(), [Turn("user", ".")], Turn("assistant", _new_mark())
+        call = Call(probe.name, {"x": 1}, "0" * 9)
+        prompt = self._prompt(asked, [probe])
+        text = self._rendered([*asked, Turn("assistant", "", calls=(call,))], [probe], generate=False)
+        ending = self._rendered([*asked, answer], generate=False).partition(answer.content)[2]
+        found = form_of(text.removeprefix(prompt), call, ending) if text.startswith(prompt) else None
+        if found is None:
+            raise ValueError(
+                "the chat template must write a call of a function as a JSON object with its name and arguments; "
+                f"{self.source} writes another form, which is not read"
+            )
+        return found
+
+    @cached_property
+    def call_marks(self) -> Mapping[str, int]:
+        written = (*CALL_MARKS, self.call_form.opening, self.call_form.closing)
+        return {text: index for text, index in self._specials.ids.items() if any(text in one for one in written)}
+
+    def trained_pieces(
+        self, messages: Sequence[Turn], functions: Sequence[Function] = ()
+    ) -> Iterator[tuple[list[int], bool]]:
         """Yield the ids of a conversation up to its last learned answer in pieces, and whether a model learns a piece.
 
-        It learns the text of answers, each with the special token that ends it. The pieces are cut where generation
-        cuts them: a prompt ends where its answer begins.
+        It learns the text of answers with their calls, each with the special token that ends it. The pieces are cut
+        where generation cuts them: a prompt ends where its answer begins.
 
         Raises:
             ValueError: the conversation does not fit the template, the template changes or loses a message, or no
                 special token ends an answer.
         """
+        messages, functions = self._known(messages, functions)
         learned = [place for place, turn in enumerate(messages) if turn.role == "assistant" and turn.learned]
-        text, spans = self._spans(messages[: learned[-1] + 1], learned)
-        prompt = self._prompt(messages[: learned[-1]])
-        space = text[len(prompt) : spans[learned[-1]][0]]
-        if not text.startswith(prompt) or space.strip():
-            raise ValueError(
-                f"the chat template must begin answers as it asks for them; {self.source} does not, or changes earlier "
-                "turns in another way when an answer follows. Change the template."
-            )
+        text, spans = self._spans(messages[: learned[-1] + 1], learned, functions)
+        written = [place for place in learned if not messages[place].calls][-1:]
         # Spaces that the prompt for an answer leaves out are written by the model.
-        begins = [spans[place][0] - len(space) * text.endswith(space, 0, spans[place][0]) for place in learned]
+        space = "".join(text[self._asked(text, messages[:n], functions, spans[n][0]) : spans[n][0]] for n in written)
+        begins = [
+            self._asked(text, messages[:place], functions) if messages[place].calls
+            else spans[place][0] - len(space) * text.endswith(space, 0, spans[place][0])
+            for place in learned
+        ]  # fmt: skip
         held = list(self._specials.split(text[: begins[0]]))
         for place, (begin, limit) in zip(learned, pairwise([*begins, len(text)]), strict=True):
             yield self._encode(held), False
             parts = list(self._specials.split(text[begin:limit]))
-            end = self._end(parts)
-            if not end or "".join(map(str, parts[: end - 1])).strip() != messages[place].content.strip():
+            end = self._end(parts, self.call_marks.values() if messages[place].calls else ())
+            whole = end and messages[place].is_written("".join(map(str, parts[: end - 1])))
+            if end and not whole and messages[place].calls:
+                raise self._changed(messages[place])
+            if not whole:
                 raise ValueError(
                     "the chat template must end every answer with a special token, or a model would not learn to "
                     f"stop; {self.source} does not. Add eos_token after the content of the assistant's messages."
@@ -228,9 +283,25 @@ class TemplateChat:
             yield self._encode(parts[:end]), True
             held = parts[end:]
 
-    def _prompt(self, messages: Sequence[Message]) -> str:
+    def _asked(
+        self, text: str, messages: Sequence[Turn], functions: Sequence[Function], begin: int | None = None
+    ) -> int:
+        """Return where the prompt for the answer after ``messages`` ends in ``text``.
+
+        Args:
+            begin: where the text of the answer begins, after spaces; None: at once.
+        """
+        prompt = self._prompt(messages, functions)
+        if not text.startswith(prompt) or text[len(prompt) : begin or len(prompt)].strip():
+            raise ValueError(
+                f"the chat template must begin answers as it asks for them; {self.source} does not, or changes earlier "
+                "turns in another way when an answer follows. Change the template."
+            )
+        return len(prompt)
+
+    def _prompt(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> str:
         """Render the prompt for an answer, with what the template writes between it and the text of an answer."""
-        return self._rendered(messages) + self._header
+        return self._rendered(messages, functions) + self._header
 
     @cached_property
     def _header(self) -> str:
@@ -243,28 +314,38 @@ class TemplateChat:
         more = before.removeprefix(asked)
         return more if asked != unasked and more != before and more.strip() else ""
 
-    def _spans(self, messages: Sequence[Turn], learned: Collection[int]) -> tuple[str, dict[int, tuple[int, int]]]:
+    def _spans(
+        self, messages: Sequence[Turn], learned: Collection[int], functions: Sequence[Function]
+    ) -> tuple[str, dict[int, tuple[int, int]]]:
         """Return the rendering of a conversation, and the beginning and end of each message in it.
 
-        Answers that are not learned may be changed by the template, and have no place.
+        Answers that are not learned, calls and their results may be changed by the template, and have no place.
         """
-        marked = [place for place, turn in enumerate(messages) if turn.role != "assistant" or place in learned]
-        first, *outline = self._outline(messages, marked)
-        text = self._rendered(messages, generate=False)
+        self._outline(messages, [place for place, turn in enumerate(messages) if turn.role == "tool"], functions)
+        fixed = ("assistant", "tool")
+        said = [(place in learned and not turn.calls) or turn.role not in fixed for place, turn in enumerate(messages)]
+        first, *outline = self._outline(messages, np.flatnonzero(said), functions)
+        text = self._rendered(messages, functions, generate=False)
         at, spans = len(first), dict[int, tuple[int, int]]()
         for place, following in zip(map(int, outline[::2]), outline[1::2], strict=True):
             found = _find(self._specials.protect(messages[place].content), text, at, following)
             if not text.startswith(first) or found is None or (place in learned and place in spans):
-                raise ValueError(
-                    f"the chat template must write every message as it is, and an answer once; {self.source} changes "
-                    f"the message of {messages[place].role!r} that begins {messages[place].content[:40]!r}. Change the "
-                    "template, or give answers that it changes the weight 0."
-                )
+                raise self._changed(messages[place])
             spans[place] = found
             at = found[1] + len(following)
         return text, spans
 
-    def _outline(self, messages: Sequence[Message], marked: Iterable[int]) -> list[str]:
+    def _changed(self, message: Turn) -> ValueError:
+        calls = " with calls" if message.calls else ""
+        return ValueError(
+            f"the chat template must write every message as it is, and an answer once; {self.source} changes the "
+            f"message of {message.role!r}{calls} that begins {message.content[:40]!r}. Change the template, or give "
+            "answers that it changes the weight 0."
+        )
+
+    def _outline(
+        self, messages: Sequence[Turn], marked: Iterable[int], functions: Sequence[Function] = ()
+    ) -> list[str]:
         """Render a conversation without its ``marked`` messages: texts, and between them the places of messages.
 
         Raises:
@@ -274,7 +355,8 @@ class TemplateChat:
         shown = {place for place in marked if messages[place].content.strip() or messages[place].role == "assistant"}
         mark, said = _new_mark(), enumerate(messages)
         contents = [f"{mark}{n:09}" if n in shown else self._specials.protect(message.content) for n, message in said]
-        parts = re.split(rf"{mark}(\d{{9}})", self._render(messages, contents, generate=False)) if shown else [""]
+        text = self._render(messages, contents, functions, generate=False) if shown else ""
+        parts = re.split(rf"{mark}(\d{{9}})", text)
         if lost := shown.difference(map(int, parts[1::2])):
             raise ValueError(
                 f"the chat template has no place for a message of {messages[min(lost)].role!r} there; {self.source} "
@@ -282,17 +364,25 @@ class TemplateChat:
             )
         return parts
 
-    def _end(self, parts: Sequence[str | int]) -> int:
-        """Return the number of parts up to the special token that ends an answer; 0 if there is none."""
-        return next((place + 1 for place, part in enumerate(parts) if part in self.stop_ids), 0)
+    def _end(self, parts: Sequence[str | int], inside: Collection[int] = ()) -> int:
+        """Return the number of parts up to the special token that ends an answer, none of those ``inside`` of it.
 
-    def _rendered(self, messages: Sequence[Message], *, generate: bool = True) -> str:
-        return self._render(messages, [self._specials.protect(said.content) for said in messages], generate=generate)
+        0 if there is none.
+        """
+        ends = self.stop_ids.difference(inside)
+        return next((place + 1 for place, part in enumerate(parts) if part in ends), 0)
 
-    def _render(self, messages: Sequence[Message], contents: Sequence[str], *, generate: bool) -> str:
-        spoken = [{"role": said.role, "content": text} for said, text in zip(messages, contents, strict=True)]
+    def _rendered(self, messages: Sequence[Turn], functions: Sequence[Function] = (), *, generate: bool = True) -> str:
+        contents = [self._specials.protect(said.content) for said in messages]
+        return self._render(messages, contents, functions, generate=generate)
+
+    def _render(
+        self, messages: Sequence[Turn], contents: Sequence[str], functions: Sequence[Function], *, generate: bool
+    ) -> str:
+        spoken = [said.fields(text, self._specials.protect_all) for said, text in zip(messages, contents, strict=True)]
+        told = {"tools": [self._specials.protect_all(function.tool) for function in functions]} if functions else {}
         try:
-            return self._render_template(spoken, add_generation_prompt=generate, **self._names)
+            return self._render_template(spoken, add_generation_prompt=generate, **told, **self._names)
         except Exception as error:  # a template is a program and may raise anything
             roles = ", ".join(message.role for message in messages) or "none"
             raise ValueError(
@@ -324,6 +414,12 @@ def _find(content: str, text: str, at: int, following: str) -> tuple[int, int] |
     return next(((at, end) for end in fitting), None)
 
 
+def _probe() -> Function:
+    """Return a function whose name no template contains."""
+    schema = {"type": "object", "properties": {"x": {"type": "integer", "description": "."}}}
+    return Function(name=_new_mark(), description=".", parameters=schema)
+
+
 def _new_mark() -> str:
     """Return a text that no message contains: digits, which are the same in capitals."""
     return str(secrets.randbits(128) | 1 << 127)
@@ -337,7 +433,7 @@ class _Specials:
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
-        self._ids = dict(ids)
+        self.ids = dict(ids)
         any_of_them = "|".join(sorted(map(re.escape, ids), key=len, reverse=True)) or r"(?!)"
         self._whole = re.compile(any_of_them)
         # A lookahead finds all starts: special tokens may overlap or contain one another.
@@ -352,6 +448,14 @@ class _Specials:
         borders = [0, *(start + 1 for start in self._starts(text)), len(text)]
         return _BREAK.join(_translate(text[begin:end], self._hidden) for begin, end in pairwise(borders))
 
+    def protect_all(self, value: Any) -> Any:
+        """Return a value of JSON with all of its texts marked."""
+        if isinstance(value, dict):
+            return {self.protect_all(name): self.protect_all(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return list(map(self.protect_all, value))
+        return self.protect(value) if isinstance(value, str) else value
+
     def split(self, text: str) -> Iterator[str | int]:
         """Yield the ids of special tokens and the texts between them, without marks."""
         begin = at = 0
@@ -362,7 +466,7 @@ class _Specials:
                 at += _PART
                 continue
             yield from self._plain(text[begin : found.start()])
-            yield self._ids[found[0]]
+            yield self.ids[found[0]]
             begin = at = found.end()
         yield from self._plain(text[begin:])
 

@@ -6,24 +6,35 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gecko.data.chat import TemplateChat, Turn
+from gecko.data.chat import TemplateChat
 from gecko.data.loader import IGNORED, Row, make_row
 from gecko.data.packing import ROW_LAYOUT, SPLIT_STREAM, Shuffle, held_out_part, permutation
 from gecko.data.readers import check_regular, format_of, read_records
 from gecko.data.sources import empty_source, find_files
+from gecko.data.turns import Function, Tool, ToolCall, Turn, check_functions, linked
+from gecko.records import FieldError, convert
 
-ROLES = ("system", "user", "assistant")
-_TOOLS = ("tools", "functions", "tool_choice", "function_call", "system", "documents", "chat_template_kwargs")
+ROLES = ("system", "user", "assistant", "tool")
+_UNREAD = ("functions", "tool_choice", "function_call", "system", "documents", "chat_template_kwargs")
 """Fields beside ``messages`` that would change how a conversation reads; others describe the chat."""
+_FIELDS = {"assistant": ("weight", "tool_calls"), "tool": ("tool_call_id", "name")}
+"""Fields of messages beside role and content, by role."""
 _EXPECTED = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 
-def read_chats(source: str) -> Iterator[tuple[str, list[Turn]]]:
+class Chat(NamedTuple):
+    """A conversation and the functions that its answers may call."""
+
+    turns: list[Turn]
+    functions: Sequence[Function] = ()
+
+
+def read_chats(source: str) -> Iterator[tuple[str, Chat]]:
     """Yield the chats of JSON Lines files, each after its place in the file for errors.
 
     Args:
@@ -38,27 +49,39 @@ def read_chats(source: str) -> Iterator[tuple[str, list[Turn]]]:
             raise ValueError(f"chats must be JSON Lines (.jsonl), one object a line as {_EXPECTED}; got {path}.")
         check_regular(path)
         for where, record in read_records(path):
-            yield where, _turns(record, where)
+            yield where, _chat(record, where)
 
 
-def _turns(record: dict[str, Any], where: str) -> list[Turn]:
+def _chat(record: dict[str, Any], where: str) -> Chat:
     messages = record.get("messages")
     if not isinstance(messages, list):
         raise _no_chat(where, f"the fields {sorted(record)}" if messages is None else "messages that are no list")
-    _check_fields(record, [name for name in record if name in _TOOLS], where)
+    _check_fields(record, [name for name in record if name in _UNREAD], where)
     turns = [_turn(message, f"{where} message {number},") for number, message in enumerate(messages, start=1)]
-    if not any(turn.role == "assistant" and turn.learned and turn.content.strip() for turn in turns):
+    if not any(turn.role == "assistant" and turn.learned and (turn.content.strip() or turn.calls) for turn in turns):
         raise _no_chat(where, "a chat without an answer of the assistant, from which nothing can be learned")
-    return turns
+    try:
+        functions = [tool.function for tool in convert(record.get("tools") or [], list[Tool], "tools")]
+        check_functions(functions, "tools")
+        return Chat(linked(turns, "messages"), functions)
+    except FieldError as error:
+        raise ValueError(f"{where} {error}") from error
 
 
 def _turn(message: object, where: str) -> Turn:
     if not isinstance(message, dict):
         raise _no_chat(where, "no object with role and content")
-    _check_fields(message, message.keys() - {"role", "content", "weight"}, where)
-    if not {"role", "content"} <= message.keys():
+    role = message.get("role")
+    _check_fields(message, message.keys() - {"role", "content", *_FIELDS.get(str(role), ("weight",))}, where)
+    try:
+        calls = tuple(one.call for one in convert(message.get("tool_calls") or [], list[ToolCall], "tool_calls"))
+        call_id, name = (convert(message.get(field) or "", str, field) for field in ("tool_call_id", "name"))
+    except FieldError as error:
+        raise ValueError(f"{where} {error}") from error
+    content = message.get("content") or "" if calls else message.get("content", message)
+    if "role" not in message or content is message:
         raise _no_chat(where, "no object with role and content")
-    role, content, weight = message["role"], message["content"], message.get("weight")
+    weight = message.get("weight")
     if role not in ROLES:
         raise _no_chat(where, f"the role {role!r}, which is none of {', '.join(ROLES)}")
     if not isinstance(content, str):
@@ -69,7 +92,7 @@ def _turn(message: object, where: str) -> Turn:
         raise _no_chat(where, "half a surrogate pair, which UTF-8 cannot write") from error
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1) or role != "assistant"):
         raise _no_chat(where, f"the weight {weight!r} of {role!r}; answers alone have one, 0 (not learned) or 1")
-    return Turn(role, content, weight != 0)
+    return Turn(role, content, weight != 0, calls, call_id, name)
 
 
 def _check_fields(fields: Mapping[str, Any], unknown: Iterable[str], where: str) -> None:
@@ -92,16 +115,16 @@ class ChatCorpus:
     """(length,) of each chat, True at the tokens that a model learns: answers and what ends them."""
 
     @classmethod
-    def build(cls, chats: Iterable[tuple[str, Sequence[Turn]]], chat_format: TemplateChat) -> ChatCorpus:
+    def build(cls, chats: Iterable[tuple[str, Chat]], chat_format: TemplateChat) -> ChatCorpus:
         """Tokenize chats, each given after its place for errors.
 
         Raises:
             ValueError: a chat does not fit the template; the message names its place.
         """
         found = cls([], [])
-        for where, turns in chats:
+        for where, chat in chats:
             try:
-                pieces = list(chat_format.trained_pieces(turns))
+                pieces = list(chat_format.trained_pieces(*chat))
             except ValueError as error:
                 raise ValueError(f"{where} cannot be read: {error}") from error
             found.tokens.append(np.concatenate([np.array(ids, np.int64) for ids, _ in pieces]))

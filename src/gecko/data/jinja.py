@@ -39,9 +39,11 @@ class _Work(threading.local):
 
     left, most, unit = 0, 0, 1
 
-    def begin(self, messages: Sequence[Mapping[str, str]]) -> None:
-        given = sum(len(message["content"]) for message in messages)
-        self.left, self.most = _WORK + _WORK_OF_MESSAGE * len(messages), _SIZE + 8 * given
+    def begin(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> None:
+        calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+        given = sum(len(message["content"]) for message in messages) + len(json.dumps([calls, tools]))
+        parts = len(messages) + len(tools) + sum(map(len, calls))
+        self.left, self.most = _WORK + _WORK_OF_MESSAGE * parts, _SIZE + 8 * given
         self.unit = 16 + given // (1 << 12)
 
     def take(self, size: int) -> None:
@@ -81,9 +83,9 @@ class _Work(threading.local):
 _work = _Work()
 
 
-def render(template: Any, messages: Sequence[Mapping[str, str]], **names: Any) -> str:
+def render(template: Any, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
     """Render a template of ``environment``; it may raise anything, and raises TemplateError if it does not end soon."""
-    _work.begin(messages)
+    _work.begin(messages, names.get("tools", ()))
     rendered: str = template.render(messages=messages, **names)
     return rendered
 

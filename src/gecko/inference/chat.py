@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gecko.data import Tokenizer
-from gecko.data.chat import ChatFormat, Turn, encode_text
+from gecko.data.chat import ChatFormat, encode_text
+from gecko.data.turns import Turn
 from gecko.inference.prefill import Prefill, inference, read
 from gecko.inference.sampling import Sampling
 from gecko.inference.stream import TokenStream

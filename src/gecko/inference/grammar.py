@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,9 +55,10 @@ class ConstraintError(ValueError):
 class Grammar:
     """Texts that a constraint allows."""
 
-    kind: Literal["json_schema", "regex", "choice"]
+    kind: Literal["json_schema", "regex", "choice", "call"]
     source: str
-    """JSON schema, regular expression, or list of texts as JSON."""
+    """JSON schema, regular expression, or list of texts as JSON; of calls, the field of the arguments and their schemas
+    by the names of functions, as JSON."""
 
     @staticmethod
     def json_schema(schema: dict[str, Any]) -> Grammar:
@@ -66,6 +67,12 @@ class Grammar:
     @staticmethod
     def choice(texts: Sequence[str]) -> Grammar:
         return Grammar("choice", json.dumps(list(texts)))
+
+    @staticmethod
+    def call(arguments: str, schemas: Mapping[str, dict[str, Any]]) -> Grammar:
+        """Return the grammar of a JSON object with the name of a function and, as the field ``arguments``, an object
+        that fits its schema."""
+        return Grammar("call", json.dumps([arguments, schemas]))
 
 
 class Constraint:
@@ -180,7 +187,7 @@ class GrammarCompiler:
         tokenizer, tokens = self._library_tokenizer(library)
         matcher = library.LLMatcher(tokenizer, source, limits=limits, log_level=0)
         _check(matcher)
-        constraint = Constraint(matcher, self._text, tokens if grammar.kind == "json_schema" else None)
+        constraint = Constraint(matcher, self._text, tokens if grammar.kind in ("json_schema", "call") else None)
         constraint.start([])  # the first mask fails if the grammar allows no text
         return constraint
 
@@ -201,6 +208,18 @@ def _source(library: Any, grammar: Grammar) -> str:
         raise ConstraintError(f"must have at most {limit:,} characters; got {len(grammar.source):,}")
     if grammar.kind == "json_schema":
         return library.LLMatcher.grammar_from_json_schema(exact_schema(grammar.source), overrides=_JSON)
+    if grammar.kind == "call":
+        arguments, schemas = json.loads(grammar.source)
+        rules = [f"start: {' | '.join(f'call_{index}' for index in range(len(schemas)))}"]
+        for index, (name, schema) in enumerate(schemas.items()):
+            # Each schema has a rule of its own, so that references inside of it find what they name.
+            exact = json.loads(exact_schema(json.dumps(schema))) | {"x-guidance": _JSON}
+            opening = json.dumps(f"{{{json.dumps('name')}: {json.dumps(name)}, {json.dumps(arguments)}: ")
+            rules += [
+                f'call_{index}: {opening} arguments_{index} "}}"',
+                f"arguments_{index}: %json {json.dumps(exact)}",
+            ]
+        return library.LLMatcher.grammar_from_lark("\n".join(rules))
     if grammar.kind == "regex":
         # \d and \w are ASCII, as in the patterns of a schema.
         return library.LLMatcher.grammar_from_regex(library.regex_to_lark(exact_pattern(grammar.source), "dw"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from gecko.data import StreamDecoder, Tokenizer
 from gecko.data.text_stream import REPLACEMENT, letter
+from gecko.inference.calls import CallPart, CallReader
 from gecko.inference.prefill import PromptScores
 from gecko.inference.request import Token
 from gecko.inference.stream import NewToken
@@ -201,6 +203,8 @@ class Piece:
     position: int
     """Tokens that the state of the choice has read."""
     finish_reason: str | None = None
+    calls: tuple[CallPart, ...] = ()
+    """New parts of calls, which come after all text."""
     prompt: PromptText | None = None
     """Log-probabilities of the prompt, in the first piece, if they were requested."""
     stop_token: TokenText | None = None
@@ -220,11 +224,14 @@ class ChoiceText:
         echo: text at the beginning of the first piece.
         scored: whether the log-probabilities of the prompt are part of the answer.
         names: names of tokens, which all choices of a tokenizer may share.
+        reader: finds calls of functions in the text; None: all of it is text.
+        marks: texts of special tokens in calls, by their ids.
     """
 
     def __init__(
         self, index: int, tokenizer: Tokenizer, stops: Sequence[str], position: int, *, goes_on: bool = False,
         min_tokens: int = 0, echo: str = "", scored: bool = False, names: TokenNames | None = None,
+        reader: CallReader | None = None, marks: Mapping[int, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.index = index
         self.num_tokens = 0
@@ -234,13 +241,26 @@ class ChoiceText:
         self._names = TokenNames(tokenizer) if names is None else names
         self._decoder, self._stops = StreamDecoder(tokenizer, goes_on=goes_on), StopStrings(stops)
         self._echo, self._decoded = echo, len(echo)
+        self._reader, self._marks = reader, marks
+        self._written: list[str] = []
         self._prompt: PromptText | None = None
         self._unsent: list[TokenText] = []
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
-        return self._stops.matched is not None
+        """Whether a stop string, or the end of the calls, has ended the text."""
+        return self._stops.matched is not None or (self._reader is not None and self._reader.stopped)
+
+    @property
+    def unclosed(self) -> bool:
+        """Whether the text ends with the object of a call, without what closes it."""
+        return self._reader is not None and self._reader.unclosed
+
+    @property
+    def written(self) -> str:
+        """The text as the model wrote it, with the calls."""
+        text = "".join(self._written)
+        return text[: self._reader.end] if self._reader is not None and self._reader.stopped else text
 
     def begin(self, scores: PromptScores) -> None:
         """Take the log-probabilities of the prompt, which become part of the first piece."""
@@ -251,22 +271,34 @@ class ChoiceText:
         self.num_tokens += 1
         if token.logprob is not None:
             self._unsent.append(self._token_text(token))
-        decoded = self._decoder.push([token.token])
+        decoded = self._decoder.push([token.token]) + self._marks.get(token.token, "")
         self._decoded += len(decoded)
-        text = self._stops.push(decoded) if self.num_tokens > self._min_tokens else decoded
+        text, calls = self._read(self._stops.push(decoded) if self.num_tokens > self._min_tokens else decoded)
         if self.stopped:
-            return self._piece(text, "stop")
-        return self._piece(text) if text else None
+            return self._piece(text, calls, "stop")
+        return self._piece(text, calls) if text or calls else None
 
     def finish(self, reason: str, stop_token: Token | None = None) -> Piece:
         """Return the last piece, with the text that was held back."""
         stop = None if stop_token is None else self._token_text(stop_token)
-        return self._piece(self._stops.push(self._decoder.flush()) + self._stops.flush(), reason, stop)
+        text, calls = self._read(self._stops.push(self._decoder.flush()) + self._stops.flush())
+        return self._piece(text, calls, reason, stop)
 
-    def _piece(self, text: str, reason: str | None = None, stop_token: TokenText | None = None) -> Piece:
+    def _read(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
+        """Return the text and the calls that the next text decides."""
+        self._written.append(text)
+        return (text, ()) if self._reader is None else self._reader.push(text)
+
+    def _piece(
+        self, text: str, calls: tuple[CallPart, ...], reason: str | None = None, stop_token: TokenText | None = None
+    ) -> Piece:
+        if reason is not None and self._reader is not None:
+            text += self._reader.flush()
+            reason = "tool_calls" if reason == "stop" and self._reader.num_calls else reason
         tokens, self._unsent = tuple(self._unsent), []
         echo, self._echo, prompt, self._prompt = self._echo, "", self._prompt, None
-        return Piece(self.index, echo + text, tokens, self._start + self.num_tokens, reason, prompt, stop_token)
+        position = self._start + self.num_tokens
+        return Piece(self.index, echo + text, tokens, position, reason, calls, prompt, stop_token)
 
     def _token_text(self, token: Token) -> TokenText:
         return self._names.describe(token.token, token.logprob, token.top_logprobs, self._decoded)

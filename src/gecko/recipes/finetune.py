@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gecko.data import check_vocabulary, load_tokenizer
-from gecko.data.chat import Turn, tuning_format
+from gecko.data.chat import tuning_format
 from gecko.data.chats import ChatCorpus, ChatRows, read_chats
 from gecko.data.sources import empty_source
 from gecko.data.tokenizers import known_tokenizer
+from gecko.data.turns import Turn
 from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import CONFIG
 from gecko.models import ModelConfig, load_config
@@ -89,7 +90,7 @@ def finetuning_run(
         precision="auto",
         init_from=str(folder),
         lora_rank=lora_rank,
-        sample=SampleSettings(prompt=_first_question(chats[0][1]), tokens=200),
+        sample=SampleSettings(prompt=_first_question(chats[0][1].turns), tokens=200),
     )
     return _sized(base, corpus, epochs, overrides)
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from gecko.inference.calls import CallPart
 from gecko.inference.request import Event, PromptRead, Token
 from gecko.inference.text import ChoiceText, Piece, PromptText, TokenText
 from gecko.serving.limits import ApiError, ClientGoneError
@@ -72,25 +73,33 @@ class Answer:
                 piece = self._take(*event) if event[0] in self._open else None
                 found = [] if piece is None else [piece]
             for piece in found:
-                if piece.finish_reason is not None and (piece.text or piece.tokens):
+                if piece.finish_reason is not None and (piece.text or piece.tokens or piece.calls):
                     # Clients drop the text of a chunk that has a finish_reason.
                     yield replace(piece, finish_reason=None, stop_token=None)
-                    piece = replace(piece, text="", tokens=(), prompt=None)
+                    piece = replace(piece, text="", tokens=(), calls=(), prompt=None)
                 yield piece
 
     async def whole(self) -> list[Piece]:
         """Return one piece per choice."""
         texts: list[list[str]] = [[] for _ in self._choices]
         tokens: list[list[TokenText]] = [[] for _ in self._choices]
+        calls: list[list[CallPart]] = [[] for _ in self._choices]
         prompts: dict[int, PromptText | None] = {}
         last: dict[int, Piece] = {}
         async for piece in self.pieces():
             prompts.setdefault(piece.choice, piece.prompt)
             texts[piece.choice].append(piece.text)
             tokens[piece.choice] += piece.tokens
+            calls[piece.choice] += piece.calls
             last[piece.choice] = piece
         return [
-            replace(last[index], text="".join(texts[index]), tokens=tuple(tokens[index]), prompt=prompts[index])
+            replace(
+                last[index],
+                text="".join(texts[index]),
+                tokens=tuple(tokens[index]),
+                calls=tuple(calls[index]),
+                prompt=prompts[index],
+            )
             for index in range(len(self._choices))
         ]
 

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from gecko.inference.request import QueueFullError
 from gecko.inference.text import Piece
+from gecko.records import FieldError
 from gecko.runtime.process import __version__
 from gecko.serving.answer import Answer, EventStream, slices, unless_gone
 from gecko.serving.bodies import BODY, Body, ReadBodies, RequestMemory
@@ -188,7 +189,7 @@ class _Places:
 def _to_api_error(error: BaseException) -> ApiError | None:
     """Convert an error of the engine or of preparation to an answer; None for any other error."""
     if isinstance(error, ValueError | TypeError):
-        return invalid(None, str(error))
+        return invalid(error.field if isinstance(error, FieldError) else None, str(error))
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
     if isinstance(error, WorkerClosedError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, TypeVar
 
@@ -115,13 +115,13 @@ def part(kind: type[JsonObject]) -> Json:
     return Json(lambda value, name, texts: read(kind, value, name))
 
 
-def conversation(kind: type[JsonObject], accepts: Any = None) -> Json:
-    """Return the metadata of a field with a list of messages, at least one."""
+def conversation(read_one: Callable[[Any, str], Any], accepts: Any = None) -> Json:
+    """Return the metadata of a field with a list of messages, at least one, each read by its value and name."""
 
     def by(value: Any, name: str, texts: bool) -> list[Any]:
         if not isinstance(value, list) or not value:
             raise _wrong(name, "must be a list of at least one message")
-        return [read(kind, each, f"{name}.{index}") for index, each in enumerate(value)]
+        return [read_one(each, f"{name}.{index}") for index, each in enumerate(value)]
 
     return Json(by, accepts, {} if accepts else {"minItems": 1})
 

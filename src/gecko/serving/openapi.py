@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from starlette.routing import Route
 
-from gecko.records import Range, docstrings, field_types
+from gecko.records import Parsed, Range, docstrings, field_types
 from gecko.serving.fields import Json, is_required
 
 _SCALARS: dict[Any, dict[str, Any]] = {
@@ -72,8 +72,9 @@ class Schemas:
 
     def _annotated(self, hint: Any) -> dict[str, Any]:
         (extra,) = hint.__metadata__
-        if isinstance(extra, Json):
-            return {**self.of(extra.accepts or hint.__origin__), **extra.keywords}
+        if isinstance(extra, Parsed):
+            accepts, keywords = (extra.accepts, extra.keywords) if isinstance(extra, Json) else (None, {})
+            return {**self.of(accepts or hint.__origin__), **keywords}
         assert isinstance(extra, Range)
         default = Range("")
         bounds = {name: getattr(extra, name) for name in _BOUNDS if getattr(extra, name) != getattr(default, name)}

@@ -15,7 +15,8 @@ from torch import Tensor
 from gecko.data import Tokenizer
 from gecko.data.chat import ChatFormat, encode_text
 from gecko.inference import Sampling
-from gecko.inference.grammar import Constraint, ConstraintError, GrammarCompiler
+from gecko.inference.calls import CallReader
+from gecko.inference.grammar import Constraint, ConstraintError, Grammar, GrammarCompiler
 from gecko.inference.request import KeptStates, Request
 from gecko.inference.text import ChoiceText, Piece, TokenNames
 from gecko.serving.fields import Ids, parse_body
@@ -25,6 +26,7 @@ from gecko.serving.protocol import (
     MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
+    DialogRequest,
     EngineRequest,
     GenerationRequest,
     ResponseRequest,
@@ -32,6 +34,7 @@ from gecko.serving.protocol import (
 )
 from gecko.serving.replies import ChatReply, CompletionReply, Reply, ResponseReply, StateReply, Usage, encode_json
 from gecko.serving.stores import ResponseStore, SavedStates, StoredResponse
+from gecko.serving.structured import GrammarField
 from gecko.state import GeckoState
 
 DEFAULT_TOKENS = 16
@@ -172,8 +175,9 @@ class Preparation:
         """Return the state that a request continues, and the ids of its prompts."""
         if isinstance(asked, ResponseRequest) and asked.previous_response_id is not None:
             previous = self._previous(asked.previous_response_id)
-            closing, turns = self._model.chat.continuation(asked.messages)
-            return previous.state, [self._tensor([*previous.unread, *closing, *turns])]
+            _check_told(asked, previous)
+            closing, turns = self._model.chat.continuation(asked.turns(previous.calls))
+            return previous.state, [self._tensor([*previous.unread, *closing, *turns, *self._opening(asked)])]
         state = None if asked.state is None else self._states.load(asked.state)
         # A state is inside a document, so no document starts after it.
         start = [] if state is not None else [self._model.tokenizer.document_start]
@@ -182,10 +186,17 @@ class Preparation:
                 self._tensor(prompt) if isinstance(prompt, list) else self._encode(start, prompt)
                 for prompt in asked.prompts
             ]
-        assert isinstance(asked, ChatRequest | ResponseRequest)
-        ids = self._model.chat.encode(asked.messages)
+        assert isinstance(asked, DialogRequest)
+        # After a state, a result may be of a call that the state has read.
+        messages = asked.turns({} if state is None else None)
+        ids = self._model.chat.encode(messages, asked.functions) + self._opening(asked)
         begins = ids[:1] == [self._model.tokenizer.document_start]
         return state, [self._tensor(ids[1:] if state is not None and begins else ids)]
+
+    def _opening(self, asked: DialogRequest) -> list[int]:
+        """Return the ids before the object of a call, if the answer must be one."""
+        chat = self._model.chat
+        return chat.encode_answer(chat.call_form.opening) if asked.enforced else []
 
     def _previous(self, name: str) -> StoredResponse:
         previous = self._responses.get(name)
@@ -245,8 +256,12 @@ class Preparation:
         ]  # fmt: skip
 
     def _constraint(self, asked: GenerationRequest) -> Constraint | None:
-        field = asked.grammar()
-        if field is None:
+        if asked.enforced:
+            schemas = {function.name: function.schema for function in asked.enforced}
+            field = GrammarField("tools", Grammar.call(self._model.chat.call_form.arguments, schemas))
+        elif (found := asked.grammar()) is not None:
+            field = found
+        else:
             return None
         try:
             return self._grammars.compile(field.grammar)
@@ -256,9 +271,10 @@ class Preparation:
     def _stop_tokens(self, asked: GenerationRequest) -> frozenset[int]:
         if asked.ignore_eos:
             return frozenset(asked.stop_token_ids)
-        completes = isinstance(asked, CompletionRequest)
-        ends = frozenset({self._model.tokenizer.document_end}) if completes else self._model.chat.stop_ids
-        return ends.union(asked.stop_token_ids)
+        completes, chat = isinstance(asked, CompletionRequest), self._model.chat
+        ends = frozenset({self._model.tokenizer.document_end}) if completes else chat.stop_ids
+        inside = chat.call_marks.values() if asked.functions else ()
+        return ends.difference(inside).union(asked.stop_token_ids)
 
     def _follows_text(self, asked: GenerationRequest, prompt: Tensor, state: GeckoState | None) -> bool:
         """Return whether the new text continues other text: not in a chat, nor after special tokens only."""
@@ -272,10 +288,20 @@ class Preparation:
         constrained = request.constraint is not None
         chat = not isinstance(asked, CompletionRequest) and not constrained
         stops = [*asked.stop, *(self._model.chat.stops if chat else ())]
+        reader = self._reader(asked) if isinstance(asked, DialogRequest) and asked.functions else None
+        marks = {} if reader is None else {index: text for text, index in self._model.chat.call_marks.items()}
         # A constraint covers all characters, also a space of SentencePiece before the first word.
         return ChoiceText(
             index, self._model.tokenizer, stops, position, goes_on=goes_on or constrained,
             min_tokens=asked.min_tokens, echo=echo, scored=request.prompt_logprobs is not None, names=self._names,
+            reader=reader, marks=marks,
+        )  # fmt: skip
+
+    def _reader(self, asked: DialogRequest) -> CallReader:
+        opening = self._model.chat.call_form.opening.partition("{")[0].strip(" \r\n[")
+        return CallReader(
+            [function.name for function in asked.functions], [opening] if opening else [],
+            opened=bool(asked.enforced), several=asked.parallel_tool_calls,
         )  # fmt: skip
 
     def _num_bytes(self, asked: GenerationRequest, prompts: Sequence[Tensor], echoes: Sequence[str]) -> int:
@@ -291,14 +317,23 @@ class Preparation:
     def _reply(self, asked: GenerationRequest, request: Request, choice: ChoiceText) -> Reply:
         name = self._model.name
         if isinstance(asked, ResponseRequest):
-            return ResponseReply(name, asked, request.start_position, partial(self._store, request.keep, choice))
+            store = partial(self._store, request.keep, choice, self._told(asked))
+            return ResponseReply(name, asked, request.start_position, store)
         if isinstance(asked, ChatRequest):
             scored = asked.num_top_logprobs is not None
             return ChatReply(name, include_usage=asked.include_usage, scored=scored)
         assert isinstance(asked, CompletionRequest)
         return CompletionReply(name, include_usage=asked.include_usage)
 
-    def _store(self, keep: KeptStates | None, choice: ChoiceText, body: dict[str, Any], piece: Piece) -> None:
+    def _told(self, asked: ResponseRequest) -> frozenset[str]:
+        """Return the functions that the conversation has been told, as JSON."""
+        if asked.previous_response_id is not None:
+            return self._previous(asked.previous_response_id).functions
+        return frozenset(encode_json(function.tool) for function in asked.functions)
+
+    def _store(
+        self, keep: KeptStates | None, choice: ChoiceText, told: frozenset[str], body: dict[str, Any], piece: Piece
+    ) -> None:
         """Store a finished response, unless its request forbids it; ``piece`` has all of its text.
 
         The state at the end is of use only if it has read the text and nothing else. After a stop string, or at the
@@ -310,8 +345,20 @@ class Preparation:
         if end is not None and end.position == piece.position and not choice.stopped:
             state, unread = end.state, [] if end.pending_token is None else [end.pending_token]
         else:
-            state, unread = keep.prompt, encode_text(self._model.tokenizer, piece.text).tolist()
-        self._responses.put(body["id"], StoredResponse(encode_json(body).encode(), state, unread))
+            state, unread = keep.prompt, self._model.chat.encode_answer(choice.written)
+        if choice.unclosed:
+            unread += self._model.chat.encode_answer(self._model.chat.call_form.closing)
+        calls = {part.id: part.name for part in piece.calls if part.id}
+        self._responses.put(body["id"], StoredResponse(encode_json(body).encode(), state, unread, told, calls))
+
+
+def _check_told(asked: ResponseRequest, previous: StoredResponse) -> None:
+    """Raise ApiError 400 if a conversation is continued with functions of which its state has not read."""
+    new = (function for function in asked.functions if encode_json(function.tool) not in previous.functions)
+    if (function := next(new, None)) is not None:
+        rule = "must be those that the first request of the conversation had, as they are read once"
+        message = f"tools {rule}; got {function.name!r}. Send the whole conversation as input"
+        raise invalid("tools", message)
 
 
 def _check_echo(asked: CompletionRequest, length: int, most: int) -> None:

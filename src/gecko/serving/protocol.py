@@ -6,8 +6,20 @@ import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
+from gecko.data.turns import (
+    Arguments,
+    Call,
+    Function,
+    FunctionName,
+    FunctionTool,
+    Tool,
+    ToolCall,
+    Turn,
+    linked,
+)
 from gecko.inference import Sampling
 from gecko.records import FieldError, Range
 from gecko.serving.fields import (
@@ -27,8 +39,10 @@ from gecko.serving.fields import (
     conversation,
     message_text,
     part,
+    read,
 )
 from gecko.serving.structured import GrammarField, ResponseFormat, StructuredOutputs, TextFormat
+from gecko.serving.tools import Choice, ToolChoice, check_choice
 
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request, over all of its prompts."""
@@ -42,7 +56,7 @@ _CHOICES = {"tools": "tool_choice", "functions": "function_call"}
 """Fields that have no effect if the other one is "none"."""
 Unsupported = dict[str, tuple[tuple[Any, ...], str]]
 """Unsupported fields of other servers that would change the answer: values without effect, and the reason or remedy."""
-_NO_TOOLS, _NO_FUNCTIONS = "the server does not call tools", "the server does not call functions"
+_NO_TOOLS, _NO_FUNCTIONS = "use /v1/chat/completions or /v1/responses", "use tools"
 _IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
@@ -81,15 +95,14 @@ _UNSUPPORTED: Unsupported = {
     "allowed_token_ids": ((), "use structured_outputs or logit_bias"),
     "priority": ((0,), "requests are served by their length and arrival"),
 }
+_UNSUPPORTED_IN_CHATS = {name: _UNSUPPORTED[name] for name in _UNSUPPORTED if name not in ("tools", "tool_choice")}
 _IGNORED_IN_RESPONSES = frozenset(
     {
         "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "truncation",
-        "parallel_tool_calls", "max_tool_calls", "stream_options",
+        "max_tool_calls", "stream_options",
     }
 )  # fmt: skip
 _UNSUPPORTED_IN_RESPONSES: Unsupported = {
-    "tools": (([],), _NO_TOOLS),
-    "tool_choice": (("auto", "none"), _NO_TOOLS),
     "background": ((False,), "the server answers while the client waits"),
     "conversation": ((), "continue a response with previous_response_id"),
     "prompt": ((), "give the text in input"),
@@ -101,6 +114,7 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
 Role = Literal["system", "developer", "user", "assistant"]
+ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 Seed = Annotated[int, Range("must be from 0 to 2^64 - 1", least=0, below=_SEEDS)]
 TopLogprobs = Annotated[int, between(0, MAX_TOP_LOGPROBS)]
 
@@ -198,8 +212,18 @@ class GenerationRequest(EngineRequest):
         return None
 
     @property
+    def functions(self) -> Sequence[Function]:
+        """What the answer may call."""
+        return ()
+
+    @property
+    def enforced(self) -> Sequence[Function]:
+        """Functions of which the answer must call one; empty if it may be text."""
+        return ()
+
+    @property
     def constrained(self) -> bool:
-        return self.format is not None or self.structured_outputs is not None
+        return self.format is not None or self.structured_outputs is not None or bool(self.enforced)
 
     @property
     def length(self) -> tuple[str, int | None]:
@@ -274,27 +298,86 @@ class CompletionRequest(ChoicesRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DialogRequest(GenerationRequest):
+    """Fields of chats and responses."""
+
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool = True
+    """Whether an answer may have several calls of functions. One that must call a function has one call."""
+
+    @property
+    def defined(self) -> Sequence[Function]:
+        """The functions of ``tools``."""
+        raise NotImplementedError
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        return () if self.choice.mode == "none" else self.defined
+
+    @property
+    def enforced(self) -> Sequence[Function]:
+        choice = self.choice
+        named = [function for function in self.defined if choice.name in (None, function.name)]
+        return named if choice.mode == "required" else ()
+
+    @property
+    def choice(self) -> ToolChoice:
+        return self.tool_choice or ToolChoice()
+
+    def turns(self, known: Mapping[str, str] | None) -> Sequence[Turn]:
+        """Return the messages; ``known`` are the names of functions by the ids of calls before them; None: any.
+
+        Raises:
+            FieldError: a result belongs to no call.
+        """
+        raise NotImplementedError
+
+    def check_tools(self) -> None:
+        """Raise FieldError for a wrong function or choice."""
+        constrains = "structured_outputs" if self.structured_outputs else self.format_field
+        formatted = self.structured_outputs is not None or (self.format is not None and self.format.type != "text")
+        check_choice(self.defined, self.tool_choice, constrains if formatted else None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatMessage(JsonPart):
     """One turn of a conversation; ``content`` is the text of all its parts."""
 
-    role: Role
+    role: ChatRole
     content: Annotated[str, message_text("text")]
     name: str | None = None
     cache_control: Anything = None
     """Accepted and ignored, as ``name``: chat formats do not use it."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls at the end of an answer; ``content`` may then be absent."""
+    tool_call_id: str | None = None
+    """The call whose result a message of the role ``tool`` has."""
 
     @classmethod
     def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        # A message with tool calls may lack content; the error is to name what is not supported.
-        return super().clean({**values, "content": ""} if values.get("tool_calls") else values)
+        empty = values.get("tool_calls") and values.get("content") is None
+        return super().clean({**values, "content": ""} if empty else values)
+
+    def __post_init__(self) -> None:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("must have tool_calls in messages of the assistant only")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("must have tool_call_id if and only if its role is tool")
+
+    @property
+    def turn(self) -> Turn:
+        calls = tuple(one.call for one in self.tool_calls)
+        return Turn(self.role, self.content, calls=calls, call_id=self.tool_call_id or "")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatRequest(ChoicesRequest):
+class ChatRequest(DialogRequest, ChoicesRequest):
     """Body of ``POST /v1/chat/completions``."""
 
+    unsupported, ignored = _UNSUPPORTED_IN_CHATS, _IGNORED - {"parallel_tool_calls"}
     length_fields = ("max_completion_tokens", "max_tokens")
-    messages: Annotated[list[ChatMessage], conversation(ChatMessage)]
+    messages: Annotated[list[ChatMessage], conversation(partial(read, ChatMessage))]
+    tools: list[Tool] = field(default_factory=list)
     max_tokens: FromOne | None = None
     max_completion_tokens: FromOne | None = None
     logprobs: bool | None = None
@@ -302,8 +385,18 @@ class ChatRequest(ChoicesRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_tools()
+        if self.state is None:
+            self.turns({})
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs needs logprobs: true", "top_logprobs")
+
+    @property
+    def defined(self) -> Sequence[Function]:
+        return [tool.function for tool in self.tools]
+
+    def turns(self, known: Mapping[str, str] | None) -> Sequence[Turn]:
+        return linked([message.turn for message in self.messages], "messages", known)
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -320,11 +413,53 @@ class InputMessage(JsonPart):
     id: str | None = None
     status: str | None = None
 
-    @classmethod
-    def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        if values.get("type") not in (None, "message"):
-            raise ValueError("must be an item of type message; other types are not supported")
-        return super().clean(values)
+    @property
+    def turn(self) -> Turn:
+        return Turn(self.role, self.content)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputCall(JsonPart):
+    """A call of a function by the model."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: FunctionName
+    arguments: Arguments
+    id: str | None = None
+    status: str | None = None
+
+    @property
+    def turn(self) -> Turn:
+        return Turn("assistant", "", calls=(Call(self.name, self.arguments, self.call_id),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputResult(JsonPart):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Annotated[str, message_text("input_text", "text")]
+    id: str | None = None
+    status: str | None = None
+
+    @property
+    def turn(self) -> Turn:
+        return Turn("tool", self.output, call_id=self.call_id)
+
+
+InputItem = InputMessage | InputCall | InputResult
+_ITEMS: Mapping[str, type[InputItem]] = {
+    "message": InputMessage, "function_call": InputCall, "function_call_output": InputResult
+}  # fmt: skip
+
+
+def _item(value: Any, name: str) -> InputItem:
+    kind = str(value.get("type") or "message") if isinstance(value, dict) else "message"
+    if kind not in _ITEMS:
+        raise FieldError(f"{name} must be an item of type {' or '.join(_ITEMS)}; other types are not supported", name)
+    return read(_ITEMS[kind], value, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,13 +471,14 @@ class TextOptions(JsonPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponseRequest(GenerationRequest):
+class ResponseRequest(DialogRequest):
     """Body of ``POST /v1/responses``: a chat with one choice, whose state is kept."""
 
     unsupported, ignored = _UNSUPPORTED_IN_RESPONSES, _IGNORED_IN_RESPONSES
     length_fields, format_field = ("max_output_tokens",), "text.format"
-    input: Annotated[list[InputMessage], conversation(InputMessage, str | list[InputMessage])]
-    """Messages; a text is a message of the user."""
+    input: Annotated[list[InputItem], conversation(_item, str | list[InputItem])]
+    """Messages, calls and their results; a text is a message of the user."""
+    tools: list[FunctionTool] = field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
@@ -360,12 +496,20 @@ class ResponseRequest(GenerationRequest):
     def __post_init__(self) -> None:
         if self.previous_response_id is not None and self.state is not None:
             raise ValueError("a request must continue previous_response_id or state; got both. Leave out one of them")
+        self.check_tools()
 
     @property
-    def messages(self) -> list[InputMessage]:
-        """The instructions and the input as turns of a conversation."""
-        told = [] if self.instructions is None else [InputMessage(role="system", content=self.instructions)]
-        return [*told, *self.input]
+    def defined(self) -> Sequence[Function]:
+        return self.tools
+
+    def turns(self, known: Mapping[str, str] | None) -> Sequence[Turn]:
+        """Return the instructions and the input; calls that follow an answer are a part of it."""
+        found = [] if self.instructions is None else [Turn("system", self.instructions)]
+        for turn in linked([item.turn for item in self.input], "input", known):
+            if turn.calls and found and found[-1].role == "assistant":
+                turn = found[-1]._replace(calls=found.pop().calls + turn.calls)
+            found.append(turn)
+        return found
 
     @property
     def format(self) -> TextFormat | None:

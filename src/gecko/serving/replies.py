@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gecko.data.turns import Function
+from gecko.inference.calls import CallPart
 from gecko.inference.text import Piece, TokenLogprob, TokenText
 from gecko.serving.limits import ApiError
 from gecko.serving.protocol import ResponseRequest
@@ -20,8 +22,6 @@ _PART = 1 << 10
 """Elements of a list that are encoded at once."""
 _MIN_LOGPROB = -9999.0
 """Replaces a log-probability of minus infinity, which JSON cannot represent."""
-_PLACE = {"output_index": 0, "content_index": 0}
-"""Place of the text in a response: it has one output item with one part."""
 
 
 @dataclass(frozen=True)
@@ -141,17 +141,44 @@ class ChatReply(_Choices):
         return [self._delta(index, {"role": "assistant", "content": ""}, None) for index in range(num_choices)]
 
     def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
-        return [self._delta(piece.choice, {"content": piece.text} if piece.text else {}, piece)]
+        text = {"content": piece.text} if piece.text else {}
+        calls = {"tool_calls": list(map(_part_of_call, piece.calls))} if piece.calls else {}
+        return [self._delta(piece.choice, text | calls, piece)]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         choices = []
         for piece in pieces:
-            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+            if calls := joined(piece.calls):
+                told = [{"id": call.id, "type": "function", "function": _function(call)} for call in calls]
+                message |= {"content": piece.text or None, "tool_calls": told}
             choices.append({"message": message, **_chat_choice(piece.choice, piece, self._scored)})
         return self._whole(choices, usage)
 
     def _delta(self, index: int, delta: dict[str, Any], piece: Piece | None) -> dict[str, Any]:
         return self._chunk([{"delta": delta, **_chat_choice(index, piece)}])
+
+
+def _part_of_call(part: CallPart) -> dict[str, Any]:
+    """Return the new part of a call in a stream: its identifier and function, or what follows of the arguments."""
+    head = {"id": part.id, "type": "function"} if part.id else {}
+    function = _function(part) if part.id else {"arguments": part.arguments}
+    return {"index": part.index, **head, "function": function}
+
+
+def _function(call: CallPart) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
+
+
+def joined(parts: Iterable[CallPart]) -> list[CallPart]:
+    """Return the calls of an answer as one part each."""
+    calls: list[CallPart] = []
+    for part in parts:
+        if part.id:
+            calls.append(part)
+        else:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + part.arguments)
+    return calls
 
 
 def _text_choice(piece: Piece) -> dict[str, Any]:
@@ -219,18 +246,22 @@ class ResponseReply(Reply):
     def __init__(
         self, model: str, asked: ResponseRequest, cached_tokens: int, store: Callable[[dict[str, Any], Piece], None]
     ) -> None:
-        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._id, self._message_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._place: dict[str, Any] = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         self._cached, self._store = cached_tokens, store
-        self._pieces: list[Piece] = []
+        self._texts: list[str] = []
+        self._calls: list[CallPart] = []
+        self._last: Piece | None = None
         self._num_events = 0
         self._head = {
             "id": self._id, "object": "response", "created_at": int(time.time()), "model": model, "background": False,
             "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata, "parallel_tool_calls": False,
+            "metadata": asked.metadata, "parallel_tool_calls": bool(asked.functions) and asked.parallel_tool_calls,
             "previous_response_id": asked.previous_response_id, "reasoning": {"effort": None, "summary": None},
             "service_tier": "default", "store": asked.store,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": {"format": _shown(asked)}, "tool_choice": "none", "tools": [],
+            "text": {"format": _shown(asked)}, "tool_choice": asked.choice.shown if asked.tools else "none",
+            "tools": [_defined(function) for function in asked.tools],
             "top_p": 1.0 if asked.top_p is None else asked.top_p, "truncation": "disabled",
         }  # fmt: skip
 
@@ -238,24 +269,31 @@ class ResponseReply(Reply):
         begun = self._body("in_progress", [], None)
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
-        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", None))
-        yield self._event("response.content_part.added", item_id=self._item_id, **_PLACE, part=_part(""))
 
     def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        self._pieces.append(piece)
+        self._last = piece
         if piece.text:
-            kind = "response.output_text.delta"
-            yield self._event(kind, item_id=self._item_id, **_PLACE, delta=piece.text, logprobs=[])
+            if not self._texts:
+                yield from self._begin_message()
+            self._texts.append(piece.text)
+            yield self._event("response.output_text.delta", **self._place, delta=piece.text, logprobs=[])
+        for part in piece.calls:
+            if part.id:
+                yield from self._end_item("completed")
+                item = self._call_item(replace(part, arguments=""), "in_progress")
+                yield self._event("response.output_item.added", output_index=self._index(part), item=item)
+            self._calls = joined([*self._calls, part])
+            if part.arguments:
+                yield self._event("response.function_call_arguments.delta", **self._call_place(), delta=part.arguments)
 
     def closing(self, usage: Usage) -> Iterator[dict[str, Any]]:
-        text = "".join(piece.text for piece in self._pieces)
-        whole = self.whole([replace(self._pieces[-1], text=text)], usage)
-        (item,), status, place = whole["output"], whole["status"], {"item_id": self._item_id, **_PLACE}
-        (part,) = item["content"]
-        yield self._event("response.output_text.done", **place, text=part["text"], logprobs=[])
-        yield self._event("response.content_part.done", **place, part=part)
-        yield self._event("response.output_item.done", output_index=0, item=item)
-        yield self._event(f"response.{status}", response=whole)
+        assert self._last is not None
+        if not self._texts and not self._calls:
+            yield from self._begin_message()
+            self._texts.append("")
+        whole = self.whole([replace(self._last, text="".join(self._texts), calls=tuple(self._calls))], usage)
+        yield from self._end_item(whole["status"])
+        yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         told = error.body["error"]
@@ -264,12 +302,46 @@ class ResponseReply(Reply):
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         (piece,) = pieces
-        cut = piece.finish_reason == "length"
+        cut, calls = piece.finish_reason == "length", joined(piece.calls)
         status = "incomplete" if cut else "completed"
-        body = self._body(status, [self._item(status, piece.text)], self._usage(usage))
+        said = [self._message(piece.text, "completed" if calls else status)] if piece.text or not calls else []
+        called = [self._call_item(call, status if call == calls[-1] else "completed") for call in calls]
+        body = self._body(status, [*said, *called], self._usage(usage))
         body |= {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "position": piece.position}
         self._store(body, piece)
         return body
+
+    def _begin_message(self) -> Iterator[dict[str, Any]]:
+        yield self._event("response.output_item.added", output_index=0, item=self._message(None, "in_progress"))
+        yield self._event("response.content_part.added", **self._place, part=_part(""))
+
+    def _end_item(self, status: str) -> Iterator[dict[str, Any]]:
+        """Return the events that end the item in progress, if there is one."""
+        if self._calls:
+            call, place = self._calls[-1], self._call_place()
+            yield self._event("response.function_call_arguments.done", **place, **_function(call))
+            item = self._call_item(call, status)
+        elif self._texts:
+            text = "".join(self._texts)
+            yield self._event("response.output_text.done", **self._place, text=text, logprobs=[])
+            yield self._event("response.content_part.done", **self._place, part=_part(text))
+            item = self._message(text, status)
+        else:
+            return
+        index = self._index(self._calls[-1]) if self._calls else 0
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _index(self, call: CallPart) -> int:
+        """Return the place of a call in the output, after the message, if there is one."""
+        return call.index + bool(self._texts)
+
+    def _call_place(self) -> dict[str, Any]:
+        call = self._calls[-1]
+        return {"item_id": f"fc_{call.id}", "output_index": self._index(call)}
+
+    def _call_item(self, call: CallPart, status: str) -> dict[str, Any]:
+        identity = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "status": status}
+        return {**identity, **_function(call)}
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._num_events += 1
@@ -281,9 +353,9 @@ class ResponseReply(Reply):
             "incomplete_details": None,
         }  # fmt: skip
 
-    def _item(self, status: str, text: str | None) -> dict[str, Any]:
+    def _message(self, text: str | None, status: str) -> dict[str, Any]:
         content = [] if text is None else [_part(text)]
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
         read = self._cached + usage.prompt_tokens
@@ -298,6 +370,10 @@ def _shown(asked: ResponseRequest) -> dict[str, Any]:
     """Return the format of the text with all fields that were given."""
     given = {"type": "text"} if asked.format is None else vars(asked.format)
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _defined(function: Function) -> dict[str, Any]:
+    return {"type": "function", "strict": bool(function.strict), "description": None, **function.tool["function"]}
 
 
 def _part(text: str) -> dict[str, Any]:

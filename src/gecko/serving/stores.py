@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,10 @@ class StoredResponse:
     """State of the conversation, on the CPU."""
     unread: Sequence[int]
     """Ids at the end of the answer that the state has not read yet."""
+    functions: frozenset[str] = frozenset()
+    """Functions that the conversation has been told, as JSON."""
+    calls: Mapping[str, str] = field(default_factory=dict)
+    """Names of the functions that the response calls, by the ids of the calls."""
 
     @property
     def num_bytes(self) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 
 from gecko.data.chat import encode_text
 from gecko.data.tokenizers import TokenIds
+from gecko.data.turns import Tool, check_functions, linked
 from gecko.inference.text import TokenNames
 from gecko.records import FieldError
-from gecko.serving.fields import Ids, JsonPart, conversation, parse_body
+from gecko.serving.fields import Ids, JsonPart, conversation, parse_body, read
 from gecko.serving.limits import ApiError, invalid
 from gecko.serving.options import Limits
 from gecko.serving.prepare import MAX_ECHO_IDS, ServedModel
@@ -29,7 +31,8 @@ class TokenizeRequest(JsonPart):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], conversation(ChatMessage)] = field(default_factory=list)
+    messages: Annotated[list[ChatMessage], conversation(partial(read, ChatMessage))] = field(default_factory=list)
+    tools: list[Tool] = field(default_factory=list)
     add_special_tokens: bool | None = None
     """Whether the document start comes before a text; true unless given."""
     add_generation_prompt: bool = True
@@ -91,7 +94,10 @@ class TokenRoutes:
 
     def _ids(self, asked: TokenizeRequest) -> TokenIds:
         if asked.messages:
-            return np.array(self._model.chat.encode(asked.messages), dtype=np.int64)
+            functions = [tool.function for tool in asked.tools]
+            check_functions(functions, "tools")
+            turns = linked([message.turn for message in asked.messages], "messages")
+            return np.array(self._model.chat.encode(turns, functions), dtype=np.int64)
         ids = encode_text(self._model.tokenizer, asked.prompt or "")
         start = [] if asked.add_special_tokens is False else [self._model.tokenizer.document_start]
         return np.concatenate([np.array(start, dtype=np.int64), ids])

@@ -27,13 +27,14 @@ from gecko.data import (
     load_tokenizer,
     open_training_data,
 )
-from gecko.data.chat import TEMPLATE, TemplateChat, Turn, tuning_format
+from gecko.data.chat import TEMPLATE, TemplateChat, tuning_format
 from gecko.data.chats import ChatCorpus, ChatRows, load_chats, read_chats
 from gecko.data.loader import batch_of
 from gecko.data.packing import ROW_LAYOUT, CorpusShare
 from gecko.data.sources import check_apart, find_sources, sample_texts
 from gecko.data.token_bytes import SAMPLE, check_loss
 from gecko.data.training_data import parse_source, read_sources
+from gecko.data.turns import Turn
 from gecko.io.checkpoints import list_checkpoints, model_folder
 from gecko.parallel.corpus import whole_corpus
 from gecko.parallel.mesh import Ranks
@@ -140,7 +141,7 @@ def _report_loss(run: Run, tokenizer: Tokenizer, console: Console) -> None:
     for name in filter(None, [*names, settings.validation]):
         if isinstance(tokenizer, ByteTokenizer) or is_shard_folder(name):
             continue
-        texts: Iterable[str] = (turn.content for _, turns in read_chats(name) for turn in turns)
+        texts: Iterable[str] = (turn.content for _, chat in read_chats(name) for turn in chat.turns)
         if settings.format == "text":
             texts = sample_texts(find_sources(name, field=settings.field)[0].parts, SAMPLE)
         if told := check_loss(tokenizer, texts, allowed=settings.allow_loss):
