@@ -55,6 +55,10 @@ class Now(BaseModel):
 MODELS: dict[str, type[BaseModel]] = {"weather": Weather, "now": Now}
 SCHEMAS: dict[str, Any] = {
     "weather": Weather.model_json_schema(), "now": Now.model_json_schema(),
+    "odd": {
+        "description": "// %json } \\ \" # \n", "required": ["$ref"], "additionalProperties": False,
+        "properties": {"$ref": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"enum": ["https://x", "%ignore"]}},
+    },
     "nothing": None, "refused": {"not": {}},
     "choice": {"properties": {"a": {"enum": ["x", 'y"}', None]}}, "required": ["a"], "additionalProperties": False},
     "either": {
@@ -65,6 +69,7 @@ SCHEMAS: dict[str, Any] = {
 
 FITS: dict[str, Callable[[Any], Any]] = {
     "weather": Weather.model_validate, "now": Now.model_validate, "nothing": lambda found: isinstance(found, dict),
+    "odd": lambda found: found in ({"$ref": "https://x"}, {"$ref": "%ignore"}),
     "choice": lambda found: found in ({"a": "x"}, {"a": 'y"}'}, {"a": None}),
     "either": lambda found: found.keys() == {"v"} and found["v"] in (None, *range(10)),
 }  # fmt: skip
@@ -337,9 +342,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "any"}, "tool_choice must be none, auto, required"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": ["now"]}}}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "one of the tools weather, now; got 'rm'"),
-    ({"tools": [], "tool_choice": "required"}, "without tools"),
-    ({"tools": None, "tool_choice": NAMED}, "without tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "which are weather, now; got 'rm'"),
+    ({"tools": [], "tool_choice": "required"}, "which are none; got required"),
+    ({"tools": None, "tool_choice": NAMED}, "which are none; got 'now'"),
     ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
     ({"response_format": {"type": "json_object"}}, "response_format must be left out beside tools"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs must be left out beside tools"),
@@ -376,8 +381,8 @@ def test_bad_tools_are_refused_with_a_reason(site: Site) -> None:
 
 
 BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
-    ({"tools": TOOLS}, "tools.0"),
     ({"tools": [{"type": "web_search"}]}, "tools.0"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
     ({"input": [{"type": "function_call_output", "call_id": "b", "output": "x"}]}, "input.0.tool_call_id"),
     ({"input": [{"type": "function_call", "call_id": "b", "name": "f", "arguments": "{"}]}, "input.0.arguments"),
     ({"input": [{"type": "reasoning"}]}, "input.0 must be an item of type message or function_call or"),

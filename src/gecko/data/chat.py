@@ -20,7 +20,17 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from gecko.data.tokenizers import TokenIds, Tokenizer
-from gecko.data.turns import CALL_MARKS, PLAIN_FORM, Call, CallForm, Function, Turn, form_of, plain_turns
+from gecko.data.turns import (
+    CALL_CLOSING,
+    CALL_OPENINGS,
+    PLAIN_FORM,
+    Call,
+    CallForm,
+    Function,
+    Turn,
+    form_of,
+    plain_turns,
+)
 from gecko.io.files import read_object
 from gecko.runtime.process import require
 
@@ -241,7 +251,7 @@ class TemplateChat:
 
     @cached_property
     def call_marks(self) -> Mapping[str, int]:
-        written = (*CALL_MARKS, self.call_form.opening, self.call_form.closing)
+        written = (*CALL_OPENINGS, CALL_CLOSING, self.call_form.opening, self.call_form.closing)
         return {text: index for text, index in self._specials.ids.items() if any(text in one for one in written)}
 
     def trained_pieces(

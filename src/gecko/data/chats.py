@@ -16,7 +16,7 @@ from gecko.data.loader import IGNORED, Row, make_row
 from gecko.data.packing import ROW_LAYOUT, SPLIT_STREAM, Shuffle, held_out_part, permutation
 from gecko.data.readers import check_regular, format_of, read_records
 from gecko.data.sources import empty_source, find_files
-from gecko.data.turns import Function, Tool, ToolCall, Turn, check_functions, linked
+from gecko.data.turns import Function, ToolCall, Turn, linked, read_functions
 from gecko.records import FieldError, convert
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -61,9 +61,7 @@ def _chat(record: dict[str, Any], where: str) -> Chat:
     if not any(turn.role == "assistant" and turn.learned and (turn.content.strip() or turn.calls) for turn in turns):
         raise _no_chat(where, "a chat without an answer of the assistant, from which nothing can be learned")
     try:
-        functions = [tool.function for tool in convert(record.get("tools") or [], list[Tool], "tools")]
-        check_functions(functions, "tools")
-        return Chat(linked(turns, "messages"), functions)
+        return Chat(linked(turns, "messages"), read_functions(record.get("tools") or [], "tools"))
     except FieldError as error:
         raise ValueError(f"{where} {error}") from error
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from gecko.records import FieldError, Parsed
+from gecko.records import FieldError, Parsed, convert
 
 MAX_FUNCTIONS = 128
 """Maximum number of functions of one conversation, as in the API of OpenAI."""
@@ -170,20 +170,26 @@ class Turn(NamedTuple):
         )
 
 
-def check_functions(functions: Sequence[Function], name: str) -> None:
-    """Check the functions of a conversation, the field ``name``.
+def read_functions(value: Any, name: str, texts: bool = False) -> list[Function]:
+    """Return the functions of a conversation, the field ``name``, in the form of chats or of ``/v1/responses``.
 
     Raises:
-        FieldError: there are too many, two have one name, or they are too large.
+        FieldError: a function is of another form, there are too many, two have one name, or they are too large.
     """
-    if len(functions) > MAX_FUNCTIONS:
-        raise FieldError(f"{name} must be at most {MAX_FUNCTIONS} functions; got {len(functions):,}", name)
+    if not isinstance(value, list) or len(value) > MAX_FUNCTIONS:
+        got = f"{len(value):,}" if isinstance(value, list) else reprlib.repr(value)
+        raise FieldError(f"{name} must be a list of at most {MAX_FUNCTIONS} functions; got {got}", name)
+    flat = [isinstance(one, dict) and "name" in one and "function" not in one for one in value]
+    kinds = [FunctionTool if is_flat else Tool for is_flat in flat]
+    read = [convert(one, kind, f"{name}.{index}") for index, (one, kind) in enumerate(zip(value, kinds, strict=True))]
+    functions: list[Function] = [one.function if isinstance(one, Tool) else one for one in read]
     known = Counter(function.name for function in functions)
     if known and (most := known.most_common(1)[0])[1] > 1:
         raise FieldError(f"{name} must have different names; got {most[1]} of the name {most[0]!r}", name)
     size = sum(len(json.dumps(function.tool)) for function in functions)
     if size > MAX_JSON:
         raise FieldError(f"{name} must have at most {MAX_JSON:,} characters as JSON; got {size:,}", name)
+    return functions
 
 
 def linked(turns: Sequence[Turn], name: str, known: Mapping[str, str] | None = MappingProxyType({})) -> list[Turn]:
@@ -219,7 +225,7 @@ class CallForm(NamedTuple):
 
 PLAIN_FORM = CallForm("<tool_call>\n", "arguments", "\n</tool_call>")
 """Form of Hermes and Qwen, also where the chat template knows no functions."""
-CALL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+CALL_OPENINGS, CALL_CLOSING = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"), "</tool_call>"
 """Texts around calls in the forms in use. Special tokens of these names do not end answers that may call functions."""
 _TOLD = """\
 You may call functions to answer the user. This is a list of them with the JSON schemas of their arguments:

@@ -13,9 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""Texts before a call. Where a tokenizer has special tokens of these names, they are part of the text."""
-_CLOSING = "</tool_call>"
+from gecko.data.turns import CALL_CLOSING, CALL_OPENINGS
+
 _FIRST = re.compile(r"\s*(?=\{)")
 _HEAD = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -45,7 +44,7 @@ class CallReader:
 
     Args:
         names: the functions.
-        openings: texts before a call, besides ``OPENINGS``.
+        openings: texts before a call, besides those in use.
         opened: whether the answer begins inside of a call, and is nothing else.
         several: whether the answer may have several calls; otherwise the reader stops after one.
     """
@@ -60,9 +59,9 @@ class CallReader:
         self.end = 0
         """Number of characters up to the end of the last call."""
         self._names, self._several = frozenset(names), several
-        self._openings = {*OPENINGS, *openings}
+        self._openings = {*CALL_OPENINGS, *openings}
         self._opening = re.compile("|".join(map(re.escape, sorted(self._openings, key=len, reverse=True))))
-        self._between = re.compile(rf"(?:[\s,;\[\]]|{self._opening.pattern}|{_CLOSING})*+")
+        self._between = re.compile(rf"(?:[\s,;\[\]]|{self._opening.pattern}|{CALL_CLOSING})*+")
         self._held, self._taken = "", 0
         self._region: str | None = "" if opened else None
         """What was read since an opening; None outside of calls."""
@@ -111,7 +110,7 @@ class CallReader:
         self._region += self._take(found.end())
         if self._held.startswith("{"):
             self._object = _Object()
-        elif not self._held or any(border.startswith(self._held) for border in (*self._openings, _CLOSING)):
+        elif not self._held or any(border.startswith(self._held) for border in (*self._openings, CALL_CLOSING)):
             return False
         else:
             self._give_up(said, 0)

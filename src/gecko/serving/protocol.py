@@ -14,8 +14,6 @@ from gecko.data.turns import (
     Call,
     Function,
     FunctionName,
-    FunctionTool,
-    Tool,
     ToolCall,
     Turn,
     linked,
@@ -42,7 +40,7 @@ from gecko.serving.fields import (
     read,
 )
 from gecko.serving.structured import GrammarField, ResponseFormat, StructuredOutputs, TextFormat
-from gecko.serving.tools import Choice, ToolChoice, check_choice
+from gecko.serving.tools import Choice, Functions, ToolChoice
 
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request, over all of its prompts."""
@@ -301,23 +299,19 @@ class CompletionRequest(ChoicesRequest):
 class DialogRequest(GenerationRequest):
     """Fields of chats and responses."""
 
+    tools: Functions = field(default_factory=list)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
     """Whether an answer may have several calls of functions. One that must call a function has one call."""
 
     @property
-    def defined(self) -> Sequence[Function]:
-        """The functions of ``tools``."""
-        raise NotImplementedError
-
-    @property
     def functions(self) -> Sequence[Function]:
-        return () if self.choice.mode == "none" else self.defined
+        return () if self.choice.mode == "none" else self.tools
 
     @property
     def enforced(self) -> Sequence[Function]:
         choice = self.choice
-        named = [function for function in self.defined if choice.name in (None, function.name)]
+        named = [function for function in self.tools if choice.name in (None, function.name)]
         return named if choice.mode == "required" else ()
 
     @property
@@ -332,11 +326,17 @@ class DialogRequest(GenerationRequest):
         """
         raise NotImplementedError
 
-    def check_tools(self) -> None:
-        """Raise FieldError for a wrong function or choice."""
-        constrains = "structured_outputs" if self.structured_outputs else self.format_field
-        formatted = self.structured_outputs is not None or (self.format is not None and self.format.type != "text")
-        check_choice(self.defined, self.tool_choice, constrains if formatted else None)
+    def check_choice(self) -> None:
+        """Raise FieldError if the chosen function is missing, or a constraint of the text forbids calls."""
+        choice = self.choice
+        if choice.mode == "required" and not self.enforced:
+            known = ", ".join(function.name for function in self.tools[:20]) or "none"
+            got = choice.mode if choice.name is None else repr(choice.name[:100])
+            raise FieldError(f"tool_choice must be of the tools, which are {known}; got {got}", "tool_choice")
+        if self.functions and not self.enforced and self.grammar() is not None:
+            name = "structured_outputs" if self.structured_outputs else self.format_field
+            rule = "must be left out beside tools unless tool_choice is none or required: a call does not match it"
+            raise FieldError(f"{name} {rule}", name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +377,6 @@ class ChatRequest(DialogRequest, ChoicesRequest):
     unsupported, ignored = _UNSUPPORTED_IN_CHATS, _IGNORED - {"parallel_tool_calls"}
     length_fields = ("max_completion_tokens", "max_tokens")
     messages: Annotated[list[ChatMessage], conversation(partial(read, ChatMessage))]
-    tools: list[Tool] = field(default_factory=list)
     max_tokens: FromOne | None = None
     max_completion_tokens: FromOne | None = None
     logprobs: bool | None = None
@@ -385,15 +384,11 @@ class ChatRequest(DialogRequest, ChoicesRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_tools()
+        self.check_choice()
         if self.state is None:
             self.turns({})
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs needs logprobs: true", "top_logprobs")
-
-    @property
-    def defined(self) -> Sequence[Function]:
-        return [tool.function for tool in self.tools]
 
     def turns(self, known: Mapping[str, str] | None) -> Sequence[Turn]:
         return linked([message.turn for message in self.messages], "messages", known)
@@ -478,7 +473,6 @@ class ResponseRequest(DialogRequest):
     length_fields, format_field = ("max_output_tokens",), "text.format"
     input: Annotated[list[InputItem], conversation(_item, str | list[InputItem])]
     """Messages, calls and their results; a text is a message of the user."""
-    tools: list[FunctionTool] = field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
@@ -496,11 +490,7 @@ class ResponseRequest(DialogRequest):
     def __post_init__(self) -> None:
         if self.previous_response_id is not None and self.state is not None:
             raise ValueError("a request must continue previous_response_id or state; got both. Leave out one of them")
-        self.check_tools()
-
-    @property
-    def defined(self) -> Sequence[Function]:
-        return self.tools
+        self.check_choice()
 
     def turns(self, known: Mapping[str, str] | None) -> Sequence[Turn]:
         """Return the instructions and the input; calls that follow an answer are a part of it."""

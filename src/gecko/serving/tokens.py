@@ -11,7 +11,7 @@ import numpy as np
 
 from gecko.data.chat import encode_text
 from gecko.data.tokenizers import TokenIds
-from gecko.data.turns import Tool, check_functions, linked
+from gecko.data.turns import linked
 from gecko.inference.text import TokenNames
 from gecko.records import FieldError
 from gecko.serving.fields import Ids, JsonPart, conversation, parse_body, read
@@ -20,6 +20,7 @@ from gecko.serving.options import Limits
 from gecko.serving.prepare import MAX_ECHO_IDS, ServedModel
 from gecko.serving.protocol import ChatMessage
 from gecko.serving.replies import encode_json
+from gecko.serving.tools import Functions
 
 _PART = 1 << 16
 """Ids that are encoded as JSON at once: a call holds the GIL until it returns."""
@@ -32,7 +33,7 @@ class TokenizeRequest(JsonPart):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], conversation(partial(read, ChatMessage))] = field(default_factory=list)
-    tools: list[Tool] = field(default_factory=list)
+    tools: Functions = field(default_factory=list)
     add_special_tokens: bool | None = None
     """Whether the document start comes before a text; true unless given."""
     add_generation_prompt: bool = True
@@ -94,10 +95,8 @@ class TokenRoutes:
 
     def _ids(self, asked: TokenizeRequest) -> TokenIds:
         if asked.messages:
-            functions = [tool.function for tool in asked.tools]
-            check_functions(functions, "tools")
             turns = linked([message.turn for message in asked.messages], "messages")
-            return np.array(self._model.chat.encode(turns, functions), dtype=np.int64)
+            return np.array(self._model.chat.encode(turns, asked.tools), dtype=np.int64)
         ids = encode_text(self._model.tokenizer, asked.prompt or "")
         start = [] if asked.add_special_tokens is False else [self._model.tokenizer.document_start]
         return np.concatenate([np.array(start, dtype=np.int64), ids])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from gecko.data.turns import Function, check_functions
+from gecko.data.turns import Function, FunctionTool, Tool, read_functions
 from gecko.records import FieldError
 from gecko.serving.fields import Json
 
@@ -36,24 +35,4 @@ def _tool_choice(value: Any, name: str, texts: bool) -> ToolChoice:
 
 
 Choice = Annotated[ToolChoice, Json(_tool_choice, str | dict[str, Any])]
-
-
-def check_choice(functions: Sequence[Function], choice: ToolChoice | None, constraint: str | None) -> None:
-    """Check what a request says about functions.
-
-    Args:
-        constraint: field that constrains the text of the answer.
-
-    Raises:
-        FieldError: a function has a wrong name or size, is missing, or cannot be called beside the constraint.
-    """
-    check_functions(functions, "tools")
-    if choice is not None and choice.mode == "required" and not functions:
-        raise FieldError("tool_choice must be none or auto without tools", "tool_choice")
-    names = [function.name for function in functions]
-    if choice is not None and choice.name is not None and choice.name not in names:
-        listed = ", ".join(names[:20])
-        raise FieldError(f"tool_choice must name one of the tools {listed}; got {choice.name[:100]!r}", "tool_choice")
-    if constraint is not None and functions and (choice is None or choice.mode == "auto"):
-        rule = "must be left out beside tools unless tool_choice is none or required: a call does not match it"
-        raise FieldError(f"{constraint} {rule}", constraint)
+Functions = Annotated[list[Function], Json(read_functions, list[Tool | FunctionTool])]
