@@ -95,10 +95,9 @@ def _steps(s: Sizes) -> Iterator[Callable[[], Any]]:
 
 
 def _decode(s: Sizes) -> None:
-    products, wide, pairs = of_decoding()
     for config, rows in ((s.config, 1), (s.config, 32), (s.shape.config, 1), (s.shape.config, 32)):
         model = model_on_nothing(replace(config, num_layers=1), torch.bfloat16)
-        for variants in ((), (products,), (wide,), (pairs,), (wide, pairs)):
+        for variants in ((), *((x,) for x in of_decoding())):
             _with(variants, lambda model=model, rows=rows: decode(model, rows))
 
 

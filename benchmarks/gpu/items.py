@@ -260,9 +260,7 @@ def _decoding(s: Sizes, name: str, config: GeckoConfig, rows: int, *variants: Va
 
 
 def _decodings(s: Sizes, rows: int) -> Iterator[Result]:
-    products, *others = of_decoding()
-    pairs = others[-1]
-    for variants in ((), (products,), *((x,) for x in others), (others[0], pairs)):
+    for variants in ((), *((x,) for x in of_decoding())):
         yield _decoding(s, s.model, s.config, rows, *variants)
 
 

@@ -22,9 +22,8 @@ PRODUCTS = {
 NARROW = {
     "cema.triton_backward.response_kernel", "cema.triton_backward.coefficient_gradients_kernel",
     "working_memory.triton_factors._normalise_kernel", "working_memory.triton_factors._normalise_backward_kernel",
-    "loss.triton._token",
 }  # fmt: skip
-"""Kernels over coefficients, over one number per chunk, and over the 264 words of this test's vocabulary."""
+"""Kernels over coefficients, and over one number per chunk."""
 
 
 TRANSPOSED = {"cema.triton_forward.filter_kernel", "cema.triton_backward.gradients_kernel"}

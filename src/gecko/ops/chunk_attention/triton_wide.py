@@ -3,7 +3,7 @@
 The normalised weights of a few chunks are written to a scratch buffer and multiplied with the values. Nothing of size
 T · 2c · H is saved: the backward pass computes the weights again from the saved logarithm of their sum.
 
-A query sees 1.5 c keys on average. The products with the values divide the diagonal block into bands of rows, and each
+A query sees 1.5 c keys on average. cuBLAS's products divide the diagonal block into bands of rows, and each
 band stops at the last key that it sees. With four bands they read 1.625 c of the 2 c keys of a window.
 
 Cost of one layer at T = 32 K, one row, bf16, c = 2,048, key width 256, value width 2,048 (a multiply-add is two FLOPs):
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, tile
 from gecko.ops.chunk_attention.triton_layout import log_weights, operand, product_of_rows, query_tile
+from gecko.ops.working_memory.chunked import product
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -150,12 +151,12 @@ def _weights_kernel(
 
 @triton.jit(do_not_specialize=[*_VARYING, "row", "chunk", "row_step", "chunk_step"])
 def _score_grads_kernel(
-    p_near, p_far, p_k, p_v, p_first, p_log_sum, p_grad, p_dot, p_weights, p_scores, chunks, heads, before,
-    row, chunk, row_step, chunk_step, chunk_size: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
-    previous: tl.constexpr, band: tl.constexpr, operand_type: tl.constexpr, block_q: tl.constexpr,
-    block_k: tl.constexpr, block_d: tl.constexpr,
+    p_near, p_far, p_k, p_first, p_log_sum, p_products, p_dot, p_weights, p_scores, chunks, heads, before, row, chunk,
+    row_step, chunk_step, chunk_size: tl.constexpr, width: tl.constexpr, previous: tl.constexpr, band: tl.constexpr,
+    operand_type: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Store the weights P of a piece and the gradients of its scores, P ⊙ (g vᵀ − Σ g ⊙ out)."""
+    """Store the weights P of a piece and the gradients of its scores, P ⊙ (g vᵀ − Σ g ⊙ out), from ``p_products``, the
+    products g vᵀ (blocks, c, window). These are not computed for keys after the band of a query."""
     i_block = tl.program_id(1).to(tl.int64)
     i_row, i_chunk = row + i_block * row_step, chunk + i_block * chunk_step
     i_place, i_query, i_key, m_key, seen, b_p = _weights(
@@ -164,12 +165,11 @@ def _score_grads_kernel(
     )  # fmt: skip
     b_ds = tl.zeros((block_q, block_k), tl.float32)
     if seen:
-        i_grad = i_row * chunks * chunk_size + i_query
-        i_value = (i_row * (chunks + before) + i_chunk + before) * chunk_size + i_key
-        b_ds = product_of_rows(
-            p_grad, i_grad, p_v, i_value, m_key, value_width, operand_type, block_q, block_k, block_d
-        )
-        b_ds = b_p * (b_ds - tl.load(p_dot + i_grad)[:, None])
+        window: tl.constexpr = 2 * chunk_size if previous else chunk_size
+        i_product = (i_block * chunk_size + i_place[:, None]) * window + i_key[None, :] + (window - chunk_size)
+        m_product = m_key[None, :] & (i_key[None, :] <= i_place[:, None])
+        b_ds = tl.load(p_products + i_product, mask=m_product, other=0.0)
+        b_ds = b_p * (b_ds - tl.load(p_dot + i_row * chunks * chunk_size + i_query)[:, None])
     _store_weights(p_weights, b_p, i_block, i_place, i_key, m_key, chunk_size, previous, band)
     _store_weights(p_scores, b_ds, i_block, i_place, i_key, m_key, chunk_size, previous, band)
 
@@ -278,10 +278,10 @@ def _tiles_of(piece: _WidePiece, shape: _Shape, arguments: dict[str, object]) ->
     return queries * keys * (1 + piece.previous), piece.count
 
 
-def _scratch(like: Tensor, shape: _Shape) -> Tensor:
-    """Allocate a buffer for the weights of the largest piece."""
+def _scratch(like: Tensor, shape: _Shape, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate a buffer for a number for each weight of the largest piece, as ``dtype`` or that of ``like``."""
     pieces = shape.pieces(like.itemsize)
-    return like.new_empty(max(piece.count * (1 + piece.previous) for piece in pieces) * shape.chunk**2)
+    return like.new_empty(max(x.count * (1 + x.previous) for x in pieces) * shape.chunk**2, dtype=dtype)
 
 
 def _room(scratch: Tensor, piece: _WidePiece, chunk: int) -> Tensor:
@@ -325,11 +325,15 @@ def wide_backward(
     """Return the gradients of near, far, k and v; ``dot`` is the sum of P dP of each query."""
     shape = _Shape.of(near, far, k, heads, chunk_size)
     grads = _empty_grads(near, far, k, v, shape)
-    weights, scores = _scratch(v, shape), _scratch(v, shape)
+    scratch = [_scratch(v, shape, dtype) for dtype in (None, None, torch.float32)]
     for piece in shape.pieces(v.itemsize):
-        p, ds = (_room(x, piece, chunk_size) for x in (weights, scores))
+        p, ds, products = (_room(x, piece, chunk_size) for x in scratch)
+        values = piece.of(_windows(v, shape, piece), shape.before - piece.previous)
+        for band in shape.bands():
+            keys = products.shape[2] - chunk_size + band.stop
+            product(piece.of(shape.blocked(grad))[:, band], values[:, :keys].mT, out=products[:, band, :keys])
         arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece) | dict(
-            p_v=v, p_grad=grad, p_dot=dot, p_weights=p, p_scores=ds, value_width=v.shape[2]
+            p_products=products, p_dot=dot, p_weights=p, p_scores=ds
         )
         # With three stages, the kernel for single chunks spills registers on an A100.
         stages = 3 if piece.previous else 2

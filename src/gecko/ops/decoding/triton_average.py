@@ -49,23 +49,21 @@ def _moving_average(b_x, m_x, p_tables, p_skip, p_state, i_feature, features: tl
                     modes_width: tl.constexpr, table_row: tl.constexpr):  # fmt: skip
     """Compute h ← q h + p x and return Re Σ γ h + ω x, for x (groups, features). The tables are those of the C decoder:
     factors of h, of h with swapped parts, of x, and of the output, each (D, 2N) padded to ``table_row``."""
-    i_mode = tl.arange(0, modes_width)[None, None, :]
-    m_mode = m_x[:, :, None] & (i_mode < modes)
-    i_table = (i_feature * table_row)[:, :, None] + 2 * i_mode
+    i_pair = tl.arange(0, 2 * modes_width)[None, None, :]
+    m_pair = m_x[:, :, None] & (i_pair < 2 * modes)
+    i_table = (i_feature * table_row)[:, :, None] + i_pair
+    shape: tl.constexpr = (i_feature.shape[0], i_feature.shape[1], modes_width, 2)
     table: tl.constexpr = features * table_row
-    q_real = tl.load(p_tables + i_table, mask=m_mode, other=0.0)
-    q_imag = tl.load(p_tables + table + i_table + 1, mask=m_mode, other=0.0)
-    b_in = tl.load(p_tables + 2 * table + i_table, mask=m_mode, other=0.0)
-    i_state = i_feature[:, :, None] * (2 * modes) + 2 * i_mode
-    h_real = tl.load(p_state + i_state, mask=m_mode, other=0.0)
-    h_imag = tl.load(p_state + i_state + 1, mask=m_mode, other=0.0)
+    q_real, _ = tl.split(tl.reshape(tl.load(p_tables + i_table, mask=m_pair, other=0.0), shape))
+    _, q_imag = tl.split(tl.reshape(tl.load(p_tables + table + i_table, mask=m_pair, other=0.0), shape))
+    b_in, _ = tl.split(tl.reshape(tl.load(p_tables + 2 * table + i_table, mask=m_pair, other=0.0), shape))
+    i_state = i_feature[:, :, None] * (2 * modes) + i_pair
+    h_real, h_imag = tl.split(tl.reshape(tl.load(p_state + i_state, mask=m_pair, other=0.0), shape))
     b_real = q_real * h_real - q_imag * h_imag + b_in * b_x[:, :, None]
     b_imag = q_real * h_imag + q_imag * h_real
     tl.debug_barrier()  # all threads have loaded the state
-    tl.store(p_state + i_state, b_real, mask=m_mode)
-    tl.store(p_state + i_state + 1, b_imag, mask=m_mode)
-    out_real = tl.load(p_tables + 3 * table + i_table, mask=m_mode, other=0.0)
-    out_imag = tl.load(p_tables + 3 * table + i_table + 1, mask=m_mode, other=0.0)
+    tl.store(p_state + i_state, tl.reshape(tl.join(b_real, b_imag), i_state.shape), mask=m_pair)
+    out_real, out_imag = tl.split(tl.reshape(tl.load(p_tables + 3 * table + i_table, mask=m_pair, other=0.0), shape))
     b_skip = tl.load(p_skip + i_feature, mask=m_x, other=0.0)
     return tl.sum(out_real * b_real + out_imag * b_imag, 2) + b_skip * b_x
 

@@ -225,7 +225,10 @@ def _tiles(rows: int, outputs: int, weights: Weights, x: Tensor) -> dict[str, An
     out = 64 if many > 16 else 32
     while out > 16 and blocks(outputs, out) < _PROGRAMS:
         out //= 2
-    inner = min(tile(weights.inputs), 64 if weights.weight.dtype == torch.float32 else 128)
+    inner = 64 if weights.weight.dtype == torch.float32 else 128
+    if inner == 128 and many == out == 16:  # few programs: each keeps 48 KB of weights in flight
+        inner = 512
+    inner = min(inner, tile(weights.inputs))
     return {"many": many, "out": out, "inner": inner, "stride": weights.weight.shape[1], "operand_type": operand(x)}
 
 

@@ -60,7 +60,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[block] = linear(grad, projection.t())
             if grad_weight is not None:
-                grad_weight += _product(grad.t(), read[block].t())
+                _add_product(grad_weight, grad.t(), read[block])
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total / count
 
@@ -144,6 +144,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return linear(a, b).to(compute_dtype(a))
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to ``total``, as ``_product`` computes it."""
+    if on_gpu(a) and a.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += _product(a, b.t())
+
+
 def _blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
     size = _block_size(hidden, vocabulary)
     return (slice(begin, begin + size) for begin in range(0, hidden.shape[0], size))
@@ -151,8 +159,9 @@ def _blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
 
 def _block_size(hidden: Tensor, vocabulary: int) -> int:
     """Return the number of tokens per block."""
-    least, elements = (1, GPU_BLOCK_ELEMENTS) if on_gpu(hidden) else (FEWEST_TOKENS, BLOCK_ELEMENTS)
-    return max(least, elements // vocabulary)
+    if on_gpu(hidden):  # whole tiles of products
+        return max(128, GPU_BLOCK_ELEMENTS // vocabulary // 128 * 128)
+    return max(FEWEST_TOKENS, BLOCK_ELEMENTS // vocabulary)
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -59,10 +59,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias."""
     rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
+    sizes["steps"] = max(1, sizes["steps"] // 2)  # a thread also keeps its sums for scale and shift in registers
     programs = min(PROGRAMS, blocks(rows, sizes["steps"]))
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     parts = x.new_empty(2, programs, x.shape[-1], dtype=torch.float32)
-    # Twice the warps of the forward pass: a thread also keeps its sums for scale and shift in registers.
     Launch(_gradients, (programs,), {
         "p_x": x.contiguous(), "p_weight": weight, "p_grad_y": grad_y.contiguous(), "p_grad_x": grad_x,
         "p_scale_parts": parts[0], "p_shift_parts": parts[1], "rows": rows, "programs": programs, "eps": eps,
@@ -92,12 +92,19 @@ _group_norm.register_autograd(_propagate, setup_context=_keep)
 
 
 @triton.jit
-def _standardised(b_x, m_x, eps, size: tl.constexpr, centered: tl.constexpr):
-    """Normalise x (steps, groups, features), centred if ``centered``. Return the result and rstd."""
-    if centered:
-        b_x = tl.where(m_x, b_x - (tl.sum(b_x, 2) / size)[:, :, None], 0.0)
-    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 2) / size + eps)
-    return b_x * b_rstd[:, :, None], b_rstd
+def _centered(b_x, m_x, size: tl.constexpr):
+    """Return x (steps, groups, features) minus the mean of each group."""
+    return tl.where(m_x, b_x - (tl.sum(b_x, 2) / size)[:, :, None], 0.0)
+
+
+@triton.jit
+def _add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -111,7 +118,9 @@ def _normalise(p_x, p_weight, p_bias, p_y, rows, eps, centered: tl.constexpr, fe
     m_x = (i_row < rows)[:, None, None] & m_column[None]
     offsets = (i_row * features)[:, None, None] + i_column[None]
     b_x = tl.load(p_x + offsets, mask=m_x, other=0.0).to(tl.float32)
-    b_y, _ = _standardised(b_x, m_x, eps, size, centered)
+    if centered:
+        b_x = _centered(b_x, m_x, size)
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, 2) / size + eps)[:, :, None]
     if p_weight is not None:
         b_y *= 1 + tl.load(p_weight + i_column, mask=m_column, other=0.0).to(tl.float32)[None]
     if p_bias is not None:
@@ -128,23 +137,33 @@ def _gradients(p_x, p_weight, p_grad_y, p_grad_x, p_scale_parts, p_shift_parts, 
     i_group, i_feature = tl.arange(0, together), tl.arange(0, width)
     i_column = i_group[:, None] * size + i_feature[None]
     m_column = (i_group < groups)[:, None] & (i_feature < size)[None]
-    # The sum over steps is at the end: in the loop it would synchronise all warps.
+    # Warps meet at each reduction: sums that are needed together are one, and that over steps is after the loop.
     b_scale_part = tl.zeros([steps, together, width], tl.float32)
     b_shift_part = tl.zeros([steps, together, width], tl.float32)
-    for first in range(program * steps, rows, programs * steps):
+    b_weight = 1.0
+    if p_weight is not None:
+        i_weight = tl.zeros([steps, 1, 1], tl.int32) + i_column[None]
+        m_weight = tl.broadcast_to(m_column[None], [steps, together, width])
+        b_weight = 1 + tl.load(p_weight + i_weight, mask=m_weight, other=0.0).to(tl.float32)
+    for first in tl.range(program * steps, rows, programs * steps, num_stages=3):
         i_row = first + tl.arange(0, steps)
         m_x = (i_row < rows)[:, None, None] & m_column[None]
         offsets = (i_row * features)[:, None, None] + i_column[None]
         b_x = tl.load(p_x + offsets, mask=m_x, other=0.0).to(tl.float32)
         b_grad = tl.load(p_grad_y + offsets, mask=m_x, other=0.0).to(tl.float32)
-        b_y, b_rstd = _standardised(b_x, m_x, eps, size, centered)
-        b_scale_part += b_grad * b_y
         b_shift_part += b_grad
-        if p_weight is not None:
-            b_grad *= 1 + tl.load(p_weight + i_column, mask=m_column, other=0.0).to(tl.float32)[None]
-        b_grad_x = b_grad - b_y * (tl.sum(b_grad * b_y, 2) / size)[:, :, None]
+        b_weighted = b_grad * b_weight
         if centered:
-            b_grad_x -= (tl.sum(b_grad, 2) / size)[:, :, None]
+            b_x = _centered(b_x, m_x, size)
+            b_squares, b_sum, b_dot = tl.reduce((b_x * b_x, b_weighted, b_weighted * b_x), 2, _add3)
+        else:
+            b_squares, b_dot = tl.reduce((b_x * b_x, b_weighted * b_x), 2, _add2)
+        b_rstd = tl.rsqrt(b_squares / size + eps)
+        b_y = b_x * b_rstd[:, :, None]
+        b_scale_part += b_grad * b_y
+        b_grad_x = b_weighted - b_y * (b_dot * b_rstd / size)[:, :, None]
+        if centered:
+            b_grad_x -= (b_sum / size)[:, :, None]
         tl.store(p_grad_x + offsets, (b_grad_x * b_rstd[:, :, None]).to(p_grad_x.dtype.element_ty), mask=m_x)
     tl.store(p_scale_parts + program * features + i_column, tl.sum(b_scale_part, 0), mask=m_column)
     tl.store(p_shift_parts + program * features + i_column, tl.sum(b_shift_part, 0), mask=m_column)

@@ -120,17 +120,20 @@ def _normal(p_z, m_z, eps, features: tl.constexpr, size: tl.constexpr, width: tl
 
 
 @triton.jit
-def _factor(p_scale, row: tl.constexpr, i_s, i_head, factor, features: tl.constexpr, size: tl.constexpr):
-    """Return the factors of a row of the result, (1, features)."""
-    b_scale = tl.load(p_scale + row * features + i_head * size + i_s, mask=i_s < size, other=0.0)
-    return ((1 + b_scale.to(tl.float32)) * factor)[None]
+def _factor(p_scale, row: tl.constexpr, i_s, i_head, factor, features: tl.constexpr, size: tl.constexpr,
+            steps: tl.constexpr):  # fmt: skip
+    """Return the factors of a row of the result, (steps, features), in the layout of z. One row of factors would be
+    converted to that layout through shared memory, where all warps meet."""
+    i = tl.zeros([steps, 1], tl.int32) + (row * features + i_head * size + i_s).to(tl.int32)[None]
+    b_scale = tl.load(p_scale + i, mask=tl.broadcast_to((i_s < size)[None], i.shape), other=0.0)
+    return (1 + b_scale.to(tl.float32)) * factor
 
 
 @triton.jit
 def _store_row(p_out, m_z, b_n, p_scale, p_offset, row: tl.constexpr, i_s, i_head, factor, features: tl.constexpr,
                size: tl.constexpr, width: tl.constexpr, steps: tl.constexpr):  # fmt: skip
     b_offset = tl.load(p_offset + row * features + i_head * size + i_s, mask=i_s < size, other=0.0)
-    b_out = b_n * _factor(p_scale, row, i_s, i_head, factor, features, size) + b_offset.to(tl.float32)[None]
+    b_out = b_n * _factor(p_scale, row, i_s, i_head, factor, features, size, steps) + b_offset.to(tl.float32)[None]
     tl.store(p_out + _places(size, width, steps), b_out.to(p_out.dtype.element_ty), mask=m_z)
 
 
@@ -190,14 +193,14 @@ def _gradients(p_grad_0, p_grad_1, p_grad_2, p_grad_3, p_z, p_scale, p_grad_z, p
         places = _places(size, width, steps)
         b_grad_n = tl.zeros([steps, width], tl.float32)
         # Factors are loaded in the loop, from the cache: kept, they would take a quarter of the registers.
-        b_f = _factor(p_scale, 0, i_s, i_head, factor, features, size)
+        b_f = _factor(p_scale, 0, i_s, i_head, factor, features, size, steps)
         b_grad_n, b_s0, b_o0 = _add_row(p_grad_0 + first, places, m_z, b_n, b_grad_n, b_f, b_s0, b_o0)
-        b_f = _factor(p_scale, 1, i_s, i_head, factor, features, size)
+        b_f = _factor(p_scale, 1, i_s, i_head, factor, features, size, steps)
         b_grad_n, b_s1, b_o1 = _add_row(p_grad_1 + first, places, m_z, b_n, b_grad_n, b_f, b_s1, b_o1)
         if rows == 4:
-            b_f = _factor(p_scale, 2, i_s, i_head, factor, features, size)
+            b_f = _factor(p_scale, 2, i_s, i_head, factor, features, size, steps)
             b_grad_n, b_s2, b_o2 = _add_row(p_grad_2 + first, places, m_z, b_n, b_grad_n, b_f, b_s2, b_o2)
-            b_f = _factor(p_scale, 3, i_s, i_head, factor, features, size)
+            b_f = _factor(p_scale, 3, i_s, i_head, factor, features, size, steps)
             b_grad_n, b_s3, b_o3 = _add_row(p_grad_3 + first, places, m_z, b_n, b_grad_n, b_f, b_s3, b_o3)
         b_grad_z = (b_grad_n - b_n * (tl.sum(b_grad_n * b_n, 1) / size)[:, None]) * b_rstd
         z_places = _places(features, width, steps)

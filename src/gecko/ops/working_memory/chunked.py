@@ -86,11 +86,11 @@ class Grid:
         return x[:, :, self.phase : x.shape[2] - self.empty]
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a b in float32 for batches of matrices of one dtype. Sums over 16-bit factors are not rounded."""
     if on_gpu(a) and a.itemsize == 2:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a.float(), b.float())
+        return torch.bmm(a, b, out_dtype=torch.float32, out=out)
+    return torch.bmm(a.float(), b.float(), out=out)
 
 
 class _AffineChain(torch.autograd.Function):
