@@ -69,7 +69,6 @@ TRIPS: dict[str, Callable[[dict[str, Any]], list[float]]] = {
     "qk_scale_shift._gradients": lambda a: [blocks(a["batch"] * a["length"], a["steps"] * a["programs"])],
     "chunk_attention._log_sum_kernel": lambda a: [0.75 * a["chunk_size"] / a["block_k"]],
     "chunk_attention._row_dot_kernel": lambda a: [a["p_x"].shape[-1] / 1024],
-    "chunk_attention._score_grads_kernel": lambda a: [a["value_width"] / a["block_d"]],
     "working_memory._weigh_kernel": lambda a: [a["chunk_size"] / a["block_t"]],
     "working_memory._normalise_kernel": lambda a: [a["steps"]],
     "working_memory._normalise_backward_kernel": lambda a: [a["steps"]],
@@ -121,7 +120,7 @@ def _operation(name: str, given: list[Any], made: list[Any]) -> Cost:
     size = _bytes(read) + _bytes([x for x in written if all(x is not y for y in read)])
     flops = 0.0
     if name in ("bmm", "baddbmm", "baddbmm_", "mm", "addmm"):
-        a, b = read[-2:] if name not in ("bmm", "mm") else read[:2]
+        a, b = read[:2] if name in ("bmm", "mm") else read[1:3]
         flops = 2.0 * a.numel() * b.shape[-1]
     seconds = max(size / COPY, flops / PRODUCTS) + GAP
     limit = "products" if flops / PRODUCTS > size / COPY else "bytes"

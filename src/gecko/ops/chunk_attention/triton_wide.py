@@ -156,7 +156,7 @@ def _score_grads_kernel(
     operand_type: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
     """Store the weights P of a piece and the gradients of its scores, P ⊙ (g vᵀ − Σ g ⊙ out), from ``p_products``, the
-    products g vᵀ (blocks, c, window). These are not computed for keys after the band of a query."""
+    products g vᵀ (blocks, c, window). Keys after the band of a query have none, and gradients that no product reads."""
     i_block = tl.program_id(1).to(tl.int64)
     i_row, i_chunk = row + i_block * row_step, chunk + i_block * chunk_step
     i_place, i_query, i_key, m_key, seen, b_p = _weights(
@@ -167,8 +167,7 @@ def _score_grads_kernel(
     if seen:
         window: tl.constexpr = 2 * chunk_size if previous else chunk_size
         i_product = (i_block * chunk_size + i_place[:, None]) * window + i_key[None, :] + (window - chunk_size)
-        m_product = m_key[None, :] & (i_key[None, :] <= i_place[:, None])
-        b_ds = tl.load(p_products + i_product, mask=m_product, other=0.0)
+        b_ds = tl.load(p_products + i_product, mask=m_key[None, :], other=0.0)
         b_ds = b_p * (b_ds - tl.load(p_dot + i_row * chunks * chunk_size + i_query)[:, None])
     _store_weights(p_weights, b_p, i_block, i_place, i_key, m_key, chunk_size, previous, band)
     _store_weights(p_scores, b_ds, i_block, i_place, i_key, m_key, chunk_size, previous, band)
