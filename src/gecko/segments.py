@@ -75,8 +75,9 @@ class ContextExchange(Protocol):
 
     @property
     def chunks_reach(self) -> Tensor:
-        """(R − 1, B, 2) bool: whether the document at the end of [the second to last chunk, the last chunk] of the rank
-        i + 1 places before is still open in the second to last chunk before this rank."""
+        """(R − 1, B, 2) bool: whether documents of earlier ranks reach this one. [i, b, j]: the document at the
+        end of the second to last (j = 0) or last (j = 1) chunk of row b of the rank i + 1 places before is still open
+        in the second to last chunk before this rank's first."""
 
     def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> Pending[list[Tensor]]:
         """Send tensors to the next rank and to all later ranks, in one batch.
@@ -254,7 +255,7 @@ class Segments:
         return Segments(len(rows), self.length, clock, starts, self.last_id[index], self.device, ends=ends)
 
     def unpadded(self) -> Segments:
-        """Return the layout of rows of one length without their padding."""
+        """Return this layout without the padding at its end; all rows must have the same length."""
         assert self.ends is not None, "there must be padding"
         return replace(self, length=int(self.ends[0]), ends=None)
 

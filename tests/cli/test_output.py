@@ -191,3 +191,12 @@ def test_output_that_is_lost_takes_no_work_with_it(
     done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == (2 if words.startswith("eval") and lost == ">/dev/full" else 0), done.stderr
     assert "Traceback" not in done.stderr and (tmp_path / file).is_file()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", ["--version", "--help", "train --help", "state --help"])
+def test_help_that_cannot_be_printed_is_one_line(words: str, environment: dict[str, str]) -> None:
+    command = f"{shlex.quote(sys.executable)} -m gecko {words} >/dev/full"
+    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "No space left" in done.stderr

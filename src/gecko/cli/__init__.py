@@ -102,4 +102,7 @@ def main() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed before Python started: a file of a model must not take its number
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    app(prog_name="gecko")
+    try:
+        app(prog_name="gecko")
+    except OSError as error:  # help or the version, where nothing can be printed; commands tell their own errors
+        sys.exit(f"error: {error}")

@@ -120,8 +120,8 @@ def _find_checkpoint(folder: Path) -> Path:
 class Average(Command):
     """Average the weights of a run's last checkpoints, and write the model.
 
-    The mean of weights from the end of a run at a constant learning rate is often better than the last ones, as after
-    a decay of the rate. `checkpoint.keep` must be at least the number of checkpoints.
+    At a constant learning rate, the mean of the last checkpoints is often better than the last one: it does what a
+    decay of the rate does. `checkpoint.keep` must be at least the number of checkpoints.
 
     **Examples**
 

@@ -20,7 +20,7 @@ _BETWEEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 
 
 class Metrics:
-    """Metrics of one server."""
+    """Counts, times and gauges of one server, in the format of Prometheus."""
 
     def __init__(self, engine: Engine, cache: PrefixCache | None) -> None:
         self._registry = CollectorRegistry()

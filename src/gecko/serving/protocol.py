@@ -206,7 +206,7 @@ class GenerationRequest(EngineRequest):
 
     @property
     def format(self) -> ResponseFormat | TextFormat | None:
-        """OpenAI's constraint of the text."""
+        """The form that the text must have, from ``response_format`` or ``text.format``; None: any."""
         return None
 
     @property

@@ -223,8 +223,8 @@ def _template_folder(run: Run) -> Path:
 def _split_chats(
     run: Run, chat_format: TemplateChat, console: Console, layout: int
 ) -> tuple[ChatCorpus, ChatCorpus, str, bool]:
-    """Return training and held-out chats, cut to the length of a row, the digest of all chats, and whether one of them
-    is in both."""
+    """Return training and held-out chats, cut to the length of a row, the digest of all chats, and whether a chat was
+    divided between both. ``layout`` is the version of the rule that divides them."""
     settings, room = run.data, run.sequence_length + 1
     for source in filter(None, (settings.source, settings.validation)):
         if is_shard_folder(source):

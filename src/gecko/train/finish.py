@@ -40,7 +40,9 @@ MARKS = {5.545: "guessing bytes", 2.4: "letters, few words", 1.6: "words, short 
 
 
 def loss_curve(training: Sequence[Record], validation: Sequence[Record], marks: Mapping[float, str]) -> Any:
-    """Plot training loss (each step and smoothed) and held-out loss (dots) over steps, and ``marks`` in the frame."""
+    """Plot training loss (each step and smoothed) and held-out loss (dots) over steps.
+
+    ``marks`` names losses; lines show those within the range of the plot."""
     figure, axes = new_figure("optimizer step", "loss, nats per token")
     points = _points(training, "loss")
     if len(points) < _FEW:

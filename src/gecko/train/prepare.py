@@ -194,7 +194,8 @@ _FIXED_BY_TIME = (
 
 
 def _fixed_by(run: Run, begun: Run) -> list[str]:
-    """Return overrides: the precision and, unless ``run`` gives ``steps``, all else that ``begun`` fixed."""
+    """Return, as overrides, what a resumed run takes from its first session, ``begun``: the precision if it is "auto",
+    and, unless ``run`` gives ``steps``, the steps and sizes that were chosen for ``minutes``."""
     fixed = [f"precision={begun.precision}"] if run.precision == "auto" else []
     if run.steps is None:
         given = {override.partition("=")[0] for override in run.overrides}

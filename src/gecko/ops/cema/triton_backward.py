@@ -99,7 +99,8 @@ def _add_states(by_real, by_imag, b_g, z_real, z_imag, precision: tl.constexpr):
 
 @triton.jit
 def _out_of_states(w_real, w_imag, by_real, by_imag):
-    """Return Σ_t w_t Σ g_t z, (channels, modes), from powers w and sums over items and chunks."""
+    """Return Σ_t w_t s_t, (channels, modes), of w and s (channels, steps, modes): w_t is the power of q at step t of a
+    chunk, s_t the sum over items and chunks of g_t z, of the output's gradient and the state before the chunk."""
     real, imag = complex_product(w_real, w_imag, by_real, by_imag)
     return tl.sum(real, 1), tl.sum(imag, 1)
 

@@ -79,12 +79,12 @@ def chunk_attention(
                 ),
                 (q, k, v), state, segments,
             )  # fmt: skip
-        dtype, period = compute_dtype(q), 2 * pattern.chunk_size
-        inputs = (q.to(dtype), k.to(dtype), v)
         if choose_backend(v, triton=length > 1, cpu=False) == "triton":
             from gecko.ops.chunk_attention.triton import chunk_attention_triton
 
             return _attend(pattern, partial(_with_shared_heads, chunk_attention_triton), (q, k, v), state, segments)
+        dtype, period = compute_dtype(q), 2 * pattern.chunk_size
+        inputs = (q.to(dtype), k.to(dtype), v)
         if length == 1:
             return _attend(pattern, partial(_with_shared_heads, chunk_attention_step), inputs, state, segments)
         form = partial(_attend, pattern, partial(_attend_to_window, rounded))

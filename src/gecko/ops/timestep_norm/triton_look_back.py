@@ -42,7 +42,7 @@ def publish(p_words, i_row, i_slot, i_group, b_pair, m_group, tiles, groups: tl.
 
 @triton.jit
 def _numbers(b_word):
-    """Return both numbers of published words (…, groups, 2)."""
+    """Return the two numbers of each group from words (…, groups, 2), of which ``publish`` wrote one per number."""
     return tl.split((b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True))
 
 

@@ -51,7 +51,8 @@ def step_peak(run: Run, sizes: MeshSizes, rank: int) -> Peak:
 
 
 def _peaks(run: Run, sizes: MeshSizes, rank: int) -> dict[str, Peak]:
-    """Return the peak of each moment of a step, by its name."""
+    """Return the memory at its peak in each moment of a rank's step (forward pass, loss, backward pass of each block,
+    optimizer). Many rows and many blocks are extended from few."""
     parts = sizes.data_ranks * run.gradient_accumulation_steps
     if (rows := run.batch_size // parts) > MORE:
         few, more = (_peaks(replace(run, batch_size=parts * number), sizes, rank) for number in ROWS)
