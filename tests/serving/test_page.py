@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from serving.conftest import StartServer
 from serving.sites import Site
 from serving.waiting import PATIENCE, until
@@ -254,3 +255,168 @@ def test_a_saved_state_may_be_chosen(page: Any, start: StartServer, model: gecko
     page.fill("#tokens", "7")
     say(page, "Who?")
     assert position(page) == (book.position[0] + len("User: Who?\n\nAssistant:") + 7)
+
+
+def drawn(page: Any, text: str) -> str:
+    """Return the HTML as which an answer is shown."""
+    return page.evaluate("(text) => { const box = element('div'); draw(box, text); return box.innerHTML; }", text)
+
+
+BUTTON = '<button aria-label="Copy code"></button>'
+LINK = 'target="_blank" rel="noopener noreferrer nofollow"'
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("a\nb\n\nc", "<p>a\nb</p><p>c</p>"),
+        ("# One\n### Two", "<h3>One</h3><h5>Two</h5>"),
+        ("**a _b_** *c* ~~d~~ `e*f*`", "<p><strong>a <em>b</em></strong> <em>c</em> <s>d</s> <code>e*f*</code></p>"),
+        ("2 * 3 * 4, snake_case_name, \\*a\\*", "<p>2 * 3 * 4, snake_case_name, *a*</p>"),
+        ("- a\n- b\n  - c\n    - d\n- e", "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p><ul><li><p>d</p></li></ul>"
+         "</li></ul></li><li><p>e</p></li></ul>"),
+        ("3. a\n4. b", '<ol start="3"><li><p>a</p></li><li><p>b</p></li></ol>'),
+        ("> a\n> - b", "<blockquote><p>a</p><ul><li><p>b</p></li></ul></blockquote>"),
+        ("```py\nx < 1\n\n# y\n```\nz",
+         f'<div class="code">{BUTTON}<pre><code>x &lt; 1\n\n# y</code></pre></div><p>z</p>'),
+        ("~~~\nnot closed\n```", f'<div class="code">{BUTTON}<pre><code>not closed\n```</code></pre></div>'),
+        ("|a|b|\n|-|:-:|\n|1|**2**|\n|3", '<div class="wide"><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>'
+         "<strong>2</strong></td></tr><tr><td>3</td><td></td></tr></table></div>"),
+        ("a\n\n---\nb", "<p>a</p><hr><p>b</p>"),
+        ("[a *b*](https://x.y/z) https://q.r.", f'<p><a href="https://x.y/z" {LINK}>a <em>b</em></a> '
+         f'<a href="https://q.r" {LINK}>https://q.r</a>.</p>'),
+    ],
+)  # fmt: skip
+def test_markdown_is_shown(page: Any, site: Site, text: str, html: str) -> None:
+    page.goto(site.url)
+    assert drawn(page, text) == html
+
+
+HOSTILE = [
+    "<script>window.hit = 1</script>", "<img src=x onerror='window.hit = 1'>", "[a](javascript:window.hit=1)",
+    "[a](JaVaScRiPt:window.hit=1)", "[a](java\tscript:hit)", "[a](data:text/html,<script>hit</script>)",
+    '[a](https://x.y/"onmouseover="window.hit=1)', "[<img src=x onerror=hit>](https://x.y)", "![a](https://x.y/z.png)",
+    "```<script>\n</code></pre><script>window.hit = 1</script>\n```", "| <b>a</b> |\n|---|\n| <i onclick=hit>b</i> |",
+    "# <svg onload=window.hit=1>", "`<b>`", "> <b>\n> - <a href='javascript:hit'>", "**<b>** _<i>_ ~~<u>~~",
+    "[a](vbscript:hit) [b](//x.y) [c](/v1/states) [d](file:///etc/passwd)", "&lt;b&gt; &#x3c;b&#x3e;",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_nothing_that_a_model_writes_is_html(page: Any, site: Site, text: str) -> None:
+    page.goto(site.url)
+    html = drawn(page, text)
+    page.evaluate(
+        "html => { document.body.insertAdjacentElement('beforeend', element('div')).innerHTML = html; }", html
+    )
+    found = page.evaluate(
+        "() => [...document.body.lastChild.querySelectorAll('*')].map((one) => [one.localName,"
+        " [...one.attributes].map((attribute) => attribute.name), one.getAttribute('href')])"
+    )
+    names = re.split(" ", "p h3 div pre code button table tbody tr th td blockquote ul li a strong em s")
+    assert {name for name, _, _ in found} <= set(names)
+    assert {one for _, attributes, _ in found for one in attributes} <= {"class", "aria-label", "href", "target", "rel"}
+    assert all(href is None or href.startswith("https://") for _, _, href in found)
+    assert page.evaluate("window.hit") is None
+
+
+ENDLESS = [
+    ">" * 50_000, "- " * 20_000, "*" * 50_000, "`" * 50_001, "[" * 50_000, "_a" * 20_000, "**a" * 10_000,
+    "# " + "#" * 50_000 + "x", "|" * 50_000 + "\n" + "|-" * 20_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ENDLESS, ids=lambda text: text[:3])
+def test_no_text_keeps_the_page_busy(page: Any, site: Site, text: str) -> None:
+    page.goto(site.url)
+    seconds = page.evaluate("(text) => { const begin = performance.now(); draw(element('div'), text);"
+                            " return (performance.now() - begin) / 1000; }", text)  # fmt: skip
+    assert seconds < 5
+
+
+def test_an_answer_grows_without_being_drawn_anew(page: Any, site: Site) -> None:
+    """Every beginning of a text looks as if it were the whole, and finished parts keep their elements."""
+    page.goto(site.url)
+    text = "# A\n\n- b\n- c\n\n|d|e|\n|-|-|\n|1|2|\n\n```\nf\n```\n**g** [h](https://i.j)"
+    kept = page.evaluate(
+        """(text) => {
+            const box = element("div");
+            let first = null;
+            for (let end = 1; end <= text.length; end += 1) {
+                draw(box, text.slice(0, end));
+                const whole = element("div");
+                draw(whole, text.slice(0, end));
+                if (box.innerHTML !== whole.innerHTML) return text.slice(0, end);
+                if (end === 5) first = box.firstChild;
+            }
+            return box.firstChild === first;
+        }""",
+        text,
+    )
+    assert kept is True
+
+
+def test_code_is_copied(page: Any, site: Site) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(site.url)
+    page.evaluate("draw(show('assistant', ''), 'See:\\n```\\na <b>\\n```')")
+    page.click(".code button")
+    page.wait_for_selector(".code button.done")
+    assert page.evaluate("navigator.clipboard.readText()") == "a <b>"
+
+
+def test_a_conversation_is_saved_and_continued(
+    page: Any, start: StartServer, model: gecko.Gecko, tmp_path: Path
+) -> None:
+    """The state is the one after the conversation that was shown; a page opened later goes on from it."""
+    page.goto(start(states=tmp_path, states_bytes=10**7).url)
+    page.wait_for_selector("#saving")
+    page.fill("#tokens", "9")
+    page.fill("#system", "Be short.")
+    page.click("#save")
+    assert "no finished answer" in page.text_content(".error")
+    say(page, "Hi")
+    say(page, "More")
+    page.fill("#name", "a b")
+    page.click("#save")
+    shows(page, ".error >> nth=-1", re.compile("name must have"))
+    page.fill("#name", "talk")
+    page.evaluate("turns.at(-1).content += '!'")
+    page.click("#save")
+    shows(page, ".error >> nth=-1", re.compile("came out differently"))
+    page.evaluate("turns.at(-1).content = turns.at(-1).content.slice(0, -1)")
+    page.click("#save")
+    answers = page.locator(".assistant").all_text_contents()
+    text = f"System: Be short.\n\nUser: Hi\n\nAssistant: {answers[0]}\n\nUser: More\n\nAssistant:{answers[1]}\n\n"
+    shows(page, "#ended", f"saved as talk, at position {1 + len(text)}")
+    expected = gecko.generate(model, [256, *text.encode()], max_new_tokens=0).state
+    saved = gecko.GeckoState.load(tmp_path / "talk.state")
+    assert all(torch.allclose(one, saved.tensors()[name], atol=1e-4) for name, one in expected.tensors().items())
+    page.reload()
+    page.wait_for_selector("#memory")
+    page.select_option("#memory", "talk")
+    page.fill("#tokens", "7")
+    say(page, "Who?")
+    assert position(page) == saved.position[0] + len("User: Who?\n\nAssistant:") + 7
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_stopped_answer_is_not_saved_as_a_whole_one(page: Any, start: StartServer, tmp_path: Path) -> None:
+    page.goto(start(states=tmp_path, states_bytes=10**7).url)
+    page.wait_for_selector("#saving")
+    page.fill("#tokens", "4000")
+    page.fill("#prompt", "Go on")
+    page.click("#send")
+    until(lambda: position(page) > 30)
+    page.click("#send")
+    shows(page, "#send", "Send")
+    page.fill("#name", "talk")
+    page.click("#save")
+    shows(page, ".error", re.compile("no finished answer"))
+    assert not list(tmp_path.glob("*.state"))
+
+
+def test_a_server_that_saves_nothing_offers_it_not(page: Any, site: Site) -> None:
+    page.goto(site.url)
+    shows(page, "#model", "small")
+    assert not page.is_visible("#saving")

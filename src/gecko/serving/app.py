@@ -166,7 +166,7 @@ class Service:
         return {
             "id": self.model.name, "object": "model", "created": 0, "owned_by": "gecko",
             "state_bytes": self.model.state_bytes, "states": self.states.names(),
-            "chat_template": self.model.chat.tuned,
+            "saves_states": self.states.saves, "chat_template": self.model.chat.tuned,
         }  # fmt: skip
 
 

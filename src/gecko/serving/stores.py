@@ -123,8 +123,13 @@ class SavedStates:
         found = (path for path in self._folder.glob(f"*{SUFFIX}") if path.is_file())
         return sorted(path for path in found if _STATE_NAME.fullmatch(path.name.removesuffix(SUFFIX)))
 
+    @property
+    def saves(self) -> bool:
+        """Whether states may be saved and deleted."""
+        return self._folder is not None and self._max_bytes > 0
+
     def _check_writable(self) -> None:
-        if self._folder is None or not self._max_bytes:
+        if not self.saves:
             start = "start it with gecko serve --states FOLDER --states-disk MB"
             message = f"this server does not save or delete states; {start}"
             raise ApiError(403, message, code="states_read_only")
