@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
 def _entries() -> list[Entry]:
     lines = (Path(__file__).parent / "commands.txt").read_text(encoding="utf-8").splitlines()
-    parts = [[part.strip() for part in line.split("|")] for line in lines if line and not line.startswith("#")]
+    parts = [[part.strip() for part in line.split(" | ")] for line in lines if line and not line.startswith("#")]
     return [Entry(int(code), commands, tuple(texts)) for code, commands, *texts in parts]
 
 

@@ -110,7 +110,7 @@ _OVERRIDE = re.compile(r"[a-z_][a-z0-9_.]*=")
 
 
 class Compare(Command):
-    """Train several recipes on the same data and compare their losses.
+    """Train several recipes, or one with several values of a setting, on the same data and compare their losses.
 
     All runs read the same texts in the same order, with the same schedule; only models, optimizers and learning rates
     differ. Ctrl-C and SIGTERM save before they stop; the same command continues. The folder receives a page with
@@ -121,11 +121,14 @@ class Compare(Command):
         gecko compare compare_gecko compare_llama data.source='books/train/*.txt'
         data.validation='books/test/*.txt' --seeds 0,1,2 --jobs 2 --out runs/compare
 
+        gecko compare tiny 'model.chunk_size=32|64' steps=400 --out runs/chunks
+
         gecko compare compare_gecko compare_llama --learning-rates 2e-3,4e-3,8e-3 --tuning-steps 244 --out runs/tuned
     """
 
     arguments: list[str] = argument("RECIPE... KEY=VALUE...")
-    """Recipes, by name or recipe.json (the others are compared with the first), and changes to all of their fields."""
+    """Recipes, by name or recipe.json (the others are compared with the first), and changes to all of their fields;
+    KEY='A|B' compares two values."""
     out: Path = option(MISSING, metavar="FOLDER")
     """Folder for the runs and the results."""
     seeds: str = "0"

@@ -44,6 +44,31 @@ def test_runs_differ_in_nothing_but_what_is_compared(recipes: list[str], tmp_pat
     ]  # fmt: skip
 
 
+def test_values_of_a_setting_are_compared(recipes: list[str], tmp_path: Path) -> None:
+    """Each value gives a run that differs in it alone, named by it, the first one first."""
+    plan = ComparisonPlan.of(recipes[:1], ["model.chunk_size=64|32", "steps=5"], tmp_path / "out")
+    assert list(plan.recipes) == ["model.chunk_size=64", "model.chunk_size=32"]
+    first, second = (flatten(one.run.to_dict()) for one in plan.main_runs(dict.fromkeys(plan.recipes, 1e-3)))
+    assert (first["model.chunk_size"], second["model.chunk_size"]) == (64, 32)
+    assert {name for name in first if first[name] != second[name]} == {"model.chunk_size", "output", "overrides"}
+    assert first["output"] == f"{tmp_path}/out/model.chunk_size=64/seed-0"
+
+
+def test_all_choices_of_several_settings_are_compared(recipes: list[str], tmp_path: Path) -> None:
+    several = ["optimizer.learning_rate=1e-3|2e-3", "steps=5", "optimizer.name=adamw|muon"]
+    plan = ComparisonPlan.of(recipes, several, tmp_path / "out")
+    assert len(plan.recipes) == 8
+    assert list(plan.recipes)[1] == "whole,optimizer.learning_rate=1e-3,optimizer.name=muon"
+    assert {(run.optimizer.learning_rate, run.optimizer.name) for run in plan.recipes.values()} == {
+        (rate, name) for rate in (1e-3, 2e-3) for name in ("adamw", "muon")
+    }
+
+
+def test_a_text_with_a_bar_is_one_value(recipes: list[str], tmp_path: Path) -> None:
+    plan = ComparisonPlan.of(recipes, ["sample.prompt=a|b"], tmp_path / "out")
+    assert [run.sample.prompt for run in plan.recipes.values()] == ["a|b", "a|b"]
+
+
 def test_every_recipe_is_tuned_alike(recipes: list[str], tmp_path: Path) -> None:
     plan = ComparisonPlan.of(recipes, [], tmp_path / "out", seeds=[4, 0], tuning=Tuning((2e-3, 4e-3), 3))
     runs = plan.tuning_runs()

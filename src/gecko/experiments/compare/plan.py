@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from gecko.data import is_shard_folder
@@ -151,7 +152,7 @@ class ComparisonPlan:
 
         Args:
             recipes: names, or paths of ``recipe.json`` files.
-            overrides: changes ``key=value`` to all recipes.
+            overrides: changes ``key=value`` to all recipes. With ``key=a|b``, every recipe is compared with each value.
             folder: folder of the comparison.
 
         Raises:
@@ -162,7 +163,7 @@ class ComparisonPlan:
         _check_overrides(overrides)
         if len(set(seeds)) < max(1, len(seeds)) or min(seeds, default=0) < 0:
             raise ValueError(f"--seeds must be different whole numbers of at least 0, as 0,1,2; got {list(seeds)}.")
-        runs = {name: apply_overrides(run, overrides) for name, run in _named(recipes).items()}
+        runs = _variants(_named(recipes), overrides, tuned=tuning is not None)
         check_same_training(runs)
         _check_sources(runs.values())
         parameters = {name: count_parameters(run.model) for name, run in runs.items()}
@@ -213,9 +214,39 @@ def _named(recipes: Sequence[str]) -> dict[str, Run]:
         if name in found:
             raise ValueError(f"recipes must have different names; got {name} twice. Rename the file, or its folder.")
         found[name] = run
-    if len(found) < 2:
-        raise ValueError(f"a comparison takes at least two recipes; got {', '.join(found) or 'none'}.")
     return found
+
+
+def _variants(recipes: Mapping[str, Run], overrides: Sequence[str], *, tuned: bool) -> dict[str, Run]:
+    """Return the runs by name: every recipe with each choice of the values ``key=a|b``."""
+    found: dict[str, Run] = {}
+    for recipe, run in recipes.items():
+        for chosen in product(*(_alternatives(run, override) for override in overrides)):
+            varied = [override for override in chosen if override not in overrides]
+            if tuned and any(override.startswith("optimizer.learning_rate=") for override in varied):
+                raise ValueError("--learning-rates chooses each run's rate; take out optimizer.learning_rate=…|….")
+            name = ",".join([*([recipe] if len(recipes) > 1 or not varied else []), *varied])
+            variant = apply_overrides(run, chosen)
+            same = [other for other in found if replace(found[other], overrides=()) == replace(variant, overrides=())]
+            if varied and same:
+                raise ValueError(f"settings that are compared must differ; {same[0]} and {name} are the same.")
+            found[name] = variant
+    if len(found) < 2:
+        raise ValueError(
+            f"a comparison takes at least two recipes; got {', '.join(found) or 'none'}. "
+            "Or give two values of a setting, as 'model.chunk_size=32|64'."
+        )
+    return found
+
+
+def _alternatives(run: Run, override: str) -> list[str]:
+    """Return an override for each of its values. A text in which ``|`` stands is one value."""
+    key, _, values = override.partition("=")
+    try:
+        apply_overrides(run, [override])
+    except ValueError:
+        return [f"{key}={value}" for value in values.split("|")]
+    return [override]
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
