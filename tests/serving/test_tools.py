@@ -75,6 +75,10 @@ FITS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+UNREAD = TEMPLATES["qwen"].replace("tool_call.arguments | tojson", "tool_call.arguments | tojson | tojson")
+"""Template whose form of calls is not read."""
+
+
 def tool(name: str) -> dict[str, Any]:
     schema = SCHEMAS[name]
     return {"type": "function", "function": {"name": name, **({"parameters": schema} if schema else {})}}
@@ -325,6 +329,25 @@ def test_a_response_goes_on_after_calls_that_the_model_wrote(tooled: Site, says:
     assert last.output_text == "Done"
 
 
+def test_what_looks_like_a_special_token_of_calls_is_text(
+    model: gecko.Gecko, tokenizer: Tokenizer, folders: dict[str, Path], tmp_path: Path, says: Any
+) -> None:
+    """Without functions; there, the form of calls does not matter either."""
+    says("[TOOL_CALLS]")
+    (tmp_path / "chat_template.jinja").write_text(UNREAD)
+    for folder in (folders["mistral"], tmp_path):
+        with serving(model, tokenizer, folder) as site:
+            first, plain = (respond(site, tools=openai.NOT_GIVEN, extra_body={"stop": stop}) for stop in ("¤", "["))
+            sizes = [
+                respond(
+                    site, input="a", tools=openai.NOT_GIVEN, previous_response_id=one.id, max_output_tokens=1
+                ).usage.input_tokens
+                for one in (first, plain)
+            ]  # fmt: skip
+            assert (first.output_text, plain.output_text) == ("[TOOL_CALLS]", "")
+            assert sizes[0] - sizes[1] == len("[TOOL_CALLS]")
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools.0"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
@@ -428,7 +451,7 @@ def test_hostile_tools_do_not_delay_others(start: StartServer) -> None:
 def test_templates_that_hinder_are_told(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> None:
     qwen = TEMPLATES["qwen"]
     for template, told in (
-        (qwen.replace("tool_call.arguments | tojson", "tool_call.arguments | tojson | tojson"), "must write a call"),
+        (UNREAD, "must write a call"),
         (qwen.replace("{{- tool | tojson }}", "{{- tool | tojson }}{% for i in range(9999999) %}{% endfor %}"), ""),
         ("{{ raise_exception('no tools') if tools and tools[0].function.name == 'now' }}" + qwen, "no tools"),
     ):

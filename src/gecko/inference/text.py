@@ -241,7 +241,8 @@ class ChoiceText:
         self._names = TokenNames(tokenizer) if names is None else names
         self._decoder, self._stops = StreamDecoder(tokenizer, goes_on=goes_on), StopStrings(stops)
         self._echo, self._decoded = echo, len(echo)
-        self._reader, self._marks = reader, marks
+        self._reader, self.marks = reader, marks
+        """Texts of special tokens in calls, by their ids."""
         self._written: list[str] = []
         self._prompt: PromptText | None = None
         self._unsent: list[TokenText] = []
@@ -271,7 +272,7 @@ class ChoiceText:
         self.num_tokens += 1
         if token.logprob is not None:
             self._unsent.append(self._token_text(token))
-        decoded = self._decoder.push([token.token]) + self._marks.get(token.token, "")
+        decoded = self._decoder.push([token.token]) + self.marks.get(token.token, "")
         self._decoded += len(decoded)
         text, calls = self._read(self._stops.push(decoded) if self.num_tokens > self._min_tokens else decoded)
         if self.stopped:

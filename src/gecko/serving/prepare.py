@@ -345,7 +345,9 @@ class Preparation:
         if end is not None and end.position == piece.position and not choice.stopped:
             state, unread = end.state, [] if end.pending_token is None else [end.pending_token]
         else:
-            state, unread = keep.prompt, self._model.chat.encode_answer(choice.written)
+            # Without functions, the names of their special tokens are text.
+            special = self._model.chat.encode_answer if choice.marks else partial(encode_text, self._model.tokenizer)
+            state, unread = keep.prompt, list(map(int, special(choice.written)))
         if choice.unclosed:
             unread += self._model.chat.encode_answer(self._model.chat.call_form.closing)
         calls = {part.id: part.name for part in piece.calls if part.id}
