@@ -172,7 +172,8 @@ def test_the_store_counts_what_it_holds(model: gecko.Gecko) -> None:
     assert (store.get("a"), store.get("b")) == (None, one)
     assert store.delete("b") and not store.delete("b")
     store.put("c", StoredResponse(b"{ }", model.empty_state(), [1]))
-    assert store.get("c") is None, "it is larger than the store"
+    store.put("d", StoredResponse(b"{}", model.empty_state(), [1], frozenset({"f"})))
+    assert store.get("c") is None and store.get("d") is None, "they are larger than the store"
     store.put("d", one)
     assert store.get("d") is one
 

@@ -183,7 +183,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.body) + self.state.num_bytes + 8 * len(self.unread)
+        return len(self.body) + self.state.num_bytes + 8 * len(self.unread) + sum(map(len, self.functions))
 
 
 class ResponseStore:
