@@ -128,11 +128,12 @@ def measured(
     assert run.minutes is not None
     if next(model.parameters()).device.type == "cpu":  # else GCC would build the kernels in a call that is timed
         native.library("operators"), native.library("decoding")
-    step = _step_seconds(run, model, batches, ranks, clock, MEASURING_PART * clock.left)
     at_once = data.held_out.batch_size * ranks.data_ranks
     rows = data.held_out.spread(at_once)
-    batch = _warm(lambda: evaluate(model, rows, run.precision, ranks), clock)
-    token = _token_seconds(run, model, data, ranks, clock)
+    with console.status("measuring"):
+        step = _step_seconds(run, model, batches, ranks, clock, MEASURING_PART * clock.left)
+        batch = _warm(lambda: evaluate(model, rows, run.precision, ranks), clock)
+        token = _token_seconds(run, model, data, ranks, clock)
     step, batch, token, left = ranks.broadcast((step, batch, token, clock.left))
     most = EVALUATING_PART * run.minutes * 60
     final, curve = (len(held_out.rows.tokens) for held_out in (data.final, data.held_out))
