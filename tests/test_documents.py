@@ -31,8 +31,9 @@ def commands() -> Iterator[tuple[str, str, list[str], int | None]]:
 
 
 def ranks(command: re.Match[str], arguments: list[str]) -> int | None:
-    if command["verb"] == "plan":
-        return int(arguments[arguments.index("--gpus") + 1]) if "--gpus" in arguments else None
+    if command["verb"] == "plan":  # finds a mesh for the GPUs, unless the command sets one
+        meshed = "--gpus" in arguments and any(it.startswith("parallel.") for it in arguments)
+        return int(arguments[arguments.index("--gpus") + 1]) if meshed else None
     if command["launch"] is None:
         return 1
     counts = re.findall(r"--n(?:nodes|proc-per-node)[ =](\d+)", command["launch"])

@@ -60,18 +60,16 @@ def _commands(commands: Any, panel: str) -> Iterator[tuple[str, Any]]:
 
 def _command(name: str, command: Any, shared: Collection[Row]) -> Iterator[str]:
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    shown = [f" {it.metavar}" if it.required else f" [{it.metavar}]" for it in arguments]
+    given = [f" {it.metavar}" if it.required else f" [{it.metavar}]" for it in arguments]
     text, _, examples = cleandoc(command.help).partition("**Example")
     more = MORE.get(name.split()[0])
-    yield from (f"### `gecko {name}{''.join(shown)}`", "")
-    shown_examples = [f"`{example}`" for example in _paragraphs(examples.partition("**")[2])]
-    one = f" Example: {shown_examples[0]}" if len(shown_examples) == 1 else ""
-    yield f"{' '.join(_paragraphs(text))}{f' [More]({more}).' if more else ''}{one}"
-    yield from ("", *(f"- {example}" for example in shown_examples)) if not one else ()
-    own = [row for row in _rows(command) if row not in shared]
-    used = ", ".join(f"`{row[0]}`" for row in _rows(command) if row in shared)
-    if command.params:
-        yield from ("", *HEAD, *map(_line, own), *([f"| {used} | [shared](#shared-options) |  |"] if used else []))
+    yield from (f"### `gecko {name}{''.join(given)}`", "")
+    yield from (" ".join(_paragraphs(text)) + (f" [More]({more})." if more else ""), "", *HEAD)
+    yield from (_line(row) for row in _rows(command) if row not in shared)
+    if used := ", ".join(f"`{row[0]}`" for row in _rows(command) if row in shared):
+        yield f"| {used} | [shared](#shared-options) |  |"
+    shown = "<br>".join(f"`{example}`" for example in _paragraphs(examples.partition("**")[2])).replace("|", r"\|")
+    yield f"|  | Examples: {shown} |  |"
     yield ""
 
 
