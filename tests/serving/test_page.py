@@ -147,8 +147,13 @@ def test_a_model_without_a_chat_template_is_said_to_be_none_for_chat(
     page.goto(start().url)
     shows(page, "#model", "small")
     assert page.is_visible("#note") != tuned
+    assert page.input_value("#temperature") == ("0.2" if tuned else "0.8")
     page.click("#mode-text")
     assert not page.is_visible("#note")
+    assert page.input_value("#temperature") == "0.8"
+    page.fill("#temperature", "0.5")
+    page.click("#mode-chat")
+    assert page.input_value("#temperature") == "0.5"
 
 
 @pytest.mark.usefixtures("slow_steps")

@@ -48,6 +48,8 @@ class Chat(WritesText):
     state: str | None = option(metavar="S", reads=True)
     """Reading state of a text to talk about, written by `gecko read`."""
     max_new_tokens: int = option(512, "--max-new-tokens", "-n", min=0)
+    temperature: float = 0.2
+    """Sampling temperature; 0 takes the most likely token. Above 0.3, learned answers are mixed up more often."""
 
     def run(self) -> None:
         self.build_kernels()
