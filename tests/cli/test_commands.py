@@ -9,6 +9,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ class Entry(NamedTuple):
 
 def _entries() -> list[Entry]:
     lines = (Path(__file__).parent / "commands.txt").read_text(encoding="utf-8").splitlines()
-    parts = [[part.strip() for part in line.split(" | ")] for line in lines if line and not line.startswith("#")]
+    parts = [[part.strip() for part in re.split(r" \|(?= )", line)] for line in lines if line and line[0] != "#"]
     return [Entry(int(code), commands, tuple(texts)) for code, commands, *texts in parts]
 
 

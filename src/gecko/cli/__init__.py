@@ -105,4 +105,6 @@ def main() -> None:
     try:
         app(prog_name="gecko")
     except OSError as error:  # help or the version, where nothing can be printed; commands tell their own errors
+        if "--debug" in sys.argv:
+            raise
         sys.exit(f"error: {error}")
