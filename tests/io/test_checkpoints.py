@@ -1,4 +1,4 @@
-"""A run stands for its newest sound checkpoint wherever a model folder is expected."""
+"""A run stands for its newest undamaged checkpoint wherever a model folder is expected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(run: Path) -> None:
     with pytest.warns(UserWarning, match="skipping the checkpoint step-00000002: .* must be .* bytes"):
         assert model_folder(run).name == "step-00000001"
     (run / "checkpoints" / "step-00000001" / "model.safetensors").unlink()
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="must hold a sound checkpoint; all of"):
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="must hold an undamaged checkpoint; all of"):
         warnings.simplefilter("ignore")
         gecko.load(run)
 

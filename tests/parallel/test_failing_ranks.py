@@ -99,4 +99,4 @@ def test_ranks_with_other_settings_do_not_resume_together(jobs: Jobs, trained: R
 def test_checkpoints_that_are_all_damaged(jobs: Jobs, trained: Run) -> None:
     for checkpoint in list_checkpoints(checkpoints_folder(trained)):
         (checkpoint / "manifest.json").unlink()
-    assert "must hold a sound checkpoint" in refused(jobs.answers(2, work.train_run, trained, True))
+    assert "must hold an undamaged checkpoint" in refused(jobs.answers(2, work.train_run, trained, True))

@@ -34,7 +34,7 @@ WORDS = {
     "gradients": "float32, divided in the same way; those that exist at the peak",
     "optimizer": "two moments of AdamW in float32 (Muon: one), divided in the same way",
     "activations kept": "for {rows} × {length:,} tokens, with activation_checkpointing={checkpointing}",
-    "block in hand": "activations and gradients of the block that is differentiated",
+    "block in progress": "activations and gradients of the block that is differentiated",
     "logits and loss": "blocks of logits, gradients of hidden states and head, states; 0 if freed at the peak",
     "communication buffers": "gathered weights, gradients not yet reduced, the context exchange",
     "other": "work of the optimizer, counters",

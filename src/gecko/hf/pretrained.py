@@ -134,10 +134,10 @@ class GeckoPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load a model; unlike transformers, refuse a folder that lacks parameters instead of drawing random ones.
 
-        The folder of a training run stands for its newest sound checkpoint, and ``books`` for the shipped model. Random
-        parameters, which transformers logs, are accepted in a classifier's scores; where ``ignore_mismatched_sizes`` is
-        set and shapes differ; with None for the folder, as ``state_dict`` then holds the weights; and with
-        ``output_loading_info``, which names them.
+        The folder of a training run stands for its newest undamaged checkpoint, and ``books`` for the shipped model.
+        Random parameters, which transformers logs, are accepted in a classifier's scores; where
+        ``ignore_mismatched_sizes`` is set and shapes differ; with None for the folder, as ``state_dict`` then holds the
+        weights; and with ``output_loading_info``, which names them.
 
         Raises:
             ValueError: parameters are missing, unexpected, or of another shape.

@@ -80,13 +80,13 @@ def check_one_is_sound(folder: Path, damaged: list[Path]) -> None:
     """Raise ValueError if there are checkpoints and all are damaged."""
     if damaged:
         raise ValueError(
-            f"{folder} must hold a sound checkpoint; all of {', '.join(path.name for path in damaged)} are damaged. "
-            "Copy a good one there, or start again in another folder with output=."
+            f"{folder} must hold an undamaged checkpoint; all of {', '.join(path.name for path in damaged)} are "
+            "damaged. Copy a good one there, or start again in another folder with output=."
         )
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest sound checkpoint of a folder; None if it has no checkpoint.
+    """Return the newest undamaged checkpoint of a folder; None if it has no checkpoint.
 
     Damaged and unreadable checkpoints are skipped with a warning. Raise ValueError if all are damaged.
     """
@@ -105,7 +105,7 @@ def skipped(path: Path, fault: str) -> str:
 
 
 def model_folder(folder: str | Path) -> Path:
-    """Return the folder of a model's files: for a training run its newest sound checkpoint, else ``folder`` itself.
+    """Return the folder of a model's files: for a training run its newest undamaged checkpoint, else ``folder`` itself.
 
     The name of a shipped model stands for its folder, if no model or run here has this name.
 

@@ -306,7 +306,7 @@ def save_model(
 
 
 def load(folder: str | Path) -> Gecko:
-    """Load the model that ``Gecko.save`` wrote to ``folder``, or the newest sound checkpoint of a training run.
+    """Load the model that ``Gecko.save`` wrote to ``folder``, or the newest undamaged checkpoint of a training run.
 
     The model is in evaluation mode, as after transformers' ``from_pretrained``.
 

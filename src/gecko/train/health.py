@@ -50,7 +50,7 @@ def _how_to_go_on(found: GoingOn) -> str:
     if not found.usable:
         return (
             f"start again in another folder with output=: {name} has the weights that these steps began with; there "
-            "is no sound checkpoint before it."
+            "is no undamaged checkpoint before it."
         )
     if not found.aside:
         return f"continue with --resume, which goes on from {name}; it is untouched."

@@ -70,7 +70,7 @@ class Beginning:
     fixed: tuple[str, ...]
     """Overrides of the run: what earlier sessions fixed, and the precision. They are in ``run``."""
     checkpoint: Path | None
-    """The newest sound checkpoint; None if the run starts."""
+    """The newest undamaged checkpoint; None if the run starts."""
     layout: int
     """Row layout that the run started with."""
     started: datetime

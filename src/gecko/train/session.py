@@ -83,7 +83,7 @@ def train(
     error and the others raise SystemExit. The last checkpoint is kept after every error.
 
     Args:
-        resume: continue from the newest sound checkpoint in ``run.output``; start the run if there is none.
+        resume: continue from the newest undamaged checkpoint in ``run.output``; start the run if there is none.
         begin: when the command began, for ``run.minutes``; None: with this call.
         now: returns the time in seconds.
 

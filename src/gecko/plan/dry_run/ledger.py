@@ -20,7 +20,7 @@ UNIT = 512
 """Bytes that PyTorch's allocator for CUDA rounds a size up to."""
 
 PARAMETERS, GRADIENTS, OPTIMIZER = OWNED = "parameters", "gradients", "optimizer"
-KEPT, WORK, LOSS = "activations kept", "block in hand", "logits and loss"
+KEPT, WORK, LOSS = "activations kept", "block in progress", "logits and loss"
 COMMUNICATION, CARRIED, OTHER = "communication buffers", "carried states", "other"
 _COMMUNICATION = "c10d", "_c10d_functional", "fsdp"
 """Namespaces of the operations on communication buffers."""

@@ -160,7 +160,7 @@ def verify_checkpoint(path: Path, ranks: Ranks = _ALONE) -> None:
 
 
 def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
-    """Return the newest sound checkpoint, or None if the folder has no checkpoint.
+    """Return the newest undamaged checkpoint, or None if the folder has no checkpoint.
 
     Damaged and unreadable checkpoints are skipped with a warning. All ``ranks`` call this together and get the same
     result or fail together: ValueError if all checkpoints are damaged, OSError if the first rank cannot list them.
