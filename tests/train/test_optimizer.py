@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.cases import LLAMA, SMALL
 from support.whole_runs import curve, die, same_end, stop_after
 from torch import nn
 
@@ -37,6 +38,14 @@ def decayed_names(model: nn.Module, settings: OptimizerSettings) -> set[str]:
 def test_all_parameters_decay_by_default(small_run: Run) -> None:
     model = Gecko(small_run.model)
     assert decayed_names(model, OptimizerSettings()) == {name for name, _ in model.named_parameters()}
+
+
+def test_norm_weights_that_are_factors_do_not_decay_to_0() -> None:
+    model = Gecko(replace(SMALL, **LLAMA))
+    names = {name for name, _ in model.named_parameters()}
+    factors = {name for name in names if name.endswith("norm.weight")}
+    assert len(factors) == 2 * len(model.blocks) + 1
+    assert decayed_names(model, OptimizerSettings()) == names - factors
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gecko.layers.norms import BlockRMSNorm
 from gecko.train.muon import Muon
 from gecko.train.settings import OptimizerSettings
 
@@ -18,7 +19,8 @@ _FACTOR = "rate_factor"
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Return fused AdamW, or Muon with it, with allocated state.
 
-    ``decay="matrices"`` decays only ``matrix_names`` of the model. Muon updates the matrices of blocks.
+    ``decay="matrices"`` decays only ``matrix_names`` of the model; norm weights that are factors never decay. Muon
+    updates the matrices of blocks.
     """
     groups = _groups(model, settings)
     rates: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
@@ -34,9 +36,10 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
 def _groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
     """Return the parameters by the rule that updates them, their learning rate and their weight decay."""
     matrices, of_blocks = matrix_names(model), block_matrix_names(model)
+    factors = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, BlockRMSNorm)}
     groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in named_parameters(model):
-        decayed = settings.decay == "all" or name in matrices
+        decayed = name in matrices or (settings.decay == "all" and name not in factors)
         muon = settings.name == "muon" and name in of_blocks
         scaled = name in of_blocks or name in ("head.weight", "lm_head.weight")
         factor = rate_factor(model, settings, muon=muon) if scaled else 1.0
