@@ -19,10 +19,11 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 from gpu.steps import kernel_name
 
+from gecko.ops.backends import dispatch
 from gecko.ops.backends.dispatch import Launch, blocks, tile
 from gecko.ops.chunk_attention import triton_wide
 
@@ -109,7 +110,10 @@ def _edited(edits: tuple[Any, ...], name: str, module: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(own, path)
     assert spec is not None and spec.loader is not None
     sys.modules[own] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[own])
+    # The copy registers no operators: PyTorch would destroy those of the same names, and calls of them would read freed
+    # memory. Only its kernels are used.
+    with patch.object(dispatch, "custom_op", Mock()):
+        spec.loader.exec_module(sys.modules[own])
     return sys.modules[own]
 
 

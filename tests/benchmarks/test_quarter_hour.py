@@ -24,6 +24,7 @@ from gpu.shapes import Floor
 from gpu.winners import won
 from kernels.compiling import compiled
 from kernels.recording import Configuration
+from torch._library.custom_ops import OPDEFS
 from triton.backends.compiler import GPUTarget
 
 from gecko.config import GeckoConfig
@@ -208,6 +209,14 @@ def test_variants_edit_code_that_is_there(variant):
         if module is not None:
             code = variants.edited(variant.edits, f"{variant.family}_{variant.name}", module)
             assert callable(getattr(code, name.partition(".")[2]).fn)
+
+
+def test_edited_copies_leave_the_operators_registered():
+    """PyTorch destroys an operator whose name is registered again; calls of it then crash or find no memory."""
+    from gecko.ops.qk_scale_shift.triton import _qk_scale_shift
+
+    variants.edited({"qk_scale_shift.triton": ()}, "again", "qk_scale_shift.triton")
+    assert OPDEFS["gecko::qk_scale_shift"] is _qk_scale_shift.registered
 
 
 def test_an_edit_of_code_that_is_gone_is_an_error():
