@@ -80,8 +80,8 @@ class OptimizerSettings:
     weight_decay: NotNegative = 0.1
     """AdamW's weight decay: each step subtracts learning rate × weight decay × parameter."""
     decay: Literal["all", "matrices"] = "all"
-    """Which parameters decay. Norm weights are offsets from 1, so decaying ``all`` pulls them to the identity; those of
-    ``norm="rms"`` are factors and never decay."""
+    """Which parameters decay. Norm weights are offsets from 1, so decaying ``all`` pulls them to the identity.
+    Those of ``norm="rms"`` are factors, which never decay."""
     base_width: Count | None = None
     """Width (``model_dim``) of the model for which the learning rate was found. None: one rate for all parameters.
     The rates of matrices in blocks and of the head are scaled for this model's width, see ``docs/pretraining.md``."""
