@@ -47,14 +47,14 @@ def run_on_terminal(
     )
     os.close(theirs)
     output, times = bytearray(), [begin]
-    while until is None or not until():
-        if select.select([ours], [], [], 0.1)[0]:
+    while True:
+        if select.select([ours], [], [], 0.5)[0]:
             try:
                 output += os.read(ours, 1 << 16)
             except OSError:  # the terminal has no writer any more
                 break
             times.append(time.perf_counter())
-        elif process.poll() is not None and until is not None:
+        elif until is not None and (process.poll() is not None or until()):  # asked in silence: all lines are there
             break
     if until is None or process.poll() is not None:
         code = process.wait()
