@@ -12,14 +12,14 @@ from serving.templates import IGNORANT, MISTRAL, QWEN, SPECIALS, TEMPLATES
 from gecko.data import load_tokenizer
 from gecko.data.chat import PlainChat, TemplateChat, tuning_format
 from gecko.data.chats import load_chats
-from gecko.data.turns import PLAIN_FORM, Call, CallForm, Function, Turn
+from gecko.data.turns import PLAIN_FORM, CallForm, Function, FunctionCall, Turn
 
 WEATHER = Function(
     name="weather", description="Tell the weather.",
     parameters={"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 )  # fmt: skip
 NOW = Function(name="now")
-CALL = Call("weather", {"city": "Rom <|im_end|> é"}, "abcdefghi")
+CALL = FunctionCall("weather", {"city": "Rom <|im_end|> é"}, "abcdefghi")
 NAMES = {index: f"¦{name}¦" for name, index in SPECIALS.items()}
 
 

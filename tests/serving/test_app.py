@@ -17,9 +17,10 @@ from serving.waiting import until
 
 import gecko
 from gecko.data import Tokenizer
+from gecko.serving.dialogs import ChatRequest, ResponseRequest
 from gecko.serving.fields import is_required
 from gecko.serving.options import Limits
-from gecko.serving.protocol import ChatRequest, CompletionRequest, ResponseRequest, SaveState
+from gecko.serving.protocol import CompletionRequest, SaveState
 from gecko.serving.stores import SavedStates
 from gecko.serving.tokens import DetokenizeRequest, TokenizeRequest
 

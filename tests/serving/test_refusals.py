@@ -12,10 +12,11 @@ import pytest
 from serving.conftest import StartServer
 from serving.sites import OK, Site, check_error
 
+from gecko.serving.dialogs import ChatRequest
 from gecko.serving.fields import is_required
 from gecko.serving.limits import ApiError
 from gecko.serving.options import Limits
-from gecko.serving.protocol import ChatRequest, CompletionRequest
+from gecko.serving.protocol import CompletionRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [

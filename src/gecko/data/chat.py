@@ -9,44 +9,35 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from gecko.data.chat_templates import find_template, special_tokens
+from gecko.data.special_tokens import SpecialTokens
 from gecko.data.tokenizers import TokenIds, Tokenizer
 from gecko.data.turns import (
     CALL_CLOSING,
     CALL_OPENINGS,
     PLAIN_FORM,
-    Call,
     CallForm,
     Function,
+    FunctionCall,
     Turn,
     form_of,
     plain_turns,
 )
-from gecko.io.files import read_object
 from gecko.runtime.process import require
-
-CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-_MARK = "\ue000"
-"""Begins what replaces a part of a message while the template is rendered."""
-_ITSELF, _BREAK, _STAND_INS = _MARK + "\ue001", _MARK + "\ue002", 0xF0000
-"""Replacement of the mark itself; what divides special tokens; first of the characters that, after a mark, replace
-special tokens of one character, which cannot be divided."""
 
 _LONGEST = 300
 """Characters of a template's message that an error quotes."""
 _TOLD_ROLES = ("system", "developer", "tool")
 """Roles whose messages a template must not leave out."""
-_PART = 1 << 16
-"""Characters of a message that are processed in one call, which holds the GIL until it returns."""
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> TokenIds:
@@ -179,7 +170,7 @@ class TemplateChat:
     def __init__(
         self, tokenizer: Tokenizer, template: str, specials: Mapping[str, int], source: str, now: datetime | None = None
     ) -> None:
-        self._tokenizer, self._specials, self.source = tokenizer, _Specials(specials), source
+        self._tokenizer, self._specials, self.source = tokenizer, SpecialTokens(specials), source
         self.text = template
         self.stop_ids = tokenizer.special_ids | frozenset(specials.values())
         texts = {index: text for text, index in specials.items()}
@@ -237,7 +228,7 @@ class TemplateChat:
         if not self._knows_functions:
             return PLAIN_FORM
         probe, asked, answer = _probe(), [Turn("user", ".")], Turn("assistant", _new_mark())
-        call = Call(probe.name, {"x": 1}, "0" * 9)
+        call = FunctionCall(probe.name, {"x": 1}, "0" * 9)
         prompt = self._prompt(asked, [probe])
         text = self._rendered([*asked, Turn("assistant", "", calls=(call,))], [probe], generate=False)
         ending = self._rendered([*asked, answer], generate=False).partition(answer.content)[2]
@@ -435,68 +426,6 @@ def _new_mark() -> str:
     return str(secrets.randbits(128) | 1 << 127)
 
 
-class _Specials:
-    """Finds the special tokens of a rendered template, but not the same characters inside messages.
-
-    Args:
-        ids: id of each special token, by its text.
-    """
-
-    def __init__(self, ids: Mapping[str, int]) -> None:
-        self.ids = dict(ids)
-        any_of_them = "|".join(sorted(map(re.escape, ids), key=len, reverse=True)) or r"(?!)"
-        self._whole = re.compile(any_of_them)
-        # A lookahead finds all starts: special tokens may overlap or contain one another.
-        self._first = re.compile(f"(?={any_of_them})")
-        self._longest = max(map(len, ids), default=1)
-        letters = [ord(text) for text in ids if len(text) == 1]
-        self._hidden = {letter: _MARK + chr(_STAND_INS + index) for index, letter in enumerate(letters)}
-        self._hidden[ord(_MARK)] = _ITSELF
-
-    def protect(self, text: str) -> str:
-        """Mark a message so that ``split`` finds no special token in it; ``split`` removes the marks."""
-        borders = [0, *(start + 1 for start in self._starts(text)), len(text)]
-        return _BREAK.join(_translate(text[begin:end], self._hidden) for begin, end in pairwise(borders))
-
-    def protect_all(self, value: Any) -> Any:
-        """Return a value of JSON with all of its texts marked."""
-        if isinstance(value, dict):
-            return {self.protect_all(name): self.protect_all(one) for name, one in value.items()}
-        if isinstance(value, list):
-            return list(map(self.protect_all, value))
-        return self.protect(value) if isinstance(value, str) else value
-
-    def split(self, text: str) -> Iterator[str | int]:
-        """Yield the ids of special tokens and the texts between them, without marks."""
-        begin = at = 0
-        while at < len(text):
-            found = self._whole.search(text, at, at + _PART + self._longest)
-            if found is None or found.start() > at + _PART:
-                # A match beyond this part may be cut short; the next part finds it in full.
-                at += _PART
-                continue
-            yield from self._plain(text[begin : found.start()])
-            yield self.ids[found[0]]
-            begin = at = found.end()
-        yield from self._plain(text[begin:])
-
-    def _starts(self, text: str) -> Iterator[int]:
-        for begin in range(0, len(text), _PART):
-            for found in self._first.finditer(text, begin, begin + _PART + self._longest):
-                if found.start() < begin + _PART:
-                    yield found.start()
-
-    def _plain(self, text: str) -> list[str]:
-        text = text.replace(_BREAK, "")
-        for letter, hidden in self._hidden.items():  # the mark itself comes last
-            text = text.replace(hidden, chr(letter))
-        return [text] if text else []
-
-
-def _translate(text: str, table: Mapping[int, str]) -> str:
-    return "".join(text[begin : begin + _PART].translate(table) for begin in range(0, len(text), _PART))
-
-
 def find_format(tokenizer: Tokenizer, model_folder: Path, now: datetime | None = None) -> ChatFormat:
     """Return the template in the folder of the tokenizer, else the one in the folder of the model, else the plain
     format. ``now`` is the time that templates see; None: that of the clock.
@@ -508,17 +437,8 @@ def find_format(tokenizer: Tokenizer, model_folder: Path, now: datetime | None =
     if found is None:
         return PlainChat(tokenizer)
     # The folder may have special tokens that a SentencePiece model lacks; the ids of the tokenizer win.
-    specials = {**_special_tokens(found.path.parent), **tokenizer.special_texts}
+    specials = {**special_tokens(found.path.parent), **tokenizer.special_texts}
     return TemplateChat(tokenizer, found.text, specials, f"the template in {found.path}", now)
-
-
-def find_template(tokenizer: Tokenizer, model_folder: Path) -> Template | None:
-    """Return the template in the folder of the tokenizer, else the one in the folder of the model, else None.
-
-    Errors are those of ``find_format``.
-    """
-    folders = (folder for folder in (tokenizer.folder, model_folder) if folder is not None)
-    return next((found for folder in folders if (found := _read_template(folder)) is not None), None)
 
 
 def tuning_format(tokenizer: Tokenizer, model_folder: Path, now: datetime | None = None) -> TemplateChat:
@@ -527,65 +447,3 @@ def tuning_format(tokenizer: Tokenizer, model_folder: Path, now: datetime | None
     if isinstance(found, TemplateChat):
         return found
     return TemplateChat(tokenizer, DEFAULT_TEMPLATE, tokenizer.special_texts, "gecko's own chat template")
-
-
-class Template(NamedTuple):
-    """A chat template and the file that holds it."""
-
-    text: str
-    path: Path
-
-
-def _read_template(folder: Path) -> Template | None:
-    if (folder / TEMPLATE).is_file():
-        return Template(_read_text(folder / TEMPLATE), folder / TEMPLATE)
-    template = _read_json(folder / CONFIG).get("chat_template")
-    if isinstance(template, list):
-        with _naming(folder / CONFIG):
-            named = {str(entry["name"]): entry["template"] for entry in template}
-        template = _default_template(named, folder)
-    if not isinstance(template, str | None):
-        raise ValueError(f"{folder / CONFIG} must hold a chat_template that is text; got a {type(template).__name__}.")
-    return None if template is None else Template(template, folder / CONFIG)
-
-
-def _default_template(named: Mapping[str, Any], folder: Path) -> Any:
-    if "default" not in named:
-        raise ValueError(
-            f"one of several chat templates must be named 'default'; {folder / CONFIG} has {sorted(named)}. "
-            f"Save the template to use as {folder / TEMPLATE}."
-        )
-    return named["default"]
-
-
-def _special_tokens(folder: Path) -> dict[str, int]:
-    """Return text and id of the special tokens."""
-    added = _read_json(folder / "tokenizer.json").get("added_tokens", [])
-    decoder = _read_json(folder / CONFIG).get("added_tokens_decoder", {})
-    with _naming(folder):
-        every = [*added, *({"id": int(index), **token} for index, token in decoder.items())]
-        if not all(isinstance(token["content"], str) for token in every):
-            raise TypeError("the content of a token is no text")
-        return {token["content"]: int(token["id"]) for token in every if token.get("special", True)}
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Convert the errors of missing and unsuitable fields into one that names ``path``."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} must hold a tokenizer; a field is missing or of another type: {error}.") from error
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must hold a chat template as UTF-8 text; {error}.") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    return read_object(path, "a tokenizer")

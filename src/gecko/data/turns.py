@@ -121,11 +121,11 @@ class ToolCall:
     """Ignored: parts of calls in a stream have it."""
 
     @property
-    def call(self) -> Call:
-        return Call(self.function.name, self.function.arguments, self.id)
+    def call(self) -> FunctionCall:
+        return FunctionCall(self.function.name, self.function.arguments, self.id)
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A call of a function by the model."""
 
     name: str
@@ -145,7 +145,7 @@ class Turn(NamedTuple):
     content: str
     learned: bool = True
     """Whether fine-tuning learns it, if it is an answer."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
     """Calls of functions at the end of an answer."""
     call_id: str = ""
     """The call whose result a message of the role ``tool`` is."""
@@ -239,7 +239,7 @@ To call a function, write its name and arguments as a JSON object between <tool_
 </tool_call>"""
 
 
-def form_of(text: str, call: Call, ending: str) -> CallForm | None:
+def form_of(text: str, call: FunctionCall, ending: str) -> CallForm | None:
     """Return the form in which ``text`` has a call in place of an answer; None if it is no object with its fields.
 
     Args:
@@ -289,6 +289,6 @@ def plain_turns(turns: Sequence[Turn], functions: Sequence[Function]) -> list[Tu
     return found
 
 
-def _plain_call(call: Call) -> str:
+def _plain_call(call: FunctionCall) -> str:
     written = json.dumps({"name": call.name, PLAIN_FORM.arguments: call.arguments}, ensure_ascii=False)
     return f"{PLAIN_FORM.opening}{written}{PLAIN_FORM.closing}"

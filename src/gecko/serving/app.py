@@ -26,12 +26,13 @@ from gecko.runtime.process import __version__
 from gecko.serving.answer import Answer, EventStream, slices, unless_gone
 from gecko.serving.bodies import BODY, Body, ReadBodies, RequestMemory
 from gecko.serving.connection import Gate, Hosts
+from gecko.serving.dialogs import ChatRequest, ResponseRequest
 from gecko.serving.limits import HANDLERS, Admission, ApiError, invalid
 from gecko.serving.metrics import CountResponses, Metrics
 from gecko.serving.openapi import describe
 from gecko.serving.options import Limits
 from gecko.serving.prepare import Preparation, ServedModel
-from gecko.serving.protocol import ChatRequest, CompletionRequest, EngineRequest, ResponseRequest, SaveState
+from gecko.serving.protocol import CompletionRequest, EngineRequest, SaveState
 from gecko.serving.replies import Reply, StateReply, Usage, encode_answer, encode_event
 from gecko.serving.stores import ResponseStore, SavedStates, response_not_found
 from gecko.serving.tokens import DetokenizeRequest, TokenizeRequest, TokenRoutes

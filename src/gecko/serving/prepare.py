@@ -19,17 +19,15 @@ from gecko.inference.calls import CallReader
 from gecko.inference.grammar import Constraint, ConstraintError, Grammar, GrammarCompiler
 from gecko.inference.request import KeptStates, Request
 from gecko.inference.text import ChoiceText, Piece, TokenNames
+from gecko.serving.dialogs import ChatRequest, DialogRequest, ResponseRequest
 from gecko.serving.fields import Ids, parse_body
 from gecko.serving.limits import ApiError, invalid
 from gecko.serving.options import Limits
 from gecko.serving.protocol import (
     MAX_CHOICES,
-    ChatRequest,
     CompletionRequest,
-    DialogRequest,
     EngineRequest,
     GenerationRequest,
-    ResponseRequest,
     SaveState,
 )
 from gecko.serving.replies import ChatReply, CompletionReply, Reply, ResponseReply, StateReply, Usage, encode_json

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, with the fields that Gecko adds, and of vLLM's routes for tokens."""
+"""Requests of OpenAI's API, with the fields that Gecko adds. Those for chats and responses are in ``dialogs``."""
 
 from __future__ import annotations
 
@@ -6,41 +6,27 @@ import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from gecko.data.turns import (
-    Arguments,
-    Call,
     Function,
-    FunctionName,
-    ToolCall,
-    Turn,
-    linked,
 )
 from gecko.inference import Sampling
 from gecko.records import FieldError, Range
 from gecko.serving.fields import (
-    Anything,
-    FromOne,
     FromZero,
     Ids,
     JsonObject,
     JsonPart,
     LogitBias,
-    Metadata,
     Penalty,
     Prompt,
     Stop,
     StopIds,
     between,
-    conversation,
-    message_text,
     part,
-    read,
 )
 from gecko.serving.structured import GrammarField, ResponseFormat, StructuredOutputs, TextFormat
-from gecko.serving.tools import Choice, Functions, ToolChoice
 
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request, over all of its prompts."""
@@ -93,26 +79,9 @@ _UNSUPPORTED: Unsupported = {
     "allowed_token_ids": ((), "use structured_outputs or logit_bias"),
     "priority": ((0,), "requests are served by their length and arrival"),
 }
-_UNSUPPORTED_IN_CHATS = {name: _UNSUPPORTED[name] for name in _UNSUPPORTED if name not in ("tools", "tool_choice")}
-_IGNORED_IN_RESPONSES = frozenset(
-    {
-        "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "truncation",
-        "max_tool_calls", "stream_options",
-    }
-)  # fmt: skip
-_UNSUPPORTED_IN_RESPONSES: Unsupported = {
-    "background": ((False,), "the server answers while the client waits"),
-    "conversation": ((), "continue a response with previous_response_id"),
-    "prompt": ((), "give the text in input"),
-    "reasoning": (({}, {"effort": "none"}), "the model does not reason apart from its text"),
-    "include": (([],), "the output is text only"),
-    "top_logprobs": ((0,), "use /v1/chat/completions"),
-}
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
-Role = Literal["system", "developer", "user", "assistant"]
-ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 Seed = Annotated[int, Range("must be from 0 to 2^64 - 1", least=0, below=_SEEDS)]
 TopLogprobs = Annotated[int, between(0, MAX_TOP_LOGPROBS)]
 
@@ -293,217 +262,6 @@ class CompletionRequest(ChoicesRequest):
     @property
     def num_top_logprobs(self) -> int | None:
         return self.logprobs
-
-
-@dataclass(frozen=True, kw_only=True)
-class DialogRequest(GenerationRequest):
-    """Fields of chats and responses."""
-
-    tools: Functions = field(default_factory=list)
-    tool_choice: Choice | None = None
-    parallel_tool_calls: bool = True
-    """Whether an answer may have several calls of functions. One that must call a function has one call."""
-
-    @property
-    def functions(self) -> Sequence[Function]:
-        return () if self.choice.mode == "none" else self.tools
-
-    @property
-    def enforced(self) -> Sequence[Function]:
-        choice = self.choice
-        named = [function for function in self.tools if choice.name in (None, function.name)]
-        return named if choice.mode == "required" else ()
-
-    @property
-    def choice(self) -> ToolChoice:
-        return self.tool_choice or ToolChoice()
-
-    def turns(self, known: Mapping[str, str] | None) -> Sequence[Turn]:
-        """Return the messages; ``known`` are the names of functions by the ids of calls before them; None: any.
-
-        Raises:
-            FieldError: a result belongs to no call.
-        """
-        raise NotImplementedError
-
-    def check_choice(self) -> None:
-        """Raise FieldError if the chosen function is missing, or a constraint of the text forbids calls."""
-        choice = self.choice
-        if choice.mode == "required" and not self.enforced:
-            known = ", ".join(function.name for function in self.tools[:20]) or "none"
-            got = choice.mode if choice.name is None else repr(choice.name[:100])
-            raise FieldError(f"tool_choice must be of the tools, which are {known}; got {got}", "tool_choice")
-        if self.functions and not self.enforced and self.grammar() is not None:
-            name = "structured_outputs" if self.structured_outputs else self.format_field
-            rule = "must be left out beside tools unless tool_choice is none or required: a call does not match it"
-            raise FieldError(f"{name} {rule}", name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatMessage(JsonPart):
-    """One turn of a conversation; ``content`` is the text of all its parts."""
-
-    role: ChatRole
-    content: Annotated[str, message_text("text")]
-    name: str | None = None
-    cache_control: Anything = None
-    """Accepted and ignored, as ``name``: chat formats do not use it."""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    """Calls at the end of an answer; ``content`` may then be absent."""
-    tool_call_id: str | None = None
-    """The call whose result a message of the role ``tool`` has."""
-
-    @classmethod
-    def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        empty = values.get("tool_calls") and values.get("content") is None
-        return super().clean({**values, "content": ""} if empty else values)
-
-    def __post_init__(self) -> None:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("must have tool_calls in messages of the assistant only")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("must have tool_call_id if and only if its role is tool")
-
-    @property
-    def turn(self) -> Turn:
-        calls = tuple(one.call for one in self.tool_calls)
-        return Turn(self.role, self.content, calls=calls, call_id=self.tool_call_id or "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatRequest(DialogRequest, ChoicesRequest):
-    """Body of ``POST /v1/chat/completions``."""
-
-    unsupported, ignored = _UNSUPPORTED_IN_CHATS, _IGNORED - {"parallel_tool_calls"}
-    length_fields = ("max_completion_tokens", "max_tokens")
-    messages: Annotated[list[ChatMessage], conversation(partial(read, ChatMessage))]
-    max_tokens: FromOne | None = None
-    max_completion_tokens: FromOne | None = None
-    logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_choice()
-        if self.state is None:
-            self.turns({})
-        if self.top_logprobs and not self.logprobs:
-            raise FieldError("top_logprobs needs logprobs: true", "top_logprobs")
-
-    def turns(self, known: Mapping[str, str] | None) -> Sequence[Turn]:
-        return linked([message.turn for message in self.messages], "messages", known)
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputMessage(JsonPart):
-    """One message of ``input``; an output item of an earlier response also is one."""
-
-    type: Literal["message"] = "message"
-    role: Role
-    content: Annotated[str, message_text("input_text", "output_text", "text")]
-    id: str | None = None
-    status: str | None = None
-
-    @property
-    def turn(self) -> Turn:
-        return Turn(self.role, self.content)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputCall(JsonPart):
-    """A call of a function by the model."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: FunctionName
-    arguments: Arguments
-    id: str | None = None
-    status: str | None = None
-
-    @property
-    def turn(self) -> Turn:
-        return Turn("assistant", "", calls=(Call(self.name, self.arguments, self.call_id),))
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputResult(JsonPart):
-    """The result of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Annotated[str, message_text("input_text", "text")]
-    id: str | None = None
-    status: str | None = None
-
-    @property
-    def turn(self) -> Turn:
-        return Turn("tool", self.output, call_id=self.call_id)
-
-
-InputItem = InputMessage | InputCall | InputResult
-_ITEMS: Mapping[str, type[InputItem]] = {
-    "message": InputMessage, "function_call": InputCall, "function_call_output": InputResult
-}  # fmt: skip
-
-
-def _item(value: Any, name: str) -> InputItem:
-    kind = str(value.get("type") or "message") if isinstance(value, dict) else "message"
-    if kind not in _ITEMS:
-        raise FieldError(f"{name} must be an item of type {' or '.join(_ITEMS)}; other types are not supported", name)
-    return read(_ITEMS[kind], value, name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextOptions(JsonPart):
-    """``text`` of a request."""
-
-    format: Annotated[TextFormat, part(TextFormat)] | None = None
-    verbosity: Literal["medium"] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResponseRequest(DialogRequest):
-    """Body of ``POST /v1/responses``: a chat with one choice, whose state is kept."""
-
-    unsupported, ignored = _UNSUPPORTED_IN_RESPONSES, _IGNORED_IN_RESPONSES
-    length_fields, format_field = ("max_output_tokens",), "text.format"
-    input: Annotated[list[InputItem], conversation(_item, str | list[InputItem])]
-    """Messages, calls and their results; a text is a message of the user."""
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    store: bool = True
-    max_output_tokens: FromOne | None = None
-    text: Annotated[TextOptions, part(TextOptions)] | None = None
-    metadata: Metadata = field(default_factory=dict)
-
-    @classmethod
-    def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        kept = super().clean(values)
-        if isinstance(kept.get("input"), str):
-            kept["input"] = [{"role": "user", "content": kept["input"]}]
-        return kept
-
-    def __post_init__(self) -> None:
-        if self.previous_response_id is not None and self.state is not None:
-            raise ValueError("a request must continue previous_response_id or state; got both. Leave out one of them")
-        self.check_choice()
-
-    def turns(self, known: Mapping[str, str] | None) -> Sequence[Turn]:
-        """Return the instructions and the input; calls that follow an answer are a part of it."""
-        found = [] if self.instructions is None else [Turn("system", self.instructions)]
-        for turn in linked([item.turn for item in self.input], "input", known):
-            if turn.calls and found and found[-1].role == "assistant":
-                turn = found[-1]._replace(calls=found.pop().calls + turn.calls)
-            found.append(turn)
-        return found
-
-    @property
-    def format(self) -> TextFormat | None:
-        return None if self.text is None else self.text.format
 
 
 @dataclass(frozen=True, kw_only=True)

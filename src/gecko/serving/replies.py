@@ -15,8 +15,8 @@ from typing import Any
 from gecko.data.turns import Function
 from gecko.inference.calls import CallPart
 from gecko.inference.text import Piece, TokenLogprob, TokenText
+from gecko.serving.dialogs import ResponseRequest
 from gecko.serving.limits import ApiError
-from gecko.serving.protocol import ResponseRequest
 
 _PART = 1 << 10
 """Elements of a list that are encoded at once."""

@@ -14,13 +14,12 @@ from gecko.data.tokenizers import TokenIds
 from gecko.data.turns import linked
 from gecko.inference.text import TokenNames
 from gecko.records import FieldError
+from gecko.serving.dialogs import ChatMessage, Functions
 from gecko.serving.fields import Ids, JsonPart, conversation, parse_body, read
 from gecko.serving.limits import ApiError, invalid
 from gecko.serving.options import Limits
 from gecko.serving.prepare import MAX_ECHO_IDS, ServedModel
-from gecko.serving.protocol import ChatMessage
 from gecko.serving.replies import encode_json
-from gecko.serving.tools import Functions
 
 _PART = 1 << 16
 """Ids that are encoded as JSON at once: a call holds the GIL until it returns."""

@@ -27,7 +27,8 @@ from gecko.data import (
     load_tokenizer,
     open_training_data,
 )
-from gecko.data.chat import TEMPLATE, TemplateChat, tuning_format
+from gecko.data.chat import TemplateChat, tuning_format
+from gecko.data.chat_templates import TEMPLATE
 from gecko.data.chats import ChatCorpus, ChatRows, load_chats, read_chats
 from gecko.data.loader import batch_of
 from gecko.data.packing import ROW_LAYOUT, CorpusShare

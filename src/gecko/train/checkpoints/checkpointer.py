@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gecko.data.byte_files import write_byte_tokenizer
-from gecko.data.chat import TEMPLATE
+from gecko.data.chat_templates import TEMPLATE
 from gecko.data.tokenizers import ByteTokenizer, copy_tokenizer, holds_tokenizer
 from gecko.io.checkpoints import CHECKPOINTS, SHARDS, Entries, checkpoint_step, read_manifest
 from gecko.io.files import parse_object, whole_file
