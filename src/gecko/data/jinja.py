@@ -52,7 +52,7 @@ class _Work(threading.local):
             raise TemplateError("it takes too many rounds, or makes too much text, for these messages")
 
     def weigh(self, value: Any) -> int:
-        """Take the size of a value with all that it holds, in items and characters, from the budget, and return it."""
+        """Subtract the size of a value with its contents, in items and characters, from the budget; return the size."""
         total, held = 0, [value]
         while held:
             one = held.pop()

@@ -29,7 +29,7 @@ class CallPart:
     index: int
     """Number of the call in the answer."""
     arguments: str
-    """What follows of the arguments, as JSON."""
+    """Next part of the JSON text of the arguments."""
     id: str = ""
     """Identifier of the call, in its first part."""
     name: str = ""
@@ -64,7 +64,7 @@ class CallReader:
         self._between = re.compile(rf"(?:[\s,;\[\]]|{self._opening.pattern}|{CALL_CLOSING})*+")
         self._held, self._taken = "", 0
         self._region: str | None = "" if opened else None
-        """What was read since an opening; None outside of calls."""
+        """Text since an opening; None outside calls."""
         self._object: _Object | None = None
         self._silent = opened
         """Whether no text may follow."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import is_package, kernels_of, products_are_rounded
+from gecko.ops.backends.dispatch import is_package, kernels_of, on_gpu, products_are_rounded
 from gecko.runtime.records import TensorRecord, map_tensors, tensors_of
 from gecko.runtime.transfer import to_device
 from gecko.segments import Segments
@@ -56,6 +56,13 @@ def linear_dtype(x: Tensor) -> torch.dtype:
     if not torch.is_autocast_enabled(device) or (device == "cpu" and products_are_rounded()):
         return x.dtype
     return torch.get_autocast_dtype(device)
+
+
+def float32_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a b in float32 for batches of matrices of one dtype. Sums over 16-bit factors are not rounded."""
+    if on_gpu(a) and a.itemsize == 2:
+        return torch.bmm(a, b, out_dtype=torch.float32, out=out)
+    return torch.bmm(a.float(), b.float(), out=out)
 
 
 def from_linear(y: Tensor, x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, tile
 from gecko.ops.chunk_attention.triton_layout import log_weights, operand, product_of_rows, query_tile
-from gecko.ops.working_memory.chunked import product
+from gecko.ops.common import float32_product
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -330,7 +330,7 @@ def wide_backward(
         values = piece.of(_windows(v, shape, piece), shape.before - piece.previous)
         for band in shape.bands():
             keys = products.shape[2] - chunk_size + band.stop
-            product(piece.of(shape.blocked(grad))[:, band], values[:, :keys].mT, out=products[:, band, :keys])
+            float32_product(piece.of(shape.blocked(grad))[:, band], values[:, :keys].mT, out=products[:, band, :keys])
         arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece) | dict(
             p_products=products, p_dot=dot, p_weights=p, p_scores=ds
         )

@@ -60,7 +60,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[block] = linear(grad, projection.t())
             if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), read[block])
+                _product(grad.t(), read[block].t(), onto=grad_weight)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total / count
 
@@ -137,19 +137,17 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
     return torch.bfloat16 if products_are_rounded() and hidden.dtype == torch.float32 else hidden.dtype
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a bᵀ in float32 or wider. On a GPU, sums of 16-bit products are not rounded to 16 bits."""
+def _product(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
+    """Return a bᵀ in float32 or wider, added to ``onto`` in its memory if it is given.
+
+    On a GPU, sums of 16-bit products are not rounded to 16 bits.
+    """
     if on_gpu(a) and a.dtype in (torch.bfloat16, torch.float16):
+        if onto is not None:
+            return torch.addmm(onto, a, b.t(), out_dtype=torch.float32, out=onto)
         return torch.mm(a, b.t(), out_dtype=torch.float32)
-    return linear(a, b).to(compute_dtype(a))
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to ``total``, as ``_product`` computes it."""
-    if on_gpu(a) and a.dtype in (torch.bfloat16, torch.float16):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += _product(a, b.t())
+    found = linear(a, b).to(compute_dtype(a))
+    return found if onto is None else onto.add_(found)
 
 
 def _blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:

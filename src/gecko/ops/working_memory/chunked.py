@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.dispatch import on_gpu
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.working_memory.rules import ChunkSummary, Rule, WorkingMemoryState, empty_summary, with_identity
 from gecko.runtime.transfer import to_device
@@ -84,13 +83,6 @@ class Grid:
         """Return the places with tokens of x (B, H, n, c, d), as (B, H, T, d)."""
         x = x.flatten(2, 3)
         return x[:, :, self.phase : x.shape[2] - self.empty]
-
-
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a b in float32 for batches of matrices of one dtype. Sums over 16-bit factors are not rounded."""
-    if on_gpu(a) and a.itemsize == 2:
-        return torch.bmm(a, b, out_dtype=torch.float32, out=out)
-    return torch.bmm(a.float(), b.float(), out=out)
 
 
 class _AffineChain(torch.autograd.Function):

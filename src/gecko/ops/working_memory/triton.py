@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import custom_op
-from gecko.ops.working_memory.chunked import Grid, normalisers_of, product
+from gecko.ops.common import float32_product
+from gecko.ops.working_memory.chunked import Grid, normalisers_of
 from gecko.ops.working_memory.rules import (
     Adaptive,
     ChunkSummary,
@@ -202,7 +203,7 @@ def summarise(
     phi, psi = features(k, counted, weight, before, adaptive, v.dtype)
     assert phi is not None
     shape = (*k.shape[:3], k.shape[4], -1)
-    return product(phi.mT, psi).view(shape), product(phi.mT, v.flatten(0, 2)).view(shape)
+    return float32_product(phi.mT, psi).view(shape), float32_product(phi.mT, v.flatten(0, 2)).view(shape)
 
 
 @custom_op("memory_summarise_backward")

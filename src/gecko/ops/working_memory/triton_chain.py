@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
-from gecko.ops.working_memory.chunked import product
+from gecko.ops.common import float32_product
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -159,7 +159,7 @@ def chain_backward_forms(
         p_grad_rho=grad_rho, p_even=even, p_odd=odd,
     )  # fmt: skip
     Launch(_chain_backward_kernel, grid, common | tensors, warps=8, stages=2).run()
-    grad_a = product(totals.flatten(0, 1), memories[:, :steps].flatten(0, 1).mT).view_as(a)
+    grad_a = float32_product(totals.flatten(0, 1), memories[:, :steps].flatten(0, 1).mT).view_as(a)
     return grad_a, grad_first, grad_b, grad_rho.sum(2), _last(a, even, odd)
 
 
