@@ -60,7 +60,7 @@ RUNGS: tuple[Step, ...] = (
 )
 """Each rung has the changes of all rungs above it. In all of them a query attends to at most 128 bytes."""
 FIRST = ("+ working memory = Gecko", "+ SwiGLU", "megalodon, ungated")
-"""Rungs that decide the sign of Gecko against either Megalodon are trained before the others of their seed."""
+"""Rungs that decide the sign of Gecko against either Megalodon are trained first, with all seeds."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ def plan(given: argparse.Namespace) -> list[Planned]:
     names = [name for name, _ in RUNGS]
     if given.rates:
         return [Planned(name, 0, rate, True) for name in names for rate in RATES]
-    ordered = sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
-    return [Planned(name, seed, 8e-3, False) for seed in given.seeds for name in ordered]
+    others = tuple(name for name in names if name not in FIRST)
+    return [Planned(name, seed, 8e-3, False) for group in (FIRST, others) for seed in given.seeds for name in group]
 
 
 def main() -> None:
