@@ -1,5 +1,7 @@
 """From Megalodon to Gecko, one change a rung: a million parameters, 10 MB of novels, three seeds, four test novels.
 
+Beside the ladder stand the two ends at four million parameters (two seeds), the Llama, and other forms of Gecko.
+
     python benchmarks/ladder.py --books books --out runs/ladder --jobs 2           # train, score and write the table
     python benchmarks/ladder.py --books books --out runs/ladder --rates --jobs 2   # 2 MB at three rates for every rung
 
@@ -21,7 +23,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +49,7 @@ BEGIN, END = "<!-- benchmarks/ladder.py -->\n", "<!-- end ladder -->\n"
 MARGIN = 0.005
 """Nats per byte that a difference must exceed to matter."""
 
-Step = tuple[str, tuple[str, ...]]
-RUNGS: tuple[Step, ...] = (
+CHANGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("megalodon, ungated", ("model.swiglu=false", "model.ffn_dim=384")),
     ("+ SwiGLU", ("model.swiglu=true", "model.ffn_dim=256")),
     ("+ plain residual", ("model.two_hop_residual=false",)),
@@ -59,30 +60,63 @@ RUNGS: tuple[Step, ...] = (
     ("+ working memory = Gecko", ("model.memory=adaptive",)),
 )
 """Each rung has the changes of all rungs above it. In all of them a query attends to at most 128 bytes."""
-FIRST = ("+ working memory = Gecko", "+ SwiGLU", "megalodon, ungated")
-"""Rungs that decide the sign of Gecko against either Megalodon are trained first, with all seeds."""
+GATED, GECKO = CHANGES[1][0], CHANGES[-1][0]
+GATED_4M, GECKO_4M = "Megalodon with SwiGLU, 4 M", "Gecko, 4 M"
+SIZES = {"1 M": (GATED, GECKO, 3), "4 M": (GATED_4M, GECKO_4M, 2)}
+"""By number of parameters: the paper's Megalodon, Gecko, and their seeds."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A recipe with overrides and a learning rate; ``base`` names the model that its loss is compared with."""
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...]
+    base: str = ""
+    rate: float = 8e-3
+    seeds: int = 3
+
+
+def _rungs() -> Iterator[Model]:
+    overrides: tuple[str, ...] = ()
+    for number, (name, added) in enumerate(CHANGES):
+        overrides += added
+        yield Model(name, "compare_megalodon", overrides, CHANGES[number - 1][0] if number else "")
+
+
+RUNGS = tuple(_rungs())
+BESIDE = (
+    Model(GECKO_4M, "compare_gecko_4m", (), seeds=2),
+    Model(GATED_4M, "compare_megalodon_4m", ("model.swiglu=true", "model.ffn_dim=512"), GECKO_4M, seeds=2),
+    Model("Llama 2, 4 M", "compare_llama_4m", (), GECKO_4M, 2e-3, seeds=2),
+    Model("Llama 2", "compare_llama", (), GECKO),
+    Model("Llama 2, half the learning rate", "compare_llama", (), GECKO, 4e-3),
+    Model("Gecko, gate on attention and memory", "compare_gecko", ("model.gate=sum",), GECKO),
+    Model("Gecko as the paper's text has it", "compare_paper", (), GECKO),
+    Model("Gekko, the authors' later design", "compare_gekko", (), GECKO),
+)
+MODELS = {model.name: model for model in (*RUNGS, *BESIDE)}
+FIRST = ((GECKO, GATED, CHANGES[0][0]), (GECKO_4M, GATED_4M))
+"""Models that decide the sign of Gecko against either Megalodon are trained first, with all seeds."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    rung: str
+    model: Model
     seed: int
     rate: float
     tuning: bool
 
     def folder(self, out: Path) -> Path:
-        number = next(i for i, (name, _) in enumerate(RUNGS) if name == self.rung)
+        number = list(MODELS).index(self.model.name)
         return out / f"{'rate' if self.tuning else 'rung'}-{number}-{self.rate:g}-seed-{self.seed}"
 
     def settings(self) -> list[str]:
-        """Return the overrides of ``compare_megalodon`` that make this rung."""
-        changes: list[str] = []
-        for name, added in RUNGS:
-            changes += added
-            if name == self.rung:
-                break
+        """Return the overrides of the recipe."""
         steps = ["steps=244"] if self.tuning else []
-        return [*changes, *steps, f"optimizer.learning_rate={self.rate:g}", f"seed={self.seed}", "sample.tokens=0"]
+        overrides = [*self.model.overrides, *steps, f"optimizer.learning_rate={self.rate:g}", f"seed={self.seed}"]
+        return [*overrides, "sample.tokens=0"]
 
 
 def split_books(books: Path, out: Path) -> dict[str, Path]:
@@ -102,7 +136,7 @@ def train(planned: Planned, out: Path, folders: dict[str, Path]) -> Path:
     """Train a run, or continue it; its held-out losses are of the tuning novels. Return its folder."""
     folder = planned.folder(out)
     command = [
-        sys.executable, "-m", "gecko", "train", "compare_megalodon", *planned.settings(),
+        sys.executable, "-m", "gecko", "train", planned.model.recipe, *planned.settings(),
         f"data.source={folders['train']}", f"data.validation={folders['tuning']}",
         f"evaluation.final_rows={768 if planned.tuning else 64}", "--out", str(folder), "--resume",
     ]  # fmt: skip
@@ -147,12 +181,12 @@ def run(planned: Planned, out: Path, folders: dict[str, Path], table: Table) -> 
     tuned = json.loads((folder / "results.json").read_text(encoding="utf-8"))["nats_per_byte"]
     where = (str(code_version()["commit"])[:7], processor_name())
     if planned.tuning:
-        table.add(planned.rung, planned.seed, f"{planned.rate:g}", f"{tuned:.5f}", *where)
+        table.add(planned.model.name, planned.seed, f"{planned.rate:g}", f"{tuned:.5f}", *where)
         return
     model = load_any(folder).eval()
     losses = [f"{score(model, folders['test'] / f'{name}.txt'):.5f}" for name in TEST]
     size = sum(parameter.numel() for parameter in model.parameters())
-    table.add(planned.rung, planned.seed, f"{planned.rate:g}", size, *losses, f"{tuned:.5f}", *where)
+    table.add(planned.model.name, planned.seed, f"{planned.rate:g}", size, *losses, f"{tuned:.5f}", *where)
 
 
 def losses_of(rung: str) -> dict[int, list[float]]:
@@ -163,12 +197,12 @@ def losses_of(rung: str) -> dict[int, list[float]]:
         }
 
 
-def contrast(rung: str, base: str) -> tuple[float, float, float, int] | None:
-    """Return a rung's loss less that of ``base``, its 95 % interval, and the number of seeds; None without a seed.
+def contrast(name: str, base: str) -> tuple[float, float, float, int] | None:
+    """Return a model's loss less that of ``base``, its 95 % interval, and the number of seeds; None without a seed.
 
     The interval is the wider one of Student's t over seeds and over novels, each of the means over the other.
     """
-    one, other = losses_of(rung), losses_of(base)
+    one, other = losses_of(name), losses_of(base)
     seeds = sorted(one.keys() & other.keys())
     if not seeds:
         return None
@@ -185,23 +219,26 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def page() -> str:
-    """Return the ladder as a Markdown table: each rung's loss, and its difference to the rung above."""
-    lines = ["| rung | seeds | nats per byte | change | 95 % interval |", "|---|---:|---:|---:|---|"]
-    for number, (name, _) in enumerate(RUNGS):
-        found = losses_of(name)
-        change = contrast(name, RUNGS[number - 1][0]) if number and found else None
+    """Return two Markdown tables: rungs, each beside the rung above, and other models beside Gecko of their size."""
+    return _table("rung", "change", RUNGS) + "\n" + _table("beside the ladder", "minus Gecko", BESIDE)
+
+
+def _table(title: str, difference: str, models: Sequence[Model]) -> str:
+    lines = [f"| {title} | seeds | nats per byte | {difference} | 95 % interval |", "|---|---:|---:|---:|---|"]
+    for model in models:
+        found, change = losses_of(model.name), contrast(model.name, model.base)
         shown = ("", "") if change is None else (f"{change[0]:+.4f}", f"{change[1]:+.4f} .. {change[2]:+.4f}")
         loss = f"{np.mean(list(found.values())):.4f}" if found else "not run"
-        lines.append(f"| {name} | {len(found)} | {loss} | {shown[0]} | {shown[1]} |")
+        lines.append(f"| {model.name} | {len(found)} | {loss} | {shown[0]} | {shown[1]} |")
     return "\n".join(lines) + "\n"
 
 
-def plan(given: argparse.Namespace) -> list[Planned]:
-    names = [name for name, _ in RUNGS]
-    if given.rates:
-        return [Planned(name, 0, rate, True) for name in names for rate in RATES]
-    others = tuple(name for name in names if name not in FIRST)
-    return [Planned(name, seed, 8e-3, False) for group in (FIRST, others) for seed in given.seeds for name in group]
+def plan(rates: bool) -> list[Planned]:
+    if rates:
+        return [Planned(model, 0, rate, True) for model in RUNGS for rate in RATES]
+    groups = (*FIRST, [name for name in MODELS if not any(name in group for group in FIRST)])
+    ordered = [(MODELS[name], seed) for group in groups for seed in range(3) for name in group]
+    return [Planned(model, seed, model.rate, False) for model, seed in ordered if seed < model.seeds]
 
 
 def main() -> None:
@@ -209,7 +246,7 @@ def main() -> None:
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rates", action="store_true", help="tune the learning rates instead")
-    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
     given = parser.parse_args()
@@ -223,7 +260,8 @@ def main() -> None:
         columns = ("rung", "seed", "rate", "parameters", *TEST, "tuning_novels", "commit", "processor")
         table = Table(given.results / "ladder.csv", columns)
     ended = table.keys()
-    open_ = [one for one in plan(given) if (one.rung, str(one.seed), f"{one.rate:g}") not in ended]
+    wanted = [one for one in plan(given.rates) if one.model.name in given.only]
+    open_ = [one for one in wanted if (one.model.name, str(one.seed), f"{one.rate:g}") not in ended]
     with ThreadPoolExecutor(given.jobs) as pool:
         for future in [pool.submit(run, one, given.out, folders, table) for one in open_]:
             future.result()
