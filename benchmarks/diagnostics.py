@@ -188,7 +188,7 @@ def page() -> str:
     lines = [
         "# Synthetic tasks, and what the memory tells apart",
         "",
-        "Made by `python benchmarks/diagnostics.py page` of `../scores.csv`; `../results.csv` has commands, "
+        "Made by `python benchmarks/diagnostics.py page` of `../scores.csv.gz`; `../results.csv` has commands, "
         "hardware and versions. Intervals: Wilson, 95 %, of the answers of the runs named; runs differ by more.",
         "",
     ]

@@ -3,16 +3,18 @@
     python benchmarks/kept.py perplexity/compare_gecko runs/gecko/eval/perplexity.json    # add a result, or replace it
 
 ``results.csv`` has a line for each result: command, code, machine, and the settings that pages show; the command has
-the others. ``scores.csv`` has a line for each number. Wilson intervals are left out, as they follow from value and n.
-An empty cell in columns such as the machine or the score repeats the one above. ``rows.csv`` has the losses by held-out
-row from which intervals are computed, a column for each result. A result is a file of ``gecko eval --out`` or of a
-benchmark, or the ``comparison.json`` of ``gecko compare``.
+the others. ``scores.csv.gz`` has a line for each number. Wilson intervals are left out, as they follow from value and
+n. An empty cell in columns such as the machine or the score repeats the one above. ``rows.csv.gz`` has the losses by
+held-out row from which intervals are computed, a column for each result. A result is a file of ``gecko eval --out`` or
+of a benchmark, or the ``comparison.json`` of ``gecko compare``.
 """
 
 from __future__ import annotations
 
 import csv
 import functools
+import gzip
+import io
 import json
 import re
 import sys
@@ -35,7 +37,7 @@ _REPEATED = {
 }  # fmt: skip
 """Columns in which an empty cell repeats the one above."""
 _JOINT = "; "
-_DIGITS, _SHARE_DIGITS = 7, 4
+_DIGITS, _ROW_DIGITS, _SHARE_DIGITS = 7, 6, 4
 
 _FIRST = {"difference": None, "difference_interval": None}
 
@@ -43,13 +45,18 @@ Record = dict[str, Any]
 """A result as in its file, as far as it is kept."""
 
 
+def _path(table: str) -> Path:
+    return FOLDER / (f"{table}.csv" if table == "results" else f"{table}.csv.gz")
+
+
 @functools.cache
 def _table(table: str) -> list[dict[str, str]]:
-    path = FOLDER / f"{table}.csv"
+    path = _path(table)
     if not path.exists():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
-        lines, above = list(csv.DictReader(file)), dict[str, str]()
+    content = path.read_bytes()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    lines, above = list(csv.DictReader(io.StringIO(text, newline=""))), dict[str, str]()
     for line in lines:
         above |= {column: line[column] for column in _REPEATED[table] if line[column]}
         line |= above
@@ -163,7 +170,7 @@ def keep(name: str, path: Path) -> None:
     losses = (record.get("details") or {}).get("rows", [])
     rows += [{} for _ in range(len(losses) - len(rows))]
     for row, loss in zip(rows, losses, strict=False):
-        row[name] = f"{loss:.{_DIGITS}g}"
+        row[name] = f"{loss:.{_ROW_DIGITS}g}"
     _write("results", sorted(results, key=lambda one: one["name"]))
     _write("scores", sorted(kept_scores, key=lambda one: one["name"]))
     _write("rows", rows)
@@ -221,13 +228,16 @@ def _rows(interval: Mapping[str, Any] | None) -> int:
 def _write(table: str, lines: Sequence[Mapping[str, str]]) -> None:
     columns = list(dict.fromkeys(column for line in lines for column in line))
     above: dict[str, str] = {}
-    with (FOLDER / f"{table}.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        for line in lines:
-            repeated = [column for column in _REPEATED[table] if above.get(column) == line[column]]
-            writer.writerow({**line, **dict.fromkeys(repeated, "")})
-            above = dict(line)
+    text, path = io.StringIO(), _path(table)
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        repeated = [column for column in _REPEATED[table] if above.get(column) == line[column]]
+        writer.writerow({**line, **dict.fromkeys(repeated, "")})
+        above = dict(line)
+    content = text.getvalue().encode()
+    # Without a time, equal tables are equal files.
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
 if __name__ == "__main__":

@@ -284,7 +284,7 @@ def _score(name: str, values: Values, marks: NDArray[np.bool_], where: Mapping[s
 def page() -> str:
     lines = [
         "# Effect of long context on the loss, with and without a working memory", "",
-        "Made by `python benchmarks/long_context.py page` of `../scores.csv`. Models of 1 M parameters on "
+        "Made by `python benchmarks/long_context.py page` of `../scores.csv.gz`. Models of 1 M parameters on "
         "bytes; nats per byte with 95 % intervals over blocks of 1,024 bytes. A positive number is a gain.", "",
     ]  # fmt: skip
     for name in kept.names("long_context"):

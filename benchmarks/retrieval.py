@@ -253,8 +253,8 @@ def page() -> str:
     lines = [
         "# Retrieval past the attention window",
         "",
-        "Made by `python benchmarks/retrieval.py page` of `../scores.csv`; `../results.csv` has commands, hardware and "
-        "versions. Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its question. "
+        "Made by `python benchmarks/retrieval.py page` of `../scores.csv.gz`; `../results.csv` has commands, hardware "
+        "and versions. Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its question. "
         "Each row is one model: another seed may differ by more.",
         "",
     ]
