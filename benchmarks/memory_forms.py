@@ -250,11 +250,11 @@ def page() -> str:
         "# Other forms of the working memory",
         "",
         "Made by `python benchmarks/memory_forms.py page` of `../scores.csv.gz` and `../rows.csv.gz`. Recall: 16 "
-        "pairs in rows of 256 tokens, one layer, as in `diagnose/README.md`, share of right answers 2 and more chunks away by "
-        "seed. Novels: 1 M parameters, 10 MB, products in bfloat16, loss on 768 held-out rows (nats per byte, 95 % "
-        "over rows). Gibbon: loss on bytes 2 M to 4 M of one text that is read from its start. Both by seed: for the "
-        "first form the loss, for the others the difference to it with the same seed. Keys: least and greatest length "
-        "of the memory's keys by layer and head, after the training on novels.",
+        "pairs in rows of 256 tokens, one layer, as in `diagnose/README.md`, share of right answers 2 and more chunks"
+        " away by seed. Novels: 1 M parameters, 10 MB, products in bfloat16, loss on 768 held-out rows (nats per "
+        "byte, 95 % over rows). Gibbon: loss on bytes 2 M to 4 M of one text that is read from its start. Both by "
+        "seed: for the first form the loss, for the others the difference to it with the same seed. Keys: least and "
+        "greatest length of the memory's keys by layer and head, after the training on novels.",
         "",
         "| form | recall | novels | Gibbon | keys |",
         "|---|---:|---:|---:|---:|",
