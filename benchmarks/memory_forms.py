@@ -45,7 +45,7 @@ from gecko.recipes import apply_overrides, get_recipe
 from gecko.records import build
 from gecko.runtime.process import keep_freed_memory
 from gecko.train import train
-from gecko.train.overrides import set_fields
+from gecko.train.settings import set_fields
 
 FOLDER = kept.FOLDER / "memory_forms"
 LENGTHS = "memory_forms/lengths"

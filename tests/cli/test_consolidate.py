@@ -13,15 +13,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import gecko
-from gecko.io.checkpoints import list_checkpoints
+from gecko.io.checkpoints import list_checkpoints, verify_files
 from gecko.train import Run
-from gecko.train.checkpoints.folders import (
-    all_files,
-    flushed_entries,
-    verify_checkpoint,
-    write_checkpoint,
-    write_manifest,
-)
+from gecko.train.checkpoints.folders import all_files, flushed_entries, write_checkpoint, write_manifest
 
 Command = Callable[..., Any]
 CONFIG = gecko.GeckoConfig(
@@ -77,7 +71,7 @@ def test_a_run_becomes_its_newest_checkpoints_model(
     # The command leaves the checkpoints unchanged.
     for checkpoint in list_checkpoints(run_folder / "checkpoints"):
         assert not (checkpoint / "model.safetensors").exists()
-        verify_checkpoint(checkpoint)
+        verify_files(checkpoint)
 
 
 def test_another_model_is_not_overwritten(
@@ -118,12 +112,12 @@ def test_a_checkpoint_takes_in_its_own_model_and_stays_whole(
         result = command("consolidate", checkpoint)
         assert result.exit_code == 0, result.output
         assert torch.equal(loaded(checkpoint), logits[4])
-        verify_checkpoint(checkpoint)
+        verify_files(checkpoint)
     assert all(path.read_bytes() == content for path, content in before.items())
     model = checkpoint / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1] + b"\xff")
     with pytest.raises(ValueError, match=r"model\.safetensors"):
-        verify_checkpoint(checkpoint)
+        verify_files(checkpoint)
 
 
 def test_other_commands_read_what_was_joined(command: Command, run_folder: Path, tmp_path: Path) -> None:

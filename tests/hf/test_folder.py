@@ -19,7 +19,7 @@ from gecko.data import ByteTokenizer, load_tokenizer
 from gecko.hf import GeckoConfig, GeckoForCausalLM, GeckoModel, byte_tokenizer
 from gecko.layers.gated_attention import GatedAttention
 from gecko.train import DataSettings, Run, train
-from gecko.train.tokenizer import known_tokenizer
+from gecko.train.model import known_tokenizer
 
 
 @pytest.mark.parametrize("variant", cases.VARIANTS)

@@ -17,10 +17,10 @@ from support.jobs import Jobs
 from support.whole_runs import losses
 
 import gecko
-from gecko.io.checkpoints import list_checkpoints, read_manifest
+from gecko.io.checkpoints import list_checkpoints, read_manifest, verify_files
 from gecko.train import CheckpointSettings, ParallelSettings, Run, train
-from gecko.train.checkpoints.checkpointer import checkpoints_folder, write_model
-from gecko.train.checkpoints.folders import latest_checkpoint, verify_checkpoint, write_manifest
+from gecko.train.checkpoints.content import checkpoints_folder, write_model
+from gecko.train.checkpoints.folders import latest_checkpoint, write_manifest
 from gecko.train.finish import write_report
 from gecko.train.metrics import read_metrics
 
@@ -110,15 +110,15 @@ def test_killed_while_joining_the_checkpoint_stays_sound(trained: Run, monkeypat
     checkpoint = latest_checkpoint(checkpoints_folder(trained))
     assert checkpoint is not None
     unjoin(checkpoint)
-    monkeypatch.setattr("gecko.train.checkpoints.checkpointer.write_manifest", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("gecko.train.checkpoints.content.write_manifest", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_model(checkpoint, checkpoint)
     assert (checkpoint / "model.safetensors").is_file()
-    verify_checkpoint(checkpoint)
+    verify_files(checkpoint)
     monkeypatch.undo()
     for _ in range(2):
         write_model(checkpoint, checkpoint)
-        verify_checkpoint(checkpoint)
+        verify_files(checkpoint)
         assert "model.safetensors" in read_manifest(checkpoint)
 
 
@@ -167,7 +167,7 @@ def test_a_full_disk_under_one_rank_ends_all_and_loses_nothing(
     assert "step-00000004, is intact" in first.error
     assert second.error == "SystemExit: 2"
     assert kept(run) == [4]
-    verify_checkpoint(checkpoints_folder(run) / "step-00000004")
+    verify_files(checkpoints_folder(run) / "step-00000004")
     assert [result["step"] for result in jobs.run(2, work.train_run, replace(run, steps=9), True)] == [9, 9]
 
 

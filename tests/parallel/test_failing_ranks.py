@@ -12,7 +12,7 @@ from support.jobs import Answer, Jobs
 from gecko.io.checkpoints import list_checkpoints
 from gecko.io.files import locked
 from gecko.train import Run
-from gecko.train.checkpoints.checkpointer import checkpoints_folder
+from gecko.train.checkpoints.content import checkpoints_folder
 
 
 def refused(answers: list[Answer]) -> str:

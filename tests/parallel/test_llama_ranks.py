@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
 from gecko.models import load_any
 from gecko.train import CheckpointSettings, ParallelSettings, Run
-from gecko.train.checkpoints.checkpointer import checkpoints_folder, write_model
+from gecko.train.checkpoints.content import checkpoints_folder, write_model
 from gecko.train.checkpoints.folders import latest_checkpoint
 
 

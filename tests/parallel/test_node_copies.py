@@ -16,7 +16,7 @@ from support.whole_runs import losses
 
 from gecko.io.checkpoints import checkpoint_step, list_checkpoints
 from gecko.train import CheckpointSettings, DataSettings, Run
-from gecko.train.checkpoints.checkpointer import checkpoints_folder
+from gecko.train.checkpoints.content import checkpoints_folder
 
 RANKS = 4
 FAILED = 10

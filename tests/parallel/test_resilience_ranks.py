@@ -19,7 +19,7 @@ from support.jobs import Jobs
 
 from gecko.io.checkpoints import list_checkpoints
 from gecko.train import CheckpointSettings, EvaluationSettings, Run, SkipSettings
-from gecko.train.checkpoints.checkpointer import checkpoints_folder
+from gecko.train.checkpoints.content import checkpoints_folder
 from gecko.train.metrics import read_metrics
 
 LAYER = "blocks.1.feed_forward.fc2"

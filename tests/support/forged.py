@@ -116,16 +116,16 @@ def _shards(folder: Path) -> Any:
 
 def _checkpoint(folder: Path) -> Any:
     """Restore the checkpoint of a run as ``--resume`` does."""
+    from gecko.io.checkpoints import verify_files
     from gecko.parallel.mesh import Ranks
     from gecko.train import Run
-    from gecko.train.carried import carried_state
-    from gecko.train.checkpoints.checkpointer import restore_snapshot
-    from gecko.train.checkpoints.folders import verify_checkpoint
+    from gecko.train.checkpoints.content import restore_snapshot
     from gecko.train.metrics import row_layout
     from gecko.train.model import starting_model
     from gecko.train.optimizer import build_optimizer
+    from gecko.train.step import carried_state
 
-    verify_checkpoint(folder)
+    verify_files(folder)
     run = Run.load(folder / "recipe.json")
     row_layout(folder)
     model = starting_model(run, Ranks(), torch.device("cpu"), fresh=False)

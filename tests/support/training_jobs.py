@@ -32,13 +32,11 @@ from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, load_tokenize
 from gecko.data.packing import CorpusShare
 from gecko.io import checkpoints
 from gecko.models import LanguageModel, build_model, meta_model
-from gecko.parallel.corpus import whole_corpus
 from gecko.parallel.fsdp import empty_sharded_model, fill, whole
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
 from gecko.train import Run, train
-from gecko.train.checkpoints.checkpointer import Checkpointer
-from gecko.train.checkpoints.shards import CachedPlanner
-from gecko.train.data import Prefetcher
+from gecko.train.checkpoints.checkpointer import CachedPlanner, Checkpointer
+from gecko.train.data import Prefetcher, whole_corpus
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.optimizer import build_optimizer
 from gecko.train.step import compute_gradients, split_batch, start_step
@@ -407,7 +405,7 @@ def resumed_run(run: Run, rank: int, end: int | None) -> dict[str, Any]:
 
 def logits_of_checkpoint(run: Run, checkpoint: Path, tokens: Tensor) -> Tensor:
     """Return the logits of a checkpoint, loaded into a model that is sharded over the ranks."""
-    from gecko.train.checkpoints.shards import read_tensors
+    from gecko.train.checkpoints.content import read_tensors
 
     with ranks_of(run) as ranks:
         model = model_of(run, ranks, dtype=torch.float32)

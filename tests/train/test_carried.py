@@ -17,9 +17,8 @@ from gecko.models import LlamaConfig
 from gecko.models.gecko import Gecko
 from gecko.parallel.mesh import Ranks
 from gecko.train import DataSettings, Run, ScheduleSettings, train
-from gecko.train.carried import CarriedState
 from gecko.train.data import batch_of_step, load_data
-from gecko.train.step import compute_gradients, split_batch
+from gecko.train.step import CarriedState, compute_gradients, split_batch
 
 CPU = torch.device("cpu")
 

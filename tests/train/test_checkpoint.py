@@ -20,15 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gecko.io.checkpoints import checkpoint_path, list_checkpoints
+from gecko.io.checkpoints import checkpoint_path, list_checkpoints, verify_files
 from gecko.train import Run, train
-from gecko.train.checkpoints.folders import (
-    MANIFEST,
-    keep_newest,
-    latest_checkpoint,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from gecko.train.checkpoints.folders import MANIFEST, keep_newest, latest_checkpoint, write_checkpoint
 
 
 def write(folder: Path, step: int, content: bytes = b"weights") -> Path:
@@ -42,7 +36,7 @@ def write(folder: Path, step: int, content: bytes = b"weights") -> Path:
 def test_written_checkpoint_is_sound_and_the_newest_is_found(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     for step in (2, 10, 9):
-        verify_checkpoint(write(tmp_path, step))
+        verify_files(write(tmp_path, step))
     assert latest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 10)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000010", "step-00000009", "step-00000002"]
 
@@ -78,7 +72,7 @@ def test_any_flipped_bit_is_found_and_names_the_file(
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     file.write_bytes(content)
     with pytest.raises(ValueError, match=file.name):
-        verify_checkpoint(damaged)
+        verify_files(damaged)
     with pytest.warns(UserWarning, match="step-00000002.*" + file.name):
         assert latest_checkpoint(folder) == sound
 
@@ -135,7 +129,7 @@ def test_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path: Path) ->
     ):
         write(tmp_path, 2, b"x" * 10_000)
     assert os.listdir(tmp_path) == [previous.name]
-    verify_checkpoint(previous)
+    verify_files(previous)
     write(tmp_path, 3)
     with files_of_at_most(1000), pytest.raises(OSError, match="step-00000001, is intact"):
         write(tmp_path, 2, b"x" * 10_000)
@@ -180,7 +174,7 @@ def test_kill_while_saving_never_leaves_a_damaged_checkpoint(tmp_path: Path) -> 
         found = list_checkpoints(tmp_path)
         assert found
         for path in found:
-            verify_checkpoint(path)
+            verify_files(path)
         process.send_signal(signal.SIGCONT)
     process.kill()
     process.wait()

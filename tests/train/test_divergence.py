@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from support.whole_runs import die, skip, stop_after
 
-from gecko.io.checkpoints import list_checkpoints
+from gecko.io.checkpoints import list_checkpoints, verify_files
 from gecko.train import CheckpointSettings, NonFiniteError, Run, TrainResult, train, trainer
-from gecko.train.checkpoints.checkpointer import Checkpointer, lowest_loss
-from gecko.train.checkpoints.folders import verify_checkpoint
+from gecko.train.checkpoints.checkpointer import Checkpointer
+from gecko.train.checkpoints.content import lowest_loss
 from gecko.train.step import SpikeRule
 
 
@@ -37,7 +37,7 @@ def test_after_a_divergence_the_advice_works(small_run: Run, every: int, keep: i
     kept = list((run.folder / "checkpoints").glob("diverged-*"))
     assert [path.name for path in kept] == (["diverged-00000021"] if every in (1, 7) else [])
     for path in kept:
-        verify_checkpoint(path)
+        verify_files(path)
         assert str(path) in str(caught.value)
     result = train(with_rate(longer, 1e-4), resume=True)
     assert result.finished and result.evaluation is not None and result.evaluation.loss < 7

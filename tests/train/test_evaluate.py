@@ -12,7 +12,7 @@ from gecko.data import ByteTokenizer, TokenizedCorpus
 from gecko.models.gecko import Gecko
 from gecko.train import Run
 from gecko.train.evaluate import HeldOut, evaluate
-from gecko.train.float8 import use_float8
+from gecko.train.model import use_float8
 from gecko.train.run import Precision
 
 

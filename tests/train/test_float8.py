@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gecko
 from gecko.models import build_model
 from gecko.train import Run, train
-from gecko.train.float8 import check_float8, use_float8, without_float8
+from gecko.train.model import check_float8, use_float8, without_float8
 
 CPU = torch.device("cpu")
 

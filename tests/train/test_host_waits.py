@@ -20,10 +20,9 @@ from gecko.models.gecko import Gecko
 from gecko.parallel.mesh import Ranks
 from gecko.train import DataSettings, OptimizerSettings, Run, SkipSettings
 from gecko.train import step as steps
-from gecko.train.carried import CarriedState
 from gecko.train.data import AHEAD, Prefetcher
 from gecko.train.optimizer import build_optimizer
-from gecko.train.step import SpikeRule, StepResult, Verdict, split_batch, start_step
+from gecko.train.step import CarriedState, SpikeRule, StepResult, Verdict, split_batch, start_step
 
 
 class Watched(TorchDispatchMode):

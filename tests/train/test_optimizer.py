@@ -17,12 +17,12 @@ from torch import nn
 from gecko.config import GeckoConfig
 from gecko.models.gecko import Gecko
 from gecko.train import OptimizerSettings, Run, train
-from gecko.train.checkpoints.shards import read_tensors
-from gecko.train.muon import newton_schulz
+from gecko.train.checkpoints.content import read_tensors
 from gecko.train.optimizer import (
     block_matrix_names,
     build_optimizer,
     named_parameters,
+    newton_schulz,
     optimizer_tensors,
     set_learning_rate,
 )

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from gecko.recipes import RECIPES, apply_overrides, get_recipe, shown
 from gecko.train import DataSettings, Run, SampleSettings
-from gecko.train.overrides import flatten, settings_help
 from gecko.train.run import has_role
-from gecko.train.settings import Role
+from gecko.train.settings import Role, flatten, settings_help
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -13,7 +13,7 @@ from gecko.train import Run, SampleSettings
 from gecko.train.evaluate import Evaluation
 from gecko.train.finish import MARKS, RunFacts, loss_curve, step_curve, write_report
 from gecko.train.metrics import MetricsWriter
-from gecko.train.overrides import flatten
+from gecko.train.settings import flatten
 
 
 @pytest.fixture

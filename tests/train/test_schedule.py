@@ -16,7 +16,6 @@ from support.whole_runs import die, same_end, stop_after
 
 from gecko.parallel.mesh import Ranks
 from gecko.train import Run, ScheduleSettings, train
-from gecko.train.batch_ramp import first_full_step, length_at, rows_before
 from gecko.train.data import batch_of_step, load_data
 from gecko.train.step import learning_rate_factor
 
@@ -85,9 +84,9 @@ def growing_runs(draw: st.DrawFn) -> tuple[ScheduleSettings, int, int]:
 @given(growing_runs())
 def test_batches_double_until_they_are_full(given_run: tuple[ScheduleSettings, int, int]) -> None:
     schedule, rows, length = given_run
-    before = [rows_before(schedule, rows, step) for step in range(60)]
+    before = [schedule.rows_before(rows, step) for step in range(60)]
     sizes = [after - earlier for earlier, after in itertools.pairwise(before)]
-    lengths_of_rows = [length_at(schedule, length, step) for step in range(60)]
+    lengths_of_rows = [schedule.length_at(length, step) for step in range(60)]
     assert before[0] == 0
     for values, first, last, over in (
         (sizes, schedule.initial_batch_size, rows, schedule.batch_size_steps),
@@ -97,7 +96,7 @@ def test_batches_double_until_they_are_full(given_run: tuple[ScheduleSettings, i
         assert all(value == last for value in values[over:])
         assert over == 0 or first == last or values[over - 1] < last
         assert all(later % earlier == 0 for earlier, later in itertools.pairwise(values))
-    assert all(size == rows for size in sizes[first_full_step(schedule) :])
+    assert all(size == rows for size in sizes[schedule.first_full_step :])
 
 
 def growing(run: Run) -> Run:

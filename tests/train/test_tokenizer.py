@@ -14,7 +14,7 @@ from gecko.data.tokenizers import copy_tokenizer
 from gecko.io.checkpoints import read_manifest
 from gecko.train import Run, train
 from gecko.train.checkpoints.folders import latest_checkpoint
-from gecko.train.tokenizer import known_tokenizer
+from gecko.train.model import known_tokenizer
 
 FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 

@@ -101,7 +101,7 @@ def _usage_errors_explained(ctx: Any) -> Iterator[None]:
 def _how_to_write(option: str) -> str:
     """Say how the setting is written that an unknown option means: ``--lr`` is ``optimizer.learning_rate=VALUE``."""
     from gecko.recipes import RECIPES, shown
-    from gecko.train.overrides import ELSEWHERE
+    from gecko.train.settings import ELSEWHERE
 
     name = option.lstrip("-").replace("-", "_")
     name = ELSEWHERE.get(name, name)

@@ -69,7 +69,7 @@ class Consolidate(Command):
 
     def run(self) -> None:
         from gecko.io.model_folder import CONFIG
-        from gecko.train.checkpoints.checkpointer import write_model
+        from gecko.train.checkpoints.content import write_model
 
         checkpoint = _find_checkpoint(self.source)
         target = self.target(checkpoint)
@@ -103,13 +103,12 @@ class Consolidate(Command):
 
 def _find_checkpoint(folder: Path) -> Path:
     """Return the checkpoint ``folder``, or the newest valid checkpoint of the run ``folder``."""
-    from gecko.io.checkpoints import CHECKPOINTS
+    from gecko.io.checkpoints import CHECKPOINTS, verify_files
     from gecko.io.model_folder import CONFIG
     from gecko.train import latest_checkpoint
-    from gecko.train.checkpoints.folders import verify_checkpoint
 
     if (folder / CONFIG).is_file() and not (folder / CHECKPOINTS).is_dir():
-        verify_checkpoint(folder)
+        verify_files(folder)
         return folder
     newest = latest_checkpoint(folder / CHECKPOINTS)
     if newest is None:
@@ -136,9 +135,8 @@ class Average(Command):
     """Number of newest checkpoints."""
 
     def run(self) -> None:
-        from gecko.io.checkpoints import CHECKPOINTS, list_checkpoints
-        from gecko.train.checkpoints.checkpointer import check_consecutive, write_average
-        from gecko.train.checkpoints.folders import verify_checkpoint
+        from gecko.io.checkpoints import CHECKPOINTS, list_checkpoints, verify_files
+        from gecko.train.checkpoints.content import check_consecutive, write_average
 
         found = list_checkpoints(self.source / CHECKPOINTS)
         if len(found) < self.last:
@@ -148,7 +146,7 @@ class Average(Command):
             )
         checkpoints, target = found[: self.last], new_model_folder(self.out, "--out")
         for checkpoint in checkpoints:
-            verify_checkpoint(checkpoint)
+            verify_files(checkpoint)
         check_consecutive(checkpoints)
         with whole_folder(target) as folder:
             write_average(checkpoints, folder)

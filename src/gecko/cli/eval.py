@@ -215,7 +215,7 @@ class Diagnose(ReportedEvaluation):
 
     def evaluate(self) -> tuple[Results, Mapping[str, Any], torch.device]:
         from gecko.eval.synthetic import Diagnosis, diagnose
-        from gecko.train.overrides import set_fields
+        from gecko.train.settings import set_fields
         from gecko.train.throughput import select_device
 
         device, values = select_device(self.device), dataclasses.asdict(Diagnosis())

@@ -11,7 +11,6 @@ from typing import Any
 from gecko.eval.results import FORMAT
 from gecko.io.files import Record, read_object
 from gecko.records import build
-from gecko.train.batch_ramp import rows_before
 from gecko.train.finish import RESULTS
 from gecko.train.metrics import METRICS, read_metrics, read_sessions
 from gecko.train.settings import ScheduleSettings
@@ -43,7 +42,7 @@ class RunFolder:
 
     def tokens_before(self, step: int) -> int:
         """Return the tokens of the first ``step`` steps."""
-        return rows_before(self._schedule, int(self.recipe["batch_size"]), step) * int(self.recipe["sequence_length"])
+        return self._schedule.rows_before(int(self.recipe["batch_size"]), step) * int(self.recipe["sequence_length"])
 
     @cached_property
     def _schedule(self) -> ScheduleSettings:

@@ -15,9 +15,8 @@ from gecko.experiments.table import Model, Row, grouped
 from gecko.io.files import read_object
 from gecko.pages.figures import LineStyle
 from gecko.train.metrics import METRICS, seconds_by_step
-from gecko.train.overrides import current_fields, flatten
 from gecko.train.run import has_role
-from gecko.train.settings import Role
+from gecko.train.settings import Role, current_fields, flatten
 
 _LONGEST_DIFFERENCE = 30
 _TRAINING_POINTS = 50

@@ -239,6 +239,10 @@ class Ranks:
         return self.broadcast(result)
 
 
+ALONE = Ranks()
+"""A single process."""
+
+
 class DelayedSum:
     """Sums of small CPU tensors over all ranks that arrive one call later, so that no rank waits for another."""
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from gecko.io.files import read_object
 from gecko.recipes.recipes import RECIPES
 from gecko.records import unknown_name
-from gecko.train.overrides import current_override, settings_help
 from gecko.train.run import NOT_SETTINGS, RECIPE, Run
+from gecko.train.settings import current_override, settings_help
 
 __all__ = ["RECIPES", "apply_overrides", "get_recipe", "shown"]
 

@@ -201,7 +201,7 @@ def _step_seconds(
 
     If a step takes longer than ``limit``, estimate it from one row: measuring it would use up the time for training.
     """
-    device, full = next(model.parameters()).device, run.first_full_step
+    device, full = next(model.parameters()).device, run.schedule.first_full_step
     optimizer = build_optimizer(model, run.optimizer)
 
     def step_of(batch: Batch, parts: int) -> None:

@@ -12,7 +12,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 
 from gecko.data import (
@@ -31,15 +33,14 @@ from gecko.data.chat import TemplateChat, tuning_format
 from gecko.data.chat_templates import TEMPLATE
 from gecko.data.chats import ChatCorpus, ChatRows, load_chats, read_chats
 from gecko.data.loader import batch_of
-from gecko.data.packing import ROW_LAYOUT, CorpusShare
+from gecko.data.packing import ROW_LAYOUT, CorpusShare, TokenizedCorpus
 from gecko.data.sources import check_apart, find_sources, sample_texts
 from gecko.data.token_bytes import SAMPLE, check_loss
 from gecko.data.training_data import parse_source, read_sources
 from gecko.data.turns import Turn
 from gecko.io.checkpoints import list_checkpoints, model_folder
-from gecko.parallel.corpus import whole_corpus
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
+from gecko.train.checkpoints.content import checkpoints_folder, tokenizer_folder
 from gecko.train.evaluate import HeldOut, SamplePrompt
 from gecko.train.metrics import DataRecord, row_layout, run_start
 from gecko.train.run import Run
@@ -329,3 +330,45 @@ def _text(tokenizer: Tokenizer, tokens: torch.Tensor) -> str:
     """Decode ``tokens`` without those that mark the start and the end of a document."""
     borders = (tokenizer.document_start, tokenizer.document_end)
     return tokenizer.decode([token for token in tokens.tolist() if token not in borders])
+
+
+def whole_corpus(source: str, share: CorpusShare, ranks: Ranks) -> TokenizedCorpus:
+    """Return the corpus of which each rank has a share: the one that a single process would tokenize.
+
+    All ranks call it together. The ids are broadcast into the memory of the whole corpus one batch at a time, so that a
+    rank needs no second copy.
+
+    Raises:
+        ValueError: on the first rank, if the ranks have different texts or tokenizers, or no text has tokens.
+        SystemExit: on all other ranks.
+    """
+    found = ranks.gather((share.texts, [part.lengths for part in share.parts]))
+    ranks.run_or_abort_all(lambda: _check_same_texts(source, found))
+    # Batch b of the corpus is number b // world of rank b % world.
+    places = [divmod(batch, ranks.world) for batch in range(sum(len(lengths) for _, lengths in found))]
+    batches = [found[rank][1][number] for number, rank in places]
+    lengths = np.concatenate(batches)
+    tokens = np.empty(lengths.sum(), share.dtype)
+    begin = 0
+    for (number, rank), sizes in zip(places, batches, strict=True):
+        ids = tokens[begin : begin + sizes.sum()]
+        if rank == ranks.rank:
+            ids[:] = share.parts[number].tokens
+        ranks.broadcast_into(torch.from_numpy(ids.view(np.uint8)), rank)
+        begin += len(ids)
+    return TokenizedCorpus.of_whole(tokens, lengths)
+
+
+def _check_same_texts(source: str, found: list[tuple[str, list[NDArray[np.int64]]]]) -> None:
+    """Raise ValueError unless all ranks have the same texts and tokenizer, and one has a document.
+
+    ``found`` has the digest of each rank's texts and tokenizer, and the lengths of the documents of its batches.
+    """
+    other = [rank for rank, (texts, _) in enumerate(found) if texts != found[0][0]]
+    if other:
+        raise ValueError(
+            f"all ranks must read the same texts from {source!r} and have the same tokenizer; rank {other[0]} has "
+            "other ones than rank 0. Give every node the same files, or use a folder that all share."
+        )
+    if not any(len(lengths) for _, batches in found for lengths in batches):
+        raise ValueError(f"{source!r} must hold at least one document with text; got none.")

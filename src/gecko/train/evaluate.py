@@ -18,12 +18,11 @@ from gecko.inference import NewToken, stream
 from gecko.inference.llama import LlamaStream, prefill_llama
 from gecko.models import LanguageModel, Llama
 from gecko.parallel.fsdp import release
-from gecko.parallel.mesh import Ranks
-from gecko.train.float8 import without_float8
+from gecko.parallel.mesh import ALONE, Ranks
+from gecko.train.model import without_float8
 from gecko.train.run import Precision, Run, is_half
 from gecko.train.step import autocast
 
-_ALONE = Ranks()
 POSITION_BINS = 128
 """Largest number of bins of the loss by position."""
 
@@ -69,7 +68,7 @@ class HeldOut:
         kept = Batch(self.rows.tokens[chosen], self.rows.targets[chosen], self.rows.segment_ids[chosen])
         return HeldOut(kept, self.batch_size, self.row_bytes[chosen])
 
-    def batches(self, device: torch.device, ranks: Ranks = _ALONE) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def batches(self, device: torch.device, ranks: Ranks = ALONE) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield this rank's tokens, targets and segment ids on ``device``; each at most (``batch_size``, T).
 
         All ranks get the same number of batches. If the rows cannot be divided evenly, rows without targets are added.
@@ -112,7 +111,7 @@ def evaluate(
     model: LanguageModel,
     held_out: HeldOut,
     precision: Precision,
-    ranks: Ranks = _ALONE,
+    ranks: Ranks = ALONE,
     beat: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Return the loss of ``model`` on the held-out rows, in float32 and summed in float64. All ranks call it together.

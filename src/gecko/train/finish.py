@@ -20,12 +20,12 @@ from gecko.pages import Listing, Picture, Section, pairs, settings_tables, write
 from gecko.pages.figures import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, fit, new_figure
 from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import code_name, code_version, require
-from gecko.train.checkpoints.checkpointer import write_model
+from gecko.train.checkpoints.content import write_model
 from gecko.train.data import RunData
 from gecko.train.evaluate import Evaluation, HeldOut, evaluate, sample_text
 from gecko.train.metrics import METRICS, read_metrics
-from gecko.train.overrides import flatten
 from gecko.train.run import Run
+from gecko.train.settings import flatten
 from gecko.train.throughput import describe_hardware
 
 RESULTS, SAMPLE = "results.json", "sample.txt"

@@ -20,45 +20,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gecko.parallel.mesh import Ranks
+from gecko.parallel.mesh import ALONE, Ranks
 from gecko.runtime.private import recorded_collectives
-from gecko.train.checkpoints.checkpointer import TrainerState
-from gecko.train.checkpoints.folders import GoingOn
+from gecko.train.checkpoints.content import TrainerState
 from gecko.train.optimizer import named_parameters
-
-_ALONE = Ranks()
 
 
 class NonFiniteError(RuntimeError):
     """Raised after too many skipped steps in a row."""
 
 
-def skip_failure(position: TrainerState, limit: int, cause: str, going_on: GoingOn) -> NoReturn:
+def skip_failure(position: TrainerState, limit: int, cause: str, advice: str) -> NoReturn:
     """Raise NonFiniteError for the last steps up to ``position``, all skipped, the last one for ``cause``."""
     first = position.step - position.consecutive_skips + 1
     raise NonFiniteError(
         f"steps {first} to {position.step} were all skipped for their loss or gradient, and max_skips={limit}; the "
         f"last: {cause}. Try a lower optimizer.learning_rate, a longer schedule.warmup or precision=float32, and "
-        f"{_how_to_go_on(going_on)}"
+        f"{advice}"
     )
 
 
-def _how_to_go_on(found: GoingOn) -> str:
-    if found.newest is None:
-        return "continue with --resume, which starts at the beginning: there is no checkpoint yet."
-    name = found.newest.name
-    if not found.usable:
-        return (
-            f"start again in another folder with output=: {name} has the weights that these steps began with; there "
-            "is no undamaged checkpoint before it."
-        )
-    if not found.aside:
-        return f"continue with --resume, which goes on from {name}; it is untouched."
-    kept = ", ".join(str(path) for path in found.aside)
-    return f"continue with --resume, which goes on from {name}. The weights that these steps began with are in {kept}."
-
-
-def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor], ranks: Ranks = _ALONE) -> str:
+def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor], ranks: Ranks = ALONE) -> str:
     """Run ``compute`` (loss and gradients of the batch) again and name the first value that is not finite.
 
     The order is: parameters, outputs of modules (innermost first, in order of the forward pass), the loss, gradients of

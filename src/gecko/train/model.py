@@ -1,22 +1,41 @@
-"""The model that a run trains: new or from another one, sharded, with adapters, compiled."""
+"""The model that a run trains: new or from another one, sharded, with adapters, in float8, compiled.
+
+**float8**: linear layers with products in float8, by torchao's training path. Each row of the inputs, of a weight and
+of the gradients is divided by a power of two and rounded to float8 (e4m3), for all three products of a layer. Weights
+stay as they are, float32, and so do the optimizer's state and checkpoints.
+
+**Adapters**: low-rank adapters (LoRA) of PEFT on the linear layers of the blocks. The other parameters stay those of
+the model that the run starts from. A checkpoint holds the merged model, which every command reads, and the adapters
+themselves, from which training resumes.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
+from gecko.data import ByteTokenizer, Tokenizer, load_tokenizer
+from gecko.data.tokenizers import known_tokenizer
 from gecko.io.checkpoints import model_folder
+from gecko.io.model_folder import fingerprint, stored_prefix
 from gecko.io.quantization import is_quantized
+from gecko.io.tensors import reading
 from gecko.models import LanguageModel, build_model, load_any, meta_model
 from gecko.models.gecko import Block
 from gecko.parallel.fsdp import empty_sharded_model, fill
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpoints.lora import add_adapters
-from gecko.train.float8 import use_float8
-from gecko.train.run import Run, is_half
-from gecko.train.tokenizer import check_same_tokenizer
+from gecko.runtime.process import require, without_log_warnings
+from gecko.train.optimizer import named_parameters
+from gecko.train.run import Precision, Run, is_half
 
 
 def starting_model(run: Run, ranks: Ranks, device: torch.device, *, fresh: bool) -> LanguageModel:
@@ -82,3 +101,162 @@ def _initial(run: Run) -> LanguageModel:
         raise ValueError(f"init_from must hold a model that is not quantised; {folder} is. Use the one it was made of.")
     check_same_tokenizer(folder, run.data.tokenizer)
     return model.float().train()
+
+
+_PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'\nÀ là niña, Straße, Привет, 你好, 🙂"
+
+
+def check_same_tokenizer(folder: Path, given: str) -> None:
+    """Check that the tokenizer ``given`` is that of the model in ``folder``, if that is known.
+
+    Warn if the model's tokenizer cannot be loaded and may be the same.
+
+    Raises:
+        ValueError: the two produce different ids for the same text.
+    """
+    known = known_tokenizer(folder)
+    if known is None or known == given:
+        return
+    try:
+        same = _ids(load_tokenizer(known)) == _ids(load_tokenizer(given))
+    except (FileNotFoundError, ValueError, ImportError) as error:
+        # A file or a library is missing. The bytes tokenizer needs neither: if it is ``given``, ``known`` is another.
+        same = given != ByteTokenizer.name
+        if same:
+            warnings.warn(f"data.tokenizer could not be compared with that of init_from: {error}", stacklevel=2)
+    if not same:
+        raise ValueError(
+            f"data.tokenizer must be that of the model in init_from, for which other ids mean other text; {folder} was "
+            f"trained with {known!r}, got {given!r}. Set data.tokenizer={known}"
+        )
+
+
+def _ids(tokenizer: Tokenizer) -> list[int]:
+    """Tokenize a varied text. Files cannot be compared: libraries save the same tokenizer with different bytes."""
+    return [tokenizer.document_start, *tokenizer.encode(_PROBE).tolist(), tokenizer.document_end]
+
+
+_FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with float8 products."""
+_FLOAT8_MULTIPLE = 16
+"""Products in float8 need matrices whose sizes are multiples of this."""
+
+
+def check_float8(precision: Precision, device: torch.device) -> None:
+    """Raise ValueError if ``precision`` is ``float8`` and the device has no float8 products, and ImportError if torchao
+    is not installed."""
+    if not precision.startswith("float8"):
+        return
+    _torchao()
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if precision == "float8" and (found is None or found < _FLOAT8_CAPABILITY):
+        what = str(device) if found is None else f"{device} with {found[0]}.{found[1]}"
+        needed = ".".join(map(str, _FLOAT8_CAPABILITY))
+        raise ValueError(
+            f"precision=float8 needs a GPU of compute capability {needed} or newer, as an H100; got "
+            f"{what}. Try precision=bfloat16, or precision=float8_emulated, which rounds alike and is slow."
+        )
+
+
+def use_float8(model: LanguageModel, precision: Precision) -> None:
+    """Replace the linear layers of blocks in place, whose sizes are multiples of 16, by layers that multiply in float8.
+
+    The names of parameters and the parameters themselves do not change. Embedding, head and norms stay as they are.
+    """
+    if not precision.startswith("float8"):
+        return
+    library = _torchao()
+    settings = library.Float8LinearConfig.from_recipe_name("rowwise")
+    settings = replace(settings, emulate=precision == "float8_emulated")
+    for block in model.blocks:
+        library.convert_to_float8_training(block, config=settings, module_filter_fn=_has_float8_sizes)
+
+
+@contextmanager
+def without_float8(model: LanguageModel, precision: Precision) -> Iterator[None]:
+    """Context that undoes ``use_float8``: torchao's layers do not run under ``torch.inference_mode``."""
+    kind: Any = _torchao().float8_linear.Float8Linear if precision.startswith("float8") else None
+    changed = [] if kind is None else [module for module in model.modules() if type(module) is kind]
+    try:
+        for module in changed:
+            module.__class__ = nn.Linear
+        yield
+    finally:
+        for module in changed:
+            module.__class__ = kind
+
+
+def _has_float8_sizes(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and all(size % _FLOAT8_MULTIPLE == 0 for size in module.weight.shape)
+
+
+def _torchao() -> Any:
+    with without_log_warnings():
+        return require("torchao.float8", "quantize")
+
+
+ADAPTERS = "adapters.safetensors"
+_BASE = "base"
+"""Name of the starting model's fingerprint in the metadata of the file."""
+
+
+def add_adapters(model: LanguageModel, rank: int) -> None:
+    """Give every linear layer of the blocks an adapter, and freeze all other parameters.
+
+    The adapters' output is scaled by 2, so that the learning rate need not change with the rank. They begin as zero.
+
+    Raises:
+        ImportError: PEFT is not installed.
+    """
+    with without_log_warnings():
+        peft = require("peft", "finetune")
+    base = fingerprint(model)
+    blocks = {module for block in model.blocks for module in block.modules()}
+    layers = [name for name, module in model.named_modules() if module in blocks and isinstance(module, nn.Linear)]
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.inject_adapter_in_model(config, model)
+    model.adapters_of = base  # type: ignore[assignment, unused-ignore]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return hasattr(model, "adapters_of")
+
+
+def merged(model: LanguageModel) -> LanguageModel:
+    """Return a plain model whose weights are those of ``model`` with the adapters added; its tensors are not copied."""
+    from peft.tuners.lora import LoraLayer
+
+    weights: dict[str, Tensor] = {}
+    adapted: list[tuple[str, Any]] = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    ]
+    for name, module in adapted:
+        layer = module.get_base_layer()
+        weights[f"{name}.weight"] = layer.weight.detach() + module.get_delta_weight("default").detach()
+        if layer.bias is not None:
+            weights[f"{name}.bias"] = layer.bias.detach()
+    inside = tuple(f"{name}." for name, _ in adapted)
+    others = {name: weight for name, weight in model.state_dict().items() if not name.startswith(inside)}
+    plain = meta_model(model.config)
+    plain.load_state_dict({**others, **weights}, assign=True)
+    return plain
+
+
+def save_adapters(model: LanguageModel, folder: Path) -> None:
+    """Write the adapters beside the merged model of a checkpoint, under names like those of its weights."""
+    prefix = stored_prefix(folder)
+    tensors = {prefix + name: parameter.detach().contiguous() for name, parameter in named_parameters(model)}
+    save_file(tensors, folder / ADAPTERS, metadata={_BASE: str(model.adapters_of)})
+
+
+def check_base(model: LanguageModel, folder: Path) -> None:
+    """Raise ValueError if the adapters in a checkpoint were trained on other weights than those of ``model``."""
+    with reading(folder / ADAPTERS), safe_open(folder / ADAPTERS, framework="pt") as file:
+        base = (file.metadata() or {}).get(_BASE)
+    if base != str(model.adapters_of):
+        raise ValueError(
+            f"init_from must hold the weights that the adapters in {folder} were trained on, {base}; it holds "
+            f"{model.adapters_of}. Put back the model that the run started from."
+        )

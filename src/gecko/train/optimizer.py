@@ -1,15 +1,28 @@
-"""The optimizer of a run: its parameter groups and their learning rates, and its state as named tensors."""
+"""The optimizer of a run: its parameter groups and their learning rates, its state as named tensors, and Muon.
+
+Muon (Jordan et al., 2024) replaces the momentum M of a matrix by the nearest matrix with orthonormal rows or columns,
+which five Newton-Schulz iterations approximate. The update is scaled by 0.2 √max(m, n), so that its root mean square is
+that of AdamW, and learning rate and weight decay of AdamW apply (Liu et al., 2025).
+
+``torch.optim.Muon`` computes the iterations on the sharded tensor: each product then exchanges shards, and they are
+rounded to bfloat16 on every device, so that sharded and single results differ. Here a matrix is gathered once, and the
+ranks divide the matrices among themselves.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from gecko.layers.norms import BlockRMSNorm
-from gecko.train.muon import Muon
+from gecko.ops.backends.dispatch import on_gpu
+from gecko.parallel.fsdp import whole
 from gecko.train.settings import OptimizerSettings
 
 _FACTOR = "rate_factor"
@@ -71,13 +84,9 @@ def rate_factor(model: nn.Module, settings: OptimizerSettings, *, muon: bool) ->
 
 def _empty_state(parameter: nn.Parameter, *, muon: bool) -> dict[str, Tensor]:
     if muon:
-        return {"momentum_buffer": _zeros(parameter)}
+        return {"momentum_buffer": torch.zeros_like(parameter)}
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return {"step": step, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
-
-
-def _zeros(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -126,3 +135,111 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         for name, parameter in named_parameters(model)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of x, x³ and x⁵, which move singular values in 0..1 towards 1 fastest (Jordan et al.)."""
+ITERATIONS = 5
+MOMENTUM = 0.95
+RMS = 0.2
+"""Root mean square of AdamW's updates (Liu et al.)."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for parameter groups with ``muon=True``, and fused AdamW for the other groups.
+
+    All ranks call ``step`` together. The state of a matrix is its momentum, sharded like the matrix.
+    """
+
+    def __init__(
+        self, groups: Iterable[Mapping[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__([dict(group) for group in groups], {"lr": lr, "weight_decay": 0.0, "muon": False})
+        others = [group for group in self.param_groups if not group["muon"]]
+        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
+        # Both optimizers share the groups, whose learning rates the trainer sets, and the state, which it saves.
+        self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have gradients. ``closure`` must be None.
+
+        As for fused AdamW, nothing changes if the attribute ``found_inf`` is a tensor of 1.
+        """
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        adamw: Any = self._adamw
+        adamw.found_inf = found_inf
+        adamw.step()
+        skipped = None if found_inf is None else found_inf.bool()
+        for group in self.param_groups:
+            if group["muon"]:
+                given = [parameter for parameter in group["params"] if parameter.grad is not None]
+                _step_matrices(given, [self.state[p]["momentum_buffer"] for p in given], group, skipped)
+
+
+def _step_matrices(
+    matrices: Sequence[Tensor], momenta: Sequence[Tensor], group: Mapping[str, Any], skipped: Tensor | None
+) -> None:
+    directions = []
+    for matrix, momentum in zip(matrices, momenta, strict=True):
+        assert matrix.grad is not None
+        _set_unless(skipped, momentum, momentum.lerp(matrix.grad, 1 - MOMENTUM))
+        directions.append(matrix.grad.lerp(momentum, MOMENTUM))
+    for matrix, update in zip(matrices, _orthogonalised(directions), strict=True):
+        decayed = matrix * (1 - group["lr"] * group["weight_decay"])
+        _set_unless(skipped, matrix, decayed.add_(update, alpha=-group["lr"] * RMS * math.sqrt(max(matrix.shape))))
+
+
+def _set_unless(skipped: Tensor | None, target: Tensor, values: Tensor) -> None:
+    target.copy_(values if skipped is None else torch.where(skipped, target, values))
+
+
+def _orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return the orthogonalised matrices, sharded as those given. Of n ranks, each computes every n-th."""
+    if not matrices or not isinstance(matrices[0], DTensor):
+        return [newton_schulz(matrix) for matrix in matrices]
+    group = _sharding_group(matrices[0])
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    found = []
+    for first in range(0, len(matrices), ranks):
+        some = [whole(matrix) for matrix in matrices[first : first + ranks]]
+        if rank < len(some):
+            some[rank] = newton_schulz(some[rank])
+        for owner, full in enumerate(some):
+            dist.broadcast(full, group=group, group_src=owner)
+        found += [_shard_of(full, like) for full, like in zip(some, matrices[first : first + ranks], strict=True)]
+    return found
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """Return a matrix (m, n) with the singular vectors of ``matrix`` and singular values of about 1.
+
+    Products are bfloat16 on a GPU, and have the dtype of ``matrix`` on a CPU, which may emulate bfloat16 slowly.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.bfloat16() if on_gpu(matrix) else matrix
+    wide = len(x) <= x.shape[1]
+    x = x if wide else x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.T).to(matrix.dtype).contiguous()
+
+
+def _sharding_group(matrix: DTensor) -> dist.ProcessGroup:
+    """Return the ranks among which FSDP shards a parameter; the replicas compute the same."""
+    dimension = next(i for i, placement in enumerate(matrix.placements) if isinstance(placement, Shard))
+    return matrix.device_mesh.get_group(dimension)
+
+
+def _shard_of(full: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of ``full``, which all ranks have, as a tensor like ``like``."""
+    assert isinstance(like, DTensor)
+    group = _sharding_group(like)
+    shards = full.chunk(dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    local = shards[rank] if rank < len(shards) else full[:0]
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

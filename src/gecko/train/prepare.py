@@ -24,14 +24,13 @@ from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_firs
 from gecko.runtime.output import lasting_output
 from gecko.runtime.process import flushed_denormals
 from gecko.runtime.terminal import Terminal
-from gecko.train.checkpoints.checkpointer import checkpoints_folder, tokenizer_folder
+from gecko.train.checkpoints.content import checkpoints_folder, tokenizer_folder
 from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.finish import REPORT, RESULTS, SAMPLE
 from gecko.train.health import LauncherWatch
 from gecko.train.metrics import METRICS, SESSIONS, mend_metrics, read_metrics, row_layout, run_start
-from gecko.train.overrides import flatten
 from gecko.train.run import RECIPE, Run, has_role
-from gecko.train.settings import Role
+from gecko.train.settings import Role, flatten
 from gecko.train.throughput import multiplies_bfloat16, select_device
 
 _LOCK = ".training"

@@ -31,8 +31,6 @@ from gecko.records import (
     fields_of,
     unknown_name,
 )
-from gecko.train.batch_ramp import check_doubles, first_full_step, length_at, rows_before
-from gecko.train.overrides import current_fields, current_override, set_fields
 from gecko.train.settings import (
     ASIDE,
     CheckpointSettings,
@@ -44,6 +42,10 @@ from gecko.train.settings import (
     SampleSettings,
     ScheduleSettings,
     SkipSettings,
+    check_doubles,
+    current_fields,
+    current_override,
+    set_fields,
 )
 
 RECIPE = "recipe.json"
@@ -154,7 +156,7 @@ class Run:
 
     def rows_before(self, step: int) -> int:
         """Return the rows of ``sequence_length`` tokens of all batches before that of ``step``, counted from 0."""
-        return rows_before(self.schedule, self.batch_size, step)
+        return self.schedule.rows_before(self.batch_size, step)
 
     def tokens_before(self, step: int) -> int:
         """Return the tokens of all batches before that of ``step``, counted from 0."""
@@ -162,12 +164,7 @@ class Run:
 
     def length_at(self, step: int) -> int:
         """Return the tokens of a row in ``step``, counted from 0."""
-        return length_at(self.schedule, self.sequence_length, step)
-
-    @property
-    def first_full_step(self) -> int:
-        """The first step, counted from 0, whose batch has its final shape."""
-        return first_full_step(self.schedule)
+        return self.schedule.length_at(self.sequence_length, step)
 
     def rows_per_rank(self, data_ranks: int) -> int:
         """Return the rows of a batch per data rank. Raise ValueError if the batch cannot be divided evenly."""

@@ -25,9 +25,8 @@ from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import keep_freed_memory
 from gecko.train import prepare
 from gecko.train.budget import RunClock, measured
-from gecko.train.carried import carried_state
-from gecko.train.checkpoints.checkpointer import (
-    Checkpointer,
+from gecko.train.checkpoints.checkpointer import Checkpointer
+from gecko.train.checkpoints.content import (
     TrainerState,
     checkpoints_folder,
     restore_snapshot,
@@ -39,7 +38,6 @@ from gecko.train.checkpoints.node_copies import NodeCopies
 from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
 from gecko.train.finish import finish_run, remove_results
-from gecko.train.float8 import check_float8
 from gecko.train.health import StopSignal, TrainingNotice, Watchdog, reported_hangs
 from gecko.train.metrics import (
     METRICS,
@@ -49,10 +47,11 @@ from gecko.train.metrics import (
     read_metrics,
     record_session,
 )
-from gecko.train.model import starting_model
+from gecko.train.model import check_float8, starting_model
 from gecko.train.optimizer import build_optimizer
 from gecko.train.prepare import Beginning, Process, fixed_settings, launch
 from gecko.train.run import Run
+from gecko.train.step import carried_state
 from gecko.train.throughput import describe_hardware
 from gecko.train.trainer import Sinks, Trainer, TrainingProgress
 

@@ -1,15 +1,32 @@
-"""Groups of a run's settings: data, optimizer, schedule, evaluation, checkpoints, ranks, skipped steps and sample.
+"""Groups of a run's settings, their overrides ``key=value`` with names of earlier versions, and the help for each.
 
 Each group is a frozen dataclass that validates its fields. Error messages name a field as overrides do.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Annotated, Literal
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from gecko.records import Count, CountFromZero, Fraction, NotNegative, Positive, PositiveOrNone, Range, check
+from gecko.records import (
+    Count,
+    CountFromZero,
+    Fraction,
+    NotNegative,
+    Positive,
+    PositiveOrNone,
+    Range,
+    check,
+    docstrings,
+    unknown_name,
+)
 
 
 class Role(Flag):
@@ -98,7 +115,11 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """Learning-rate schedule, and growth of the batches. Lengths are fractions of all steps if they are not counts."""
+    """Learning-rate schedule, and growth of the batches. Lengths are fractions of all steps if they are not counts.
+
+    Batches grow by doubling their rows, or the length of these, at equal distances. So there are few shapes, and every
+    number of ranks and of accumulated parts that divides the first batch divides all.
+    """
 
     kind: Literal["auto", "cosine", "wsd"] = "auto"
     """``cosine``: warm-up, then cosine decay. ``wsd``: warm-up, constant, then linear decay.
@@ -129,6 +150,31 @@ class ScheduleSettings:
     def decay_after(self, steps: int) -> int:
         """Return the steps of the decay that follows ``steps`` steps, at least 1."""
         return self.decay_steps or max(1, round(steps * self.decay / (1 - self.decay)))
+
+    def rows_before(self, batch_size: int, step: int) -> int:
+        """Return the rows of all batches before that of ``step``, counted from 0; ``batch_size`` is the final size."""
+        first, over = self.initial_batch_size, self.batch_size_steps
+        if first is None or over == 0 or first == batch_size:
+            return step * batch_size
+        doublings = _doublings(first, batch_size)
+        begins = [-(-stage * over // doublings) for stage in range(doublings)]
+        stages = zip(begins, [*begins[1:], over], strict=True)
+        grown = sum((first << stage) * max(0, min(step, end) - begin) for stage, (begin, end) in enumerate(stages))
+        return grown + max(0, step - over) * batch_size
+
+    def length_at(self, sequence_length: int, step: int) -> int:
+        """Return the tokens of a row in ``step``, counted from 0; ``sequence_length`` is the final length."""
+        first, over = self.initial_sequence_length, self.sequence_length_steps
+        if first is None or step >= over:
+            return sequence_length
+        return first << step * _doublings(first, sequence_length) // over
+
+    @property
+    def first_full_step(self) -> int:
+        """The first step, counted from 0, whose batch has its final shape."""
+        rows = 0 if self.initial_batch_size is None else self.batch_size_steps
+        length = 0 if self.initial_sequence_length is None else self.sequence_length_steps
+        return max(rows, length)
 
     def __post_init__(self) -> None:
         check(self, "schedule.")
@@ -216,3 +262,100 @@ class SampleSettings:
 
     def __post_init__(self) -> None:
         check(self, "sample.")
+
+
+def _doublings(first: int, last: int) -> int:
+    return (last // first).bit_length() - 1
+
+
+def check_doubles(name: str, first: int | None, last: int) -> None:
+    """Raise ValueError unless ``last`` is ``first`` times a power of two; ``first`` may be None."""
+    if first is None or (last % first == 0 and (last // first).bit_count() == 1):
+        return
+    halved = last
+    while halved > first and halved % 2 == 0:
+        halved //= 2
+    raise ValueError(
+        f"schedule.initial_{name} must be {name} divided by a power of two, because it doubles until it is {name}; got "
+        f"{first} and {last}. Try schedule.initial_{name}={halved}."
+    )
+
+
+OLD_NAMES = {"accumulation": "gradient_accumulation_steps"}
+"""Field names of earlier versions and their current names. Recipes and overrides accept both."""
+
+
+def current_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with current field names."""
+    return {OLD_NAMES.get(name, name): value for name, value in values.items()}
+
+
+def current_override(override: str) -> str:
+    """Return ``key=value`` with the current field name."""
+    key, separator, value = override.partition("=")
+    return OLD_NAMES.get(key, key) + separator + value
+
+
+def set_fields(values: dict[str, Any], overrides: Iterable[str], fixed: Collection[str] = ()) -> None:
+    """Set each ``key=value``, with a dotted key, in the nested ``values``; the value stays text.
+
+    Raise ValueError for an unknown key, with the nearest known one. Keys in ``fixed`` count as unknown.
+    """
+    known = [name for name in flatten(values) if name not in fixed]
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            hint = f" To train on it: data.source={override}" if Path(override).exists() else ""
+            raise ValueError(f"an override must read key=value, for example steps=100; got {override!r}.{hint}")
+        if key not in known:
+            raise ValueError(f"{_unknown_setting(key, known)} gecko train RECIPE --show lists all.")
+        *path, name = key.split(".")
+        reduce(getitem, path, values)[name] = value
+
+
+def _unknown_setting(key: str, known: Collection[str]) -> str:
+    meant = ELSEWHERE.get(key.lower())
+    if meant in known:
+        return f"override must be a setting of the recipe; got {key!r}. Did you mean {meant!r}?"
+    return unknown_name("override", key, known)
+
+
+ELSEWHERE = {
+    "lr": "optimizer.learning_rate", "wd": "optimizer.weight_decay", "grad_clip": "optimizer.clip",
+    "max_steps": "steps", "max_iters": "steps", "num_iterations": "steps", "epochs": "steps", "dtype": "precision",
+    "block_size": "sequence_length", "context_length": "sequence_length", "max_seq_length": "sequence_length",
+    "vocab": "model.vocab_size", "n_layer": "model.num_layers", "n_embd": "model.model_dim", "out": "output",
+}  # fmt: skip
+"""Names that other training programs give to settings."""
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one mapping with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def settings_help(settings: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield for each field its dotted name, its value as an override takes it, and the first line of its docstring.
+
+    A nested dataclass yields its fields. The docstring of a field is the string below it in the source.
+    """
+    meanings = docstrings(type(settings))
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings_help(value, f"{prefix}{field.name}.")
+        else:
+            meaning = meanings.get(field.name, "").partition("\n")[0].replace("``", "")
+            yield prefix + field.name, shlex.quote(_as_text(value)), meaning
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_as_text, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

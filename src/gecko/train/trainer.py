@@ -23,8 +23,8 @@ from gecko.parallel.mesh import DelayedSum, Ranks
 from gecko.runtime.process import SteadyCollection
 from gecko.state import GeckoState
 from gecko.train.budget import RunClock
-from gecko.train.carried import CarriedState
-from gecko.train.checkpoints.checkpointer import Checkpointer, TrainerState
+from gecko.train.checkpoints.checkpointer import Checkpointer
+from gecko.train.checkpoints.content import TrainerState
 from gecko.train.checkpoints.folders import set_aside
 from gecko.train.checkpoints.node_copies import NodeCopies
 from gecko.train.data import Prefetcher
@@ -35,6 +35,7 @@ from gecko.train.run import Run
 from gecko.train.step import (
     NO_TARGETS,
     BatchPart,
+    CarriedState,
     SpikeRule,
     StartedStep,
     StepResult,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gecko.experiments.compare import ComparisonPlan, Tuning
 from gecko.experiments.compare.plan import rate_name
 from gecko.train import Run
-from gecko.train.overrides import flatten
+from gecko.train.settings import flatten
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from gecko.ops.backends.dispatch import Launch
 from gecko.plan.dry_run.device import DEVICE, FakeGPU
 from gecko.runtime.private import fake_tensors
 from gecko.state import GeckoState
-from gecko.train.float8 import use_float8
+from gecko.train.model import use_float8
 
 SOURCE = Path(__file__).parents[3] / "src/gecko"
 Call = Callable[[Gecko], Any]

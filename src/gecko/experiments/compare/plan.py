@@ -17,9 +17,8 @@ from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
 from gecko.train.finish import RESULTS
-from gecko.train.overrides import flatten
 from gecko.train.run import has_role
-from gecko.train.settings import Role
+from gecko.train.settings import Role, flatten
 
 
 def common_settings(run: Run) -> dict[str, object]:

@@ -31,7 +31,7 @@ from gecko.pages.figures import LineStyle
 from gecko.runtime.process import code_name, code_version
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import METRICS, read_metrics, seconds_by_step
-from gecko.train.overrides import flatten
+from gecko.train.settings import flatten
 
 PAGE = "comparison.html"
 PICTURES = ("loss-by-tokens", "loss-by-time")

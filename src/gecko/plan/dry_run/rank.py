@@ -36,10 +36,9 @@ from gecko.plan.dry_run.ledger import (
 from gecko.plan.dry_run.trace import Trace
 from gecko.runtime.private import backward_pass, fake_store, forget_meshes
 from gecko.train import Run
-from gecko.train.carried import CarriedState, carried_state
 from gecko.train.model import configured
 from gecko.train.optimizer import build_optimizer
-from gecko.train.step import SpikeRule, split_batch, start_step
+from gecko.train.step import CarriedState, SpikeRule, carried_state, split_batch, start_step
 
 T = TypeVar("T")
 

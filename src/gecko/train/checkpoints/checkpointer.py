@@ -1,4 +1,4 @@
-"""Content of a run's checkpoints, and when they are written and removed.
+"""When a run's checkpoints are written and removed.
 
 One rank writes whole tensors to ``model.safetensors`` and ``optimizer.safetensors`` before training continues. Several
 ranks copy their shards to host memory and write them to ``shards/`` while training continues (PyTorch's Distributed
@@ -7,37 +7,35 @@ Checkpoint with safetensors files). Any number of ranks can read either form, an
 
 from __future__ import annotations
 
-import json
-import math
-import shutil
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from gecko.data.byte_files import write_byte_tokenizer
-from gecko.data.chat_templates import TEMPLATE
-from gecko.data.tokenizers import ByteTokenizer, copy_tokenizer, holds_tokenizer
-from gecko.io.checkpoints import CHECKPOINTS, SHARDS, Entries, checkpoint_step, read_manifest
-from gecko.io.files import parse_object, whole_file
-from gecko.io.model_folder import CONFIG, WEIGHTS
-from gecko.io.tensors import REMEDY, reading
-from gecko.models import LanguageModel, load_config, meta_model
+from gecko.io.checkpoints import SHARDS, Entries
+from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks
-from gecko.records import CountFromZero, NotNegative, build, check
-from gecko.train.carried import CarriedState
+from gecko.train.checkpoints.content import (
+    TrainerState,
+    checkpoints_folder,
+    lowest_loss,
+    random_state,
+    training_tensors,
+    write_recipe,
+    write_small_files,
+    write_whole,
+)
 from gecko.train.checkpoints.folders import (
     all_files,
     begin_checkpoint,
@@ -46,220 +44,66 @@ from gecko.train.checkpoints.folders import (
     keep_newest,
     write_checkpoint,
     write_failure,
-    write_manifest,
 )
-from gecko.train.checkpoints.lora import check_base, has_adapters, merged, save_adapters
-from gecko.train.checkpoints.shards import ShardWriter, read_tensors
 from gecko.train.metrics import DataRecord
-from gecko.train.optimizer import named_parameters, optimizer_tensors
-from gecko.train.run import RECIPE, Run
-
-_OPTIMIZER, _RANDOM, _TRAINER = "optimizer.safetensors", "random.safetensors", "trainer.json"
-_LANES = "lanes.safetensors"
+from gecko.train.run import Run
+from gecko.train.step import CarriedState
 
 
-@dataclass(frozen=True)
-class TrainerState:
-    """Progress of a run, saved in each checkpoint."""
+def host_stager(device: str) -> DefaultStager:
+    """Return a stager, which copies tensors of a kind of device to host memory that it keeps for the next copy.
 
-    step: CountFromZero = 0
-    """Number of finished steps, including skipped ones; also the index of the next batch."""
-    seconds: NotNegative = 0.0
-    """Time spent in steps and evaluations so far, over all sessions."""
-    elapsed: float = 0.0
-    """Time of all sessions until this step, with everything that they did; 0 if an early version wrote it."""
-    skipped: CountFromZero = 0
-    """Number of skipped steps."""
-    consecutive_skips: CountFromZero = 0
-    """Number of steps skipped since the last step that was not skipped."""
-    recent_losses: tuple[float, ...] = ()
-    """Losses of the last finite steps, from which ``SpikeRule`` computes mean and deviation."""
-    recent_grad_norms: tuple[float, ...] = ()
-    """Gradient norms of the same steps."""
-
-    def __post_init__(self) -> None:
-        check(self)
-        if not all(map(math.isfinite, (*self.recent_losses, *self.recent_grad_norms))):
-            raise ValueError(
-                "recent losses and gradient norms must be finite; they are those of steps that were taken."
-            )
-
-
-def checkpoints_folder(run: Run) -> Path:
-    return run.folder / CHECKPOINTS
-
-
-def tokenizer_folder(run: Run) -> Path:
-    """Return the folder with the run's copy of the tokenizer, which is copied into every checkpoint."""
-    return run.folder / "tokenizer"
-
-
-def write_recipe(run: Run) -> None:
-    """Write ``run`` to its folder, whole or not at all."""
-    with whole_file(run.folder / RECIPE) as temporary:
-        run.save(temporary)
-
-
-def write_whole(
-    folder: Path,
-    run: Run,
-    model: LanguageModel,
-    optimizer: torch.optim.Optimizer,
-    position: TrainerState,
-    data: DataRecord,
-    carried: CarriedState | None = None,
-) -> None:
-    """Write all files of a checkpoint from one process that holds the whole model."""
-    if carried is not None:
-        save_file(carried.tensors(), folder / _LANES)
-    if has_adapters(model):
-        merged(model).save(folder)
-        save_adapters(model, folder)
-    else:
-        model.save(folder)
-    save_file(optimizer_tensors(model, optimizer), folder / _OPTIMIZER)
-    write_small_files(folder, run, position, random_state(), data)
-
-
-def write_small_files(
-    folder: Path, run: Run, position: TrainerState, random: Mapping[str, Tensor], data: DataRecord
-) -> None:
-    """Write the files that are not sharded: random and trainer state, data record, config, recipe and tokenizer."""
-    data.save(folder)
-    save_file(dict(random), folder / _RANDOM)
-    (folder / _TRAINER).write_text(json.dumps(asdict(position), indent=2) + "\n", encoding="utf-8")
-    run.model.save(folder / CONFIG)
-    run.save(folder / RECIPE)
-    write_tokenizer(run, folder)
-
-
-def write_tokenizer(run: Run, folder: Path) -> None:
-    """Write the files of the run's tokenizer and its chat template; those of bytes are for transformers."""
-    own = tokenizer_folder(run)
-    if holds_tokenizer(own):
-        copy_tokenizer(str(own), folder)
-        return
-    template = (own / TEMPLATE).is_file()
-    if template:
-        shutil.copyfile(own / TEMPLATE, folder / TEMPLATE)
-    if run.data.tokenizer == ByteTokenizer.name:
-        write_byte_tokenizer(folder, chat=template)
-
-
-def training_tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return parameters by name and optimizer state by ``parameter name/state name``; sharded if the model is."""
-    parameters = {name: parameter.detach() for name, parameter in named_parameters(model)}
-    return {**parameters, **optimizer_tensors(model, optimizer)}
-
-
-def restore_snapshot(
-    path: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, carried: CarriedState | None = None
-) -> TrainerState:
-    """Load model, optimizer, carried states and random state of a verified checkpoint. All ranks call it together."""
-    if has_adapters(model):
-        check_base(model, path)
-    read_tensors(path, training_tensors(model, optimizer))
-    if carried is not None:
-        carried.restore(partial(read_tensors, path))
-    with reading(path / _RANDOM):
-        set_random_state(load_file(path / _RANDOM), path / _RANDOM)
-    return read_trainer_state(path)
-
-
-def read_trainer_state(path: Path) -> TrainerState:
-    """Return the trainer state of a checkpoint. ValueError that names its file if it is damaged."""
-    return parse_object(path / _TRAINER, "a trainer's state", partial(build, TrainerState))
-
-
-def write_model(checkpoint: Path, folder: Path) -> None:
-    """Write the model of a checkpoint to ``folder`` as one ``model.safetensors``; ``load_any`` reads the folder.
-
-    One process calls it. ``folder`` may be the checkpoint itself: its manifest then lists the new file, and nothing is
-    written if the file exists already. Raise OSError if writing fails.
+    For CUDA the memory is pinned, because a GPU copies to it several times as fast. The host waits for the copy: the
+    next step of the optimizer changes the tensors.
     """
-    if folder == checkpoint and WEIGHTS in read_manifest(checkpoint):
-        return
-    model = meta_model(load_config(checkpoint / CONFIG))
-    model.load_state_dict(read_weights(checkpoint), strict=False, assign=True)
-    model.save(folder)
-    if folder == checkpoint:
-        # ``save`` wrote the same config.json as before, so the checkpoint is still sound if the process is killed here.
-        write_manifest(folder, {**read_manifest(folder), **flushed_entries(folder, [folder / WEIGHTS])})
-
-
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Return the parameters of a checkpoint by name, on the CPU; a weight that embedding and head share occurs once."""
-    model = meta_model(load_config(checkpoint / CONFIG))
-    weights = {name: torch.empty_like(weight, device="cpu").detach() for name, weight in model.named_parameters()}
-    read_tensors(checkpoint, dict(weights), alone=True)
-    return weights
-
-
-def check_consecutive(checkpoints: Sequence[Path]) -> None:
-    """Raise ValueError if the run saved another checkpoint between these, newest first, which is gone."""
-    for count, (later, earlier) in enumerate(pairwise(checkpoints), start=1):
-        every, after, until = (
-            Run.load(later / RECIPE).checkpoint.every,
-            checkpoint_step(earlier),
-            checkpoint_step(later),
+    on_gpu = device == "cuda" and torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
         )
-        if (until - 1) // every > after // every:
-            raise ValueError(
-                f"the checkpoints to average must be consecutive; {later.name} and {earlier.name} are not, as one was "
-                f"saved every {every} steps (older ones that are kept have the lowest loss, or are of "
-                f"checkpoint.keep_every). Try --last {count}; a run keeps more with checkpoint.keep=N."
-            )
+    )
 
 
-def write_average(checkpoints: Sequence[Path], folder: Path) -> None:
-    """Write the model whose weights are the means of those of ``checkpoints``, at least one, to ``folder``."""
-    model = meta_model(load_config(checkpoints[0] / CONFIG))
-    mean = read_weights(checkpoints[0])
-    for count, checkpoint in enumerate(checkpoints[1:], start=2):
-        for name, weight in read_weights(checkpoint).items():
-            mean[name].lerp_(weight, 1 / count)
-    model.load_state_dict(mean, strict=False, assign=True)
-    model.save(folder)
+class CachedPlanner(DefaultSavePlanner):
+    """Planner of one run's saves, which have one plan: who writes which part of which tensor.
 
-
-def random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: Mapping[str, Tensor], source: object) -> None:
-    """Set the state of the generators; raise ValueError, which names ``source``, if they cannot have it."""
-    try:
-        torch.set_rng_state(state["cpu"])
-        if torch.cuda.is_available() and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"])
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"{source} must hold the state of PyTorch's random numbers as cpu; {error}. {REMEDY}"
-        ) from error
-
-
-def lowest_loss(checkpoints: list[Path]) -> Path:
-    """Return the checkpoint with the lowest mean training loss over its last steps; the newest of equal ones.
-
-    If the loss jumps to higher finite values that ``SpikeRule`` accepts after a while, their mean is higher. The
-    checkpoint before the jump is then kept until the loss is as low again.
-
-    Args:
-        checkpoints: newest first, at least one.
+    The first save gathers and divides the ranks' plans. Later ones compare their own part with it and exchange nothing
+    if it is the same.
     """
-    return min(checkpoints, key=_recent_loss)
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+        # PyTorch caches plans by the class. Another run in this process has other tensors or other ranks.
+        self._cached_plans_key = f"{type(self).__name__}-{id(self)}"
+
+    def forget(self) -> None:
+        """Remove the plan from PyTorch's caches, which outlive this planner."""
+        for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+            getattr(self, f"_cached_{name}", {}).pop(self._cached_plans_key, None)
 
 
-def _recent_loss(checkpoint: Path) -> float:
-    """Return the mean of the recent losses; infinity if the checkpoint has none or is damaged."""
-    try:
-        losses = read_trainer_state(checkpoint).recent_losses
-    except (ValueError, OSError):
-        return math.inf
-    return statistics.fmean(losses) if losses else math.inf
+class ShardWriter:
+    """Writes the shards of all ranks of ``group``, one save at a time."""
+
+    def __init__(self, device: str, group: dist.ProcessGroup) -> None:
+        self._group, self._stager, self._planner = group, host_stager(device), CachedPlanner()
+
+    def start(self, checkpoint: Path, tensors: dict[str, Tensor]) -> Future[Any]:
+        """Copy ``tensors`` to host memory and start to write them to ``checkpoint``. All ranks call it together.
+
+        The memory is that of the last save, which must have ended.
+        """
+        writer = HuggingFaceStorageWriter(str(checkpoint / SHARDS), save_distributed=True)
+        written = async_save(
+            tensors, storage_writer=writer, planner=self._planner, process_group=self._group, async_stager=self._stager
+        )
+        assert isinstance(written, Future)
+        return written
+
+    def close(self) -> None:
+        """Free the memory; the last save must have ended."""
+        self._stager.close()
+        self._planner.forget()
 
 
 _SLICE = 1.0

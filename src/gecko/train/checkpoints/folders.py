@@ -8,7 +8,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -24,14 +23,12 @@ from gecko.io.checkpoints import (
     list_checkpoints,
     sha256,
     skipped,
-    verify_files,
 )
 from gecko.io.files import whole_file
-from gecko.parallel.mesh import Ranks
+from gecko.parallel.mesh import ALONE, Ranks
 
 _UNFINISHED = ".partial-"
 _DIVERGED = "diverged-"
-_ALONE = Ranks()
 _NOT_FOR_SPACE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 """Error numbers that freeing disk space does not fix."""
 
@@ -123,43 +120,32 @@ def keep_newest(
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class GoingOn:
-    """Checkpoint from which ``--resume`` continues after a session ended in skipped steps."""
+def set_aside(folder: Path, step: int) -> str:
+    """Rename the checkpoints of ``step`` and later, so that the run resumes from the newest sound one before them.
 
-    newest: Path | None
-    """The newest checkpoint, or None."""
-    aside: tuple[Path, ...]
-    """New paths of the checkpoints that hold the weights of the skipped steps."""
-    usable: bool = True
-    """Whether ``newest`` holds other weights than those of the skipped steps."""
-
-
-def set_aside(folder: Path, step: int) -> GoingOn:
-    """Rename the checkpoints of ``step`` and later, so that the run resumes from the newest sound one before them."""
+    Return how to go on after a session that ended in skipped steps.
+    """
     written = list_checkpoints(folder)
     bad = [path for path in written if checkpoint_step(path) >= step]
     good = next((path for path in written if path not in bad and find_fault(path) is None), None)
+    if good is None and bad:
+        return (
+            f"start again in another folder with output=: {bad[0].name} has the weights that these steps began with; "
+            "there is no undamaged checkpoint before it."
+        )
     if good is None:
-        return GoingOn(bad[0] if bad else None, (), usable=not bad)
-    return GoingOn(good, tuple(path.rename(_free(folder / path.name.replace(PREFIX, _DIVERGED))) for path in bad))
+        return "continue with --resume, which starts at the beginning: there is no checkpoint yet."
+    on = f"continue with --resume, which goes on from {good.name}"
+    if not bad:
+        return f"{on}; it is untouched."
+    aside = [folder / path.name.replace(PREFIX, _DIVERGED) for path in bad]
+    for path, kept in zip(bad, aside, strict=True):
+        shutil.rmtree(kept, ignore_errors=True)  # of an earlier divergence at this step
+        path.rename(kept)
+    return f"{on}. The weights that these steps began with are in {', '.join(map(str, aside))}."
 
 
-def _free(path: Path) -> Path:
-    """Remove what an earlier divergence at this step left at ``path``, and return ``path``."""
-    shutil.rmtree(path, ignore_errors=True)
-    return path
-
-
-def verify_checkpoint(path: Path, ranks: Ranks = _ALONE) -> None:
-    """Check that every file has the size and SHA-256 in the manifest; several ranks divide the files among themselves.
-
-    Raise ValueError (damaged) or FileNotFoundError (missing) that names the file, or OSError if a file cannot be read.
-    """
-    verify_files(path, ranks.rank, ranks.world)
-
-
-def latest_checkpoint(folder: Path, ranks: Ranks = _ALONE) -> Path | None:
+def latest_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Path | None:
     """Return the newest undamaged checkpoint, or None if the folder has no checkpoint.
 
     Damaged and unreadable checkpoints are skipped with a warning. All ``ranks`` call this together and get the same

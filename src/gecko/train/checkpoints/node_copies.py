@@ -29,8 +29,8 @@ from gecko.io.files import parse_json
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks, launched
 from gecko.records import build
-from gecko.train.checkpoints.checkpointer import TrainerState, random_state, set_random_state, training_tensors
-from gecko.train.checkpoints.shards import host_stager
+from gecko.train.checkpoints.checkpointer import host_stager
+from gecko.train.checkpoints.content import TrainerState, random_state, set_random_state, training_tensors
 from gecko.train.run import Run
 
 _KEPT = 2
