@@ -18,7 +18,7 @@ from gecko.models import LanguageModel, LlamaConfig, ModelConfig, build_model, m
 from gecko.models.gecko import ActivationCheckpointing
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan.memory import step_memory
-from gecko.runtime import transfer
+from gecko.runtime import tensors
 from gecko.train import Run
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
@@ -195,7 +195,7 @@ class _Copies:
 
 @contextmanager
 def _copies_kept() -> Iterator[_Copies]:
-    copies = _Copies(transfer.to_device)
+    copies = _Copies(tensors.to_device)
     modules = [x for name, x in list(sys.modules.items()) if name.startswith("gecko.") and hasattr(x, "to_device")]
     with ExitStack() as stack:
         for module in modules:

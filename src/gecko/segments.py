@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.runtime.records import TensorRecord
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import TensorRecord, to_device
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

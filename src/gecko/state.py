@@ -18,8 +18,7 @@ from gecko.layers.gated_attention import MixerState
 from gecko.ops.chunk_attention import AttentionState
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory import WorkingMemoryState
-from gecko.runtime.records import TensorRecord
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import TensorRecord, to_device
 from gecko.segments import Clock
 
 FORMAT = "gecko-state-1"

@@ -17,7 +17,7 @@ from torch import Tensor
 import gecko
 from gecko.config import PRESETS, GeckoConfig
 from gecko.models.gecko import Gecko
-from gecko.runtime.meta import meta_device
+from gecko.runtime.tensors import meta_device
 
 LENGTH = 5 * cases.CHUNK + 3
 STARTS = (0, 3, 2 * cases.CHUNK + 2)

@@ -7,7 +7,7 @@ import torch
 
 from gecko.config import PRESETS, GeckoConfig
 from gecko.models.gecko import Gecko
-from gecko.runtime.meta import meta_device
+from gecko.runtime.tensors import meta_device
 
 
 @pytest.mark.parametrize("preset", ["tiny", "megalodon-tiny"])

@@ -22,7 +22,7 @@ from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, 
 from gecko.ops.short_convolution import short_convolution, short_convolution_reference
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_reference
 from gecko.ops.working_memory import WorkingMemoryState, working_memory, working_memory_reference
-from gecko.runtime.records import TensorRecord, map_tensors, tensors_of
+from gecko.runtime.tensors import TensorRecord, map_tensors, tensors_of
 from gecko.segments import Clock, Segments
 
 CHUNK = 8

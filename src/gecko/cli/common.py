@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, TextIO
 import typer
 from typer.core import TyperGroup
 
-from gecko.runtime.output import lasting_messages
-from gecko.runtime.terminal import visible
+from gecko.runtime.terminal import lasting_messages, visible
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes: an error with a message, Ctrl-C, and an output pipe that was closed by its reader."""

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from gecko.cli.command import Command
 from gecko.records import argument, option
-from gecko.runtime.output import lasting_output
-from gecko.runtime.terminal import Terminal
+from gecko.runtime.terminal import Terminal, lasting_output
 
 if TYPE_CHECKING:
     from gecko.data.shards import Manifest

@@ -25,8 +25,7 @@ from gecko.config import LARGEST, Size, whole
 from gecko.data.loader import Row, make_row, numbered_from_zero, rows_in
 from gecko.data.packing import LEAST, ROW_LAYOUT, SPLIT_STREAM, Shuffle, TokenizedCorpus, held_out_count, permutation
 from gecko.data.tokenizers import Tokenizer
-from gecko.io.files import inner_name, parse_object
-from gecko.io.stamps import has_digest
+from gecko.io.files import has_digest, inner_name, parse_object
 from gecko.records import check
 
 MANIFEST = "manifest.json"

@@ -27,7 +27,7 @@ from gecko.layers.linear import is_bare
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends.dispatch import is_package
 from gecko.ops.loss import IGNORED, linear_cross_entropy
-from gecko.runtime.meta import meta_device
+from gecko.runtime.tensors import meta_device
 from gecko.state import GeckoState
 
 _REPEATS_POSITIONS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx")

@@ -1,14 +1,17 @@
-"""Atomic files, JSON and JSON Lines files, and the lock that keeps a folder to one process."""
+"""Atomic files, JSON and JSON Lines files, stamps, and the lock that keeps a folder to one process."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import secrets
 import shutil
 import stat
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -297,3 +300,43 @@ def _lock(file: TextIOWrapper, path: Path, wait: bool) -> None:
         if error.errno not in _NO_LOCKS:
             raise
         warnings.warn(f"{path} cannot be locked ({error.strerror}): run one process at a time there", stacklevel=2)
+
+
+_STAMPS = ".verified"
+"""Folder of the stamps, beside the files."""
+_SETTLED_SECONDS = 2.0
+"""A file that changed more recently gets no stamp: it may change again before the clock of the file system ticks."""
+
+
+def has_digest(path: Path, digest: str, *, stamped: bool, and_holds: Callable[[], bool] = lambda: True) -> bool:
+    """Return whether the file's SHA-256 is ``digest`` and its content passes the check ``and_holds``.
+
+    With ``stamped``, do not read the file if a stamp says so. A file that was read gets a stamp, if its folder can be
+    written: its size and the times of its last change of content and of metadata. No program can set the latter back,
+    so a stamp does not fit a file that was replaced or written to.
+    """
+    stamp, wanted = path.parent / _STAMPS / f"{path.name}.json", _identity(path, digest)
+    if stamped and _read_stamp(stamp) == wanted:
+        return True
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest or not and_holds():
+            return False
+    if time.time() - wanted["modified"] / 1e9 > _SETTLED_SECONDS:
+        with contextlib.suppress(OSError):
+            stamp.parent.mkdir(exist_ok=True)
+            with whole_file(stamp) as temporary:
+                temporary.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+    return True
+
+
+def _identity(path: Path, digest: str) -> dict[str, Any]:
+    found = path.stat()
+    return {"sha256": digest, "size": found.st_size, "modified": found.st_mtime_ns, "changed": found.st_ctime_ns}
+
+
+def _read_stamp(stamp: Path) -> Any:
+    """Return the content of a stamp; None if there is none, or it is damaged."""
+    try:
+        return parse_json(stamp.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -25,8 +25,7 @@ from gecko.ops.short_convolution import short_convolution
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory import WorkingMemoryState
 from gecko.ops.working_memory.context import chunk_weights, memory_state_before, start_working_memory
-from gecko.runtime.records import TensorRecord
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import TensorRecord, to_device
 from gecko.segments import Arriving, Pending, Ready, Segments
 
 

@@ -14,7 +14,7 @@ from gecko.models.gecko import Gecko, load
 from gecko.models.llama import MODEL_TYPE as LLAMA
 from gecko.models.llama import PRESETS as LLAMA_PRESETS
 from gecko.models.llama import Llama, LlamaConfig, load_llama
-from gecko.runtime.meta import meta_device
+from gecko.runtime.tensors import meta_device
 
 __all__ = [
     "LanguageModel", "Llama", "LlamaConfig", "ModelConfig", "build_model", "load_any", "load_config", "meta_model",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from gecko.ops.loss import IGNORED
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 from gecko.segments import ContextExchange
 
 

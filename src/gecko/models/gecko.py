@@ -23,7 +23,7 @@ from gecko.models.common import ActivationCheckpointing, check_tokens, run_block
 from gecko.ops.common import content
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.ops.timestep_norm import TimestepNormState
-from gecko.runtime.meta import meta_device
+from gecko.runtime.tensors import meta_device
 from gecko.segments import Clock, Context, Segments
 from gecko.state import GeckoState
 

@@ -21,8 +21,8 @@ from gecko.io.tensors import fitted, float_dtype
 from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
 from gecko.records import build, check
-from gecko.runtime.meta import meta_device
 from gecko.runtime.process import require, without_log_warnings
+from gecko.runtime.tensors import meta_device
 from gecko.segments import Segments
 
 MODEL_TYPE = "llama"

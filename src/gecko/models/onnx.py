@@ -16,7 +16,7 @@ from gecko.io.files import whole_file
 from gecko.io.quantization import is_quantized
 from gecko.models.gecko import Block, Gecko
 from gecko.runtime.process import require
-from gecko.runtime.records import map_tensors
+from gecko.runtime.tensors import map_tensors
 from gecko.segments import Clock
 from gecko.state import GeckoState
 

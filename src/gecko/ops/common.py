@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import is_package, kernels_of, on_gpu, products_are_rounded
-from gecko.runtime.records import TensorRecord, map_tensors, tensors_of
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import TensorRecord, map_tensors, tensors_of, to_device
 from gecko.segments import Segments
 
 

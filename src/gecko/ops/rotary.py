@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 
 
 def rotary_frequencies(head_dim: int, base: float) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
 SCAN_CHUNK = 64

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.common import check_segments, check_shape, compute_dtype, full_precision, run_by_length
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
 

@@ -27,7 +27,7 @@ from gecko.inference.pieces import piece_length, pieces
 from gecko.inference.prefill import Prefill, inference
 from gecko.models.gecko import Gecko
 from gecko.parallel.p2p import Contexts, P2PGroup, Transfer
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 from gecko.segments import Clock, Pending, Segments
 from gecko.state import GeckoState
 

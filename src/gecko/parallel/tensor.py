@@ -18,7 +18,7 @@ from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, Gates, Heads, MixerState
 from gecko.layers.linear import linear, project
 from gecko.models.gecko import Block, Gecko
-from gecko.runtime.records import map_tensors
+from gecko.runtime.tensors import map_tensors
 from gecko.segments import Ready, Segments
 from gecko.state import GeckoState
 

@@ -21,9 +21,8 @@ from gecko.io.checkpoints import checkpoint_step, list_checkpoints
 from gecko.io.files import locked, mend_lines
 from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model, run_or_checkpoint
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
-from gecko.runtime.output import lasting_output
 from gecko.runtime.process import flushed_denormals
-from gecko.runtime.terminal import Terminal
+from gecko.runtime.terminal import Terminal, lasting_output
 from gecko.train.checkpoints.content import checkpoints_folder, tokenizer_folder
 from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.finish import REPORT, RESULTS, SAMPLE

@@ -25,7 +25,7 @@ from gecko.models.gecko import Gecko
 from gecko.parallel.context import SharedRows
 from gecko.parallel.fsdp import sum_over_replicas, whole
 from gecko.parallel.mesh import ALONE, Ranks
-from gecko.runtime.transfer import HostCopy, to_device
+from gecko.runtime.tensors import HostCopy, to_device
 from gecko.state import GeckoState
 from gecko.train.optimizer import set_learning_rate, step_unless
 from gecko.train.run import Precision, Run, is_half

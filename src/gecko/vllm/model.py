@@ -27,7 +27,7 @@ from gecko.io.tensors import fitted
 from gecko.layers.linear import project
 from gecko.models.gecko import Gecko
 from gecko.parallel.tensor import TensorParallel, sharded_model, sharded_state, sharded_weight
-from gecko.runtime.meta import meta_device
+from gecko.runtime.tensors import meta_device
 from gecko.state import GeckoState
 from gecko.vllm.pages import StatePages, StepMetadata
 

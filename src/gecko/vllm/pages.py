@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
-from gecko.runtime.records import map_tensors, tensors_of
+from gecko.runtime.tensors import map_tensors, tensors_of
 from gecko.segments import Clock
 from gecko.state import GeckoState
 

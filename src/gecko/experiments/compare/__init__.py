@@ -28,8 +28,8 @@ from gecko.experiments.compare.runs import (
 from gecko.experiments.figures import check_packages
 from gecko.experiments.inputs import COMPARISON_FORMAT
 from gecko.io.files import locked
-from gecko.runtime.output import lasting_output
 from gecko.runtime.process import code_version
+from gecko.runtime.terminal import lasting_output
 from gecko.train.health import StopSignal
 from gecko.train.throughput import describe_hardware, select_device
 

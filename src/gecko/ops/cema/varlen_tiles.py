@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
 ITEMS = 16

@@ -19,8 +19,7 @@ from gecko.config import Attention
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.rotary import rotary_frequencies, rotary_phases, rotate
 from gecko.runtime.private import softmax_gradient
-from gecko.runtime.records import TensorRecord
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import TensorRecord, to_device
 from gecko.segments import Segments
 
 

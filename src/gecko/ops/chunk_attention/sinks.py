@@ -15,7 +15,7 @@ from torch import Tensor
 from gecko.ops.chunk_attention.chunked import Pattern, SinkTokens
 from gecko.ops.common import compute_dtype
 from gecko.ops.rotary import rotate
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
 

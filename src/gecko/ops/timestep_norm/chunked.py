@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.scan import ScanPlan, decayed_sum
-from gecko.runtime.records import TensorRecord
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import TensorRecord, to_device
 from gecko.segments import Segments
 
 

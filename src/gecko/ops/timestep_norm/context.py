@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gecko.ops.common import compute_dtype
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
 

@@ -34,7 +34,7 @@ from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 from gecko.ops.timestep_norm.chunked import TimestepNormState
 from gecko.ops.timestep_norm.triton_backward import gradients
 from gecko.ops.timestep_norm.triton_forward import normalise_tiles
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
 

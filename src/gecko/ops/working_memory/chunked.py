@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.working_memory.rules import ChunkSummary, Rule, WorkingMemoryState, empty_summary, with_identity
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
 

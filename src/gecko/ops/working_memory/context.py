@@ -18,7 +18,7 @@ from gecko.ops.working_memory import Rule as RuleName
 from gecko.ops.working_memory import WorkingMemoryState, enter_memory, working_memory
 from gecko.ops.working_memory.chunked import Grid
 from gecko.ops.working_memory.rules import RULES, Adaptive, ChunkSummary, Rule
-from gecko.runtime.transfer import to_device
+from gecko.runtime.tensors import to_device
 from gecko.segments import Arriving, ContextExchange, Pending, Ready, Segments
 
 

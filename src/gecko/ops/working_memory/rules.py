@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.runtime.records import TensorRecord
+from gecko.runtime.tensors import TensorRecord
 
 EMPTY_LOG = -1e30
 """Logarithm of an empty sum. It is finite because the gradient of logaddexp(−∞, −∞) is NaN."""
